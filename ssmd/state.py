@@ -1,0 +1,164 @@
+"""What a model remembers after `position` tokens: its tensors, their specification, and when two states are alike.
+
+Canonical form (docs/state-layout.md): little-endian, per layer, no batch axis.
+
+    conv   [C, K-1]                 oldest -> newest
+    ssm    [H, P, N]  (Mamba-1: [D, N])
+    key    [kv_heads, n, head_dim]  n = rows; after RoPE where the family has it
+    value  [kv_heads, n, head_dim]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Kind = Literal["conv", "ssm", "key", "value"]
+KINDS: tuple[Kind, ...] = ("conv", "ssm", "key", "value")
+DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+LAYOUT_VERSION = 1
+
+
+class StateError(ValueError):
+    """A state does not fit a program, or a specification does not make sense."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One state tensor. `shape` is canonical; for key and value the token axis is left out: (kv_heads, head_dim)."""
+
+    name: str
+    kind: Kind
+    layer: int
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise StateError(
+                f"state tensor {self.name!r}: unknown kind {self.kind!r}, expected one of {KINDS}"
+            )
+        if self.dtype not in DTYPES:
+            raise StateError(
+                f"state tensor {self.name!r}: dtype {self.dtype!r}, expected one of {sorted(DTYPES)}"
+            )
+        if not self.shape or any(d < 1 for d in self.shape) or (not self.recurrent and len(self.shape) != 2):
+            raise StateError(
+                f"state tensor {self.name!r}: shape {self.shape} is not possible for a {self.kind}"
+            )
+
+    @property
+    def recurrent(self) -> bool:
+        """True for tensors of fixed size (conv, ssm); False for those that grow by a row a token (key, value)."""
+        return self.kind in ("conv", "ssm")
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return DTYPES[self.dtype]
+
+    def shape_at(self, rows: int) -> tuple[int, ...]:
+        """The canonical shape when `rows` tokens of KV are present. Recurrent tensors do not depend on it."""
+        return self.shape if self.recurrent else (self.shape[0], rows, self.shape[1])
+
+    def nbytes_at(self, rows: int) -> int:
+        return int(np.prod(self.shape_at(rows))) * self.numpy_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """All state tensors of a model, in layer order."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        names = [t.name for t in self.tensors]
+        if not names:
+            raise StateError("a state specification needs at least one tensor")
+        if len(set(names)) != len(names):
+            raise StateError(f"state tensor names repeat: {sorted({n for n in names if names.count(n) > 1})}")
+
+    @property
+    def recurrent(self) -> tuple[TensorSpec, ...]:
+        return tuple(t for t in self.tensors if t.recurrent)
+
+    @property
+    def rows(self) -> tuple[TensorSpec, ...]:
+        """The key and value tensors: those that grow by one row a token."""
+        return tuple(t for t in self.tensors if not t.recurrent)
+
+    def nbytes_at(self, position: int, since: int = 0) -> int:
+        """Bytes of a canonical state at `position` that carries KV rows from `since` on."""
+        return sum(t.nbytes_at(position - since) for t in self.tensors)
+
+    def digest(self) -> str:
+        """Guards a restore: names, kinds and shapes; neither dtype nor context. Hex, 32 characters."""
+        layout = [[t.name, t.kind, t.layer, list(t.shape)] for t in self.tensors]
+        text = json.dumps([LAYOUT_VERSION, layout], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {"name": t.name, "kind": t.kind, "layer": t.layer, "shape": list(t.shape), "dtype": t.dtype}
+            for t in self.tensors
+        ]
+
+    @staticmethod
+    def from_json(entries: list[dict[str, Any]]) -> StateSpec:
+        """Raises StateError on anything that `to_json` would not have written."""
+        try:
+            return StateSpec(
+                tuple(
+                    TensorSpec(
+                        str(e["name"]),
+                        e["kind"],
+                        int(e["layer"]),
+                        tuple(int(d) for d in e["shape"]),
+                        e["dtype"],
+                    )
+                    for e in entries
+                )
+            )
+        except (KeyError, TypeError) as err:
+            raise StateError(f"state specification is malformed: {err!r}") from err
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """A canonical copy of a program's state after `position` tokens.
+
+    KV tensors hold the rows [since, position); recurrent tensors are whole. Arrays may be views that are not
+    contiguous, and are never written to after the State was made.
+    """
+
+    position: int
+    since: int
+    tensors: Mapping[str, NDArray[Any]]
+
+    def check(self, spec: StateSpec) -> None:
+        """Raises StateError unless names, shapes and dtypes are those of `spec` at this position, all finite."""
+        if not 0 <= self.since <= self.position:
+            raise StateError(f"state rows [{self.since}, {self.position}) are not a range")
+        expected = {t.name for t in spec.tensors}
+        if set(self.tensors) != expected:
+            raise StateError(
+                f"state tensors differ from the program's: {sorted(set(self.tensors) ^ expected)}"
+            )
+        for t in spec.tensors:
+            array = self.tensors[t.name]
+            shape = t.shape_at(self.position - self.since)
+            if array.shape != shape:
+                raise StateError(
+                    f"state tensor {t.name!r} has shape {array.shape}, the program needs {shape}"
+                )
+            if array.dtype not in DTYPES.values():
+                raise StateError(
+                    f"state tensor {t.name!r} has dtype {array.dtype}, expected float32 or float16"
+                )
+            if not np.isfinite(array).all():
+                raise StateError(f"state tensor {t.name!r} holds values that are not finite")
