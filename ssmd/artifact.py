@@ -86,9 +86,7 @@ class Manifest(BaseModel):
         if list(self.buckets) != sorted(set(self.buckets)):
             raise ValueError(f"buckets {self.buckets} are not ascending and unique")
         if any(t >= self.vocabulary for t in self.stop_tokens):
-            raise ValueError(
-                f"stop tokens {self.stop_tokens} are outside the vocabulary of {self.vocabulary}"
-            )
+            raise ValueError(f"stop tokens {self.stop_tokens} are outside the vocabulary of {self.vocabulary}")
         try:
             spec = StateSpec.from_json(self.state)
         except StateError as err:
@@ -104,9 +102,7 @@ class Manifest(BaseModel):
 
 def build_hash(fields: dict[str, Any]) -> str:
     """The build: sha256 of the manifest's canonical JSON without `build` itself."""
-    text = json.dumps(
-        {k: v for k, v in fields.items() if k != "build"}, sort_keys=True, separators=(",", ":")
-    )
+    text = json.dumps({k: v for k, v in fields.items() if k != "build"}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -139,18 +135,14 @@ class Artifact:
         for name, entry in manifest.files.items():
             file = path / name
             if file.is_symlink() or not file.is_file():
-                raise ArtifactError(
-                    f"artifact {path}: file {name!r} is missing or not a plain file; build it again"
-                )
+                raise ArtifactError(f"artifact {path}: file {name!r} is missing or not a plain file; build it again")
             if file.stat().st_size != entry.size:
                 raise ArtifactError(
                     f"artifact {path}: file {name!r} has {file.stat().st_size} bytes, {entry.size} were written; "
                     "it is cut off or was altered; build it again"
                 )
             if file_entry(file) != entry:
-                raise ArtifactError(
-                    f"artifact {path}: file {name!r} was altered (sha256 differs); build it again"
-                )
+                raise ArtifactError(f"artifact {path}: file {name!r} was altered (sha256 differs); build it again")
         return Artifact(path, manifest)
 
 
@@ -179,9 +171,7 @@ def read_manifest(path: Path) -> Manifest:
         where = ".".join(str(p) for p in first["loc"])
         raise ArtifactError(f"{file}: {where or 'manifest'}: {first['msg']}") from err
     if build_hash(fields) != manifest.build:
-        raise ArtifactError(
-            f"{file} was altered: its contents do not hash to its build; build the artifact again"
-        )
+        raise ArtifactError(f"{file} was altered: its contents do not hash to its build; build the artifact again")
     return manifest
 
 

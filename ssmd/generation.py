@@ -47,10 +47,10 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """`top` lists (token text, bytes, logprob), most likely first."""
+    """`top` lists (token text, its bytes, logprob), most likely first."""
 
     token: str
-    bytes: bytes
+    utf8: bytes
     logprob: float
     top: tuple[tuple[str, bytes, float], ...] = ()
 

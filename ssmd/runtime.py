@@ -100,9 +100,7 @@ def get_runtime(name: str) -> Runtime:
     """The runtime `name`. Raises RuntimeUnavailable with what to install when it cannot be imported."""
     found = _installed().get(name)
     if found is None:
-        raise RuntimeUnavailable(
-            f"no runtime is named {name!r}; there are: {', '.join(runtime_names()) or 'none'}"
-        )
+        raise RuntimeUnavailable(f"no runtime is named {name!r}; there are: {', '.join(runtime_names()) or 'none'}")
     try:
         runtime: Runtime = found.load()()
     except ImportError as err:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 Kind = Literal["conv", "ssm", "key", "value"]
 KINDS: tuple[Kind, ...] = ("conv", "ssm", "key", "value")
-DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 LAYOUT_VERSION = 1
 
 
@@ -41,17 +41,11 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise StateError(
-                f"state tensor {self.name!r}: unknown kind {self.kind!r}, expected one of {KINDS}"
-            )
+            raise StateError(f"state tensor {self.name!r}: unknown kind {self.kind!r}, expected one of {KINDS}")
         if self.dtype not in DTYPES:
-            raise StateError(
-                f"state tensor {self.name!r}: dtype {self.dtype!r}, expected one of {sorted(DTYPES)}"
-            )
+            raise StateError(f"state tensor {self.name!r}: dtype {self.dtype!r}, expected one of {sorted(DTYPES)}")
         if not self.shape or any(d < 1 for d in self.shape) or (not self.recurrent and len(self.shape) != 2):
-            raise StateError(
-                f"state tensor {self.name!r}: shape {self.shape} is not possible for a {self.kind}"
-            )
+            raise StateError(f"state tensor {self.name!r}: shape {self.shape} is not possible for a {self.kind}")
 
     @property
     def recurrent(self) -> bool:
@@ -146,19 +140,13 @@ class State:
             raise StateError(f"state rows [{self.since}, {self.position}) are not a range")
         expected = {t.name for t in spec.tensors}
         if set(self.tensors) != expected:
-            raise StateError(
-                f"state tensors differ from the program's: {sorted(set(self.tensors) ^ expected)}"
-            )
+            raise StateError(f"state tensors differ from the program's: {sorted(set(self.tensors) ^ expected)}")
         for t in spec.tensors:
             array = self.tensors[t.name]
             shape = t.shape_at(self.position - self.since)
             if array.shape != shape:
-                raise StateError(
-                    f"state tensor {t.name!r} has shape {array.shape}, the program needs {shape}"
-                )
+                raise StateError(f"state tensor {t.name!r} has shape {array.shape}, the program needs {shape}")
             if array.dtype not in DTYPES.values():
-                raise StateError(
-                    f"state tensor {t.name!r} has dtype {array.dtype}, expected float32 or float16"
-                )
+                raise StateError(f"state tensor {t.name!r} has dtype {array.dtype}, expected float32 or float16")
             if not np.isfinite(array).all():
                 raise StateError(f"state tensor {t.name!r} holds values that are not finite")
