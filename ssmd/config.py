@@ -1,0 +1,266 @@
+"""The settings of ssmd: flags win over environment variables, those over the settings file, that over defaults.
+
+Environment: `SSMD_` and the field's name in capitals (`SSMD_PORT=8000`); lists are comma-separated. File: TOML with the
+field names as keys, at `SSMD_CONFIG`, else `config.toml` in the platform's settings directory of ssmd.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import stat
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import platformdirs
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+PREFIX = "SSMD_"
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+MAX_FILE_BYTES = 1 << 20
+_HOSTNAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*\.?")
+
+
+class SettingsError(ValueError):
+    """A setting is not usable; the message names the flag, variable or file key, the value, and what is allowed."""
+
+
+def config_file() -> Path:
+    """Where the settings file is looked for. It need not exist unless SSMD_CONFIG names it."""
+    named = os.environ.get(f"{PREFIX}CONFIG")
+    return Path(named).expanduser() if named else Path(platformdirs.user_config_dir("ssmd")) / "config.toml"
+
+
+def _absolute(path: Path) -> Path:
+    try:
+        expanded = path.expanduser()
+    except RuntimeError as err:
+        raise ValueError(str(err)) from err
+    if "\0" in str(path):
+        raise ValueError("a path cannot contain a null character")
+    return Path(os.path.abspath(expanded))
+
+
+def _default_models_dir(settings: dict[str, Any]) -> Path:
+    # data_dir is absent here only when it was refused; then this value is never seen.
+    return Path(settings.get("data_dir", ".")) / "models"
+
+
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+Names = Annotated[tuple[str, ...], NoDecode]
+
+
+class Settings(BaseSettings):
+    """All settings, checked. Keyword arguments are flags, None where a flag was not given. Raises SettingsError."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, hide_input_in_errors=True
+    )
+
+    data_dir: AbsolutePath = Field(
+        default_factory=lambda: Path(platformdirs.user_data_dir("ssmd")),
+        description="sessions and, unless models_dir says otherwise, models",
+    )
+    models_dir: AbsolutePath = Field(
+        default_factory=_default_models_dir,
+        description="artifacts, as <name>/<runtime>-<device class>-<quant>/; default <data_dir>/models",
+    )
+    host: str = Field("127.0.0.1", description="address to listen on; beyond loopback an api_key is needed")
+    port: int = Field(7763, ge=0, le=65535, description="0 takes any free port")
+    api_key: SecretStr | None = Field(
+        None, description="what clients must send as `Authorization: Bearer …`; 8 to 512 printable ASCII characters"
+    )
+    allowed_hosts: Names = Field(
+        (),
+        validate_default=True,
+        description="names a Host header may carry besides the loopback names and `host`, which are always added; "
+        "`*` allows any and is the default where `host` is a wildcard address (the key is the protection then)",
+    )
+    allowed_origins: Names = Field(
+        (),
+        description="origins (`https://chat.example`) of web pages that may call, besides pages served by ssmd itself; "
+        "`*` allows any and needs an api_key",
+    )
+    threads: int | None = Field(None, ge=1, le=1024, description="compute threads; default: what the runtime chooses")
+    runtime: str = Field("auto", pattern=r"^[a-z0-9_]{1,32}$", description="a runtime's name, or auto")
+    max_running: int = Field(4, ge=1, le=256, description="choices that decode at the same time")
+    max_queue: int = Field(64, ge=0, le=10_000, description="requests that wait; more are answered 503")
+    max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 30, description="largest request body, bytes")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
+
+    def __init__(self, **flags: Any) -> None:
+        given = {name: value for name, value in flags.items() if value is not None}
+        try:
+            super().__init__(**given)
+        except ValidationError as err:
+            # `from None`: pydantic's own message must not follow, it may quote the key.
+            message = "; ".join(_explain(e, given) for e in err.errors(include_url=False))
+            raise SettingsError(message) from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, InitSettingsSource(settings_cls, _read_file())
+
+    @field_validator("allowed_hosts", "allowed_origins", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    @field_validator("host")
+    @classmethod
+    def _host_is_an_address(cls, value: str) -> str:
+        bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+        if _address(bare) is None and not _is_hostname(bare):
+            raise ValueError("expected an IP address or a host name, without scheme and port")
+        return bare
+
+    @field_validator("api_key")
+    @classmethod
+    def _key_fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(r"[!-~]{8,512}", value.get_secret_value()):
+            raise ValueError("expected 8 to 512 printable ASCII characters without spaces")
+        return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_are_names(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        bound = _address(info.data.get("host", ""))
+        wildcard = bound is not None and bound.is_unspecified
+        names = list(LOOPBACK_NAMES)
+        if not wildcard and "host" in info.data:
+            names.append(_bracketed(info.data["host"]))
+        for name in value or (("*",) if wildcard else ()):
+            bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
+            if name != "*" and _address(bare) is None and not _is_hostname(name):
+                raise ValueError(f"{name!r} is not a host name or IP address (no scheme, no port), nor '*'")
+            names.append(_bracketed(bare))
+        return tuple(dict.fromkeys(names))
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins_are_origins(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if "*" in value and info.data.get("api_key") is None:
+            raise ValueError("'*' lets every web page call this computer: set an api_key with it")
+        return tuple(dict.fromkeys(origin if origin == "*" else _origin(origin) for origin in value))
+
+    @property
+    def loopback(self) -> bool:
+        """Whether `host` can be reached from this computer only."""
+        address = _address(self.host)
+        return self.host.lower() == "localhost" if address is None else address.is_loopback
+
+    def check_exposure(self) -> None:
+        """To be called before a port is opened. Raises SettingsError if others could reach it without a key."""
+        if not self.loopback and self.api_key is None:
+            raise SettingsError(
+                f"host {self.host} can be reached from other computers: set an API key ({PREFIX}API_KEY, or api_key in "
+                f"{config_file()}), or use host 127.0.0.1"
+            )
+
+    def prepare(self) -> None:
+        """Make the data directory, mode 0700. Raises SettingsError if it cannot be trusted or made."""
+        path = self.data_dir
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = path.stat()
+            if hasattr(os, "getuid"):
+                if found.st_uid != os.getuid():
+                    raise SettingsError(f"data directory {path} belongs to user {found.st_uid}; use one of your own")
+                if found.st_mode & stat.S_IWOTH:
+                    raise SettingsError(
+                        f"data directory {path} can be written by every user of this computer, so what lies there "
+                        f"cannot be trusted; look it through, then: chmod 700 {path}"
+                    )
+                if stat.S_IMODE(found.st_mode) != 0o700:
+                    path.chmod(0o700)
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise SettingsError(f"data directory {path} cannot be written; choose another with {PREFIX}DATA_DIR")
+        except OSError as err:
+            reason = err.strerror or str(err)
+            raise SettingsError(
+                f"data directory {path} cannot be made ({reason}); choose another with {PREFIX}DATA_DIR"
+            ) from err
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _is_hostname(name: str) -> bool:
+    # A dotted number that is no address is a typing error, not a name.
+    return _HOSTNAME.fullmatch(name) is not None and not re.fullmatch(r"[0-9.]+", name)
+
+
+def _bracketed(host: str) -> str:
+    """As a Host header writes it: IPv6 in brackets, lower case."""
+    return f"[{host}]" if ":" in host else host.lower().rstrip(".")
+
+
+def _origin(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        bare = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/")
+        port = parts.port
+    except ValueError:
+        bare, port = False, None
+    if not bare or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"{text!r} is not an origin; expected for example 'https://chat.example' or '*'")
+    shown = "" if port in (None, {"http": 80, "https": 443}[parts.scheme]) else f":{port}"
+    return f"{parts.scheme}://{_bracketed(parts.hostname or '')}{shown}"
+
+
+def _read_file() -> dict[str, Any]:
+    path = config_file()
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise SettingsError(f"settings file {path} is larger than {MAX_FILE_BYTES} bytes")
+        return tomllib.loads(text.decode())
+    except FileNotFoundError:
+        if os.environ.get(f"{PREFIX}CONFIG"):
+            raise SettingsError(f"settings file {path}, named by {PREFIX}CONFIG, does not exist") from None
+        return {}
+    except OSError as err:
+        raise SettingsError(f"settings file {path} cannot be read: {err.strerror or err}") from err
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as err:
+        # The error quotes at most a position, never the text.
+        raise SettingsError(f"settings file {path} is not TOML: {err}") from None
+
+
+def _explain(error: ErrorDetails, flags: dict[str, Any]) -> str:
+    """One line for one refused value: where it came from, what it was (a key is never shown), what is allowed."""
+    name = str(error["loc"][0]) if error["loc"] else "settings"
+    variable = f"{PREFIX}{name.upper()}"
+    environment = {key.upper(): value for key, value in os.environ.items() if value}
+    if name in flags:
+        where, value = f"--{name.replace('_', '-')}", flags[name]
+    elif variable in environment:
+        where, value = variable, environment[variable]
+    else:
+        where, value = f"{name!r} in {config_file()}", _read_file().get(name)
+    if error["type"] == "extra_forbidden":
+        return f"{where}: no such setting; there are: {', '.join(Settings.model_fields)}"
+    shown = "" if name == "api_key" else f" = {str(value)[:200]!r}"
+    reason = error["msg"].removeprefix("Value error, ")
+    return f"{where}{shown}: {reason[0].lower()}{reason[1:]}"

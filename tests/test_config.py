@@ -1,0 +1,196 @@
+"""Settings: which source wins, what is refused and how it is said, and what the data directory must be like."""
+
+from __future__ import annotations
+
+import os
+import stat
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssmd.config import Settings, SettingsError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [n for n in os.environ if n.upper().startswith("SSMD_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg-config"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg-data"))
+
+
+def write_file(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def refusal(**flags: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        Settings(**flags)
+    return str(caught.value)
+
+
+def test_flags_win_over_environment_over_file_over_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(
+        "SSMD_CONFIG", str(write_file(tmp_path / "s.toml", "port = 1\nmax_queue = 2\nmax_running = 3\n"))
+    )
+    monkeypatch.setenv("SSMD_PORT", "10")
+    monkeypatch.setenv("SSMD_MAX_QUEUE", "20")
+    settings = Settings(port=100, max_queue=None)
+    assert (settings.port, settings.max_queue, settings.max_running, settings.runtime) == (100, 20, 3, "auto")
+
+
+def test_the_platforms_own_file_is_read_without_ssmd_config(tmp_path: Path) -> None:
+    file = tmp_path / "xdg-config" / "ssmd" / "config.toml"
+    if os.name != "posix" or os.uname().sysname == "Darwin":
+        pytest.skip("XDG directories are Linux's")
+    write_file(file, 'log_level = "DEBUG"\nallowed_hosts = ["a.example", "b.example"]\n')
+    settings = Settings()
+    assert settings.log_level == "debug"
+    assert settings.allowed_hosts[-2:] == ("a.example", "b.example")
+
+
+def test_models_lie_in_the_data_directory_unless_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SSMD_DATA_DIR", str(tmp_path / "d"))
+    assert Settings().models_dir == tmp_path / "d" / "models"
+    monkeypatch.setenv("SSMD_MODELS_DIR", "~/m")
+    assert Settings().models_dir == Path.home() / "m"
+    assert Settings(data_dir="relative").data_dir == Path.cwd() / "relative"
+
+
+def test_lists_in_the_environment_are_comma_separated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSMD_ALLOWED_ORIGINS", "https://Chat.example:443/, http://[::1]:3000")
+    assert Settings().allowed_origins == ("https://chat.example", "http://[::1]:3000")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, ("localhost", "127.0.0.1", "[::1]")),
+        ({"host": "192.168.7.5"}, ("localhost", "127.0.0.1", "[::1]", "192.168.7.5")),
+        ({"host": "[FE80::1]"}, ("localhost", "127.0.0.1", "[::1]", "[fe80::1]")),
+        ({"host": "0.0.0.0"}, ("localhost", "127.0.0.1", "[::1]", "*")),
+        ({"host": "::", "allowed_hosts": "Box.lan."}, ("localhost", "127.0.0.1", "[::1]", "box.lan")),
+    ],
+)
+def test_allowed_hosts(flags: dict[str, Any], expected: tuple[str, ...]) -> None:
+    assert tuple(h.lower() for h in Settings(**flags).allowed_hosts) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"port": 70000}, ("--port", "70000", "65535")),
+        ({"port": "http"}, ("--port", "'http'", "integer")),
+        ({"threads": 0}, ("--threads", "0", "1")),
+        ({"max_running": -1}, ("--max-running", "-1")),
+        ({"max_body_bytes": float("nan")}, ("--max-body-bytes", "nan")),
+        ({"log_level": "loud"}, ("--log-level", "loud", "debug")),
+        ({"runtime": "../x"}, ("--runtime", "../x")),
+        ({"host": "http://127.0.0.1"}, ("--host", "http://", "without scheme")),
+        ({"host": "127.0.0"}, ("--host", "127.0.0")),
+        ({"host": ""}, ("--host",)),
+        ({"allowed_hosts": "a.example:80"}, ("--allowed-hosts", "a.example:80")),
+        ({"allowed_origins": "chat.example"}, ("--allowed-origins", "chat.example")),
+        ({"allowed_origins": "https://u@chat.example"}, ("--allowed-origins",)),
+        ({"allowed_origins": "https://chat.example:99999"}, ("--allowed-origins",)),
+        ({"allowed_origins": "*"}, ("--allowed-origins", "api_key")),
+        ({"data_dir": "a\0b"}, ("--data-dir",)),
+        ({"prot": 1}, ("--prot", "no such setting", "port")),
+    ],
+)
+def test_a_refused_flag_is_named_with_its_value(flags: dict[str, Any], said: tuple[str, ...]) -> None:
+    message = refusal(**flags)
+    assert all(part in message for part in said), message
+    assert "\n" not in message
+
+
+def test_a_refused_variable_and_file_key_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = write_file(tmp_path / "s.toml", "max_queue = -5\n")
+    monkeypatch.setenv("SSMD_CONFIG", str(file))
+    monkeypatch.setenv("SSMD_PORT", "-1")
+    message = refusal()
+    assert "SSMD_PORT = '-1'" in message
+    assert f"'max_queue' in {file}" in message
+    assert "'-5'" in message
+
+
+def test_unknown_file_keys_and_broken_files_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    monkeypatch.setenv("SSMD_CONFIG", str(file))
+    assert "does not exist" in refusal()
+    write_file(file, "prot = 1\n")
+    assert "'prot'" in refusal()
+    write_file(file, "port = \n")
+    assert "not TOML" in refusal()
+    file.write_bytes(b"\xff\xfe")
+    assert "not TOML" in refusal()
+    file.write_bytes(b"#" * (2 << 20))
+    assert "larger than" in refusal()
+
+
+@pytest.mark.parametrize("key", ["short", "has space in it", "schlüssel-lang", "new\nline-key", "k" * 513])
+def test_a_refused_key_is_never_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSMD_API_KEY", key)
+    with pytest.raises(SettingsError) as caught:
+        Settings()
+    assert "SSMD_API_KEY" in str(caught.value)
+    assert key not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_good_key_is_not_shown_either() -> None:
+    settings = Settings(api_key="a-very-secret-key")
+    assert "a-very-secret-key" not in repr(settings) + str(settings) + settings.model_dump_json()
+    assert settings.api_key is not None
+    assert settings.api_key.get_secret_value() == "a-very-secret-key"
+
+
+def test_a_key_under_a_wrong_name_is_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SSMD_CONFIG", str(write_file(tmp_path / "s.toml", 'apikey = "a-very-secret-key"\n')))
+    message = refusal()
+    assert "'apikey'" in message
+    assert "secret" not in message
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_needs_no_key(host: str) -> None:
+    Settings(host=host).check_exposure()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.2", "box.lan", "localhost.evil.example"])
+def test_other_addresses_need_a_key(host: str) -> None:
+    with pytest.raises(SettingsError, match="SSMD_API_KEY"):
+        Settings(host=host).check_exposure()
+    Settings(host=host, api_key="a-very-secret-key").check_exposure()
+
+
+def test_prepare_makes_a_private_directory(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path / "a" / "b")
+    settings.prepare()
+    assert stat.S_IMODE(settings.data_dir.stat().st_mode) == 0o700
+    settings.data_dir.chmod(0o755)
+    settings.prepare()
+    assert stat.S_IMODE(settings.data_dir.stat().st_mode) == 0o700
+
+
+def test_prepare_refuses_what_others_can_write(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(SettingsError, match="every user"):
+        Settings(data_dir=tmp_path).prepare()
+
+
+def test_prepare_refuses_a_directory_of_another_user(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a directory away")
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(SettingsError, match="belongs to user 12345"):
+        Settings(data_dir=tmp_path).prepare()
+
+
+def test_prepare_refuses_a_file_in_the_way(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be made"):
+        Settings(data_dir=write_file(tmp_path / "f", "")).prepare()
