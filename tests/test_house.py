@@ -36,6 +36,7 @@ FLOORS = {
     "ssmd.api": 5,
     "ssmd.server": 5,
     "ssmd.cli": 6,
+    "ssmd.__main__": 6,
 }
 HEAVY = {"torch", "litert_torch", "ai_edge_quantizer", "transformers", "gguf"}
 FILES = sorted(

@@ -1,0 +1,162 @@
+"""A real `ssmd serve` in its own process, and a client that measures what a person would wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Reply:
+    """One streamed answer, by the client's clock: seconds since the request was sent."""
+
+    text: str = ""
+    delta_s: list[float] = field(default_factory=list)
+    finish_s: float = 0.0
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    logprobs: list[float] = field(default_factory=list)
+    session: str | None = None
+
+    @property
+    def ttft_ms(self) -> float:
+        return self.delta_s[0] * 1e3
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        return [(b - a) * 1e3 for a, b in zip(self.delta_s, self.delta_s[1:], strict=False)]
+
+
+class Daemon:
+    """`with Daemon(model, data_dir) as d:` serves on a free port; `kill` is SIGKILL."""
+
+    def __init__(self, model: str | Path, data_dir: Path, *args: str) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port: int = s.getsockname()[1]
+        self._command = [sys.executable, "-m", "ssmd", "serve", str(model), "--port", str(self.port), *args]
+        self._environment = {**os.environ, "SSMD_DATA_DIR": str(data_dir)}
+        self._log = data_dir.parent / f"{data_dir.name}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.healthy_ms = 0.0
+
+    def __enter__(self) -> Daemon:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Returns when /health answers; raises with the daemon's last words if it ends before that."""
+        started = time.perf_counter()
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
+        while time.perf_counter() - started < START_TIMEOUT_S:
+            if self.process.poll() is not None:
+                break
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if self.get("/health")[0] == 200:
+                    self.healthy_ms = (time.perf_counter() - started) * 1e3
+                    return
+            time.sleep(0.01)
+        raise RuntimeError(f"the daemon did not start:\n{self._log.read_text()[-3000:]}")
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, patience_s: float = 30.0) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(patience_s)
+
+    def get(self, path: str) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request("GET", path)
+        response = connection.getresponse()
+        body = response.read()
+        connection.close()
+        return response.status, json.loads(body) if body[:1] in (b"{", b"[") else body.decode()
+
+    def chat(self, messages: Sequence[dict[str, str]], **fields: Any) -> Reply:
+        """One streamed chat completion, read to its end."""
+        reply = Reply()
+        for _ in self.stream(reply, messages, **fields):
+            pass
+        return reply
+
+    def stream(self, reply: Reply, messages: Sequence[dict[str, str]], **fields: Any) -> Iterator[str]:
+        """The same, yielding each delta's text as it arrives; closing the iterator hangs up."""
+        body = {
+            "model": fields.pop("model", None) or self.get("/v1/models")[1]["data"][0]["id"],
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            **fields,
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        started = time.perf_counter()
+        try:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(f"{response.status}: {response.read().decode()}")
+            reply.session = response.getheader("x-ssmd-session")
+            for line in response:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                chunk = json.loads(line[6:])
+                now = time.perf_counter() - started
+                if "error" in chunk:
+                    raise RuntimeError(str(chunk["error"]))
+                if chunk.get("usage"):
+                    reply.usage = chunk["usage"]
+                for choice in chunk["choices"]:
+                    if choice.get("logprobs"):
+                        reply.logprobs += [t["logprob"] for t in choice["logprobs"]["content"]]
+                    if text := choice["delta"].get("content"):
+                        reply.text += text
+                        reply.delta_s.append(now)
+                        yield text
+                    if choice["finish_reason"]:
+                        reply.finish_reason, reply.finish_s = choice["finish_reason"], now
+        finally:
+            connection.close()
+
+    def resident_mb(self) -> tuple[float, float]:
+        """(anonymous, file-backed) resident memory in MB, from /proc."""
+        assert self.process is not None
+        fields = {
+            line.split(":")[0]: float(line.split()[1]) / 1e3
+            for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+            if line.startswith("Rss")
+        }
+        return fields["RssAnon"] + fields["RssShmem"], fields["RssFile"]
+
+
+def conditions() -> str:
+    """What a reader needs to know to repeat a run."""
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    load = ", ".join(f"{x:.2f}" for x in os.getloadavg())
+    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, {platform.system()}, load {load}"

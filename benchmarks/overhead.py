@@ -1,0 +1,116 @@
+"""What the daemon adds to the runtime's own step, as its client sees it.
+
+benchmarks/overhead.py [MODEL]     an artifact's name or path; default: smollm2
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from daemon import Daemon, Reply, conditions
+from resume import story
+
+from ssmd.artifact import Artifact
+from ssmd.config import Settings
+from ssmd.models import resolve
+from ssmd.runtime import Program, get_runtime
+
+ROUNDS = 5
+TOKENS = 120
+PROMPT = 200
+
+
+def bare_gaps_ms(program: Program) -> list[float]:
+    """The loop with nothing around it: decode and argmax, from the same position as the daemon's stream."""
+    handle = program.new_state()
+    token, gaps = 1, []
+    for start in range(0, PROMPT, max(program.buckets)):
+        program.prefill(handle, [1 + i % 100 for i in range(start, min(PROMPT, start + max(program.buckets)))])
+    for _ in range(TOKENS):
+        started = time.perf_counter()
+        logits = program.decode([handle], [token])
+        token = int(np.argmax(logits[0]))
+        gaps.append((time.perf_counter() - started) * 1e3)
+    program.release(handle)
+    return gaps
+
+
+def save_ms(program: Program) -> float:
+    """What a checkpoint takes from the token path at a position of about 1,500."""
+    handle, times = program.new_state(), []
+    for _ in range(1500 // max(program.buckets)):
+        program.prefill(handle, [1 + i % 100 for i in range(max(program.buckets))])
+    for _ in range(ROUNDS + 1):
+        started = time.perf_counter()
+        program.save(handle)
+        times.append((time.perf_counter() - started) * 1e3)
+    program.release(handle)
+    return statistics.median(times[1:])  # the first one makes its buffers
+
+
+def interference_gaps_ms(daemon: Daemon) -> list[float]:
+    """Gaps of a stream while another client's prompt of about 1,500 tokens is read."""
+    reply, during = Reply(), []
+    other = threading.Thread(
+        target=daemon.chat,
+        args=([{"role": "user", "content": story(1500, f"At {time.time()}.")}],),
+        kwargs={"max_tokens": 1},
+    )
+    last = time.perf_counter()
+    for i, _ in enumerate(daemon.stream(reply, [{"role": "user", "content": story(60, "Go on.")}], max_tokens=200)):
+        now = time.perf_counter()
+        if i == 5:
+            other.start()
+        if i > 5 and other.is_alive():
+            during.append((now - last) * 1e3)
+        last = now
+    other.join()
+    return during
+
+
+def main(name: str) -> None:
+    path = resolve(name, Settings().models_dir, "auto") if not Path(name).exists() else Path(name)
+    artifact = Artifact.open(path)
+    program = get_runtime(artifact.manifest.runtime).load(artifact)
+    print(f"# overhead: {artifact.manifest.name}, {program.producer}; {conditions()}; medians of {ROUNDS} rounds")
+    bare, served, tails = [], [], []
+    with tempfile.TemporaryDirectory() as folder, Daemon(name, Path(folder) / "data") as daemon:
+        daemon.stop()
+        daemon.start()  # warm: caches are filled
+        print(f"warm start to healthy: {daemon.healthy_ms:.0f} ms")
+        for i in range(ROUNDS):
+            bare.append(statistics.median(bare_gaps_ms(program)))
+            question = [{"role": "user", "content": story(PROMPT - 40, f"Round {i}.")}]
+            reply = daemon.chat(
+                question, max_tokens=TOKENS, logit_bias={str(t): -100 for t in artifact.manifest.stop_tokens}
+            )
+            served.append(statistics.median(reply.gaps_ms))
+            tails.append((reply.finish_s - reply.delta_s[-1]) * 1e3)
+        a, b = statistics.median(bare), statistics.median(served)
+        print(f"bare decode {a:.2f} ms, client TBT {b:.2f} ms: +{b - a:.2f} ms ({(b / a - 1) * 100:.1f} %)")
+        print(f"last delta to finish chunk: {statistics.median(tails):.0f} ms (worst {max(tails):.0f})")
+        print(f"a checkpoint holds the token path: {save_ms(program):.1f} ms")
+        program.close()
+        gaps = [g for _ in range(3) for g in interference_gaps_ms(daemon)]
+        p50, p95 = np.percentile(gaps, [50, 95])
+        print(f"gaps while 1,500 tokens are read: p50 {p50:.0f} ms, p95 {p95:.0f} ms")
+        daemon.stop()
+        daemon.start()
+        daemon.chat([{"role": "user", "content": story(1830, "Long.")}], max_tokens=60)
+        anonymous, file_backed = daemon.resident_mb()
+        size = sum(f.size for f in artifact.manifest.files.values()) / 1e6
+        limit = 1.5 * size + 250
+        print(
+            f"resident after a 1,900-token turn: {anonymous + file_backed:.0f} MB = {anonymous:.0f} anonymous "
+            f"+ {file_backed:.0f} file-backed; artifact {size:.0f} MB, bound {limit:.0f} MB"
+        )
+
+
+if __name__ == "__main__":
+    main(*(sys.argv[1:] or ["smollm2"]))
