@@ -1,0 +1,55 @@
+"""The processor: its name, and how many threads suit it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+MOST_THREADS = 8  # beyond that a decode step waits for memory, not for cores
+_SYSTEM = Path("/sys")
+
+
+def cpu_name() -> str:
+    """What tells processors apart on which a graph may round differently: model name and vector extensions."""
+    name, flags = platform.processor() or platform.machine(), ""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return name
+    if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+        name = found[1].strip()
+    if found := re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE):
+        wanted = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm", "sve")
+        flags = "+".join(w for w in wanted if w in found[1].split())
+    return f"{name} {flags}".strip()
+
+
+def default_threads() -> int:
+    """Physical cores that this process may use, at most MOST_THREADS, at least 1."""
+    return max(1, min(MOST_THREADS, _cores(), _quota()))
+
+
+def _cores() -> int:
+    """Two hardware threads of one core share the unit that does the work: they count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cpus = os.sched_getaffinity(0)
+    siblings: set[str] = set()
+    for cpu in cpus:
+        try:
+            path = _SYSTEM / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+            siblings.add(path.read_text().strip())
+        except OSError:
+            return len(cpus)
+    return len(siblings)
+
+
+def _quota() -> int:
+    """The limit that a container sets on processor time, rounded up to whole cores."""
+    try:
+        quota, period = (_SYSTEM / "fs/cgroup/cpu.max").read_text().split()
+        return MOST_THREADS if quota == "max" else -(-int(quota) // int(period))
+    except (OSError, ValueError):
+        return MOST_THREADS

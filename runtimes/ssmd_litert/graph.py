@@ -1,0 +1,60 @@
+"""A compiled graph: named signatures whose tensors are bound to numpy arrays. Two ways to run one share this shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class GraphError(RuntimeError):
+    """LiteRT refused to load or to run a graph."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Inputs and outputs by name, in the order in which LiteRT takes them."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+    def check(self, name: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """Raises GraphError unless every tensor has an array of its shape and dtype."""
+        for tensors, arrays in ((self.inputs, inputs), (self.outputs, outputs)):
+            for key, tensor in tensors.items():
+                array = arrays.get(key)
+                if array is None or array.shape != tensor.shape or array.dtype != tensor.dtype:
+                    have = None if array is None else (array.shape, array.dtype)
+                    raise GraphError(f"{name}: tensor {key!r} needs {tensor}, was given {have}")
+
+
+class Call(Protocol):
+    def run(self) -> None:
+        """Run the signature: reads the bound inputs, writes the bound outputs. Raises GraphError."""
+
+
+class Graph(Protocol):
+    signatures: dict[str, Signature]
+
+    def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
+        """A call that reads and writes these very arrays. They must stay where they are; no output may be an input."""
+
+    def forget(self, memory: NDArray[np.uint8]) -> None:
+        """Drop what was bound to arrays inside `memory`, which is about to go away."""
+
+    def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Run once through memory of LiteRT's own, with copies: what `bind` is tested against."""
+
+    def close(self) -> None:
+        """Free the model. Calls that were bound must not be run any more."""

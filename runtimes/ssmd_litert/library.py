@@ -1,0 +1,286 @@
+"""libLiteRt.so through its C interface: load a model on the CPU, bind its tensors to numpy memory, run it.
+
+The Python wrapper of ai-edge-litert copies every tensor in and out, loads GPU and NPU plugins, and logs twenty lines to
+stderr. The C interface (litert/c/*.h of LiteRT 2.3) lets a graph read and write memory of ours, and ctypes releases
+the GIL during every call. The declarations below are those of 2.3; `open_library` refuses any other version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+from collections.abc import Mapping
+from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint, c_uint32, c_void_p
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd_litert.graph import Array, Graph, GraphError, Signature, Tensor
+
+PACKAGE = "ai-edge-litert"
+TESTED = "2.3."
+ALIGNMENT = 64  # LITERT_HOST_MEMORY_BUFFER_ALIGNMENT
+_CPU = 1  # kLiteRtHwAcceleratorCpu
+_TAG_ACCELERATORS, _TAG_SEVERITY = 24, 25  # kLiteRtEnvOptionTagAutoRegisterAccelerators, …MinLoggerSeverity
+_ANY_INT = 2  # kLiteRtAnyTypeInt
+_ERRORS_ONLY = 3  # LITERT_ERROR
+_ELEMENTS: dict[int, np.dtype[Any]] = {1: np.dtype(np.float32), 2: np.dtype(np.int32)}
+_ELEMENT_OF = {dtype: code for code, dtype in _ELEMENTS.items()}
+_HOST_MEMORY = 1  # kLiteRtTensorBufferTypeHostMemory
+_LOCK_READ, _LOCK_WRITE = 0, 1
+_NAMES = ("libLiteRt.so", "libLiteRt.dylib", "libLiteRt.dll", "LiteRt.dll")
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = (  # LiteRtLayout
+        ("rank", c_uint, 7),
+        ("has_strides", c_uint, 1),
+        ("dimensions", c_int32 * 8),
+        ("strides", c_uint32 * 8),
+    )
+
+
+class _TensorType(ctypes.Structure):
+    _fields_ = (("element", c_int), ("layout", _Layout))  # LiteRtRankedTensorType
+
+
+class _Option(ctypes.Structure):
+    _fields_ = (("tag", c_int), ("kind", c_int64), ("value", c_int64))  # LiteRtEnvOption with an integer LiteRtAny
+
+
+_Destructor = ctypes.CFUNCTYPE(None, c_void_p)
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "LiteRtCreateEnvironment": (c_int, POINTER(_Option), POINTER(c_void_p)),
+    "LiteRtCreateModelFromFile": (c_void_p, c_char_p, POINTER(c_void_p)),
+    "LiteRtCreateOptions": (POINTER(c_void_p),),
+    "LiteRtSetOptionsHardwareAccelerators": (c_void_p, c_int),
+    "LiteRtCreateOpaqueOptions": (c_char_p, c_void_p, _Destructor, POINTER(c_void_p)),
+    "LiteRtAddOpaqueOptions": (c_void_p, c_void_p),
+    "LiteRtCreateCompiledModel": (c_void_p, c_void_p, c_void_p, POINTER(c_void_p)),
+    "LiteRtGetNumModelSignatures": (c_void_p, POINTER(c_size_t)),
+    "LiteRtGetModelSignature": (c_void_p, c_size_t, POINTER(c_void_p)),
+    "LiteRtGetSignatureKey": (c_void_p, POINTER(c_char_p)),
+    "LiteRtGetNumSignatureInputs": (c_void_p, POINTER(c_size_t)),
+    "LiteRtGetNumSignatureOutputs": (c_void_p, POINTER(c_size_t)),
+    "LiteRtGetSignatureInputName": (c_void_p, c_size_t, POINTER(c_char_p)),
+    "LiteRtGetSignatureOutputName": (c_void_p, c_size_t, POINTER(c_char_p)),
+    "LiteRtGetSignatureInputTensorByIndex": (c_void_p, c_size_t, POINTER(c_void_p)),
+    "LiteRtGetSignatureOutputTensorByIndex": (c_void_p, c_size_t, POINTER(c_void_p)),
+    "LiteRtGetRankedTensorType": (c_void_p, POINTER(_TensorType)),
+    "LiteRtCreateTensorBufferFromHostMemory": (POINTER(_TensorType), c_void_p, c_size_t, c_void_p, POINTER(c_void_p)),
+    "LiteRtCreateManagedTensorBuffer": (c_void_p, c_int, POINTER(_TensorType), c_size_t, POINTER(c_void_p)),
+    "LiteRtLockTensorBuffer": (c_void_p, POINTER(c_void_p), c_int),
+    "LiteRtUnlockTensorBuffer": (c_void_p,),
+    "LiteRtRunCompiledModel": (c_void_p, c_size_t, c_size_t, POINTER(c_void_p), c_size_t, POINTER(c_void_p)),
+    "LiteRtDestroyTensorBuffer": (c_void_p,),
+    "LiteRtDestroyCompiledModel": (c_void_p,),
+    "LiteRtDestroyOptions": (c_void_p,),
+    "LiteRtDestroyModel": (c_void_p,),
+    "LiteRtDestroyEnvironment": (c_void_p,),
+}
+
+
+def package_version() -> str:
+    """The installed version of ai-edge-litert. Raises ImportError when it is not installed."""
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError as err:
+        raise ImportError(f"{PACKAGE} is not installed") from err
+
+
+def open_library() -> Any:
+    """The shared library with all functions declared. Raises GraphError if it is another version or lacks one."""
+    if not package_version().startswith(TESTED):
+        raise GraphError(f"{PACKAGE} {package_version()} is not {TESTED}x, whose C interface is the one known here")
+    found = importlib.util.find_spec("ai_edge_litert")  # not imported: it would load the wrapper and its plugins
+    folders = list(found.submodule_search_locations or ()) if found else []
+    paths = [p for f in folders for n in _NAMES if (p := Path(f) / n).is_file()]
+    if not paths:
+        raise GraphError(f"{PACKAGE} has none of {_NAMES} in {folders}")
+    try:
+        library = ctypes.CDLL(str(paths[0]))
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = None if name.startswith("LiteRtDestroy") else c_int
+    except (OSError, AttributeError) as err:
+        raise GraphError(f"{paths[0]} cannot be used: {err}") from err
+    return library
+
+
+def _tensor_type(array: Array) -> _TensorType:
+    kind = _TensorType()
+    kind.element = _ELEMENT_OF[array.dtype]
+    kind.layout.rank = array.ndim
+    for axis, size in enumerate(array.shape):
+        kind.layout.dimensions[axis] = size
+    return kind
+
+
+_keep = _Destructor(lambda _: None)  # the options' text belongs to Python: LiteRT must not free it
+
+
+class LibraryGraph(Graph):
+    """A model whose tensors lie in numpy memory. Not thread-safe: one call at a time, which the program sees to."""
+
+    def __init__(self, path: Path, *, threads: int, weight_cache: Path | None) -> None:
+        self._c = open_library()
+        self._model, self._options, self._compiled, self._environment = (c_void_p() for _ in range(4))
+        self._buffers: dict[int, c_void_p] = {}
+        options = (_Option * 2)(
+            _Option(_TAG_ACCELERATORS, _ANY_INT, _CPU), _Option(_TAG_SEVERITY, _ANY_INT, _ERRORS_ONLY)
+        )
+        text = f"num_threads = {threads}\n"
+        if weight_cache is not None:  # a basic string of TOML is written like one of JSON
+            text += f"weight_cache_file_path = {json.dumps(str(weight_cache))}\n"
+        self._text = ctypes.create_string_buffer(text.encode())
+        try:
+            self._call("LiteRtCreateEnvironment", 2, options, byref(self._environment))
+            self._call("LiteRtCreateModelFromFile", self._environment, str(path).encode(), byref(self._model))
+            self._call("LiteRtCreateOptions", byref(self._options))
+            self._call("LiteRtSetOptionsHardwareAccelerators", self._options, _CPU)
+            cpu = c_void_p()
+            self._call("LiteRtCreateOpaqueOptions", b"xnnpack", ctypes.addressof(self._text), _keep, byref(cpu))
+            self._call("LiteRtAddOpaqueOptions", self._options, cpu)
+            self._call(
+                "LiteRtCreateCompiledModel", self._environment, self._model, self._options, byref(self._compiled)
+            )
+            self._indices, self.signatures = self._read_signatures()
+        except BaseException:
+            self.close()
+            raise
+
+    def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> LibraryCall:
+        known = self.signatures[signature]
+        known.check(signature, inputs, outputs)
+        return LibraryCall(
+            self,
+            self._indices[signature],
+            [self._buffer(inputs[name]) for name in known.inputs],
+            [self._buffer(outputs[name]) for name in known.outputs],
+        )
+
+    def forget(self, memory: NDArray[np.uint8]) -> None:
+        start = memory.ctypes.data
+        for address in [a for a in self._buffers if start <= a < start + memory.nbytes]:
+            self._c.LiteRtDestroyTensorBuffer(self._buffers.pop(address))
+
+    def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        known = self.signatures[signature]
+        results = {n: np.empty(t.shape, t.dtype) for n, t in known.outputs.items()}
+        made: list[c_void_p] = []
+        try:
+            for array in [*(inputs[n] for n in known.inputs), *results.values()]:
+                buffer = c_void_p()
+                kind = _tensor_type(array)
+                size = max(ALIGNMENT, array.nbytes)
+                self._call(
+                    "LiteRtCreateManagedTensorBuffer",
+                    self._environment,
+                    _HOST_MEMORY,
+                    byref(kind),
+                    size,
+                    byref(buffer),
+                )
+                made.append(buffer)
+            split = len(known.inputs)
+            for name, buffer in zip(known.inputs, made[:split], strict=True):
+                self._copy(buffer, inputs[name], _LOCK_WRITE)
+            LibraryCall(self, self._indices[signature], made[:split], made[split:]).run()
+            for array, buffer in zip(results.values(), made[split:], strict=True):
+                self._copy(buffer, array, _LOCK_READ)
+        finally:
+            for buffer in made:
+                self._c.LiteRtDestroyTensorBuffer(buffer)
+        return results
+
+    def close(self) -> None:
+        for buffer in self._buffers.values():
+            self._c.LiteRtDestroyTensorBuffer(buffer)
+        self._buffers.clear()
+        for handle, destroy in (
+            (self._compiled, "LiteRtDestroyCompiledModel"),
+            (self._options, "LiteRtDestroyOptions"),
+            (self._model, "LiteRtDestroyModel"),
+            (self._environment, "LiteRtDestroyEnvironment"),
+        ):
+            if handle.value:
+                getattr(self._c, destroy)(handle)
+                handle.value = None
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._c, name)(*arguments)
+        if status:
+            raise GraphError(f"{name} failed with status {status}")
+
+    def _copy(self, buffer: c_void_p, array: Array, mode: int) -> None:
+        address = c_void_p()
+        self._call("LiteRtLockTensorBuffer", buffer, byref(address), mode)
+        try:
+            ours = c_void_p(array.ctypes.data)
+            target, source = (ours, address) if mode == _LOCK_READ else (address, ours)
+            ctypes.memmove(target, source, array.nbytes)
+        finally:
+            self._call("LiteRtUnlockTensorBuffer", buffer)
+
+    def _buffer(self, array: Array) -> c_void_p:
+        """The tensor buffer over this array, made once. The array must stay where it is until `forget`."""
+        address = array.ctypes.data
+        if address % ALIGNMENT or not array.flags.c_contiguous:
+            raise GraphError(f"tensor memory at {address:#x} is not contiguous and aligned to {ALIGNMENT} bytes")
+        if address not in self._buffers:
+            buffer = c_void_p()
+            kind = _tensor_type(array)
+            self._call(
+                "LiteRtCreateTensorBufferFromHostMemory", byref(kind), address, array.nbytes, None, byref(buffer)
+            )
+            self._buffers[address] = buffer
+        return self._buffers[address]
+
+    def _read_signatures(self) -> tuple[dict[str, int], dict[str, Signature]]:
+        indices: dict[str, int] = {}
+        signatures: dict[str, Signature] = {}
+        count, handle, key = c_size_t(), c_void_p(), c_char_p()
+        self._call("LiteRtGetNumModelSignatures", self._model, byref(count))
+        for index in range(count.value):
+            self._call("LiteRtGetModelSignature", self._model, index, byref(handle))
+            self._call("LiteRtGetSignatureKey", handle, byref(key))
+            name = (key.value or b"").decode()
+            indices[name] = index
+            signatures[name] = Signature(self._read_tensors(handle, "Input"), self._read_tensors(handle, "Output"))
+        return indices, signatures
+
+    def _read_tensors(self, signature: c_void_p, side: str) -> dict[str, Tensor]:
+        """In the order in which a run takes its buffers."""
+        tensors: dict[str, Tensor] = {}
+        count, tensor, name, kind = c_size_t(), c_void_p(), c_char_p(), _TensorType()
+        self._call(f"LiteRtGetNumSignature{side}s", signature, byref(count))
+        for index in range(count.value):
+            self._call(f"LiteRtGetSignature{side}Name", signature, index, byref(name))
+            self._call(f"LiteRtGetSignature{side}TensorByIndex", signature, index, byref(tensor))
+            self._call("LiteRtGetRankedTensorType", tensor, byref(kind))
+            text = (name.value or b"").decode()
+            if kind.element not in _ELEMENTS:
+                raise GraphError(f"tensor {text!r} has element type {kind.element}, expected float32 or int32")
+            tensors[text] = Tensor(tuple(kind.layout.dimensions[: kind.layout.rank]), _ELEMENTS[kind.element])
+        return tensors
+
+
+class LibraryCall:
+    """One signature with its buffers bound: `run` is a single C call, during which the GIL is free."""
+
+    def __init__(self, graph: LibraryGraph, index: int, inputs: list[c_void_p], outputs: list[c_void_p]) -> None:
+        self._inputs = (c_void_p * len(inputs))(*[b.value for b in inputs])
+        self._outputs = (c_void_p * len(outputs))(*[b.value for b in outputs])
+        self._function = graph._c.LiteRtRunCompiledModel
+        self._arguments = (graph._compiled, index, len(inputs), self._inputs, len(outputs), self._outputs)
+
+    def run(self) -> None:
+        """Raises GraphError if LiteRT reports a failure."""
+        status = self._function(*self._arguments)
+        if status:
+            raise GraphError(f"LiteRtRunCompiledModel failed with status {status}")

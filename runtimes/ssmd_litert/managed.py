@@ -1,0 +1,92 @@
+"""The same graph through ai-edge-litert's own Python wrapper, which copies tensors in and out of LiteRT's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd_litert.graph import Array, Graph, GraphError, Signature, Tensor
+
+
+class ManagedGraph(Graph):
+    """Slower and right: documented calls only. For versions whose C interface is not known, or refuses."""
+
+    def __init__(self, path: Path, *, threads: int) -> None:
+        from ai_edge_litert.compiled_model import CompiledModel, CpuOptions, HardwareAccelerator, Options
+
+        options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=CpuOptions(num_threads=threads))
+        try:
+            self._model: Any = CompiledModel.from_file(str(path), options=options)
+        except RuntimeError as err:
+            raise GraphError(str(err)) from err
+        self.signatures = {
+            name: Signature(
+                _tensors(self._model.get_input_tensor_details(name)),
+                _tensors(self._model.get_output_tensor_details(name)),
+            )
+            for name in self._model.get_signature_list()
+        }
+        self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> ManagedCall:
+        known = self.signatures[signature]
+        known.check(signature, inputs, outputs)
+        if signature not in self._buffers:
+            self._buffers[signature] = (
+                {n: self._model.create_input_buffer_by_name(signature, n) for n in known.inputs},
+                {n: self._model.create_output_buffer_by_name(signature, n) for n in known.outputs},
+            )
+        return ManagedCall(
+            self._model,
+            signature,
+            self._buffers[signature],
+            {n: inputs[n] for n in known.inputs},
+            {n: outputs[n] for n in known.outputs},
+        )
+
+    def forget(self, memory: NDArray[np.uint8]) -> None:
+        """Nothing is bound to memory of ours."""
+
+    def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        results = {n: np.empty(t.shape, t.dtype) for n, t in self.signatures[signature].outputs.items()}
+        self.bind(signature, inputs, results).run()
+        return results
+
+    def close(self) -> None:
+        self._buffers.clear()
+        self._model.close()
+
+
+class ManagedCall:
+    """Copies the bound arrays in, runs, copies the results out."""
+
+    def __init__(
+        self,
+        model: Any,
+        signature: str,
+        buffers: tuple[dict[str, Any], dict[str, Any]],
+        inputs: dict[str, Array],
+        outputs: dict[str, Array],
+    ) -> None:
+        self._model, self._signature, self._buffers = model, signature, buffers
+        self._inputs, self._outputs = inputs, outputs
+
+    def run(self) -> None:
+        """Raises GraphError if LiteRT reports a failure."""
+        into, out = self._buffers
+        try:
+            for name, array in self._inputs.items():
+                into[name].write(array)
+            self._model.run_by_name(self._signature, into, out)
+            for name, array in self._outputs.items():
+                array[...] = out[name].read(array.size, array.dtype.type).reshape(array.shape)
+        except RuntimeError as err:
+            raise GraphError(str(err)) from err
+
+
+def _tensors(details: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    return {n: Tensor(tuple(d["shape"]), np.dtype(d["dtype"])) for n, d in details.items()}
