@@ -1,0 +1,93 @@
+"""A module with flat IO: the graph that every converter sees, and what its families have in common.
+
+in   tokens i32[1, T], pos i32[1], n_valid i32[1], and each state tensor by its name
+out  logits f32[1, V] of the last valid token, and each state tensor by its name
+
+conv   f32[1, K-1, C]   in and out whole (canonical: [C, K-1])
+ssm    f32[1, H, P, N]  in and out whole
+key    f32[G, S, D]     in: the cache; out: only the T new rows, f32[G, T, D]
+value  f32[G, D, S]     in: the cache, transposed; out: only the T new columns, f32[G, D, T]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ssmd.authoring import ops
+from ssmd.families.rope import Rope
+from ssmd.state import StateSpec
+
+
+class FlatModule(nn.Module):
+    """Its parameters are exactly `parameters`, which a family's bindings made; a forward adds no other constants
+    than masks and the tables of RoPE. `context` is S, the capacity of the KV caches in tokens."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, NDArray[np.float32]],
+        spec: StateSpec,
+        context: int,
+        rope: tuple[Rope, int] | None,
+    ) -> None:
+        """`rope`: with its head_dim, where the family has it."""
+        super().__init__()
+        self.spec = spec
+        self.context = context
+        for name, array in parameters.items():
+            value = torch.from_numpy(np.array(array, np.float32))  # a copy: sources may be read-only views
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        if rope is not None:
+            cos, sin = rope[0].tables(rope[1], context)
+            self.register_buffer("cos", torch.from_numpy(cos), persistent=False)  # (S, D/2)
+            self.register_buffer("sin", torch.from_numpy(sin), persistent=False)
+
+    def weight(self, layer: int, name: str) -> Tensor:
+        return getattr(self, f"layer{layer}_{name}")
+
+    def linear(self, layer: int, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight(layer, name), getattr(self, f"layer{layer}_{name}_bias", None))
+
+    def rotation(self, pos: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the T positions from `pos` on, each (T, 1, D/2)."""
+        # Pads may stand beyond the context: an index outside the table would be an error in some runtimes.
+        rows = torch.clamp(pos + torch.arange(length, dtype=torch.int32), max=self.context - 1)
+        cos, sin = (torch.index_select(t, 0, rows).reshape(length, 1, -1) for t in (self.cos, self.sin))
+        return cos, sin
+
+    def attention(
+        self,
+        layer: int,
+        x: Tensor,
+        key: Tensor,
+        value: Tensor,
+        masks: tuple[Tensor, Tensor],
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x (1, T, hidden) -> (1, T, hidden) and the new rows of key and value. Masks: slots and causal."""
+        length, groups, size = x.shape[1], key.shape[0], key.shape[2]
+        q = self.linear(layer, "q", x).reshape(length, -1, size)  # (T, G R, D)
+        k = self.linear(layer, "k", x).reshape(length, groups, size)
+        v = self.linear(layer, "v", x).reshape(length, groups, size)
+        if rotation is not None:
+            q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
+        q = q.reshape(length, groups, -1, size)  # (T, G, R, D)
+        out, new_key, new_value = ops.attention(q, k, v, key, value, *masks)
+        return self.linear(layer, "o", out), new_key, new_value
+
+    def swiglu(self, layer: int, x: Tensor) -> Tensor:
+        gate, up = self.linear(layer, "gate_up", x).chunk(2, -1)
+        return self.linear(layer, "down", ops.silu(gate) * up)
+
+    def logits(self, h: Tensor, n_valid: Tensor, eps: float) -> Tensor:
+        """h (1, T, hidden) -> (1, V) of the last valid token."""
+        length = h.shape[1]
+        if length > 1:
+            h = torch.matmul(ops.last_row(n_valid, length), h)  # (1, 1, hidden)
+        head = getattr(self, "head", self.embedding)
+        return F.linear(ops.rms_norm(h, self.norm, eps), head).reshape(1, -1)

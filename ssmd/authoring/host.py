@@ -1,0 +1,72 @@
+"""The host's half of a flat-IO graph, in plain torch: keeps the states and writes the new KV rows.
+
+What a runtime does fast, this does plainly; golden values and parity tests come from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ssmd.authoring.flat import FlatModule
+from ssmd.state import State, StateSpec
+
+
+def graph_shapes(spec: StateSpec, context: int) -> dict[str, tuple[int, ...]]:
+    """The state inputs of a graph, by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for t in spec.tensors:
+        if t.kind == "conv":
+            shapes[t.name] = (1, t.shape[1], t.shape[0])  # (1, K-1, C)
+        elif t.kind == "ssm":
+            shapes[t.name] = (1, *t.shape)  # (1, H, P, N)
+        else:
+            heads, size = t.shape
+            shapes[t.name] = (heads, context, size) if t.kind == "key" else (heads, size, context)
+    return shapes
+
+
+class Host:
+    """A module with its states, from position 0 on."""
+
+    def __init__(self, module: FlatModule) -> None:
+        self.module = module
+        self.position = 0
+        self.states = {name: torch.zeros(s) for name, s in graph_shapes(module.spec, module.context).items()}
+
+    def feed(self, tokens: Sequence[int], bucket: int, pad: int = 0) -> NDArray[np.float32]:
+        """Feed 1 <= n <= bucket tokens in one call; the rest of it is filled with `pad`. Returns logits (V,)."""
+        n = len(tokens)
+        if not 1 <= n <= bucket or self.position + n > self.module.context:
+            raise ValueError(f"{n} tokens at position {self.position} do not fit a bucket of {bucket} or the context")
+        padded = torch.tensor([[*tokens, *[pad] * (bucket - n)]], dtype=torch.int32)
+        at = torch.tensor([self.position], dtype=torch.int32)
+        with torch.no_grad():
+            out: dict[str, Tensor] = self.module(padded, at, torch.tensor([n], dtype=torch.int32), **self.states)
+        rows = slice(self.position, self.position + n)
+        for t in self.module.spec.tensors:
+            if t.recurrent:
+                self.states[t.name] = out[t.name]
+            elif t.kind == "key":
+                self.states[t.name][:, rows] = out[t.name][:, :n]
+            else:
+                self.states[t.name][..., rows] = out[t.name][..., :n]
+        self.position += n
+        logits: NDArray[np.float32] = out["logits"][0].numpy()
+        return logits
+
+    def state(self) -> State:
+        """A canonical copy."""
+        n = self.position
+        canonical = {
+            "conv": lambda x: x[0].T,
+            "ssm": lambda x: x[0],
+            "key": lambda x: x[:, :n],
+            "value": lambda x: x[..., :n].transpose(1, 2),
+        }
+        tensors = {t.name: canonical[t.kind](self.states[t.name]).numpy().copy() for t in self.module.spec.tensors}
+        return State(n, 0, tensors)

@@ -1,0 +1,257 @@
+"""The operations that re-authored modules are made of, in forms that every converter keeps fast.
+
+Beside each stands a plain `_ref`: the definition, for tests. Two rules hold: a state or a cache is never reshaped or
+transposed on the decode path, and matrix products of activations are batched ones (a plain one would become a fully
+connected layer with a weight that is not constant, which no delegate takes).
+
+Glossary: T tokens of this call, S context; G key/value heads, R query heads for each, D head_dim;
+C channels and K width of the convolution; H heads, P head_dim, N d_state, g groups of a Mamba-2 layer; Q chunk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # Q: the fastest of 32, 64, 128, 256 on CPU (docs/log.md)
+MASKED = -1e9  # added to a score: its softmax is exactly 0
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def silu_ref(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) that cannot overflow; absolute error 6e-8, because there is no log1p to export."""
+    return torch.relu(x) + torch.log(1.0 + torch.exp(-torch.abs(x)))
+
+
+def softplus_ref(x: Tensor) -> Tensor:
+    return F.softplus(x)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """arXiv:1910.07467, over the last axis."""
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    """Mamba-2's norm after gating, each of `groups` parts of the last axis for itself. x, gate (1, T, inner)."""
+    gated = x * silu(gate)
+    if groups == 1:
+        return rms_norm(gated, weight, eps)
+    _, length, inner = x.shape
+    parts = gated.reshape(length, groups, inner // groups)
+    parts = parts * torch.rsqrt((parts * parts).mean(-1, keepdim=True) + eps)
+    return parts.reshape(1, length, inner) * weight
+
+
+def gated_rms_norm_ref(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    parts = [
+        rms_norm_ref(part, w, eps)
+        for part, w in zip((x * F.silu(gate)).chunk(groups, -1), weight.chunk(groups), strict=True)
+    ]
+    return torch.cat(parts, -1)
+
+
+def causal_conv(conv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Depthwise causal convolution as one multiply and one sum.
+
+    conv (1, K-1, C) oldest first, x (1, T, C), weight (K, 1, C), bias (C,).
+    Returns y (1, T, C) and the sequence (1, K-1+T, C) of which the new conv state is a part.
+    """
+    width, _, channels = weight.shape
+    length = x.shape[1]
+    sequence = torch.cat([conv, x], 1)  # (1, K-1+T, C)
+    if length == 1:
+        windows = sequence.reshape(width, 1, channels)  # (K, 1, C)
+    else:
+        windows = torch.cat([sequence[:, k : k + length] for k in range(width)], 0)  # (K, T, C)
+    y = (windows * weight).sum(0, keepdim=True)  # (1, T, C)
+    return (y if bias is None else y + bias), sequence
+
+
+def causal_conv_ref(conv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    sequence = torch.cat([conv, x], 1)
+    y = F.conv1d(sequence.transpose(1, 2), weight.permute(2, 1, 0), bias, groups=weight.shape[2])
+    return y.transpose(1, 2), sequence
+
+
+def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
+    """One step of the recurrence (arXiv:2405.21060, section 3): S' = exp(dt A) S + dt x B^T, y = S' C + D x.
+
+    x (1, 1, H P), dt (1, 1, H) after softplus, a and d (H,), b and c (1, 1, g N), ssm (1, H, P, N).
+    Returns y (1, 1, H P) and the new ssm.
+    """
+    _, heads, size, states = ssm.shape
+    xh = x.reshape(1, heads, size, 1)
+    decay = torch.exp(dt * a).reshape(1, heads, 1, 1)
+    new = ssm * decay + (xh * dt.reshape(1, heads, 1, 1)) * _to_heads(b, heads, states)  # (1, H, P, N)
+    y = (new * _to_heads(c, heads, states)).sum(-1)  # (1, H, P): a product and a sum leave the state where it is
+    y = y + x.reshape(1, heads, size) * d.reshape(1, heads, 1)
+    return y.reshape(1, 1, heads * size), new
+
+
+def _to_heads(x: Tensor, heads: int, states: int) -> Tensor:
+    """(1, 1, g N) -> (1, 1, 1, N) for one group, else (1, H, 1, N): each group's vector for each of its heads."""
+    groups = x.shape[-1] // states
+    if groups == 1:
+        return x.reshape(1, 1, 1, states)
+    spread = x.reshape(groups, 1, states) * torch.ones(1, heads // groups, 1)  # (g, H/g, N)
+    return spread.reshape(1, heads, 1, states)
+
+
+def chunk_length(length: int) -> int:
+    """Q for a call of T tokens. Raises ValueError if T does not divide into chunks."""
+    chunk = min(CHUNK, length)
+    if length % chunk:
+        raise ValueError(f"a bucket of {length} tokens is above {CHUNK} and no multiple of it")
+    return chunk
+
+
+def ssd_chunked(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor
+) -> tuple[Tensor, Tensor]:
+    """T steps at once by blocks of Q tokens (arXiv:2405.21060, section 6 and listing 1).
+
+    x (1, T, H P), dt (1, T, H) after softplus and 0 on pads, a and d (H,), b and c (1, T, g N), ssm (1, H, P, N).
+    Returns y (1, T, H P) and the new ssm. A token with dt = 0 changes no state.
+    """
+    _, heads, size, states = ssm.shape
+    length = x.shape[1]
+    chunk = chunk_length(length)
+    chunks, groups = length // chunk, b.shape[-1] // states
+    each = heads // groups  # heads of a group; group and chunk form one batch axis below: M = chunks g
+    lower = torch.tril(torch.ones(chunk, chunk))
+
+    def by_group(t: Tensor, width: int) -> Tensor:
+        """(1, T, g width) -> (M, Q, width)"""
+        return t.reshape(chunks, chunk, groups, width).permute(0, 2, 1, 3).reshape(chunks * groups, chunk, width)
+
+    logs = by_group(dt * a, each).permute(0, 2, 1)  # (M, H/g, Q)
+    sums = torch.matmul(logs, lower.T)  # (M, H/g, Q): log of the decay since the chunk's start
+    decays = torch.exp(torch.clamp(sums.unsqueeze(-1) - sums.unsqueeze(-2), max=0.0)) * lower  # (M, H/g, Q, Q)
+    last = sums[..., -1:]  # (M, H/g, 1)
+
+    bg, cg = by_group(b, states), by_group(c, states)  # (M, Q, N)
+    scores = torch.matmul(cg, bg.transpose(1, 2)).unsqueeze(1)  # (M, 1, Q, Q)
+    xd = x.reshape(length, heads, size) * dt.reshape(length, heads, 1)
+    xd = by_group(xd.reshape(1, length, heads * size), each * size)  # (M, Q, H/g P)
+    xd = xd.reshape(chunks * groups, chunk, each, size).permute(0, 2, 1, 3)  # (M, H/g, Q, P)
+    within = torch.matmul(scores * decays, xd)  # (M, H/g, Q, P)
+
+    kept = (xd * torch.exp(last - sums).unsqueeze(-1)).permute(0, 1, 3, 2)  # (M, H/g, P, Q)
+    added = torch.matmul(kept.reshape(chunks * groups, each * size, chunk), bg)  # (M, H/g P, N)
+    added = added.reshape(chunks, heads, size, states)
+    decay = torch.exp(last).reshape(chunks, heads, 1, 1)
+    starts = []
+    for i in range(chunks):
+        starts.append(ssm)
+        ssm = ssm * decay[i : i + 1] + added[i : i + 1]  # (1, H, P, N)
+    start = torch.cat(starts, 0) if chunks > 1 else starts[0]  # (chunks, H, P, N)
+    start = start.reshape(chunks * groups, each * size, states)
+    before = torch.matmul(start, cg.transpose(1, 2)).reshape(chunks * groups, each, size, chunk)
+    before = before.permute(0, 1, 3, 2) * torch.exp(sums).unsqueeze(-1)  # (M, H/g, Q, P)
+
+    y = (within + before).reshape(chunks, heads, chunk, size).permute(0, 2, 1, 3)  # (chunks, Q, H, P)
+    y = y.reshape(length, heads, size) + x.reshape(length, heads, size) * d.reshape(1, heads, 1)
+    return y.reshape(1, length, heads * size), ssm
+
+
+def ssd_ref(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence token by token; shapes as in `ssd_chunked`."""
+    _, heads, size, states = ssm.shape
+    groups = b.shape[-1] // states
+    state, ys = ssm[0], []
+    for t in range(x.shape[1]):
+        xt, dtt = x[0, t].reshape(heads, size), dt[0, t]
+        bt, ct = (v[0, t].reshape(groups, states).repeat_interleave(heads // groups, 0) for v in (b, c))
+        state = torch.einsum("h,hpn->hpn", torch.exp(dtt * a), state) + torch.einsum("h,hp,hn->hpn", dtt, xt, bt)
+        ys.append(torch.einsum("hpn,hn->hp", state, ct) + d[:, None] * xt)
+    return torch.stack(ys).reshape(1, -1, heads * size), state.unsqueeze(0)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the halves of the last axis (arXiv:2104.09864). x (T, heads, D), cos and sin (T, 1, D/2)."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def rope_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos, sin)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def slot_mask(pos: Tensor, context: int) -> Tensor:
+    """(1, S, 1): MASKED for cache slots at or after `pos`, whose contents therefore never matter."""
+    return (torch.arange(context, dtype=torch.int32) >= pos).to(torch.float32).reshape(1, context, 1) * MASKED
+
+
+def causal_mask(length: int, each: int) -> Tensor:
+    """(1, T, T R): MASKED where the key (rows) comes after the query (columns, R heads for each token)."""
+    mask = torch.tril(torch.ones(length, length), diagonal=-1) * MASKED
+    return mask.repeat_interleave(each, 1).unsqueeze(0)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slots: Tensor, causal: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Grouped-query attention over a cache and T new rows; the caches are left operands and stay as they lie.
+
+    q (T, G, R, D) scaled, k and v (T, G, D); key (G, S, D), value (G, D, S); slots (1, S, 1), causal (1, T, T R).
+    Returns (1, T, G R D) and the new rows: key (G, T, D), value (G, D, T).
+    """
+    length, groups, each, size = q.shape
+    columns = q.permute(1, 3, 0, 2).reshape(groups, size, length * each)  # (G, D, T R)
+    new_key, new_value = k.permute(1, 0, 2), v.permute(1, 2, 0)  # (G, T, D), (G, D, T)
+    old = torch.matmul(key, columns) + slots  # (G, S, T R)
+    new = torch.matmul(new_key, columns)
+    new = new if length == 1 else new + causal  # (G, T, T R)
+    top = torch.maximum(old.amax(1, keepdim=True), new.amax(1, keepdim=True))  # (G, 1, T R)
+    old, new = torch.exp(old - top), torch.exp(new - top)
+    total = old.sum(1, keepdim=True) + new.sum(1, keepdim=True)  # (G, 1, T R)
+    out = (torch.matmul(value, old) + torch.matmul(new_value, new)) / total  # (G, D, T R)
+    out = out.reshape(groups, size, length, each).permute(2, 0, 3, 1)  # (T, G, R, D)
+    return out.reshape(1, length, groups * each * size), new_key, new_value
+
+
+def attention_ref(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, position: int) -> Tensor:
+    """The output of `attention` by softmax over the `position` cached rows and the new ones."""
+    length, _, each, _ = q.shape
+    keys = torch.cat([key[:, :position], k.transpose(0, 1)], 1).repeat_interleave(each, 0)  # (G R, n, D)
+    values = torch.cat([value[..., :position].transpose(1, 2), v.transpose(0, 1)], 1).repeat_interleave(each, 0)
+    scores = torch.einsum("thd,hnd->htn", q.flatten(1, 2), keys)
+    later = torch.arange(position + length) > (position + torch.arange(length))[:, None]  # (T, n)
+    weights = torch.softmax(scores.masked_fill(later, -math.inf), -1)
+    return torch.einsum("htn,hnd->thd", weights, values).reshape(1, length, -1)
+
+
+def valid_rows(n_valid: Tensor, length: int) -> Tensor:
+    """(1, T, 1): 1 for tokens, 0 for pads."""
+    return (torch.arange(length, dtype=torch.int32) < n_valid).to(torch.float32).reshape(1, length, 1)
+
+
+def tail_rows(n_valid: Tensor, length: int, width: int) -> Tensor:
+    """(1, K-1, K-1+T): picks, of conv state and new rows in order, the last K-1 that are no pads."""
+    wanted = (n_valid + torch.arange(width - 1, dtype=torch.int32)).reshape(width - 1, 1)
+    rows = torch.arange(width - 1 + length, dtype=torch.int32).reshape(1, -1)
+    return (rows == wanted).to(torch.float32).unsqueeze(0)
+
+
+def last_row(n_valid: Tensor, length: int) -> Tensor:
+    """(1, 1, T): picks the last token that is no pad."""
+    rows = torch.arange(length, dtype=torch.int32)
+    return (rows == n_valid - 1).to(torch.float32).reshape(1, 1, length)

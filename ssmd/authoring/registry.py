@@ -1,0 +1,21 @@
+"""The re-authored modules there are, by family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.authoring.flat import FlatModule
+from ssmd.authoring.granitemoehybrid import GraniteMoeHybrid
+from ssmd.authoring.llama import Llama
+
+MODULES: dict[str, Any] = {"llama": Llama, "granitemoehybrid": GraniteMoeHybrid}
+
+
+def author(family: str, config: Any, parameters: Mapping[str, NDArray[np.float32]], context: int) -> FlatModule:
+    """The module of `family` for its config and bound parameters; `context` is the capacity of its KV caches."""
+    module: FlatModule = MODULES[family](config, parameters, context)
+    return module.eval()

@@ -1,0 +1,64 @@
+"""The fields of a config.json, read one by one: whatever does not fit is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_SIZE = 1 << 22  # larger than any dimension of a model that could run here
+
+
+class FamilyError(ValueError):
+    """A config asks for what its family cannot do; the message names the field and its value."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A config.json. A field that is absent or null takes its default; without one it is required."""
+
+    config: Mapping[str, Any]
+
+    def get(self, name: str) -> Any:
+        return self.config.get(name)
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A dimension or a count: at least 1."""
+        value = self._value(name, default)
+        if type(value) is not int or not 1 <= value <= MAX_SIZE:
+            raise FamilyError(f"config.json: {name} is {value!r}, expected a whole number from 1 to {MAX_SIZE}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise FamilyError(f"config.json: {name} is {value!r}, expected a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise FamilyError(f"config.json: {name} is {value!r}, expected true or false")
+        return value
+
+    def only(self, name: str, allowed: Any, default: Any) -> None:
+        """Raises FamilyError unless the field is `allowed`."""
+        value = self._value(name, default)
+        if value != allowed:
+            raise FamilyError(f"config.json: {name} is {value!r}; only {allowed!r} is supported")
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.config.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise FamilyError(f"config.json: {name} is missing")
+        return value
+
+
+def divides(part: int, whole: int, part_name: str, whole_name: str) -> int:
+    """whole // part. Raises FamilyError unless it comes out even."""
+    if whole % part:
+        raise FamilyError(f"config.json: {whole_name} = {whole} is not a multiple of {part_name} = {part}")
+    return whole // part

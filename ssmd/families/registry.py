@@ -1,0 +1,44 @@
+"""The families there are, by the `model_type` of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ssmd.families import granitemoehybrid, llama
+from ssmd.families.fields import FamilyError
+from ssmd.families.weights import Binding
+from ssmd.state import StateSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family knows. A config is the family's own dataclass; all have `vocabulary` and `max_position`."""
+
+    name: str
+    parse: Callable[[Mapping[str, Any]], Any]
+    state_spec: Callable[[Any, str], StateSpec]
+    bindings: Callable[[Any], dict[str, Binding]]
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("llama", llama.Config.parse, llama.state_spec, llama.bindings),
+        Family(
+            "granitemoehybrid",
+            granitemoehybrid.Config.parse,
+            granitemoehybrid.state_spec,
+            granitemoehybrid.bindings,
+        ),
+    )
+}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json. Raises FamilyError with what is supported."""
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise FamilyError(f"config.json: model_type is {name!r}; supported: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[name]

@@ -1,0 +1,131 @@
+"""Tiny random source checkpoints of every family, written by transformers, the oracle of parity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TEXT = [
+    "The capital of France is Paris, and the capital of Italy is Rome.",
+    "A state-space model remembers the whole conversation in a few small tensors.",
+    "Tell me a story about a river, a bridge and the people who cross it every morning.",
+    "What is 12 + 30? It is 42. Why? Because arithmetic says so; ask me again tomorrow.",
+    "Grüße aus Köln! 東京は日本の首都です。 Crème brûlée, naïve café, ½ cup of sugar.",
+    "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n",
+]
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GRANITE: dict[str, Any] = {
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 192,
+    "mamba_n_heads": 12,
+    "mamba_d_head": 16,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.246,
+    "attention_multiplier": 0.0625,
+    "logits_scaling": 3.0,
+    "position_embedding_type": None,
+}
+ROPE = {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA),
+    "llama-untied": ("llama", LLAMA | {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
+    "llama-rope3": ("llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
+    "granite": ("granitemoehybrid", GRANITE),
+    "granite-groups": ("granitemoehybrid", GRANITE | {"mamba_n_groups": 2, "mamba_conv_bias": False}),
+    "granite-rope": ("granitemoehybrid", GRANITE | ROPE | {"mamba_n_groups": 3, "tie_word_embeddings": False}),
+    "granite-biases": ("granitemoehybrid", GRANITE | {"mamba_proj_bias": True, "attention_bias": True}),
+}
+
+
+def write_source(folder: Path, variant: str, seed: int = 0) -> Path:
+    """Write a complete source checkpoint of `variant` into `folder`; the same for the same seed."""
+    official(variant, write_tokenizer(folder), seed).save_pretrained(folder)
+    return folder
+
+
+def official(variant: str, vocabulary: int, seed: int = 0) -> Any:
+    """transformers' model of `variant` with random weights that bring every part of it into play."""
+    import torch
+    import transformers
+
+    family, fields = VARIANTS[variant]
+    names = {"llama": "Llama", "granitemoehybrid": "GraniteMoeHybrid"}
+    config = getattr(transformers, names[family] + "Config")(vocab_size=vocabulary, **fields)
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = getattr(transformers, names[family] + "ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("dt_bias", ".D", "A_log", "norm.weight", "layernorm.weight")):
+                p.add_(torch.randn_like(p) * 0.2)
+            elif name.endswith("bias"):
+                p.copy_(torch.randn_like(p) * 0.1)
+            elif "conv1d" in name:
+                p.copy_(torch.randn_like(p) * 0.3)
+            else:
+                p.mul_(4.0)
+    return model
+
+
+def write_tokenizer(folder: Path) -> int:
+    """A byte-level BPE with ChatML's special tokens, its settings and chat template. Returns the vocabulary's size."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    settings = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "pad_token": SPECIAL[2], "unk_token": SPECIAL[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+    size: int = tokenizer.get_vocab_size()
+    return size
