@@ -1,13 +1,38 @@
-"""How the next token is chosen from a row of logits."""
+"""How the next token is chosen from a row of logits: temperature, then top_k, then top_p, exactly and without a sort.
+
+The V logits are seen as 64 rows, token = row * V/64 + column (padded with -inf). Sums over columns make a draw cheap,
+maxima over columns bound the k-th largest: numpy reduces the first axis several times faster than the last.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_TOP_LOGPROBS = 20
+MAX_TEMPERATURE = 100.0
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIAS_ENTRIES = 10_000
+GREEDY_BELOW = 1e-6  # at such a temperature a float32 logit gap is either 0 or decides
+ROWS = 64
+SORT_BELOW = 2048  # so few tokens are quicker sorted than drawn again
+FEW_COLUMNS = 8  # up to 1/8 of the columns, gathering them beats a pass over all
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
+    """How to sample. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `logit_bias` is added to raw logits.
+
+    Raises ValueError naming the field and its value.
+    """
+
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -15,3 +40,207 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        _check_integer("top_k", self.top_k, 0, 2**31 - 1)
+        _check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+            raise ValueError(
+                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS_ENTRIES} are allowed"
+            )
+        for token, bias in self.logit_bias.items():
+            _check_integer("logit_bias: token id", token, 0, 2**31 - 1)
+            _check_number(f"logit_bias of token {token}", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A chosen token. `logprob` and `top` (token, logprob; most likely first) are of the logits before temperature."""
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+
+
+class Sampler:
+    """Draws tokens for one choice of a request. The same seed, index and logits give the same tokens."""
+
+    def __init__(self, params: SamplingParams, *, index: int = 0) -> None:
+        self.params = params
+        entropy = None if params.seed is None else [params.seed % 2**64, index]
+        self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
+        self._bias_ids: Ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
+        self._bias: Floats = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
+        self._vocabulary = 0
+        self._own = self._weights = self._rest = np.empty(0, np.float32)
+        self._before = np.empty(0, np.bool_)
+
+    def sample(self, logits: Floats) -> Sample:
+        """Choose from float32 logits [V], which stay as they are. Raises ValueError if no token can be chosen."""
+        rows = self._prepare(logits)  # (64, V/64)
+        maxima = rows.max(axis=0)  # (V/64)
+        highest = float(maxima.max())
+        if not math.isfinite(highest):
+            raise ValueError(_why_not(logits))
+        params = self.params
+        total = 0.0  # of exp(logit - highest), once known
+        if params.temperature < GREEDY_BELOW or params.top_p <= 0 or params.top_k == 1:
+            token = int(rows.argmax())
+        elif 0 < params.top_k < self._vocabulary:
+            token = self._draw_sorted(*_largest(rows, maxima, params.top_k), highest)
+        else:
+            weights, sums = self._softmax(rows, highest, params.temperature)
+            if params.temperature == 1.0:
+                total = float(sums.sum(dtype=np.float64))
+            token = self._draw(weights, sums)
+        if not params.logprobs:
+            return Sample(token, None, ())
+        if not total:
+            total = float(self._softmax(rows, highest, 1.0)[1].sum(dtype=np.float64))
+        shift = highest + math.log(total)
+        top: tuple[tuple[int, float], ...] = ()
+        if params.top_logprobs:
+            ids, values = _largest(rows, maxima, params.top_logprobs)
+            top = tuple((int(i), float(v) - shift) for i, v in zip(ids, values, strict=True) if v > -math.inf)
+        return Sample(token, float(rows.reshape(-1)[token]) - shift, top)
+
+    def _prepare(self, logits: Floats) -> Floats:
+        """The biased logits (64, V/64), padded with -inf; a view where nothing had to change."""
+        if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
+            raise ValueError(f"expected one row of float32 logits, got {logits.dtype} of shape {logits.shape}")
+        size = logits.size
+        if size != self._vocabulary:
+            if self._bias_ids.size and int(self._bias_ids.max()) >= size:
+                raise ValueError(f"logit_bias names token {int(self._bias_ids.max())}; the vocabulary has {size}")
+            self._vocabulary = size
+            columns = -(-size // ROWS)
+            self._own = np.full(ROWS * columns, -np.inf, np.float32)
+            self._weights, self._rest = np.empty((2, ROWS, columns), np.float32)
+            self._before = np.empty(ROWS * columns, np.bool_)
+        if self._bias_ids.size or size % ROWS or not logits.flags.c_contiguous:
+            self._own[:size] = logits
+            self._own[self._bias_ids] += self._bias
+            return self._own.reshape(ROWS, -1)
+        return logits.reshape(ROWS, -1)
+
+    def _softmax(self, rows: Floats, highest: float, temperature: float) -> tuple[Floats, Floats]:
+        """Unnormalised probabilities exp((logit - highest) / temperature), and their sums over columns."""
+        weights = np.subtract(rows, np.float32(highest), out=self._weights)
+        if temperature != 1.0:
+            weights *= np.float32(1.0 / temperature)
+        np.exp(weights, out=weights)
+        return weights, weights.sum(axis=0)
+
+    def _draw(self, weights: Floats, sums: Floats) -> int:
+        """A token of the nucleus: the most probable tokens (ties: lower id first) whose predecessors' mass < top_p.
+
+        A draw from a superset of the nucleus is kept if it lies inside. One that does not lie inside bounds the
+        nucleus: what is more probable than it is the next, smaller superset, so a handful of draws is enough.
+        """
+        token = self._pick(weights, sums)
+        if self.params.top_p >= 1.0:
+            return token
+        allowed = self.params.top_p * float(sums.sum(dtype=np.float64))
+        spare, before = self._rest, self._before
+        while True:
+            flat = weights.reshape(-1)
+            np.greater_equal(flat[:token], flat[token], out=before[:token])
+            np.greater(flat[token:], flat[token], out=before[token:])
+            # Multiplying by a float mask is twice as fast as by a bool one.
+            np.copyto(spare.reshape(-1), before)
+            rest = np.multiply(spare, weights, out=spare)
+            sums = rest.sum(axis=0)
+            if float(sums.sum(dtype=np.float64)) < allowed:
+                return token
+            if np.count_nonzero(before) <= SORT_BELOW:
+                ids = np.flatnonzero(before)
+                values = flat[ids].astype(np.float64)
+                order = np.argsort(-values, kind="stable")
+                return self._pick_sorted(ids[order], values[order], allowed)
+            weights, spare = rest, weights
+            token = self._pick(weights, sums)
+
+    def _draw_sorted(self, ids: Ids, logits: Floats, highest: float) -> int:
+        """As `_draw`, from tokens that stand in order already, the most probable first."""
+        values = np.exp((logits.astype(np.float64) - highest) / self.params.temperature)
+        return self._pick_sorted(ids, values, self.params.top_p * float(values.sum()))
+
+    def _pick_sorted(self, ids: Ids, values: NDArray[np.float64], allowed: float) -> int:
+        mass = np.cumsum(values)
+        kept = int(np.searchsorted(mass, allowed, side="left")) + 1  # predecessors' mass < allowed
+        mass = mass[:kept]
+        at = int(np.searchsorted(mass, self._random.random() * mass[-1], side="right"))
+        return int(ids[min(at, mass.size - 1)])
+
+    def _pick(self, weights: Floats, sums: Floats) -> int:
+        """A token with probability in proportion to its weight: the column first, then the token within it."""
+        columns = np.cumsum(sums, dtype=np.float64)
+        at = self._random.random() * columns[-1]
+        column = int(np.searchsorted(columns, at, side="right"))
+        if column >= columns.size:  # rounding at the very end
+            column = int(np.flatnonzero(sums)[-1])
+        within = np.cumsum(weights[:, column], dtype=np.float64)
+        # The column's sum was rounded in float32: scale, so that the offset stays inside.
+        offset = (at - (columns[column - 1] if column else 0.0)) / float(sums[column]) * within[-1]
+        row = int(np.searchsorted(within, offset, side="right"))
+        if row >= ROWS:
+            row = int(np.flatnonzero(weights[:, column])[-1])
+        return row * columns.size + column
+
+
+def _largest(rows: Floats, maxima: Floats, k: int) -> tuple[Ids, Floats]:
+    """Ids and values of the k largest of `rows` (64, columns), largest first; ties: lower id first."""
+    flat = rows.reshape(-1)
+    k = min(k, flat.size)
+    # k columns have a maximum of at least this, so the k-th largest value is not below it.
+    bound = np.partition(maxima, -k)[-k] if k <= maxima.size else np.float32(-np.inf)
+    columns = np.flatnonzero(maxima > bound)
+    if columns.size <= maxima.size // FEW_COLUMNS:
+        row, column = np.nonzero(rows[:, columns] > bound)
+        ids = row * maxima.size + columns[column]
+    else:
+        ids = np.flatnonzero(flat > bound)
+    if ids.size > k:
+        values = flat[ids]
+        bound = np.partition(values, -k)[-k]
+        ids = ids[values > bound]
+    if ids.size < k:  # the k-th largest is the bound itself
+        ids = np.concatenate([ids, _first_equal(rows, maxima, bound, k - ids.size)])
+    values = flat[ids]
+    order = np.argsort(-values, kind="stable")
+    return ids[order], values[order]
+
+
+def _first_equal(rows: Floats, maxima: Floats, value: np.float32, n: int) -> Ids:
+    """The n lowest ids (or all there are) whose logit equals `value`."""
+    columns = np.flatnonzero(maxima >= value)
+    if columns.size <= maxima.size // FEW_COLUMNS:
+        row, column = np.nonzero(rows[:, columns] == value)
+        return (row * maxima.size + columns[column])[:n]
+    flat = rows.reshape(-1)
+    start = np.flatnonzero(flat[: 64 * n] == value)  # where nearly all are equal, the first few ids are enough
+    return start[:n] if start.size >= n else np.flatnonzero(flat == value)[:n]
+
+
+def _why_not(logits: Floats) -> str:
+    if np.isnan(logits).any():
+        return f"the model returned {int(np.isnan(logits).sum())} logits that are not a number: its state is damaged"
+    if np.isposinf(logits).any():
+        return "the model returned infinite logits: its computation overflowed"
+    return "no token can be sampled: every logit is -inf"
+
+
+def _check_number(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")
+
+
+def _check_integer(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r}, expected a whole number from {low} to {high}")
