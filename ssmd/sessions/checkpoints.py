@@ -1,0 +1,264 @@
+"""Checkpoints in the database: found by a prompt's ids, read with several threads, written, swept."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from ssmd.sessions import codec
+from ssmd.sessions.checkpoint import (
+    MAX_BLOB_BYTES,
+    Assembly,
+    Blob,
+    Encoded,
+    Found,
+    Ids,
+    Part,
+    Scope,
+    anchors,
+    digest,
+    prefix_keys,
+)
+from ssmd.sessions.schema import checkpoint, checkpoint_segment, piece, segment, turn_checkpoint
+from ssmd.sessions.schema import session as session_table
+from ssmd.sessions.turn import StoreError
+from ssmd.state import DTYPES, State, StateError, StateSpec
+
+_BATCH = 500  # keys in one statement
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What became of a checkpoint in a commit. id: None if it was not stored, and then `why_not` says why.
+
+    was_there: an equal one was stored already, and got the links. nbytes: what it added to the store.
+    """
+
+    id: int | None
+    was_there: bool = False
+    nbytes: int = 0
+    why_not: str = ""
+
+
+def find(connection: Connection, scope: Scope, ids: Ids, session: str | None, skip: Collection[int]) -> Found | None:
+    """The deepest checkpoint whose ids are a real beginning of `ids`; of equally deep ones the build's own."""
+    last = len(ids) - 1
+    marks = prefix_keys(scope.layout, scope.lineage, ids, anchors(last))
+    near = select(checkpoint.c.position).where(checkpoint.c.anchor.in_(marks), checkpoint.c.position <= last).distinct()
+    positions = sorted(connection.scalars(near))
+    keys = prefix_keys(scope.layout, scope.lineage, ids, positions)
+    origin = ""
+    if session is not None:
+        query = select(session_table.c.imported).where(session_table.c.id == session)
+        origin = connection.scalars(query).one_or_none() or ""
+    c = checkpoint.c
+    while keys:
+        batch, keys = keys[-_BATCH:], keys[:-_BATCH]
+        fitting = (
+            select(c.id, c.position, c.build, c.producer, c.origin)
+            .where(c.key.in_(batch), c.origin.in_({"", origin}))
+            .order_by(c.position.desc(), (c.build == scope.build).desc(), c.origin)
+        )
+        for row in connection.execute(fitting):
+            if row.id not in skip:
+                return Found(row.id, row.position, row.build, row.producer, row.origin or None)
+    return None
+
+
+def load(connection: Connection, checkpoint_id: int, spec: StateSpec, threads: Executor) -> State:
+    """Read, verify, decompress. Raises StoreError naming the part that is missing or was altered."""
+    c = checkpoint.c
+    head = connection.execute(select(c.position, c.layout, c.digest).where(c.id == checkpoint_id)).one_or_none()
+    if head is None:
+        raise StoreError(f"checkpoint {checkpoint_id} is not stored any more")
+    if head.layout != spec.digest():
+        raise StoreError(f"checkpoint {checkpoint_id} is of layout {head.layout}, the program's is {spec.digest()}")
+    whole = Assembly(spec, head.position)
+    jobs: list[Future[None]] = []
+
+    def take(rows: Iterable[Any], name: str, end: int) -> list[Part]:
+        """Hand blobs to the threads as they are read; they must lie one after the other and reach `end`."""
+        parts: list[Part] = []
+        at = 0
+        place = whole.rows if name == "KV rows" else whole.recurrent
+        for row in rows:
+            what = f"checkpoint {checkpoint_id}: {name} [{row.first}, {row.last})"
+            if row.first != at or not at < row.last <= end or row.dtype not in DTYPES or len(row.data) > MAX_BLOB_BYTES:
+                raise StoreError(f"{what} are not what was written")
+            at = row.last
+            parts.append((row.first, row.last, row.sha256))
+            blob = Blob(row.first, row.last, row.dtype, row.sha256, row.data)
+            jobs.append(threads.submit(_check_and_place, blob, place, what))
+        if at != end:
+            raise StoreError(f"checkpoint {checkpoint_id}: {name} from {at} on are missing")
+        return parts
+
+    try:
+        recurrent = select(piece).where(piece.c.checkpoint == checkpoint_id).order_by(piece.c.first)
+        pieces = take(connection.execute(recurrent), "recurrent values", whole.recurrent_values)
+        segments = take(connection.execute(_segments_of(checkpoint_id)), "KV rows", head.position if spec.rows else 0)
+        for job in jobs:
+            job.result()
+    finally:
+        for job in jobs:
+            job.cancel()
+    if digest(head.position, segments, pieces) != head.digest:
+        raise StoreError(f"checkpoint {checkpoint_id} does not consist of the parts that were written")
+    return whole.state()
+
+
+def _segments_of(checkpoint_id: int) -> Any:
+    joined = segment.join(checkpoint_segment, checkpoint_segment.c.segment == segment.c.id)
+    return select(segment).select_from(joined).where(checkpoint_segment.c.checkpoint == checkpoint_id).order_by("first")
+
+
+def _check_and_place(blob: Blob, place: Any, what: str) -> None:
+    if hashlib.sha256(blob.data).digest() != blob.sha256:
+        raise StoreError(f"{what} were altered (sha256 differs)")
+    try:
+        place(blob)
+    except (codec.CodecError, StateError) as err:
+        raise StoreError(f"{what} cannot be read: {err}") from err
+
+
+def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Sequence[str]) -> list[Placed]:
+    """Write checkpoints and link them, and those they grew from, to their turns. A parent comes before its children."""
+    now = time.time_ns() // 1000
+    placed: list[Placed] = []
+    other_rows: set[int] = set()  # stored already, from other calls than the ones that the new children saw
+    for enc in new:
+        parent, why_not = _parent(connection, enc)
+        if why_not:
+            placed.append(Placed(None, why_not=why_not))
+            continue
+        links = [enc.turn] if enc.turn is not None else list(turns)
+        if parent is not None:
+            _link(connection, links, parent.id, now)
+        rows = _rows_of(connection, parent.id) if parent is not None and enc.since else []
+        segments = [(r.first, r.last, r.sha256) for r in rows]
+        segments += [(b.first, b.last, b.sha256) for b in enc.segments]
+        own = digest(enc.position, segments, [(b.first, b.last, b.sha256) for b in enc.pieces])
+        there = _same_key(connection, enc)
+        if there is not None:
+            if there.digest != own:
+                other_rows.add(there.id)
+            _link(connection, links, there.id, now)
+            placed.append(Placed(there.id, was_there=True))
+            continue
+        mixed = parent is not None and enc.since > 0 and parent.id in other_rows
+        new_id = _insert(connection, enc, parent.id if parent else None, own, now, mixed=mixed)
+        if mixed:
+            other_rows.add(new_id)
+        if rows:
+            shared = [{"checkpoint": new_id, "segment": r.id} for r in rows]
+            connection.execute(insert(checkpoint_segment), shared)
+        _link(connection, links, new_id, now)
+        placed.append(Placed(new_id, nbytes=enc.nbytes))
+    return placed
+
+
+def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes, now: int, *, mixed: bool) -> int:
+    values = {
+        "key": enc.key,
+        "anchor": enc.anchor,
+        "layout": enc.scope.layout,
+        "lineage": enc.scope.lineage,
+        "build": enc.scope.build,
+        # Rows below came from other calls: within tolerance, but no exact resume, so the producer must not be equal.
+        "producer": f"{enc.producer} (rows of several runs)" if mixed else enc.producer,
+        "origin": enc.origin or "",
+        "position": enc.position,
+        "parent": parent,
+        "kind": enc.kind,
+        "digest": own,
+        "recurrent_nbytes": enc.recurrent_nbytes,
+        "rows_nbytes": enc.rows_nbytes,
+        "created_at": now,
+        "last_used_at": now,
+    }
+    new_id = connection.execute(insert(checkpoint).values(values)).inserted_primary_key
+    assert new_id is not None
+    number = int(new_id[0])
+    for b in enc.pieces:
+        row = {"checkpoint": number, "first": b.first, "last": b.last, "dtype": b.dtype}
+        connection.execute(insert(piece).values(row | {"sha256": b.sha256, "data": b.data}))
+    for b in enc.segments:
+        row = {"first": b.first, "last": b.last, "dtype": b.dtype, "nbytes": len(b.data)}
+        made = connection.execute(insert(segment).values(row | {"sha256": b.sha256, "data": b.data}))
+        assert made.inserted_primary_key is not None
+        link = {"checkpoint": number, "segment": made.inserted_primary_key[0]}
+        connection.execute(insert(checkpoint_segment).values(link))
+    return number
+
+
+def _parent(connection: Connection, enc: Encoded) -> tuple[Any, str]:
+    """The parent's row, and why the checkpoint cannot be stored without it. Raises StoreError on one that cannot be."""
+    if enc.parent is None:
+        return None, ""
+    c = checkpoint.c
+    query = select(c.id, c.position, c.key, c.origin)
+    if isinstance(enc.parent, bytes):
+        same = (c.key == enc.parent, c.build == enc.scope.build, c.origin == (enc.origin or ""))
+        row = connection.execute(query.where(*same)).one_or_none()
+    else:
+        row = connection.execute(query.where(c.id == enc.parent)).one_or_none()
+    if row is None:
+        # Recurrent tensors are whole; only KV rows below would be missing.
+        return None, "the checkpoint it grew from was removed meanwhile" if enc.since else ""
+    if row.origin and row.origin != enc.origin:
+        raise StoreError(f"a checkpoint grown from one imported as {row.origin!r} must keep that origin")
+    if enc.parent_key is not None and (row.position != enc.since or row.key != enc.parent_key):
+        raise StoreError(f"checkpoint {row.id} does not hold the rows below {enc.since} of the same ids")
+    return row, ""
+
+
+def _same_key(connection: Connection, enc: Encoded) -> Any:
+    c = checkpoint.c
+    same = (c.key == enc.key, c.build == enc.scope.build, c.origin == (enc.origin or ""))
+    return connection.execute(select(c.id, c.digest).where(*same)).one_or_none()
+
+
+def _rows_of(connection: Connection, checkpoint_id: int) -> Sequence[Any]:
+    joined = segment.join(checkpoint_segment, checkpoint_segment.c.segment == segment.c.id)
+    columns = select(segment.c.id, segment.c.first, segment.c.last, segment.c.sha256).select_from(joined)
+    return connection.execute(
+        columns.where(checkpoint_segment.c.checkpoint == checkpoint_id).order_by(segment.c.first)
+    ).all()
+
+
+def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now: int) -> None:
+    """Turns keep the checkpoint alive, from now on if they did not before."""
+    t = turn_checkpoint.c
+    there = set(connection.scalars(select(t.turn).where(t.checkpoint == checkpoint_id, t.turn.in_(turns))))
+    missing = [{"turn": turn, "checkpoint": checkpoint_id} for turn in dict.fromkeys(turns) if turn not in there]
+    if missing:
+        connection.execute(insert(turn_checkpoint), missing)
+    connection.execute(update(checkpoint).where(checkpoint.c.id == checkpoint_id).values(last_used_at=now))
+
+
+def linked_to(connection: Connection, turns: Any) -> list[int]:
+    """Checkpoints that a turn of the sub-select `turns` links to."""
+    return list(connection.scalars(select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.turn.in_(turns))))
+
+
+def sweep(connection: Connection, candidates: Collection[int]) -> None:
+    """Delete those of the candidates to which no turn links, and then the segments that no checkpoint needs."""
+    numbers = sorted(set(candidates))
+    for at in range(0, len(numbers), _BATCH):
+        some = numbers[at : at + _BATCH]
+        kept = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint.in_(some))
+        gone = select(checkpoint.c.id).where(checkpoint.c.id.in_(some), checkpoint.c.id.not_in(kept))
+        doomed = list(connection.scalars(gone))
+        rows = select(checkpoint_segment.c.segment).where(checkpoint_segment.c.checkpoint.in_(doomed)).distinct()
+        loose = list(connection.scalars(rows))
+        connection.execute(delete(checkpoint).where(checkpoint.c.id.in_(doomed)))
+        for start in range(0, len(loose), _BATCH):
+            part = loose[start : start + _BATCH]
+            used = select(checkpoint_segment.c.segment).where(checkpoint_segment.c.segment.in_(part))
+            connection.execute(delete(segment).where(segment.c.id.in_(part), segment.c.id.not_in(used)))

@@ -1,0 +1,98 @@
+"""Which stored turn a request continues. Pure functions: messages and conversations in, a decision out.
+
+A turn is continued by a request whose first messages are the turn's whole conversation, from the root to its answer,
+each the `same_as` the stored one. The deepest such turn wins, then the session used last, then that session's head,
+then the turn written last. A final assistant message is one to be continued: it is input and matches no answer.
+Without a session id nothing but an echoed answer joins a request to a session: a system prompt or examples that two
+conversations have in common do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from ssmd.text.messages import Message
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A stored turn with all the messages that lead to it. messages: root first, its answer last."""
+
+    session: str
+    turn: str
+    messages: tuple[Message, ...]
+    last_used_at: datetime
+    is_head: bool = False
+    seq: int = 0
+
+
+@dataclass(frozen=True)
+class Match:
+    """What to do with a request.
+
+    session: whose it is, None if a new one is to be opened. parent: the turn it continues, None for a branch at the
+    root. messages: the whole conversation to render, stored messages in place of echoed ones. new: those since the
+    parent's answer; they are the tail of `messages`.
+    """
+
+    session: str | None
+    parent: str | None
+    messages: tuple[Message, ...]
+    new: tuple[Message, ...]
+
+
+def _normal(message: Message) -> tuple[str, ...]:
+    """What `Message.same_as` compares: alike messages have equal normal forms, and no others."""
+    content = message.content.strip() if message.role == "assistant" else message.content
+    return (message.role, content) if message.name is None else (message.role, content, message.name)
+
+
+def _feed(running: hashlib.blake2b, message: Message) -> None:
+    parts = [p.encode("utf-8", "surrogatepass") for p in _normal(message)]
+    running.update(bytes([len(parts)]))
+    for p in parts:
+        running.update(len(p).to_bytes(8, "little") + p)  # lengths first: no two lists of texts read alike
+
+
+def _start() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=32, person=b"ssmd.chain.1")
+
+
+def chain(messages: Iterable[Message]) -> bytes:
+    """A hash under which a conversation is found again by any echo of it, 32 bytes."""
+    running = _start()
+    for m in messages:
+        _feed(running, m)
+    return running.digest()
+
+
+def echoed_chains(messages: Sequence[Message]) -> list[bytes]:
+    """The chain of every beginning of a request that may be a stored conversation: those that end in an answer."""
+    running, found = _start(), []
+    for m in messages[:-1]:
+        _feed(running, m)
+        if m.role == "assistant":
+            found.append(running.copy().digest())
+    return found
+
+
+def continues(messages: Sequence[Message], stored: Conversation) -> bool:
+    """Whether the request echoes the whole stored conversation and adds something to it."""
+    n = len(stored.messages)
+    return n < len(messages) and all(s.same_as(m) for s, m in zip(stored.messages, messages[:n], strict=True))
+
+
+def match(messages: Sequence[Message], stored: Iterable[Conversation], session: str | None = None) -> Match:
+    """Decide who continues what among `stored`; with a `session` only that one's conversations count.
+
+    The caller has seen to it that `session` exists. `stored` may hold anything: each is compared message by message.
+    """
+    fitting = [c for c in stored if session in (None, c.session) and continues(messages, c)]
+    if not fitting:
+        return Match(session, None, tuple(messages), tuple(messages))
+    best = max(fitting, key=lambda c: (len(c.messages), c.last_used_at, c.is_head, c.seq))
+    new = tuple(messages[len(best.messages) :])
+    return Match(best.session, best.turn, (*best.messages, *new), new)

@@ -1,0 +1,135 @@
+"""The tables of the session store. docs/state-layout.md explains them; `migrations/` makes them.
+
+Times are microseconds since 1970 (UTC). Text of messages, ids and rendered text is stored as what a turn adds to its
+parent; KV rows as what a checkpoint adds to its parent.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+session = Table(
+    "session",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("created_at", BigInteger, nullable=False),
+    Column("last_used_at", BigInteger, nullable=False, index=True),
+    Column("model", Text, nullable=False),
+    Column("lineage", String(64), nullable=False),
+    Column("clock", String(40), nullable=False),  # ISO 8601: what the session's templates see as now
+    Column("head", String(64), nullable=False),  # a turn; no foreign key, as the two would point at each other
+    Column("turns", Integer, nullable=False),
+    Column("title", Text, nullable=False),
+    Column("pinned", Boolean, nullable=False),
+    Column("imported", String(64), nullable=False),  # the origin that its imported checkpoints carry; '' if none
+)
+
+turn = Table(
+    "turn",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),  # the order of writing, whatever the clock says
+    Column("id", String(64), nullable=False, unique=True),
+    Column("session", ForeignKey("session.id", ondelete="CASCADE"), nullable=False, index=True),
+    Column("parent", ForeignKey("turn.id", ondelete="CASCADE"), index=True),
+    Column("depth", Integer, nullable=False),
+    Column("length", Integer, nullable=False),  # messages of the conversation, its answer included
+    Column("chain", LargeBinary(32), nullable=False, index=True),  # match.chain of those messages
+    Column("messages", JSON, nullable=False),
+    Column("answer", JSON, nullable=False),
+    Column("ids_shared", Integer, nullable=False),  # so many of the parent's ids come first
+    Column("ids", LargeBinary, nullable=False),  # then these, int32 little-endian
+    Column("text_shared", Integer, nullable=False),  # characters
+    Column("text", Text, nullable=False),
+    Column("prompt_tokens", Integer, nullable=False),
+    Column("finish", String(32), nullable=False),
+    Column("complete", Boolean, nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+checkpoint = Table(
+    "checkpoint",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("key", LargeBinary(32), nullable=False),  # H(layout, lineage, all ids); with `build` the checkpoint's key
+    Column("anchor", LargeBinary(32), nullable=False),  # H(layout, lineage, ids to a rounded-down position)
+    Column("layout", String(32), nullable=False),
+    Column("lineage", String(64), nullable=False),
+    Column("build", String(64), nullable=False),
+    Column("producer", Text, nullable=False),
+    Column("origin", String(64), nullable=False),  # session of an import, '' if the state was computed here
+    Column("position", Integer, nullable=False),
+    Column("parent", ForeignKey("checkpoint.id", ondelete="SET NULL"), index=True),
+    Column("kind", String(8), nullable=False),
+    Column("digest", LargeBinary(32), nullable=False),  # over all segments and pieces that it is made of
+    Column("recurrent_nbytes", BigInteger, nullable=False),  # its pieces
+    Column("rows_nbytes", BigInteger, nullable=False),  # the segments that came with it
+    Column("created_at", BigInteger, nullable=False),
+    Column("last_used_at", BigInteger, nullable=False),
+    UniqueConstraint("key", "build", "origin"),
+    Index("ix_checkpoint_anchor_position", "anchor", "position"),
+    sqlite_autoincrement=True,  # an id that was deleted never comes back as another checkpoint
+)
+
+piece = Table(
+    "piece",
+    metadata,
+    Column("checkpoint", ForeignKey("checkpoint.id", ondelete="CASCADE"), primary_key=True),
+    Column("first", Integer, primary_key=True),  # values [first, last) of the flattened recurrent data
+    Column("last", Integer, nullable=False),
+    Column("dtype", String(8), nullable=False),
+    Column("sha256", LargeBinary(32), nullable=False),
+    Column("data", LargeBinary, nullable=False),
+)
+
+segment = Table(
+    "segment",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("first", Integer, nullable=False),  # KV rows [first, last)
+    Column("last", Integer, nullable=False),
+    Column("dtype", String(8), nullable=False),
+    Column("nbytes", BigInteger, nullable=False),
+    Column("sha256", LargeBinary(32), nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+checkpoint_segment = Table(
+    "checkpoint_segment",
+    metadata,
+    Column("checkpoint", ForeignKey("checkpoint.id", ondelete="CASCADE"), primary_key=True),
+    Column("segment", ForeignKey("segment.id", ondelete="RESTRICT"), primary_key=True, index=True),
+    sqlite_with_rowid=False,
+)
+
+turn_checkpoint = Table(
+    "turn_checkpoint",
+    metadata,
+    Column("turn", ForeignKey("turn.id", ondelete="CASCADE"), primary_key=True),
+    Column("checkpoint", ForeignKey("checkpoint.id", ondelete="CASCADE"), primary_key=True, index=True),
+    sqlite_with_rowid=False,
+)

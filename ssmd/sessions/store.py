@@ -1,0 +1,234 @@
+"""The session store: sessions, their turns and their checkpoints in one database. Safe to use from several threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, delete, func, insert, select, update
+
+from ssmd.sessions import checkpoints as checkpoint_rows
+from ssmd.sessions import database, migrate
+from ssmd.sessions import turns as turn_rows
+from ssmd.sessions.checkpoint import Encoded, Found, Scope, as_ids
+from ssmd.sessions.checkpoints import Placed
+from ssmd.sessions.match import Conversation
+from ssmd.sessions.schema import checkpoint, segment, turn, turn_checkpoint
+from ssmd.sessions.schema import session as session_table
+from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn, UnknownSession, check_id
+from ssmd.state import State, StateSpec
+from ssmd.text.messages import Message
+
+_TITLE_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a commit did, checkpoint by checkpoint in the order they were given."""
+
+    checkpoints: tuple[Placed, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.checkpoints)
+
+
+class Store:
+    """All methods raise StoreError, which says what to do; whatever was not finished has then left no trace."""
+
+    def __init__(self, engine: Engine, file: Path) -> None:
+        self._engine = engine
+        self._threads = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="ssmd-load")
+        self.file = file
+
+    @staticmethod
+    def open(data_dir: Path, *, busy_ms: int = 2000) -> Store:
+        """Open the store in `data_dir`; create (0700, 0600) or migrate it as needed.
+
+        busy_ms: how long to wait for another process that writes. A database of a newer version is refused untouched.
+        """
+        file = data_dir / database.FILE
+        engine = database.open_database(data_dir, busy_ms=busy_ms)
+        try:
+            with database.reading(engine, file) as connection:
+                ready = migrate.current(connection) == migrate.HEAD
+            if not ready:
+                with database.writing(engine, file) as connection:
+                    migrate.upgrade(connection, file)
+        except BaseException:
+            engine.dispose()
+            raise
+        return Store(engine, file)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._engine.dispose()
+
+    def commit(
+        self, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded] = (), *, session: SessionInfo
+    ) -> Committed:
+        """Write turns (siblings, the first becomes the head) and their checkpoints in one transaction, all or nothing.
+
+        The session is created if it is new. A checkpoint whose key is stored already is linked to, not written again.
+        One whose parent was removed meanwhile is left out; the result says so, and the turns are written all the same.
+        """
+        if not turns:
+            raise StoreError("a commit needs at least one turn")
+        for t in turns:
+            if t.session != session.id:
+                raise StoreError(f"turn {t.id!r} is of session {t.session!r}, the commit of {session.id!r}")
+        strangers = {c.turn for c in checkpoints} - {t.id for t in turns} - {None}
+        if strangers:
+            raise StoreError(f"checkpoints belong to turns {sorted(map(str, strangers))} that are not of this commit")
+        with database.writing(self._engine, self.file) as connection:
+            self._touch_session(connection, turns, session)
+            turn_rows.insert_turns(connection, turns)
+            placed = checkpoint_rows.insert_checkpoints(connection, checkpoints, [t.id for t in turns])
+        return Committed(tuple(placed))
+
+    def _touch_session(self, connection: Connection, turns: Sequence[NewTurn], info: SessionInfo) -> None:
+        now = max(turn_rows.to_micros(t.created_at) for t in turns)
+        s = session_table.c
+        there = connection.execute(select(s.turns, s.last_used_at).where(s.id == info.id)).one_or_none()
+        if there is not None:
+            values = {
+                "turns": there.turns + len(turns),
+                "last_used_at": max(now, there.last_used_at),  # a clock that was set back does not undo "last used"
+                "head": turns[0].id,
+            }
+            connection.execute(update(session_table).where(s.id == info.id).values(values))
+            return
+        if turns[0].parent is not None:
+            raise StoreError(f"session {info.id!r} was removed meanwhile")
+        if info.clock.tzinfo is None:
+            raise StoreError(f"the clock of session {info.id!r} has no time zone")
+        row = {
+            "id": check_id("session", info.id),
+            "created_at": now,
+            "last_used_at": now,
+            "model": info.model,
+            "lineage": info.lineage,
+            "clock": info.clock.isoformat(),
+            "head": turns[0].id,
+            "turns": len(turns),
+            "title": _title(turns[0].messages),
+            "pinned": info.pinned,
+            "imported": info.imported or "",
+        }
+        connection.execute(insert(session_table).values(row))
+
+    def find(
+        self, scope: Scope, ids: Sequence[int], session: str | None = None, *, skip: Collection[int] = ()
+    ) -> Found | None:
+        """The deepest usable checkpoint for a prompt: its ids are a beginning of `ids` and leave one to be fed.
+
+        Other builds of the lineage and layout count too. Imported checkpoints serve `session` only if they came with
+        it. skip: ids of checkpoints to pass over, as those that could not be loaded.
+        """
+        wanted = as_ids(ids)
+        with database.reading(self._engine, self.file) as connection:
+            return checkpoint_rows.find(connection, scope, wanted, session, skip)
+
+    def load(self, checkpoint_id: int, spec: StateSpec) -> State:
+        """The whole state of a checkpoint, in the dtypes of `spec`; every stored byte was verified."""
+        with database.reading(self._engine, self.file) as connection:
+            return checkpoint_rows.load(connection, checkpoint_id, spec, self._threads)
+
+    def candidates(self, messages: Sequence[Message], session: str | None = None) -> list[Conversation]:
+        """What match.match needs to know of the store for a request. Raises UnknownSession."""
+        with database.reading(self._engine, self.file) as connection:
+            if session is not None:
+                self._session_row(connection, session)
+            return turn_rows.read_echoed(connection, messages, session)
+
+    def sessions(self) -> list[Session]:
+        """All sessions, the one used last first."""
+        with database.reading(self._engine, self.file) as connection:
+            sizes = {row.session: row.nbytes for row in connection.execute(_sizes())}
+            rows = connection.execute(select(session_table).order_by(session_table.c.last_used_at.desc()))
+            return [_session(row, sizes.get(row.id, 0)) for row in rows]
+
+    def session(self, session_id: str) -> Session:
+        """Raises UnknownSession."""
+        with database.reading(self._engine, self.file) as connection:
+            row = self._session_row(connection, session_id)
+            size = connection.execute(_sizes().where(turn.c.session == session_id)).one_or_none()
+            return _session(row, size.nbytes if size else 0)
+
+    def turns(self, session_id: str) -> list[Turn]:
+        """The tree of a session: all its turns, parents before their children. Raises UnknownSession."""
+        with database.reading(self._engine, self.file) as connection:
+            self._session_row(connection, session_id)
+            return turn_rows.read_tree(connection, session_id)
+
+    def path(self, turn_id: str) -> list[Turn]:
+        """The turns from the root to this one. Raises UnknownSession."""
+        with database.reading(self._engine, self.file) as connection:
+            return turn_rows.read_path(connection, turn_id)
+
+    def delete(self, session_id: str) -> None:
+        """Remove a session, what only it needed of the checkpoints, and their bytes on disk. Raises UnknownSession."""
+        with database.writing(self._engine, self.file) as connection:
+            self._session_row(connection, session_id)
+            linked = checkpoint_rows.linked_to(connection, select(turn.c.id).where(turn.c.session == session_id))
+            connection.execute(delete(turn).where(turn.c.session == session_id))
+            connection.execute(delete(session_table).where(session_table.c.id == session_id))
+            checkpoint_rows.sweep(connection, linked)
+        database.settle(self._engine, self.file, truncate=True)
+
+    def settle(self) -> None:
+        """Move what was committed from the log into the file: takes as long again, so when nobody waits for it."""
+        database.settle(self._engine, self.file)
+
+    def bytes_stored(self) -> int:
+        """Bytes of all checkpoints, compressed."""
+        with database.reading(self._engine, self.file) as connection:
+            columns = (checkpoint.c.recurrent_nbytes, segment.c.nbytes)
+            return sum(int(connection.scalars(select(func.coalesce(func.sum(c), 0))).one()) for c in columns)
+
+    def _session_row(self, connection: Connection, session_id: str) -> Any:
+        row = connection.execute(select(session_table).where(session_table.c.id == session_id)).one_or_none()
+        if row is None:
+            raise UnknownSession(f"there is no session {session_id!r}; `ssmd session list` shows those there are")
+        return row
+
+
+def _sizes() -> Any:
+    """(session, nbytes): the bytes of the checkpoints that each session's turns link to, shared ones included."""
+    joined = turn_checkpoint.join(turn, turn.c.id == turn_checkpoint.c.turn)
+    linked = select(turn.c.session, turn_checkpoint.c.checkpoint).select_from(joined).distinct().subquery()
+    size = func.sum(checkpoint.c.recurrent_nbytes + checkpoint.c.rows_nbytes).label("nbytes")
+    return (
+        select(linked.c.session, size)
+        .join(checkpoint, checkpoint.c.id == linked.c.checkpoint)
+        .group_by(linked.c.session)
+    )
+
+
+def _session(row: Any, nbytes: int) -> Session:
+    return Session(
+        info=SessionInfo(
+            id=row.id,
+            model=row.model,
+            lineage=row.lineage,
+            clock=datetime.fromisoformat(row.clock),
+            pinned=row.pinned,
+            imported=row.imported or None,
+        ),
+        created_at=turn_rows.from_micros(row.created_at),
+        last_used_at=turn_rows.from_micros(row.last_used_at),
+        head=row.head,
+        turns=row.turns,
+        title=row.title,
+        nbytes=nbytes,
+    )
+
+
+def _title(messages: Sequence[Message]) -> str:
+    first = next((m.content for m in messages if m.role == "user"), "")
+    return " ".join(first.split())[:_TITLE_CHARACTERS].encode("utf-8", "replace").decode()

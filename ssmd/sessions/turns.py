@@ -1,0 +1,173 @@
+"""Turns in the database: what a turn adds to its parent is stored, whole turns are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection, insert, select
+
+from ssmd.sessions.checkpoint import as_ids
+from ssmd.sessions.match import Conversation, chain, echoed_chains
+from ssmd.sessions.schema import session as session_table
+from ssmd.sessions.schema import turn as turn_table
+from ssmd.sessions.turn import NewTurn, StoreError, Turn, UnknownSession, check_id, conversation
+from ssmd.text.messages import Message
+
+_MAX_CHAINS = 1000  # answers of one request that are looked up, the last ones: enough to find the deepest
+
+
+def to_micros(moment: datetime) -> int:
+    """Microseconds since 1970. Raises StoreError on a time without a zone: it would mean another one elsewhere."""
+    if moment.tzinfo is None:
+        raise StoreError(f"time {moment.isoformat()} has no time zone")
+    return int(moment.timestamp() * 1_000_000)
+
+
+def from_micros(micros: int) -> datetime:
+    return datetime.fromtimestamp(micros / 1_000_000, UTC)
+
+
+def read_path(connection: Connection, turn_id: str) -> list[Turn]:
+    """The turns from the root to `turn_id`. Raises UnknownSession if there is none of that id."""
+    above = select(turn_table.c.id, turn_table.c.parent).where(turn_table.c.id == turn_id).cte("above", recursive=True)
+    above = above.union(select(turn_table.c.id, turn_table.c.parent).where(turn_table.c.id == above.c.parent))
+    wanted = select(turn_table).where(turn_table.c.id.in_(select(above.c.id))).order_by(turn_table.c.depth)
+    rows = connection.execute(wanted).all()
+    if not rows:
+        raise UnknownSession(f"there is no turn {turn_id!r}")
+    return list(_whole(rows))
+
+
+def read_tree(connection: Connection, session_id: str) -> list[Turn]:
+    """All turns of a session, in the order of writing: parents before their children."""
+    rows = connection.execute(select(turn_table).where(turn_table.c.session == session_id).order_by(turn_table.c.seq))
+    return list(_whole(rows.all()))
+
+
+def _whole(rows: Iterable[Any]) -> Iterable[Turn]:
+    """Rows, parents first, to turns."""
+    seen: dict[str, Turn] = {}
+    for row in rows:
+        parent = seen.get(row.parent) if row.parent is not None else None
+        if row.parent is not None and parent is None:
+            raise StoreError(f"turn {row.id!r} is broken: its parent {row.parent!r} is missing")
+        try:
+            turn = _turn(row, parent)
+        except (ValueError, TypeError, AttributeError) as err:
+            raise StoreError(f"turn {row.id!r} is broken: {err}") from err
+        seen[turn.id] = turn
+        yield turn
+
+
+def _turn(row: Any, parent: Turn | None) -> Turn:
+    ids_above = parent.ids[: row.ids_shared] if parent else np.empty(0, np.int32)
+    text_above = parent.text[: row.text_shared] if parent else ""
+    if len(ids_above) != row.ids_shared or len(text_above) != row.text_shared:
+        raise ValueError("it shares more with its parent than that one has")
+    return Turn(
+        id=row.id,
+        session=row.session,
+        parent=row.parent,
+        messages=tuple(Message.from_json(m) for m in row.messages),
+        answer=Message.from_json(row.answer),
+        ids=np.concatenate([ids_above, np.frombuffer(row.ids, "<i4")]),
+        prompt_tokens=row.prompt_tokens,
+        text=text_above + row.text,
+        finish=row.finish,
+        complete=row.complete,
+        created_at=from_micros(row.created_at),
+        depth=row.depth,
+    )
+
+
+def insert_turns(connection: Connection, turns: Sequence[NewTurn]) -> None:
+    """Write turns; a parent is stored already or comes earlier in `turns`. Raises StoreError."""
+    paths: dict[str, list[NewTurn]] = {}
+    rows = []
+    for turn in turns:
+        check_id("turn", turn.id)
+        above: list[NewTurn] = []
+        if turn.parent is not None:
+            if turn.parent not in paths:
+                try:
+                    paths[turn.parent] = list(read_path(connection, turn.parent))
+                except UnknownSession as err:
+                    raise StoreError(f"turn {turn.id!r}: {err}; was its session removed meanwhile?") from err
+            above = paths[turn.parent]
+            if above[-1].session != turn.session:
+                raise StoreError(f"turn {turn.id!r} of session {turn.session!r} has a parent in {above[-1].session!r}")
+        paths[turn.id] = [*above, turn]
+        rows.append(_row(turn, above))
+    connection.execute(insert(turn_table), rows)
+
+
+def _row(turn: NewTurn, above: list[NewTurn]) -> dict[str, Any]:
+    ids = as_ids(turn.ids)
+    try:
+        turn.text.encode()
+    except UnicodeEncodeError as err:
+        raise StoreError(f"turn {turn.id!r}: its text is not Unicode ({err.reason})") from err
+    parent = above[-1] if above else None
+    ids_shared = _shared(ids, as_ids(parent.ids)) if parent else 0
+    text_shared = _shared_text(turn.text, parent.text) if parent else 0
+    messages = conversation([*above, turn])
+    return {
+        "id": turn.id,
+        "session": turn.session,
+        "parent": turn.parent,
+        "depth": len(above),
+        "length": len(messages),
+        "chain": chain(messages),
+        "messages": [m.to_json() for m in turn.messages],
+        "answer": turn.answer.to_json(),
+        "ids_shared": ids_shared,
+        "ids": ids[ids_shared:].tobytes(),
+        "text_shared": text_shared,
+        "text": turn.text[text_shared:],
+        "prompt_tokens": turn.prompt_tokens,
+        "finish": turn.finish,
+        "complete": turn.complete,
+        "created_at": to_micros(turn.created_at),
+    }
+
+
+def _shared(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
+    """How many ids both begin with."""
+    n = min(len(a), len(b))
+    differing = np.flatnonzero(a[:n] != b[:n])
+    return int(differing[0]) if len(differing) else n
+
+
+def _shared_text(a: str, b: str) -> int:
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    wide_a = np.frombuffer(a[:n].encode("utf-32-le"), "<i4")
+    return _shared(wide_a, np.frombuffer(b[:n].encode("utf-32-le"), "<i4"))
+
+
+def read_echoed(connection: Connection, messages: Sequence[Message], session: str | None) -> list[Conversation]:
+    """The stored conversation that a request echoes: the one that match.match would choose among all, or none."""
+    chains = echoed_chains(messages)[-_MAX_CHAINS:]
+    t, s = turn_table.c, session_table.c
+    is_head = (s.head == t.id).label("is_head")
+    query = select(t.id, t.seq, t.session, s.last_used_at, is_head).join(session_table, s.id == t.session)
+    query = query.where(t.chain.in_(chains))
+    if session is not None:
+        query = query.where(t.session == session)
+    # The order is match.match's, so that the first row is enough.
+    query = query.order_by(t.length.desc(), s.last_used_at.desc(), is_head.desc(), t.seq.desc()).limit(1)
+    return [
+        Conversation(
+            session=row.session,
+            turn=row.id,
+            messages=conversation(read_path(connection, row.id)),
+            last_used_at=from_micros(row.last_used_at),
+            is_head=bool(row.is_head),
+            seq=row.seq,
+        )
+        for row in (connection.execute(query).all() if chains else ())
+    ]
