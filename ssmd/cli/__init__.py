@@ -1,0 +1,49 @@
+"""The command `ssmd`. Commands import what is heavy inside themselves, so that --help stays quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ssmd import __version__
+from ssmd.cli import build, doctor, run, serve, session, show, verify
+from ssmd.cli import list as listing
+from ssmd.cli.failure import plain_errors
+
+app = typer.Typer(
+    name="ssmd",
+    help="Runs state-space and hybrid language models on this machine and never re-reads a conversation.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("serve")(serve.serve)
+app.command("run")(run.run)
+app.command("build")(build.build)
+app.command("list")(listing.list_models)
+app.command("show")(show.show)
+app.command("verify")(verify.verify)
+app.command("doctor")(doctor.doctor)
+app.add_typer(session.app, name="session")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ssmd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    with plain_errors():
+        app()

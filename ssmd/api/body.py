@@ -1,0 +1,88 @@
+"""Reading a JSON request body: strict JSON, strict types, and an error that names the parameter."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, from_json
+from starlette.requests import Request
+
+from ssmd.generation import Rejected
+
+READ_TIMEOUT_S = 60.0
+MAX_SHOWN_CHARS = 80
+
+
+class StrictModel(BaseModel):
+    """No unknown fields, no "1" for 1, no NaN and no Infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+Model = TypeVar("Model", bound=StrictModel)
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body; its size is limited by security.py. Raises Rejected."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise Rejected(
+            f"content-type {shown(kind)} is not possible here; send application/json",
+            status=415,
+            code="unsupported_media_type",
+        )
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise Rejected(
+            f"content-encoding {shown(coding)} is not possible here; send the body as it is",
+            status=415,
+            code="unsupported_media_type",
+        )
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            return await request.body()
+    except TimeoutError:
+        raise Rejected(
+            f"the request body did not arrive within {READ_TIMEOUT_S:.0f} s", status=408, code="body_timeout"
+        ) from None
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object; NaN, Infinity, lone surrogates and deep nesting are refused. Raises Rejected."""
+    try:
+        value = from_json(raw, allow_inf_nan=False)
+    except ValueError as err:
+        raise Rejected(f"the request body is not valid JSON: {err}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise Rejected("the request body is not a JSON object", code="invalid_json")
+    return value
+
+
+def validate(model: type[Model], fields: dict[str, Any]) -> Model:
+    """Raises Rejected that names the first wrong field."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as err:
+        raise _explain(err.errors(include_url=False)[0]) from None
+
+
+def shown(value: object) -> str:
+    """A client's value for an error message, cut to a sensible length."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
+
+
+def _explain(detail: ErrorDetails) -> Rejected:
+    param = ""
+    for part in detail["loc"]:
+        if part != "[key]":
+            param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    param = shown(param)[1:-1]
+    if detail["type"] == "missing":
+        return Rejected(f"{param} is required", code="missing_required_parameter", param=param)
+    if detail["type"] == "extra_forbidden":
+        return Rejected(f"there is no parameter {param!r} here", code="unknown_parameter", param=param)
+    text = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return Rejected(f"{param}: {text} (got {shown(detail['input'])})", code="invalid_value", param=param)

@@ -1,0 +1,162 @@
+"""The body of a chat completion request: each of OpenAI's parameters is done, harmless, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from ssmd.api.body import StrictModel, shown, validate
+from ssmd.api.messages import read_messages
+from ssmd.generation import Rejected, Request
+from ssmd.sampling import SamplingParams
+
+MAX_N = 8
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1000
+MAX_INT = 2**31 - 1
+SESSION_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
+
+# Parameters that are not built, each with the values that ask for nothing.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
+    "presence_penalty": (None, 0),
+    "prompt_cache_options": (None, {}),
+    "prompt_cache_retention": (None,),
+    "reasoning_effort": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+
+Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+ShortText = Annotated[str, Field(max_length=1000)]
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+    @field_validator("include_obfuscation")
+    @classmethod
+    def _obfuscation_is_not_built(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("obfuscation is not supported")
+        return value
+
+
+class ChatBody(StrictModel):
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    messages: Any
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    stop: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_STOPS)]
+        | None
+    ) = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    session: Annotated[str, Field(pattern=SESSION_PATTERN)] | None = None
+    store: bool | None = None
+    # Accepted and without effect: they are for the books of whoever runs a hosted service.
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    prompt_cache_key: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    service_tier: ShortText | None = None
+    user: ShortText | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_is_a_list_of_one(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def read_chat(fields: dict[str, Any]) -> ChatBody:
+    """Raises Rejected naming the parameter that is wrong, unknown, or not built."""
+    known = {}
+    for name, value in fields.items():
+        if name not in NOT_BUILT:
+            known[name] = value
+        elif value not in NOT_BUILT[name]:
+            raise Rejected(
+                f"parameter {name!r} is not supported here (got {shown(value)}); leave it out",
+                code="unsupported_parameter",
+                param=name,
+            )
+    return validate(ChatBody, known)
+
+
+def to_request(body: ChatBody, vocabulary: int) -> Request:
+    """What the engine is asked. `vocabulary`: number of token ids. Raises Rejected."""
+    if body.stream_options is not None and not body.stream:
+        raise Rejected(
+            "stream_options is only possible with stream: true", code="invalid_value", param="stream_options"
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Rejected("top_logprobs is only possible with logprobs: true", code="invalid_value", param="top_logprobs")
+    limit, older = body.max_completion_tokens, body.max_tokens
+    if limit is not None and older is not None and limit != older:
+        raise Rejected(
+            f"max_tokens ({older}) and max_completion_tokens ({limit}) say different things; send one of them",
+            code="invalid_value",
+            param="max_tokens",
+        )
+    messages = read_messages(body.messages)
+    bias = _logit_bias(body.logit_bias or {}, vocabulary)
+    try:
+        sampling = SamplingParams(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=body.top_k or 0,
+            seed=body.seed,
+            logit_bias=bias,
+            logprobs=bool(body.logprobs),
+            top_logprobs=body.top_logprobs or 0,
+        )
+    except ValueError as err:
+        raise Rejected(str(err), code="invalid_value") from None
+    chosen = limit if limit is not None else older
+    return Request(
+        messages=messages,
+        sampling=sampling,
+        max_tokens=Request.max_tokens if chosen is None else chosen,
+        stop=tuple(dict.fromkeys(body.stop or ())),
+        n=body.n or 1,
+        session=body.session,
+        store=body.store is not False,
+    )
+
+
+def _logit_bias(given: dict[str, float], vocabulary: int) -> dict[int, float]:
+    bias = {}
+    for key, value in given.items():
+        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= vocabulary:
+            raise Rejected(
+                f"logit_bias: {shown(key)} is no token id of this model; ids go from 0 to {vocabulary - 1}",
+                code="invalid_value",
+                param="logit_bias",
+            )
+        bias[int(key)] = float(value)
+    return bias

@@ -1,0 +1,38 @@
+"""One generation's events on their way from the engine's threads to the coroutine that answers the client."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import Receive
+
+from ssmd.generation import Event
+
+
+class Gone(Exception):
+    """The client went away; nobody reads the answer any more."""
+
+
+class Delivery:
+    """Made in the event loop; called, as the engine's `deliver`, from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+
+    def __call__(self, event: Event) -> None:
+        """Raises RuntimeError when the event loop is closed already."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def next(self) -> Event:
+        """The next event. Raises Gone as soon as the client went away."""
+        event = await self._events.get()
+        if event is None:
+            raise Gone
+        return event
+
+    async def watch(self, receive: Receive) -> None:
+        """Wait for the client to go away; run beside the coroutine that calls `next`, after the body was read."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._events.put_nowait(None)

@@ -1,0 +1,198 @@
+"""Who may ask, and how much: Host and Origin lists, the API key, the body limit, and a request id on every answer.
+
+Pure ASGI, outside of everything else, so that nothing is routed, parsed or read before it was allowed.
+
+- Host: a web page can make its own name point to 127.0.0.1 (DNS rebinding); its requests then carry that name. Only
+  the names allowed are answered.
+- Origin: a web page can post to 127.0.0.1 without being able to read the answer. Only the daemon's own origin and
+  the allowed ones are served, and only the allowed ones may read (CORS).
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ssmd.api.body import shown
+from ssmd.api.errors import error_response
+from ssmd.config import Settings
+from ssmd.generation import Rejected
+
+log = logging.getLogger(__name__)
+OPEN_PATHS = frozenset({"/health"})
+PREFLIGHT_MAX_AGE_S = 600
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """`hosts` as a Host header writes them, lower case, without port; "*" in `hosts` or `origins` allows any.
+
+    `body_limits`: bytes, for the paths that differ from `max_body_bytes`.
+    """
+
+    hosts: frozenset[str]
+    origins: frozenset[str] = frozenset()
+    api_key: str | None = None
+    max_body_bytes: int = 32 << 20
+    body_limits: Mapping[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(settings: Settings, body_limits: Mapping[str, int] | None = None) -> Rules:
+        return Rules(
+            hosts=frozenset(settings.allowed_hosts),
+            origins=frozenset(settings.allowed_origins),
+            api_key=None if settings.api_key is None else settings.api_key.get_secret_value(),
+            max_body_bytes=settings.max_body_bytes,
+            body_limits=body_limits or {},
+        )
+
+
+class Security:
+    def __init__(self, app: ASGIApp, rules: Rules) -> None:
+        self._app = app
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:  # nothing here speaks WebSocket
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        origin = headers.get("origin", "").lower()
+        readable = origin != "" and not self._rules.origins.isdisjoint({origin, "*"})  # by a script of that origin
+        identity: list[tuple[bytes, bytes]] = [(b"x-request-id", f"req_{secrets.token_hex(12)}".encode())]
+        if readable:
+            identity += [
+                (b"access-control-allow-origin", origin.encode("latin-1")),
+                (b"access-control-expose-headers", b"x-request-id, x-ssmd-session, retry-after"),
+                (b"vary", b"origin"),
+            ]
+
+        intake = _Intake(receive, headers)
+
+        async def send_identified(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # What was not read of a body must not be taken for the next request, nor be waited for.
+                end = [] if intake.whole else [(b"connection", b"close")]
+                message["headers"] = [*message.get("headers", ()), *identity, *end]
+            await send(message)
+
+        try:
+            self._check_host(headers)
+            self._check_origin(scope, headers, readable)
+            if readable and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+                await _preflight(headers)(scope, receive, send_identified)
+                return
+            self._check_key(scope["path"], headers)
+            intake.limit = self._body_limit(scope["path"], headers)
+        except Rejected as err:
+            challenge = {"www-authenticate": "Bearer"} if err.status == 401 else {}
+            log.info("refused %s %s: %s", scope["method"], scope["path"], err.message)
+            await error_response(err, challenge)(scope, receive, send_identified)
+            return
+        try:
+            await self._app(scope, intake.receive, send_identified)
+        except ClientDisconnect:
+            log.info("%s %s: the client went away before it had sent all", scope["method"], scope["path"])
+
+    def _check_host(self, headers: Headers) -> None:
+        given = headers.getlist("host")
+        name = _host_name(given[0]) if len(given) == 1 else None
+        if name is not None and (name in self._rules.hosts or "*" in self._rules.hosts):
+            return
+        raise Rejected(
+            f"Host {shown(', '.join(given))} is not allowed; add it to SSMD_ALLOWED_HOSTS if it is this machine's name",
+            status=403,
+            code="host_not_allowed",
+        )
+
+    def _check_origin(self, scope: Scope, headers: Headers, readable: bool) -> None:
+        given = headers.getlist("origin")
+        own = f"{scope['scheme']}://{headers.get('host', '')}".lower()
+        if not given or (len(given) == 1 and (readable or given[0].lower() == own)):
+            return
+        raise Rejected(
+            f"Origin {shown(', '.join(given))} is not allowed; add it to SSMD_ALLOWED_ORIGINS if that page may ask",
+            status=403,
+            code="origin_not_allowed",
+        )
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        key = self._rules.api_key
+        if key is None or path in OPEN_PATHS:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # Compared as bytes and in constant time: neither its length nor its start shows in the time it takes.
+        right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+        if scheme.lower() != "bearer" or not right:
+            what = "the API key is wrong" if given else "an API key is needed"
+            raise Rejected(
+                f"{what}; send it as: Authorization: Bearer <key>", status=401, code="invalid_api_key", param=None
+            )
+
+    def _body_limit(self, path: str, headers: Headers) -> int:
+        limit = self._rules.body_limits.get(path, self._rules.max_body_bytes)
+        declared = headers.get("content-length", "0")
+        if not re.fullmatch(r"[0-9]{1,18}", declared):
+            raise Rejected(f"content-length {shown(declared)} is no size", code="invalid_content_length")
+        if int(declared) > limit:
+            raise _too_large(limit)
+        return limit
+
+
+class _Intake:
+    """A request's body on its way in, counted: its declared length may be missing (chunked)."""
+
+    def __init__(self, receive: Receive, headers: Headers) -> None:
+        self._receive = receive
+        self._seen = 0
+        self.limit = 0
+        self.whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._seen += len(message.get("body", b""))
+            if self._seen > self.limit:
+                raise _too_large(self.limit)
+            self.whole = not message.get("more_body", False)
+        return message
+
+
+def _too_large(limit: int) -> Rejected:
+    return Rejected(
+        f"the request body is larger than the {limit} bytes allowed (SSMD_MAX_BODY_BYTES)",
+        status=413,
+        code="body_too_large",
+    )
+
+
+def _host_name(host: str) -> str | None:
+    """Host without its port, lower case; None when it is no host."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253}))(?::[0-9]{1,5})?", host)
+    return None if match is None else (f"[{match[1]}]" if match[1] else match[2].rstrip(".")).lower()
+
+
+def _preflight(headers: Headers) -> Response:
+    asked = headers.get("access-control-request-headers", "")
+    allowed = {
+        "access-control-allow-methods": "GET, POST, DELETE",
+        "access-control-max-age": str(PREFLIGHT_MAX_AGE_S),
+    }
+    if _HEADER_NAMES.fullmatch(asked):
+        allowed["access-control-allow-headers"] = asked
+    return Response(status_code=204, headers=allowed)

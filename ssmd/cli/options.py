@@ -1,0 +1,21 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="Name of an installed model, or a path. May be left out if there is one."),
+]
+Runtime = Annotated[
+    str | None, typer.Option(help="Use this runtime's artifact; auto picks the best that runs here.", metavar="NAME")
+]
+Threads = Annotated[int | None, typer.Option(help="Compute threads.", metavar="N")]
+DataDir = Annotated[Path | None, typer.Option(help="Where sessions are kept.", metavar="DIR")]
+ModelsDir = Annotated[Path | None, typer.Option(help="Where models are installed.", metavar="DIR")]
+NoStore = Annotated[bool, typer.Option("--no-store", help="Keep nothing: no sessions, no checkpoints.")]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]

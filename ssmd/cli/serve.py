@@ -1,0 +1,44 @@
+"""`ssmd serve`: the daemon."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ssmd.cli import options
+
+
+def serve(
+    model: options.Model = None,
+    runtime: options.Runtime = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback a key is needed.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes any free one. Default 7763.")] = None,
+    threads: options.Threads = None,
+    max_running: Annotated[int | None, typer.Option(help="Choices that decode at the same time.", metavar="N")] = None,
+    max_queue: Annotated[int | None, typer.Option(help="Requests that may wait.", metavar="N")] = None,
+    data_dir: options.DataDir = None,
+    models_dir: options.ModelsDir = None,
+    no_store: options.NoStore = False,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Serve a model to OpenAI clients (default http://127.0.0.1:7763/v1).
+
+    Every option is also an environment variable (SSMD_PORT, SSMD_API_KEY, ...) and a key of the settings file.
+    """
+    from ssmd import server
+    from ssmd.config import Settings
+
+    settings = Settings(
+        data_dir=data_dir,
+        host=host,
+        log_level=log_level,
+        max_queue=max_queue,
+        max_running=max_running,
+        models_dir=models_dir,
+        port=port,
+        runtime=runtime,
+        threads=threads,
+    )
+    server.start_logging(settings.log_level)
+    server.serve(settings, model, keep=not no_store, announce=typer.echo)

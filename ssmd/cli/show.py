@@ -1,0 +1,50 @@
+"""`ssmd show`: what an artifact is."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from ssmd.cli import options
+
+
+def show(
+    model: options.Model = None,
+    runtime: options.Runtime = None,
+    models_dir: options.ModelsDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show an artifact: family, context, buckets, what its state weighs, where it came from."""
+    from ssmd.artifact import read_manifest
+    from ssmd.config import Settings
+    from ssmd.models import resolve
+
+    settings = Settings(models_dir=models_dir, runtime=runtime)
+    path = resolve(model, settings.models_dir, settings.runtime)
+    manifest = read_manifest(path)
+    spec = manifest.spec
+    fixed, a_token = spec.nbytes_at(0), spec.nbytes_at(1) - spec.nbytes_at(0)
+    if as_json:
+        fields = {**manifest.model_dump(mode="json"), "path": str(path)}
+        fields["state_bytes"] = {"fixed": fixed, "a_token": a_token}
+        typer.echo(json.dumps(fields, indent=1))
+        return
+    rows = {
+        "name": manifest.name,
+        "path": str(path),
+        "family": manifest.family,
+        "runtime": f"{manifest.runtime}, {manifest.device_class}",
+        "quantization": manifest.quantization,
+        "size": f"{sum(f.size for f in manifest.files.values()) / 1e6:.1f} MB in {len(manifest.files)} files",
+        "context": "unbounded" if manifest.context is None else f"{manifest.context} tokens",
+        "buckets": ", ".join(map(str, manifest.buckets)),
+        "vocabulary": str(manifest.vocabulary),
+        "stop tokens": ", ".join(map(str, manifest.stop_tokens)),
+        "state": f"{fixed} bytes and {a_token} more a token, in {len(spec.tensors)} tensors",
+        "lineage": manifest.lineage,
+        "build": manifest.build,
+        "built with": ", ".join(f"{name} {version}" for name, version in sorted(manifest.builders.items())),
+    }
+    for name, value in rows.items():
+        typer.echo(f"{name:<13} {value}")

@@ -1,0 +1,131 @@
+"""Models installed here: <models dir>/<name>/<runtime>-<device class>-<quant>/, one artifact in each folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssmd.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
+from ssmd.runtime import RuntimeUnavailable, get_runtime
+
+
+class ModelError(ValueError):
+    """No such model here, or none that can run; the message names what there is."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An artifact's folder. `problem` is empty, or says why it cannot be served; `manifest` is None when unreadable."""
+
+    name: str
+    path: Path
+    manifest: Manifest | None
+    problem: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its files, by the manifest; 0 when that cannot be read."""
+        return 0 if self.manifest is None else sum(f.size for f in self.manifest.files.values())
+
+
+def installed(models_dir: Path) -> list[Installed]:
+    """All artifacts under `models_dir`, broken ones with the reason. Manifests are read, not the files they list."""
+    return [_read(name.name, path) for name in _folders(models_dir) for path in _folders(name)]
+
+
+def unusable(manifest: Manifest) -> str:
+    """Why the artifact's runtime cannot run here, or "". Imports the runtime."""
+    try:
+        devices = get_runtime(manifest.runtime).devices()
+    except RuntimeUnavailable as err:
+        return str(err)
+    if any(not device.why_not for device in devices):
+        return ""
+    return "; ".join(f"{d.name}: {d.why_not}" for d in devices) or f"runtime {manifest.runtime} finds no device"
+
+
+def resolve(model: str | None, models_dir: Path, runtime: str = "auto") -> Path:
+    """The folder of the artifact to serve.
+
+    `model`: a name in `models_dir`, or a path of an artifact or of a model's folder; None for the only one there is.
+    `runtime`: a runtime's name, "npu", or "auto": of those that run here the one with the fewest bytes, since a
+    token's time is the time to read them. Raises ModelError or ArtifactError.
+    """
+    found = _candidates(model, models_dir)
+    fitting = [i for i in found if i.manifest is None or _is_for(i.manifest, runtime)]
+    if not fitting:
+        there = ", ".join(sorted({i.manifest.runtime for i in found if i.manifest}))
+        raise ModelError(f"model {found[0].name!r} has no artifact for runtime {runtime!r}; it has: {there}")
+    problems = []
+    for candidate in sorted(fitting, key=lambda i: (i.nbytes, str(i.path))):
+        reason = candidate.problem or (unusable(candidate.manifest) if candidate.manifest else "")
+        if not reason:
+            return candidate.path
+        problems.append(f"{candidate.path}: {reason}")
+    raise ModelError("; ".join(problems))
+
+
+def _candidates(model: str | None, models_dir: Path) -> list[Installed]:
+    """At least one; raises ModelError."""
+    if model is not None and _is_path(model):
+        path = Path(model).expanduser()
+        if not path.is_dir():
+            raise ModelError(f"there is no folder {path}; {_advice(models_dir)}")
+        if (path / MANIFEST).exists() or not _folders(path):
+            return [_read(path.name, path)]
+        return [_read(path.name, folder) for folder in _folders(path)]
+    everything = installed(models_dir)
+    if model is None:
+        names = sorted({i.name for i in everything if not i.problem})
+        if len(names) != 1:
+            raise ModelError(f"say which model to use; {_advice(models_dir)}")
+        model = names[0]
+    found = [i for i in everything if i.name == model]
+    if not found:
+        raise ModelError(f"there is no model {model!r} here; {_advice(models_dir)}")
+    return found
+
+
+def _advice(models_dir: Path) -> str:
+    names = sorted({i.name for i in installed(models_dir) if not i.problem})
+    if names:
+        return f"installed in {models_dir}: {', '.join(names)}"
+    return f"none is installed in {models_dir}; a first one comes with: ssmd build smollm2"
+
+
+def _is_path(model: str) -> bool:
+    separators = [s for s in (os.sep, os.altsep) if s]
+    return model in (".", "..") or model.startswith("~") or any(s in model for s in separators)
+
+
+def _is_for(manifest: Manifest, runtime: str) -> bool:
+    if runtime == "npu":
+        return manifest.device_class == "npu"
+    return runtime in ("auto", manifest.runtime)
+
+
+def _folders(path: Path) -> list[Path]:
+    """Folders in it, by name; hidden ones are work in progress."""
+    try:
+        return sorted(p for p in path.iterdir() if re.fullmatch(NAME_PATTERN, p.name) and p.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as err:
+        raise ModelError(f"the models folder {path} cannot be read: {err.strerror or err}") from err
+
+
+def _read(name: str, path: Path) -> Installed:
+    try:
+        manifest = read_manifest(path)
+    except (ArtifactError, OSError) as err:
+        return Installed(name, path, None, str(err))
+    for file, entry in manifest.files.items():
+        try:
+            size = (path / file).stat().st_size
+        except OSError:
+            return Installed(name, path, manifest, f"file {file!r} is missing; build it again")
+        if size != entry.size:
+            return Installed(name, path, manifest, f"file {file!r} has {size} bytes, not {entry.size}; build it again")
+    return Installed(name, path, manifest)

@@ -1,0 +1,189 @@
+"""The daemon: an engine behind HTTP. `create_app` builds the app, `serve` runs it until a signal ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from ssmd import __version__
+from ssmd.api import chat, health, metrics, models, sessions
+from ssmd.api.errors import HANDLERS
+from ssmd.api.security import Rules, Security
+from ssmd.artifact import Artifact
+from ssmd.config import Settings
+from ssmd.engine import Engine
+from ssmd.metrics import Metrics
+from ssmd.models import resolve
+from ssmd.runtime import get_runtime
+from ssmd.sessions.store import Store
+
+log = logging.getLogger(__name__)
+STALL_S = 30.0
+GRACE_S = 10.0
+FLUSH_S = 5
+BACKLOG = 128
+
+
+class ServerError(RuntimeError):
+    """The daemon cannot start; the message says what to change."""
+
+
+def create_app(engine: Engine, store: Store | None, settings: Settings, *, stall_s: float = STALL_S) -> ASGIApp:
+    """The ASGI app. `stall_s`: how long a client may leave its answer unread before it is given up."""
+    app = Starlette(
+        routes=[
+            *chat.routes(engine, stall_s),
+            *models.routes(engine),
+            *health.routes(engine),
+            *metrics.routes(engine, store),
+            *sessions.routes(store),
+        ],
+        exception_handlers=dict(HANDLERS),
+    )
+    app.router.redirect_slashes = False
+    return Security(app, Rules.of(settings, body_limits=sessions.BODY_LIMITS))
+
+
+def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[Engine, Store | None]:
+    """Load a model and start its engine. `keep` False: no store, nothing is written down.
+
+    Raises ModelError, ArtifactError, RuntimeUnavailable, ProgramError, StoreError or SettingsError.
+    """
+    artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime))
+    program = get_runtime(artifact.manifest.runtime).load(artifact, threads=settings.threads)
+    store = None
+    if keep:
+        settings.prepare()
+        store = Store.open(settings.data_dir)
+    numbers = Metrics()
+    numbers.loaded(artifact.manifest.name)
+    engine = Engine(
+        artifact,
+        program,
+        store,
+        metrics=numbers,
+        max_running=settings.max_running,
+        max_queue=settings.max_queue,
+    )
+    engine.start()
+    return engine, store
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on every address of `host`. Raises ServerError."""
+    listening: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            one = socket.socket(family, kind, protocol)
+            listening.append(one)
+            if os.name == "posix":
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind((address[0], port, *address[2:]))
+            one.listen(BACKLOG)
+            port = one.getsockname()[1]  # 0 becomes one port for all addresses
+    except OSError as err:
+        for one in listening:
+            one.close()
+        reason = os.strerror(err.errno) if err.errno and err.errno > 0 else str(err)
+        raise ServerError(
+            f"cannot listen on {host} port {port}: {reason}; stop what uses it, or choose another with --port"
+        ) from err
+    return listening
+
+
+def serve(
+    settings: Settings,
+    model: str | None,
+    *,
+    keep: bool = True,
+    announce: Callable[[str], None] = print,
+) -> None:
+    """Serve until SIGINT or SIGTERM. Raises what `open_engine` raises, and ServerError."""
+    started = time.perf_counter()
+    settings.check_exposure()
+    sockets = listen(settings.host, settings.port)
+    try:
+        engine, store = open_engine(settings, model, keep=keep)
+    except BaseException:
+        for one in sockets:
+            one.close()
+        raise
+    manifest = engine.artifact.manifest
+    port = sockets[0].getsockname()[1]
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    config = uvicorn.Config(
+        create_app(engine, store, settings),
+        access_log=False,
+        lifespan="off",
+        log_config=None,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=FLUSH_S,
+        ws="none",
+    )
+
+    def ready() -> None:
+        announce(
+            f"ssmd {__version__} serves {manifest.name} ({manifest.runtime}, {manifest.device_class}, "
+            f"{manifest.quantization}) at http://{host}:{port}/v1 after {time.perf_counter() - started:.1f} s"
+        )
+
+    try:
+        _Server(config, engine, ready).run(sockets=sockets)
+    finally:
+        engine.shutdown(0)
+        engine.program.close()
+        if store is not None:
+            store.close()
+
+
+def start_logging(level: str) -> None:
+    """Log to stderr from `level` on. What uvicorn says at info is said by the ready line already."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+
+
+class _Server(uvicorn.Server):
+    """Goes on answering (503 for new requests) while the running ones come to their end; a second signal ends all."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._ready = ready
+        self._draining = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._draining:
+            os._exit(128 + sig)
+        self._draining = True
+        notice = f"{signal.Signals(sig).name}: finishing what runs, at most {GRACE_S:.0f} s; once more stops at once\n"
+        with contextlib.suppress(OSError):  # a terminal that is gone is no reason not to stop
+            os.write(sys.stderr.fileno(), notice.encode())  # print is not safe in a signal handler
+        threading.Thread(target=self._drain, name="ssmd-shutdown", daemon=True).start()
+
+    def _drain(self) -> None:
+        try:
+            self._engine.shutdown(GRACE_S)
+        except Exception:
+            log.exception("the engine did not stop cleanly")
+        finally:
+            self.should_exit = True

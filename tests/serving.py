@@ -1,0 +1,92 @@
+"""A real uvicorn on a free port, in a thread, for tests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ssmd.server import listen
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return dict(error)
+
+
+@dataclass(frozen=True)
+class Served:
+    """An app that listens at 127.0.0.1:port."""
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 60,
+    ) -> Answer:
+        """One request on a connection of its own. `body`: bytes are sent as they are, anything else as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        fields = {"content-type": "application/json"} if raw is not None else {}
+        try:
+            connection.request(method, path, raw, {**fields, **(headers or {})})
+            response = connection.getresponse()
+            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+
+    def connect(self, raw: bytes = b"", *, receive_buffer: int | None = None) -> socket.socket:
+        """A bare connection on which `raw` was sent."""
+        one = socket.socket()
+        one.settimeout(30)
+        if receive_buffer is not None:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        one.connect(("127.0.0.1", self.port))
+        one.sendall(raw)
+        return one
+
+
+@contextmanager
+def serving(app: ASGIApp) -> Iterator[Served]:
+    sockets = listen("127.0.0.1", 0)
+    config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield Served(sockets[0].getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join()

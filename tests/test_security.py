@@ -1,0 +1,204 @@
+"""Who is answered: Host, Origin, key, body limit; over a real socket."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from ssmd.api.body import parse_object, read_body
+from ssmd.api.errors import HANDLERS
+from ssmd.api.security import Rules, Security
+from serving import Served, serving
+
+KEY = "correct-horse-battery"
+LIMIT = 10_000
+
+
+async def _echo(request: Request) -> JSONResponse:
+    return JSONResponse({"fields": len(parse_object(await read_body(request)))})
+
+
+async def _ok(request: Request) -> JSONResponse:
+    return JSONResponse({"status": "ok"})
+
+
+async def _crash(request: Request) -> JSONResponse:
+    raise ZeroDivisionError
+
+
+def _app(*, api_key: str | None = None, hosts: str | None = None) -> Security:
+    routes = [
+        Route("/echo", _echo, methods=["POST"]),
+        Route("/large", _echo, methods=["POST"]),
+        Route("/health", _ok),
+        Route("/crash", _crash),
+    ]
+    inner = Starlette(routes=routes, exception_handlers=dict(HANDLERS))
+    rules = Rules(
+        hosts=frozenset({hosts} if hosts else {"localhost", "127.0.0.1", "[::1]", "box.lan"}),
+        origins=frozenset({"https://chat.example"}),
+        api_key=api_key,
+        max_body_bytes=LIMIT,
+        body_limits={"/large": 10 * LIMIT},
+    )
+    return Security(inner, rules)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(_app()) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Served]:
+    with serving(_app(api_key=KEY)) as one:
+        yield one
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:99", "127.0.0.1:7763", "[::1]:1", "box.lan.", "Box.LAN:80"])
+def test_allowed_hosts_are_answered(served: Served, host: str) -> None:
+    assert served.ask("GET", "/health", headers={"host": host}).status == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "", "a b", "[::2]"])
+def test_other_hosts_are_refused(served: Served, host: str) -> None:
+    answer = served.ask("GET", "/health", headers={"host": host})
+    assert (answer.status, answer.error["code"]) == (403, "host_not_allowed")
+    assert "SSMD_ALLOWED_HOSTS" in answer.error["message"]
+
+
+def test_any_host_is_answered_where_all_are_allowed() -> None:
+    with serving(_app(hosts="*")) as one:
+        assert one.ask("GET", "/health", headers={"host": "what.ever:1"}).status == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "https://chat.example.evil"])
+def test_other_origins_are_refused(served: Served, origin: str) -> None:
+    answer = served.ask("POST", "/echo", {}, {"origin": origin})
+    assert (answer.status, answer.error["code"]) == (403, "origin_not_allowed")
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_own_and_allowed_origins_are_answered(served: Served) -> None:
+    assert served.ask("POST", "/echo", {}, {"origin": f"http://127.0.0.1:{served.port}"}).status == 200
+    answer = served.ask("POST", "/echo", {}, {"origin": "https://chat.example"})
+    assert answer.status == 200
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+    assert answer.headers["vary"] == "origin"
+
+
+def test_preflight_answers_allowed_origins_only(locked: Served) -> None:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, content-type"}
+    allowed = locked.ask("OPTIONS", "/echo", headers={"origin": "https://chat.example", **asked})
+    assert allowed.status == 204
+    assert allowed.headers["access-control-allow-headers"] == "authorization, content-type"
+    assert locked.ask("OPTIONS", "/echo", headers={"origin": "https://evil.example", **asked}).status == 403
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", KEY, f"Basic {KEY}", "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer \xff"]
+)
+def test_without_the_key_nothing_is_answered_but_health(locked: Served, given: str | None) -> None:
+    headers = {} if given is None else {"authorization": given}
+    answer = locked.ask("POST", "/echo", {}, headers)
+    assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert KEY not in answer.body.decode()
+    assert locked.ask("GET", "/health", headers=headers).status == 200
+
+
+def test_with_the_key(locked: Served) -> None:
+    assert locked.ask("POST", "/echo", {}, {"authorization": f"Bearer {KEY}"}).status == 200
+
+
+def test_every_answer_has_an_id_of_its_own(served: Served) -> None:
+    ids = {
+        served.ask(method, path, body, headers).headers["x-request-id"]
+        for method, path, body, headers in [
+            ("GET", "/health", None, {}),
+            ("GET", "/nothing", None, {}),
+            ("PUT", "/health", None, {}),
+            ("POST", "/echo", b"{", {}),
+            ("GET", "/health", None, {"host": "evil.example"}),
+            ("GET", "/crash", None, {}),
+        ]
+    }
+    assert len(ids) == 6
+
+
+def test_a_crash_is_one_permanent_error_without_details(served: Served) -> None:
+    answer = served.ask("GET", "/crash")
+    assert (answer.status, answer.error["type"]) == (500, "server_error")
+    assert answer.headers["x-should-retry"] == "false"
+    assert b"ZeroDivision" not in answer.body
+
+
+def test_unknown_paths_and_methods(served: Served) -> None:
+    assert served.ask("GET", "/nothing").error["code"] == "not_found"
+    assert served.ask("GET", "/health/").status == 404
+    answer = served.ask("DELETE", "/health")
+    assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
+    assert "GET" in answer.headers["allow"]
+
+
+def test_a_declared_size_over_the_limit_is_refused_unread(served: Served) -> None:
+    head = f"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: {LIMIT + 1}\r\n\r\n"
+    with served.connect(head.encode()) as one:
+        assert _status(one) == 413
+
+
+def test_a_chunked_body_is_counted_while_it_comes(served: Served) -> None:
+    head = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    with served.connect(head) as one:
+        for _ in range(LIMIT // 1000 + 1):  # never ended
+            one.sendall(b"3e8\r\n" + b" " * 1000 + b"\r\n")
+        assert _status(one) == 413
+        assert _closed(one)
+
+
+def test_a_path_may_have_a_limit_of_its_own(served: Served) -> None:
+    body = b"{" + b" " * (5 * LIMIT) + b"}"
+    assert served.ask("POST", "/large", body).status == 200
+    assert served.ask("POST", "/echo", body).status == 413
+    assert served.ask("POST", "/echo", b"{" + b" " * (LIMIT - 2) + b"}").status == 200
+
+
+def test_what_was_not_read_is_not_taken_for_the_next_request(served: Served) -> None:
+    smuggled = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    head = f"POST /echo HTTP/1.1\r\nhost: evil.example\r\ncontent-length: {len(smuggled)}\r\n\r\n".encode()
+    with served.connect(head + smuggled) as one:
+        assert _status(one) == 403
+        assert _closed(one)
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"content-type": "text/plain"}, "unsupported_media_type"),
+        ({"content-encoding": "gzip"}, "unsupported_media_type"),
+    ],
+)
+def test_other_media_types_are_refused(served: Served, headers: dict[str, str], code: str) -> None:
+    answer = served.ask("POST", "/echo", b"{}", headers)
+    assert (answer.status, answer.error["code"]) == (415, code)
+
+
+def _status(one: socket.socket) -> int:
+    return int(one.recv(4096).split()[1])
+
+
+def _closed(one: socket.socket) -> bool:
+    """Whether the server ends the connection, whatever it still says before."""
+    try:
+        while one.recv(65536):
+            pass
+    except ConnectionResetError:
+        return True
+    return True
