@@ -14,13 +14,11 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from ssmd import __version__
 from ssmd.api import chat, health, metrics, models, sessions
-from ssmd.api.errors import HANDLERS
-from ssmd.api.security import Rules, Security
+from ssmd.api.security import Rules, guarded
 from ssmd.artifact import Artifact
 from ssmd.config import Settings
 from ssmd.engine import Engine
@@ -42,18 +40,14 @@ class ServerError(RuntimeError):
 
 def create_app(engine: Engine, store: Store | None, settings: Settings, *, stall_s: float = STALL_S) -> ASGIApp:
     """The ASGI app. `stall_s`: how long a client may leave its answer unread before it is given up."""
-    app = Starlette(
-        routes=[
-            *chat.routes(engine, stall_s),
-            *models.routes(engine),
-            *health.routes(engine),
-            *metrics.routes(engine, store),
-            *sessions.routes(store),
-        ],
-        exception_handlers=dict(HANDLERS),
-    )
-    app.router.redirect_slashes = False
-    return Security(app, Rules.of(settings, body_limits=sessions.BODY_LIMITS))
+    routes = [
+        *chat.routes(engine, stall_s),
+        *models.routes(engine),
+        *health.routes(engine),
+        *metrics.routes(engine, store),
+        *sessions.routes(store),
+    ]
+    return guarded(routes, Rules.of(settings, body_limits=sessions.BODY_LIMITS))
 
 
 def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[Engine, Store | None]:

@@ -15,8 +15,6 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from ssmd.server import listen
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -77,16 +75,15 @@ class Served:
 
 @contextmanager
 def serving(app: ASGIApp) -> Iterator[Served]:
-    sockets = listen("127.0.0.1", 0)
-    config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, daemon=True)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
     try:
-        yield Served(sockets[0].getsockname()[1])
+        yield Served(server.servers[0].sockets[0].getsockname()[1])
     finally:
         server.should_exit = True
         thread.join()

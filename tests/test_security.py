@@ -6,15 +6,14 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from starlette.applications import Starlette
+from serving import Served, serving
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from ssmd.api.body import parse_object, read_body
-from ssmd.api.errors import HANDLERS
-from ssmd.api.security import Rules, Security
-from serving import Served, serving
+from ssmd.api.security import Rules, guarded
 
 KEY = "correct-horse-battery"
 LIMIT = 10_000
@@ -32,14 +31,13 @@ async def _crash(request: Request) -> JSONResponse:
     raise ZeroDivisionError
 
 
-def _app(*, api_key: str | None = None, hosts: str | None = None) -> Security:
+def _app(*, api_key: str | None = None, hosts: str | None = None) -> ASGIApp:
     routes = [
         Route("/echo", _echo, methods=["POST"]),
         Route("/large", _echo, methods=["POST"]),
         Route("/health", _ok),
         Route("/crash", _crash),
     ]
-    inner = Starlette(routes=routes, exception_handlers=dict(HANDLERS))
     rules = Rules(
         hosts=frozenset({hosts} if hosts else {"localhost", "127.0.0.1", "[::1]", "box.lan"}),
         origins=frozenset({"https://chat.example"}),
@@ -47,7 +45,7 @@ def _app(*, api_key: str | None = None, hosts: str | None = None) -> Security:
         max_body_bytes=LIMIT,
         body_limits={"/large": 10 * LIMIT},
     )
-    return Security(inner, rules)
+    return guarded(routes, rules)
 
 
 @pytest.fixture(scope="module")

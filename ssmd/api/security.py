@@ -14,16 +14,18 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ssmd.api.body import shown
-from ssmd.api.errors import error_response
+from ssmd.api.errors import HANDLERS, error_response
 from ssmd.config import Settings
 from ssmd.generation import Rejected
 
@@ -55,6 +57,13 @@ class Rules:
             max_body_bytes=settings.max_body_bytes,
             body_limits=body_limits or {},
         )
+
+
+def guarded(routes: Sequence[Route], rules: Rules) -> ASGIApp:
+    """The app of `routes`, with every error in OpenAI's shape, behind the guard."""
+    app = Starlette(routes=routes, exception_handlers=dict(HANDLERS))
+    app.router.redirect_slashes = False
+    return Security(app, rules)
 
 
 class Security:
