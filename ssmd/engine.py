@@ -1,0 +1,334 @@
+"""One worker per program: admits requests, prefills, decodes in turn, and takes checkpoints.
+
+`Engine.submit` runs in the caller's thread and decides what has to be fed; the worker alone touches the program; a
+loader thread reads checkpoints, so that other streams go on; the writer (writer.py) commits. No asyncio here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from ssmd import buckets
+from ssmd.artifact import Artifact
+from ssmd.generation import Done, Event, Failed, FinishReason, Rejected, Request
+from ssmd.inflight import Generation
+from ssmd.lane import Lane
+from ssmd.metrics import Metrics
+from ssmd.prompt import Planner
+from ssmd.runtime import Handle, Logits, Program
+from ssmd.sessions.checkpoint import CheckpointKind, Ids, NewCheckpoint
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
+from ssmd.state import StateError
+from ssmd.text.template import ChatTemplate
+from ssmd.text.tokenizer import Tokenizer
+from ssmd.writer import Writer
+
+log = logging.getLogger(__name__)
+BUCKET_WHILE_OTHERS_DECODE = 64
+RETRY_AFTER_S = 5
+
+
+class Engine:
+    """Serves one program. `store` None keeps nothing."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        program: Program,
+        store: Store | None,
+        *,
+        metrics: Metrics,
+        max_running: int = 4,
+        max_queue: int = 64,
+    ) -> None:
+        manifest = artifact.manifest
+        self.artifact = artifact
+        self.program = program
+        self.metrics = metrics
+        self.draining = False
+        self._tokenizer = Tokenizer.open(artifact.file("tokenizer.json"), stop_tokens=manifest.stop_tokens)
+        template = ChatTemplate(artifact.file("chat_template.jinja").read_text("utf-8"), manifest.special_tokens)
+        self._planner = Planner(manifest, program, self._tokenizer, template, store)
+        self._store = store
+        scope, producer, spec = self._planner.scope, program.producer, program.spec
+        self._writer = None if store is None else Writer(store, metrics, scope=scope, producer=producer, spec=spec)
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="ssmd-loader")
+        self._max_running = max_running
+        self._max_queue = max_queue
+        self._stop_tokens = frozenset(manifest.stop_tokens)
+        self._wake = threading.Condition()
+        self._waiting: deque[Generation] = deque()
+        self._running: list[Generation] = []
+        self._unfinished = 0  # submitted and not yet told the end
+        self._closing = False
+        self._worker = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
+
+    def start(self) -> None:
+        self._worker.start()
+
+    def submit(self, request: Request, deliver: Callable[[Event], None]) -> Generation:
+        """Plan the prompt and queue it. Blocks for template, tokenizer and look-up; raises Rejected.
+
+        `deliver` is called from the worker's and the writer's threads: deltas, then one Done or Failed.
+        """
+        started = time.perf_counter()
+        self._admissible()
+        prompt = self._planner.plan(request)
+        generation = Generation(request, prompt, deliver, started)
+        with self._wake:
+            self._admissible()
+            self._waiting.append(generation)
+            self._unfinished += 1
+            self._wake.notify()
+        return generation
+
+    def shutdown(self, grace_s: float = 10.0) -> None:
+        """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), stop."""
+        with self._wake:
+            self.draining = True
+            self._wake.wait_for(lambda: self._unfinished == 0, timeout=grace_s)
+            self._closing = True
+            self._wake.notify_all()
+        if self._worker.is_alive():
+            self._worker.join()
+        if self._writer is not None:
+            self._writer.close()
+        self._loader.shutdown()
+
+    def _admissible(self) -> None:
+        if self.draining:
+            raise Rejected("the server is shutting down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
+        if len(self._waiting) >= self._max_queue:
+            raise Rejected(
+                f"{self._max_queue} requests are waiting already; try again later",
+                status=503,
+                code="queue_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    # The worker's thread, from here on.
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._waiting or self._running or self._closing)
+                if self._closing:
+                    break
+                self._admit()
+            try:
+                self._step()
+            except Exception:  # of a request that is over already: the others go on
+                log.exception("a request could not be ended in order")
+        cut = Rejected("the server was shut down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
+        for generation in [*self._running, *self._waiting]:
+            generation.error = cut
+            self._cancel(generation)
+
+    def _admit(self) -> None:
+        while self._waiting and self._lanes_in_use() < self._max_running:
+            generation = self._waiting.popleft()
+            if generation.cancelled:
+                self._finish(generation)
+                continue
+            found = generation.prompt.found
+            generation.admitted = time.perf_counter()
+            if found is not None and self._store is not None:
+                generation.loading = self._loader.submit(self._store.load, found.id, self.program.spec)
+                generation.loading.add_done_callback(lambda _: self._notify())
+            self._running.append(generation)
+        self.metrics.queue(len(self._waiting), len(self._running))
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify_all()
+
+    def _lanes_in_use(self) -> int:
+        return sum(max(1, sum(lane.end is None for lane in g.lanes)) for g in self._running)
+
+    def _step(self) -> None:
+        """One piece of prefill for the request that waits longest for it, then one token for every open lane."""
+        for gone in [g for g in self._running if g.cancelled]:
+            self._cancel(gone)
+        decoding = [g for g in self._running if g.lanes]
+        ready = next((g for g in self._running if not g.lanes and (g.loading is None or g.loading.done())), None)
+        if ready is None and not decoding:  # all wait for the loader
+            with self._wake:
+                self._wake.wait(timeout=0.05)
+        if ready is not None:
+            self._guarded([ready], partial(self._advance_prompt, ready, others=bool(decoding)))
+        if decoding:
+            self._guarded(decoding, partial(self._decode, decoding))
+
+    def _guarded(self, generations: Sequence[Generation], work: Callable[[], None]) -> None:
+        """A failure ends the requests it touched, and only them."""
+        try:
+            work()
+        except Exception as err:
+            log.exception("a step failed")
+            for g in [g for g in generations if g in self._running]:
+                g.error = Rejected(f"generation failed: {err}", status=500, code="generation_failed")
+                self._cancel(g)
+
+    def _advance_prompt(self, g: Generation, others: bool) -> None:
+        prompt, last = g.prompt, len(g.prompt.ids) - 1
+        if g.handle is None:
+            self._begin(g)
+        started = time.perf_counter()
+        if g.position < last:
+            mark = prompt.system if g.position < prompt.system else last
+            limit = BUCKET_WHILE_OTHERS_DECODE if others else None
+            n = buckets.plan(mark - g.position, self.program.buckets, limit)[0]
+            self.program.prefill(g.handle, prompt.ids[g.position : g.position + n].tolist())
+            g.position += n
+            g.fed += n
+            if g.position == mark:
+                self._checkpoint(g, g.handle, "user" if mark == last else "system", prompt.ids[:mark])
+        else:
+            logits = self.program.decode([g.handle], [int(prompt.ids[last])])[0]
+            g.position += 1
+            g.fed += 1
+            g.logits = logits
+            self._open_lanes(g)
+        g.prefill_ms += (time.perf_counter() - started) * 1e3
+
+    def _begin(self, g: Generation) -> None:
+        """The handle to prefill: restored from the checkpoint found, or new when there is none that can be read."""
+        found = g.prompt.found
+        if g.loading is not None and found is not None:
+            try:
+                g.handle = self.program.restore(g.loading.result())
+            except (StoreError, StateError) as err:
+                log.error("checkpoint %s cannot be used, the conversation is read again: %s", found.id, err)
+            else:
+                g.position = found.position
+                g.origin = found.origin
+                same_build = found.build == self.artifact.manifest.build
+                g.resume = "exact" if same_build and found.producer == self.program.producer else "portable"
+                if same_build:
+                    g.parent = (found.id, found.position)
+                g.restore_ms = (time.perf_counter() - g.admitted) * 1e3
+            g.loading = None
+        if g.handle is None:
+            g.handle = self.program.new_state()
+
+    def _open_lanes(self, g: Generation) -> None:
+        """Start as many of the n choices as there is room for; the last of them takes the prompt's own handle."""
+        request, logits = g.request, g.logits
+        if logits is None:
+            return
+        while len(g.lanes) < request.n and (not g.lanes or self._lanes_in_use() < self._max_running):
+            context = self.program.context
+            budget = request.max_tokens if context is None else min(request.max_tokens, context - len(g.prompt.ids))
+            lane = Lane(request, len(g.lanes), budget, self._tokenizer, self._stop_tokens)
+            last = lane.index == request.n - 1
+            lane.handle = g.handle if last else self.program.clone(g.handle)
+            if last:
+                g.handle = None
+            g.lanes.append(lane)
+            self._take(g, lane, logits)
+        self._settle(g)
+
+    def _decode(self, generations: Sequence[Generation]) -> None:
+        open_lanes = [(g, lane) for g in generations if g in self._running for lane in g.lanes if lane.end is None]
+        if open_lanes:
+            handles, tokens = [lane.handle for _, lane in open_lanes], [lane.next_token for _, lane in open_lanes]
+            rows = self.program.decode(handles, tokens)
+            for (g, lane), row in zip(open_lanes, rows, strict=True):
+                self._guarded([g], partial(self._take, g, lane, row))
+        for g in generations:
+            if g in self._running:
+                self._open_lanes(g)
+
+    def _take(self, g: Generation, lane: Lane, logits: Logits) -> None:
+        delta = lane.take(logits)
+        if delta is not None:
+            self._send(g, delta)
+        if lane.end is not None:
+            self._close_lane(g, lane)
+
+    def _send(self, g: Generation, event: Event) -> None:
+        try:
+            g.deliver(event)
+        except Exception:  # the reader is gone: an event loop that was closed, say
+            log.debug("request %s: its reader is gone", g.id)
+            g.cancelled = True
+
+    def _close_lane(self, g: Generation, lane: Lane) -> None:
+        """Checkpoint the end of a turn whose text is what was fed, and give the handle back."""
+        if lane.handle is None:
+            return
+        if not lane.cut:
+            fed = self.program.position(lane.handle)
+            ids = np.concatenate([g.prompt.ids, np.array(lane.tokens, np.int32)])[:fed]
+            self._checkpoint(g, lane.handle, "turn", ids, lane.turn)
+        self.program.release(lane.handle)
+        lane.handle = None
+
+    def _checkpoint(
+        self, g: Generation, handle: Handle, kind: CheckpointKind, ids: Ids, turn: str | None = None
+    ) -> None:
+        if self._writer is None or g.prompt.info is None:
+            return
+        parent, since = g.parent
+        state = self.program.save(handle, since=since)
+        checkpoint = NewCheckpoint(kind, ids, state, parent, g.origin, turn)
+        pending = self._writer.encode(checkpoint)
+        if pending is None:
+            log.warning("request %s: a checkpoint is left out, the store is too far behind", g.id)
+            return
+        g.checkpoints.append(pending)
+        if kind != "turn":  # choices are siblings: each grows from the prompt
+            g.parent = (checkpoint, state.position)
+
+    def _cancel(self, g: Generation) -> None:
+        """End a request early: what was sent is its answer."""
+        for lane in g.lanes:
+            lane.cancel()
+            try:
+                self._close_lane(g, lane)
+            except Exception:
+                log.exception("request %s: its state could not be saved", g.id)
+        self._finish(g)
+
+    def _settle(self, g: Generation) -> None:
+        if len(g.lanes) == g.request.n and all(lane.end is not None for lane in g.lanes):
+            self._finish(g)
+
+    def _finish(self, g: Generation) -> None:
+        """Out of the running; the client hears the end after the commit."""
+        if g in self._running:
+            self._running.remove(g)
+        if g.handle is not None:
+            self.program.release(g.handle)
+            g.handle = None
+        self.metrics.queue(len(self._waiting), len(self._running))
+        kept = [lane for lane in g.lanes if lane.text or lane.end != "cancelled"]
+        if self._writer is None or g.prompt.info is None or not kept:
+            self._tell(g, stored=False)
+            return
+        turns = [g.prompt.turn(lane, self._tokenizer.escape(lane.text)) for lane in kept]
+        self._writer.commit(g.prompt.info, turns, g.checkpoints, partial(self._tell, g))
+
+    def _tell(self, g: Generation, stored: bool) -> None:
+        """The last event of a request. From the writer's thread, or the worker's when nothing is kept."""
+        usage = g.usage(stored)
+        if g.error is not None:
+            self.metrics.request_failed(g.error.code)
+        elif g.cancelled:
+            self.metrics.request_failed("cancelled")
+        else:
+            g.record(self.metrics, usage)
+        reasons: list[FinishReason] = ["length" if lane.end == "length" else "stop" for lane in g.lanes]
+        self._send(g, Done(tuple(reasons), usage) if g.error is None else Failed(g.error))
+        with self._wake:
+            self._unfinished -= 1
+            self._wake.notify_all()

@@ -1,0 +1,129 @@
+"""The store's one thread: encodes checkpoints while tokens flow, and commits a turn before its client hears the end."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ssmd.metrics import Metrics
+from ssmd.sessions.checkpoint import Encoded, NewCheckpoint, Scope, encode
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
+from ssmd.state import StateSpec
+
+log = logging.getLogger(__name__)
+COMMIT_PATIENCE_S = 2.0
+MAX_QUEUED_BYTES = 1 << 30
+IDLE_S = 2.0
+
+
+class Pending:
+    """A checkpoint on its way into the store: encoded on the writer's thread, written by the commit of its turn."""
+
+    def __init__(self, checkpoint: NewCheckpoint) -> None:
+        self.checkpoint = checkpoint
+        self.nbytes = sum(t.nbytes for t in checkpoint.state.tensors.values())
+        self.encoded: Encoded | None = None
+        self.ms = 0.0  # spent on encoding
+
+
+class Writer:
+    """FIFO of work for the store. `MAX_QUEUED_BYTES` bounds what waits; past it a turn is not stored, visibly."""
+
+    def __init__(self, store: Store, metrics: Metrics, *, scope: Scope, producer: str, spec: StateSpec) -> None:
+        self._store = store
+        self._scope, self._producer, self._spec = scope, producer, spec
+        self._metrics = metrics
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._queued_bytes = 0
+        self._unsettled = False
+        self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
+        self._thread.start()
+
+    def encode(self, checkpoint: NewCheckpoint) -> Pending | None:
+        """Start encoding; None when too much is waiting already."""
+        pending = Pending(checkpoint)
+        with self._lock:
+            if self._queued_bytes + pending.nbytes > MAX_QUEUED_BYTES:
+                return None
+            self._queued_bytes += pending.nbytes
+
+        def work() -> None:
+            try:
+                started = time.perf_counter()
+                pending.encoded = encode(checkpoint, scope=self._scope, producer=self._producer, spec=self._spec)
+                pending.ms = (time.perf_counter() - started) * 1e3
+            finally:
+                with self._lock:
+                    self._queued_bytes -= pending.nbytes
+
+        self._work.put(work)
+        return pending
+
+    def commit(
+        self,
+        session: SessionInfo,
+        turns: Sequence[NewTurn],
+        checkpoints: Sequence[Pending],
+        then: Callable[[bool], None],
+    ) -> None:
+        """Write all in one transaction, then call `then(stored)`, once: at the latest after COMMIT_PATIENCE_S."""
+        told = threading.Lock()
+
+        def tell(stored: bool) -> None:
+            if told.acquire(blocking=False):
+                timer.cancel()
+                then(stored)
+
+        def work() -> None:
+            try:
+                encoded = [p.encoded for p in checkpoints if p.encoded is not None]
+                placed = self._store.commit(turns, encoded, session=session).checkpoints
+            except StoreError as err:
+                log.error("session %s: the turn was not stored: %s", session.id, err)
+                tell(False)
+                return
+            tell(True)
+            self._unsettled = True
+            for p, ms in zip(placed, [p.ms for p in checkpoints if p.encoded is not None], strict=True):
+                self._metrics.checkpoint(p.nbytes, ms)
+                if p.why_not:
+                    log.warning("session %s: a checkpoint was left out: %s", session.id, p.why_not)
+            self._metrics.stored_bytes(self._store.bytes_stored())
+
+        timer = threading.Timer(COMMIT_PATIENCE_S, tell, args=(False,))
+        timer.daemon = True
+        timer.start()
+        self._work.put(work)
+
+    def close(self) -> None:
+        """Finish what waits, then stop."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                work = self._work.get(timeout=IDLE_S if self._unsettled else None)
+            except queue.Empty:
+                work = self._settle
+            if work is None:
+                break
+            try:
+                work()
+            except Exception:
+                log.exception("the store's writer failed at a piece of work")
+        if self._unsettled:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Nobody waits: move what was committed from the log into the database file."""
+        self._unsettled = False
+        try:
+            self._store.settle()
+        except StoreError as err:
+            log.warning("the store's log was not moved into its file: %s", err)
