@@ -70,7 +70,7 @@ def resolve(model: str | None, models_dir: Path, runtime: str = "auto") -> Path:
 def _candidates(model: str | None, models_dir: Path) -> list[Installed]:
     """At least one; raises ModelError."""
     if model is not None and _is_path(model):
-        path = Path(model).expanduser()
+        path = Path(os.path.expanduser(model))
         if not path.is_dir():
             raise ModelError(f"there is no folder {path}; {_advice(models_dir)}")
         if (path / MANIFEST).exists() or not _folders(path):

@@ -1,0 +1,138 @@
+"""What the real openai client makes of the daemon: run by tests as `openai_chat.py SCENARIO URL ARGUMENTS`, prints JSON.
+
+It has an environment of its own, since the client's pydantic is newer than what model conversion allows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import openai
+
+
+def client(url: str, **options: Any) -> openai.OpenAI:
+    return openai.OpenAI(**{"base_url": url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 120, **options})
+
+
+def whole(url: str, arguments: dict[str, Any]) -> Any:
+    """A completion that is not streamed, and its headers."""
+    raw = client(url).chat.completions.with_raw_response.create(**arguments)
+    return {"completion": raw.parse().to_dict(), "headers": dict(raw.headers)}
+
+
+def stream(url: str, arguments: dict[str, Any]) -> Any:
+    """All chunks of a stream, and when they came, in seconds."""
+    started = time.perf_counter()
+    chunks, times = [], []
+    with client(url).chat.completions.create(stream=True, **arguments) as received:
+        headers = dict(received.response.headers)
+        for chunk in received:
+            chunks.append(chunk.to_dict())
+            times.append(time.perf_counter() - started)
+    return {"chunks": chunks, "times": times, "headers": headers}
+
+
+def helper(url: str, arguments: dict[str, Any]) -> Any:
+    """The SDK's accumulating helper, which checks the order and completeness of what comes."""
+    with client(url).chat.completions.stream(**arguments) as received:
+        kinds = [event.type for event in received]
+        final = received.get_final_completion()
+    return {"kinds": sorted(set(kinds)), "completion": final.to_dict()}
+
+
+def failures(url: str, requests: list[dict[str, Any]]) -> Any:
+    """What is raised for each of several bad requests."""
+    found = []
+    for arguments in requests:
+        extra = arguments.pop("extra_body", {})
+        try:
+            result = client(url).chat.completions.create(**arguments, extra_body=extra)
+            if arguments.get("stream"):
+                list(result)
+        except openai.APIStatusError as err:
+            found.append(
+                {
+                    "class": type(err).__name__,
+                    "status": err.status_code,
+                    "message": err.message,
+                    "param": err.param,
+                    "code": err.code,
+                    "type": err.type,
+                    "request_id": err.request_id,
+                }
+            )
+        else:
+            found.append({"class": None})
+    return found
+
+
+def broken_stream(url: str, arguments: dict[str, Any]) -> Any:
+    """What a stream that fails on its way raises, after how many chunks."""
+    n = 0
+    try:
+        for _ in client(url).chat.completions.create(stream=True, **arguments):
+            n += 1
+            print("chunk", flush=True, file=sys.stderr)
+    except openai.APIError as err:
+        return {"chunks": n, "class": type(err).__name__, "message": err.message, "code": err.code}
+    return {"chunks": n, "class": None}
+
+
+def leave(url: str, arguments: dict[str, Any]) -> Any:
+    """Read three chunks of a stream and go away."""
+    received = client(url).chat.completions.create(stream=True, **arguments)
+    chunks = [next(received).to_dict() for _ in range(3)]
+    received.close()
+    return chunks
+
+
+def together(url: str, arguments: dict[str, Any]) -> Any:
+    """Two streams at once, the second asked when the first has begun: when each chunk of each came."""
+    times: list[list[float]] = [[], []]
+    begun = threading.Event()
+
+    def one(which: int) -> None:
+        for chunk in client(url).chat.completions.create(stream=True, **arguments):
+            if chunk.choices and chunk.choices[0].delta.content:
+                times[which].append(time.perf_counter())
+                begun.set()
+
+    first = threading.Thread(target=one, args=(0,))
+    first.start()
+    begun.wait(60)
+    second = threading.Thread(target=one, args=(1,))
+    second.start()
+    first.join()
+    second.join()
+    return times
+
+
+def models(url: str, arguments: dict[str, Any]) -> Any:
+    there = [model.to_dict() for model in client(url).models.list()]
+    return {"all": there, "one": client(url).models.retrieve(there[0]["id"]).to_dict()}
+
+
+def key(url: str, arguments: dict[str, Any]) -> Any:
+    """With which of the keys models can be listed."""
+    answers = {}
+    for given in arguments["keys"]:
+        try:
+            client(url, api_key=given).models.list()
+            answers[given] = "ok"
+        except openai.AuthenticationError as err:
+            answers[given] = str(err.code)
+    return answers
+
+
+SCENARIOS: dict[str, Callable[[str, Any], Any]] = {
+    f.__name__: f for f in (whole, stream, helper, failures, broken_stream, leave, together, models, key)
+}
+
+if __name__ == "__main__":
+    scenario, where, given = sys.argv[1:]
+    print(json.dumps(SCENARIOS[scenario](where, json.loads(given))))
