@@ -1,0 +1,119 @@
+"""Replay of an artifact's golden values: does this program compute what the re-authored module computed at build time?
+
+golden.safetensors holds `tokens` i32[n], `positions` i32[k] ascending, and `logits` f32[k, V]: the reference logits
+after feeding tokens[: positions[j] + 1].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from ssmd.artifact import Artifact, ArtifactError
+from ssmd.buckets import plan
+from ssmd.runtime import Program
+
+GOLDEN = "golden.safetensors"
+# Largest rms error of a step, relative to the standard deviation of the reference logits. float32 differs by the order
+# of sums only; int8 rounds weights and activations, and small models of wide outliers suffer most.
+TOLERANCES = {"f32": 1e-4, "f16": 1e-2, "int8": 0.15, "int4": 0.4}
+
+
+@dataclass(frozen=True)
+class StepError:
+    """Errors of the logits after token `position`; `*_relative` are in standard deviations of the reference."""
+
+    position: int
+    call: Literal["prefill", "decode"]
+    max_error: float
+    rms_error: float
+    max_relative: float
+    rms_relative: float
+
+
+@dataclass(frozen=True)
+class Report:
+    steps: tuple[StepError, ...]
+    tolerance: float
+
+    @property
+    def worst(self) -> StepError:
+        """The step of the largest relative rms error; one that is not a number comes first."""
+        return max(self.steps, key=lambda s: np.inf if np.isnan(s.rms_relative) else s.rms_relative)
+
+    @property
+    def passed(self) -> bool:
+        return self.worst.rms_relative <= self.tolerance
+
+
+def tolerance_of(quantization: str) -> float:
+    """By the part of the name before the first "-": "int8-smooth" is judged like "int8". Raises ArtifactError."""
+    scheme = quantization.partition("-")[0]
+    if scheme not in TOLERANCES:
+        raise ArtifactError(
+            f"no tolerance is known for the quantization {quantization!r}, only for {sorted(TOLERANCES)}"
+        )
+    return TOLERANCES[scheme]
+
+
+def verify(artifact: Artifact, program: Program) -> Report:
+    """Feed the golden tokens and compare the logits at every golden position: between neighbouring positions by decode,
+    over gaps by prefill. Raises ArtifactError if the golden values are malformed."""
+    tolerance = tolerance_of(artifact.manifest.quantization)
+    tokens, positions, expected = _golden(artifact)
+    handle = program.new_state()
+    steps: list[StepError] = []
+    try:
+        fed = 0
+        for position, reference in zip(positions, expected, strict=True):
+            for length in plan(position + 1 - fed, program.buckets):
+                part = tokens[fed : fed + length]
+                decoded = length == 1 and fed > 0
+                logits = program.decode([handle], part)[0] if decoded else program.prefill(handle, part)
+                fed += length
+            steps.append(_compare(position, "decode" if decoded else "prefill", logits, reference))
+    finally:
+        program.release(handle)
+    return Report(tuple(steps), tolerance)
+
+
+def _compare(
+    position: int, call: Literal["prefill", "decode"], logits: NDArray[np.float32], reference: NDArray[np.float32]
+) -> StepError:
+    error = logits.astype(np.float64) - reference
+    spread = float(reference.std(dtype=np.float64)) or 1.0
+    largest, rms = float(np.abs(error).max()), float(np.sqrt(np.mean(error**2)))
+    return StepError(position, call, largest, rms, largest / spread, rms / spread)
+
+
+def _golden(artifact: Artifact) -> tuple[list[int], list[int], NDArray[np.float32]]:
+    path, manifest = artifact.file(GOLDEN), artifact.manifest
+
+    def wrong(what: str) -> ArtifactError:
+        return ArtifactError(f"{path}: {what}; build the artifact again")
+
+    try:
+        tensors: dict[str, NDArray[Any]] = load_file(path)
+    except (SafetensorError, OSError, ValueError) as err:
+        raise wrong(f"not a safetensors file ({err})") from err
+    if set(tensors) != {"tokens", "positions", "logits"}:
+        raise wrong(f"holds {sorted(tensors)}, expected tokens, positions and logits")
+    tokens, positions, logits = tensors["tokens"], tensors["positions"], tensors["logits"]
+    for name, array, axes in (("tokens", tokens, 1), ("positions", positions, 1), ("logits", logits, 2)):
+        dtype = np.float32 if name == "logits" else np.int32
+        if array.dtype != dtype or array.ndim != axes or not array.size:
+            raise wrong(f"{name} is {array.dtype}{list(array.shape)}")
+    if logits.shape != (len(positions), manifest.vocabulary) or not np.isfinite(logits).all():
+        raise wrong(f"logits {list(logits.shape)} are not finite values for {len(positions)} positions")
+    if tokens.min() < 0 or tokens.max() >= manifest.vocabulary:
+        raise wrong(f"token ids go beyond the vocabulary of {manifest.vocabulary}")
+    if positions[0] < 0 or positions[-1] >= len(tokens) or (np.diff(positions) <= 0).any():
+        raise wrong(f"positions do not ascend within the {len(tokens)} tokens")
+    if manifest.context is not None and positions[-1] >= manifest.context:
+        raise wrong(f"positions go beyond the context of {manifest.context}")
+    return tokens.tolist(), positions.tolist(), logits
