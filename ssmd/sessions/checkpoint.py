@@ -21,7 +21,7 @@ CheckpointKind = Literal["system", "user", "turn"]
 KINDS: tuple[CheckpointKind, ...] = ("system", "user", "turn")
 BLOB_BYTES = 4 << 20  # raw bytes in one row of the database; several rows let threads share the work
 MAX_BLOB_BYTES = 8 << 20  # no stored row is larger
-_ANCHOR_BITS = 5
+_ANCHOR_BITS = 4
 
 Ids = NDArray[np.int32]
 
@@ -129,9 +129,9 @@ def prefix_keys(layout: str, lineage: str, ids: Ids, positions: Sequence[int]) -
 
 
 def anchor(position: int) -> int:
-    """The position rounded down to its five leading bits.
+    """The position rounded down to its four leading bits.
 
-    Stored beside each checkpoint is the key of its ids up to here. Some 16 anchors for every doubling of the length
+    Stored beside each checkpoint is the key of its ids up to here. Some 8 anchors for every doubling of the length
     are enough to ask the database for the checkpoints that share nearly all of their ids with a prompt, however many
     others there are.
     """

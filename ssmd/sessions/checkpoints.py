@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 
 from ssmd.sessions import codec
 from ssmd.sessions.checkpoint import (
@@ -46,28 +46,36 @@ class Placed:
     why_not: str = ""
 
 
+# Built once: putting a statement together takes longer than running it.
+_c = checkpoint.c
+_NEAR = (
+    select(_c.position)
+    .where(_c.anchor.in_(bindparam("anchors", expanding=True)), _c.position <= bindparam("last"))
+    .distinct()
+)
+_IMPORTED = select(session_table.c.imported).where(session_table.c.id == bindparam("session")).scalar_subquery()
+_FITTING = (
+    select(_c.id, _c.position, _c.build, _c.producer, _c.origin)
+    .where(_c.key.in_(bindparam("keys", expanding=True)), or_(_c.origin == "", _c.origin == _IMPORTED))
+    .order_by(_c.position.desc(), (_c.build == bindparam("build")).desc(), _c.origin)
+)
+
+
 def find(connection: Connection, scope: Scope, ids: Ids, session: str | None, skip: Collection[int]) -> Found | None:
     """The deepest checkpoint whose ids are a real beginning of `ids`; of equally deep ones the build's own."""
     last = len(ids) - 1
     marks = prefix_keys(scope.layout, scope.lineage, ids, anchors(last))
-    near = select(checkpoint.c.position).where(checkpoint.c.anchor.in_(marks), checkpoint.c.position <= last).distinct()
-    positions = sorted(connection.scalars(near))
+    if not marks:
+        return None
+    positions = sorted(connection.scalars(_NEAR, {"anchors": marks, "last": last}))
     keys = prefix_keys(scope.layout, scope.lineage, ids, positions)
-    origin = ""
-    if session is not None:
-        query = select(session_table.c.imported).where(session_table.c.id == session)
-        origin = connection.scalars(query).one_or_none() or ""
-    c = checkpoint.c
+    batch = 16  # the match is mostly among the deepest
     while keys:
-        batch, keys = keys[-_BATCH:], keys[:-_BATCH]
-        fitting = (
-            select(c.id, c.position, c.build, c.producer, c.origin)
-            .where(c.key.in_(batch), c.origin.in_({"", origin}))
-            .order_by(c.position.desc(), (c.build == scope.build).desc(), c.origin)
-        )
-        for row in connection.execute(fitting):
+        wanted = {"keys": keys[-batch:], "session": session or "", "build": scope.build}
+        for row in connection.execute(_FITTING, wanted):
             if row.id not in skip:
                 return Found(row.id, row.position, row.build, row.producer, row.origin or None)
+        keys, batch = keys[:-batch], _BATCH
     return None
 
 
