@@ -1,8 +1,8 @@
 """The operations that re-authored modules are made of, in forms that every converter keeps fast.
 
-Beside each stands a plain `_ref`: the definition, for tests. Two rules hold: a state or a cache is never reshaped or
-transposed on the decode path, and matrix products of activations are batched ones (a plain one would become a fully
-connected layer with a weight that is not constant, which no delegate takes).
+Beside each stands a plain `_ref`: the definition, for tests. Two rules hold: the decode path runs no operation that
+moves a state or a cache (reshape, transpose), and products of activations are batched ones (a plain one would become a
+fully connected layer with a weight that is not constant, which no delegate takes).
 
 Glossary: T tokens of this call, S context; G key/value heads, R query heads for each, D head_dim;
 C channels and K width of the convolution; H heads, P head_dim, N d_state, g groups of a Mamba-2 layer; Q chunk.
@@ -196,35 +196,38 @@ def rope_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def slot_mask(pos: Tensor, context: int) -> Tensor:
-    """(1, S, 1): MASKED for cache slots at or after `pos`, whose contents therefore never matter."""
-    return (torch.arange(context, dtype=torch.int32) >= pos).to(torch.float32).reshape(1, context, 1) * MASKED
+    """(1, 1, S): MASKED for cache slots at or after `pos`, whose contents therefore never matter."""
+    return (torch.arange(context, dtype=torch.int32) >= pos).to(torch.float32).reshape(1, 1, context) * MASKED
 
 
 def causal_mask(length: int, each: int) -> Tensor:
-    """(1, T, T R): MASKED where the key (rows) comes after the query (columns, R heads for each token)."""
-    mask = torch.tril(torch.ones(length, length), diagonal=-1) * MASKED
-    return mask.repeat_interleave(each, 1).unsqueeze(0)
+    """(1, T R, T): MASKED where the key (columns) comes after the query (rows, R heads for each token)."""
+    mask = torch.triu(torch.ones(length, length), diagonal=1) * MASKED
+    return mask.repeat_interleave(each, 0).unsqueeze(0)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slots: Tensor, causal: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Grouped-query attention over a cache and T new rows; the caches are left operands and stay as they lie.
+    """Grouped-query attention over a cache and T new rows.
 
-    q (T, G, R, D) scaled, k and v (T, G, D); key (G, S, D), value (G, D, S); slots (1, S, 1), causal (1, T, T R).
+    q (T, G, R, D) scaled, k and v (T, G, D); key (G, S, D), value (G, D, S); slots (1, 1, S), causal (1, T R, T).
     Returns (1, T, G R D) and the new rows: key (G, T, D), value (G, D, T).
+
+    Both caches lie so that a product runs along their last axis: their transposes below become a flag of the product,
+    never an operation, because they are of rank 3.
     """
     length, groups, each, size = q.shape
-    columns = q.permute(1, 3, 0, 2).reshape(groups, size, length * each)  # (G, D, T R)
+    rows = q.permute(1, 0, 2, 3).reshape(groups, length * each, size)  # (G, T R, D)
     new_key, new_value = k.permute(1, 0, 2), v.permute(1, 2, 0)  # (G, T, D), (G, D, T)
-    old = torch.matmul(key, columns) + slots  # (G, S, T R)
-    new = torch.matmul(new_key, columns)
-    new = new if length == 1 else new + causal  # (G, T, T R)
-    top = torch.maximum(old.amax(1, keepdim=True), new.amax(1, keepdim=True))  # (G, 1, T R)
-    old, new = torch.exp(old - top), torch.exp(new - top)
-    total = old.sum(1, keepdim=True) + new.sum(1, keepdim=True)  # (G, 1, T R)
-    out = (torch.matmul(value, old) + torch.matmul(new_value, new)) / total  # (G, D, T R)
-    out = out.reshape(groups, size, length, each).permute(2, 0, 3, 1)  # (T, G, R, D)
+    old = torch.matmul(rows, key.transpose(1, 2)) + slots  # (G, T R, S)
+    new = torch.matmul(rows, new_key.transpose(1, 2))  # (G, T R, T)
+    new = new if length == 1 else new + causal
+    weights = torch.softmax(torch.cat([old, new], -1), -1)  # (G, T R, S + T)
+    context = key.shape[1]
+    out = torch.matmul(weights[..., :context], value.transpose(1, 2))
+    out = out + torch.matmul(weights[..., context:], new_value.transpose(1, 2))  # (G, T R, D)
+    out = out.reshape(groups, length, each, size).permute(1, 0, 2, 3)  # (T, G, R, D)
     return out.reshape(1, length, groups * each * size), new_key, new_value
 
 
