@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 
 import typer
@@ -18,3 +19,40 @@ def verify(
     as_json: options.Json = False,
 ) -> None:
     """Replay an artifact's golden values and print the error of every step. Exit code 1 if it is out of tolerance."""
+    from ssmd.artifact import Artifact
+    from ssmd.config import Settings
+    from ssmd.models import resolve
+    from ssmd.runtime import get_runtime
+    from ssmd.verify import verify as replay
+
+    settings = Settings(models_dir=models_dir, runtime=runtime, threads=threads)
+    artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime))
+    program = get_runtime(artifact.manifest.runtime).load(artifact, threads=settings.threads)
+    try:
+        report = replay(artifact, program)
+        producer = program.producer
+    finally:
+        program.close()
+    if as_json:
+        fields = {
+            "path": str(artifact.path),
+            "producer": producer,
+            "steps": [asdict(step) for step in report.steps],
+            "tolerance": report.tolerance,
+            "passed": report.passed,
+        }
+        typer.echo(json.dumps(fields, indent=1))
+        sys.exit(0 if report.passed else 1)
+    typer.echo(f"{artifact.path}  ({producer})")
+    typer.echo("position  call     max error  rms error  rms, in standard deviations of the reference")
+    for step in report.steps:
+        errors = f"{step.max_error:>9.3g}  {step.rms_error:>9.3g}  {step.rms_relative:.3g}"
+        typer.echo(f"{step.position:>8}  {step.call:<7}  {errors}")
+    worst = report.worst
+    verdict = "passed" if report.passed else "FAILED"
+    typer.echo(
+        f"{verdict}: worst rms {worst.rms_relative:.3g} at position {worst.position}, allowed {report.tolerance:g}"
+    )
+    if not report.passed:
+        typer.echo("error: this artifact does not compute what its model does here; build it again", err=True)
+        sys.exit(1)
