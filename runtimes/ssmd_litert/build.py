@@ -6,12 +6,14 @@ import logging
 import os
 import resource
 import shutil
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,29 +49,35 @@ def build(
     quantization: Quantization = "int8",
     buckets: Sequence[int] = (16, 64, 256),
     context: int = 2048,
+    replace: bool = False,
     progress: Progress = lambda line: None,
 ) -> Artifact:
-    """Build the artifact folder `out`, which must not exist; it appears whole or not at all.
+    """Build the artifact folder `out`; it appears whole or not at all. One that exists is refused unless `replace`.
 
-    `buckets` are prefill lengths, `context` the KV capacity, both in tokens. `progress` gets one line a stage.
+    `buckets` are prefill lengths, `context` the KV capacity, both in tokens. `progress` gets lines of text.
     Raises BuildError, SourceError or FamilyError before anything is converted if something does not fit.
     """
-    if out.exists():
-        raise BuildError(f"{out} exists already; remove it or choose another name")
+    if out.exists() and not replace:
+        raise BuildError(f"{out} exists already; remove it, replace it or choose another name")
+    missing = [p for p in ("torch", "litert_torch", "ai_edge_quantizer") if find_spec(p) is None]
+    if missing:
+        raise BuildError(f"building needs {', '.join(missing)}: pip install 'ssmd-daemon[build]'")
     family = family_of(source.config)
     config = family.parse(source.config)
     _check(source, config, buckets, context)
     _quieten()
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    made = folder / "artifact"
+    made.mkdir()
     try:
         with _stage(progress, "hash the source"):
             lineage = source.lineage
-        _write(source, family, config, folder, quantization, buckets, context, progress)
+        _write(source, family, config, made, quantization, buckets, context, progress)
         spec = family.state_spec(config, "float16" if quantization == "int8" else "float32")
         with _stage(progress, "seal"):
             seal(
-                folder,
+                made,
                 {
                     "name": name,
                     "family": family.name,
@@ -87,9 +95,11 @@ def build(
                     "builders": {p: version(p) for p in ("ssmd-daemon", "torch", "litert-torch", "ai-edge-quantizer")},
                 },
             )
-        for path, mode in ((folder, 0o755), *((file, 0o644) for file in folder.iterdir())):
-            path.chmod(mode)  # mkdtemp and safetensors make theirs private
-        folder.rename(out)
+        for file in made.iterdir():
+            file.chmod(0o644)  # safetensors makes its files private, the quantizer executable
+        if out.exists():
+            out.rename(folder / "replaced")  # goes with the temporary folder
+        made.rename(out)
     finally:  # also on Ctrl-C
         shutil.rmtree(folder, ignore_errors=True)
     return Artifact.open(out)
@@ -123,7 +133,10 @@ def _write(
     context: int,
     progress: Progress,
 ) -> None:
-    from ssmd.authoring.registry import author
+    with _stage(progress, "load PyTorch and the converter"):
+        import litert_torch  # noqa: F401 - here, so that its seconds count as its own
+
+        from ssmd.authoring.registry import author
 
     (folder / "tokenizer.json").write_bytes(source.tokenizer_json)
     if source.chat_template is not None:
@@ -257,11 +270,12 @@ def _weights_stand_once(
 
 @contextmanager
 def _stage(progress: Progress, what: str) -> Iterator[None]:
-    """Reports a stage when it is done: seconds, and the most memory that the process has held so far."""
+    """Announces a stage, and when it is done its seconds and the most memory that the process has held so far."""
+    progress(f"{what} …")
     begin = time.monotonic()
     yield
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    progress(f"{what}: {time.monotonic() - begin:.1f} s, peak memory {kib / 2**20:.1f} GiB")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
+    progress(f"    {time.monotonic() - begin:.1f} s, peak memory {peak / 2**30:.1f} GiB")
 
 
 def _quieten() -> None:

