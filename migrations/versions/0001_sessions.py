@@ -57,6 +57,12 @@ def upgrade() -> None:
     op.create_index("ix_turn_parent", "turn", ["parent"])
     op.create_index("ix_turn_chain", "turn", ["chain"])
     op.create_table(
+        "layout",
+        sa.Column("digest", sa.String(32), nullable=False),
+        sa.Column("tensors", sa.JSON, nullable=False),
+        sa.PrimaryKeyConstraint("digest", name="pk_layout"),
+    )
+    op.create_table(
         "checkpoint",
         sa.Column("id", sa.Integer, nullable=False, autoincrement=True),
         sa.Column("key", sa.LargeBinary(32), nullable=False),
@@ -74,8 +80,10 @@ def upgrade() -> None:
         sa.Column("rows_nbytes", sa.BigInteger, nullable=False),
         sa.Column("created_at", sa.BigInteger, nullable=False),
         sa.Column("last_used_at", sa.BigInteger, nullable=False),
+        sa.Column("ids", sa.LargeBinary, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_checkpoint"),
         sa.UniqueConstraint("key", "build", "origin", name="uq_checkpoint_key_build_origin"),
+        sa.ForeignKeyConstraint(["layout"], ["layout.digest"], name="fk_checkpoint_layout"),
         sa.ForeignKeyConstraint(["parent"], ["checkpoint.id"], name="fk_checkpoint_parent", ondelete="SET NULL"),
         sqlite_autoincrement=True,
     )

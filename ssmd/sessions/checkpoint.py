@@ -82,7 +82,8 @@ class Encoded:
     scope: Scope
     producer: str
     kind: CheckpointKind
-    position: int
+    spec: StateSpec
+    ids: Ids
     key: bytes
     anchor: bytes
     parent: int | bytes | None
@@ -92,6 +93,10 @@ class Encoded:
     turn: str | None
     pieces: tuple[Blob, ...]
     segments: tuple[Blob, ...]
+
+    @property
+    def position(self) -> int:
+        return len(self.ids)
 
     @property
     def recurrent_nbytes(self) -> int:
@@ -247,7 +252,8 @@ def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: Stat
         scope=scope,
         producer=producer,
         kind=checkpoint.kind,
-        position=state.position,
+        spec=spec,
+        ids=ids,
         key=key,
         anchor=anchor_key,
         parent=above,

@@ -25,7 +25,7 @@ from ssmd.sessions.checkpoint import (
     digest,
     prefix_keys,
 )
-from ssmd.sessions.schema import checkpoint, checkpoint_segment, piece, segment, turn_checkpoint
+from ssmd.sessions.schema import checkpoint, checkpoint_segment, layout, piece, segment, turn_checkpoint
 from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.turn import StoreError
 from ssmd.state import DTYPES, State, StateError, StateSpec
@@ -140,6 +140,9 @@ def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Se
     now = time.time_ns() // 1000
     placed: list[Placed] = []
     other_rows: set[int] = set()  # stored already, from other calls than the ones that the new children saw
+    for digest_, spec in {enc.scope.layout: enc.spec for enc in new}.items():
+        if connection.execute(select(layout.c.digest).where(layout.c.digest == digest_)).one_or_none() is None:
+            connection.execute(insert(layout).values(digest=digest_, tensors=spec.to_json()))
     for enc in new:
         parent, why_not = _parent(connection, enc)
         if why_not:
@@ -189,6 +192,7 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
         "rows_nbytes": enc.rows_nbytes,
         "created_at": now,
         "last_used_at": now,
+        "ids": enc.ids.tobytes(),
     }
     new_id = connection.execute(insert(checkpoint).values(values)).inserted_primary_key
     assert new_id is not None

@@ -33,11 +33,11 @@ def pack(values: NDArray[Any]) -> bytes:
     itemsize = values.dtype.itemsize
     octets = values.view(np.uint8).reshape(-1, itemsize)  # [n, itemsize]
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    stored: list[bytes] = []
+    stored: list[bytes | memoryview] = []
     for i in range(itemsize):
         plane = np.ascontiguousarray(octets[:, i])
         frame = compressor.compress(plane.data)
-        stored.append(frame if len(frame) < len(plane) else plane.tobytes())
+        stored.append(frame if len(frame) < len(plane) else plane.data)
     return struct.pack(f"<{itemsize}I", *(len(p) for p in stored)) + b"".join(stored)
 
 

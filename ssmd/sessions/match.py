@@ -50,32 +50,33 @@ def _normal(message: Message) -> tuple[str, ...]:
     return (message.role, content) if message.name is None else (message.role, content, message.name)
 
 
-def _feed(running: hashlib.blake2b, message: Message) -> None:
-    parts = [p.encode("utf-8", "surrogatepass") for p in _normal(message)]
-    running.update(bytes([len(parts)]))
-    for p in parts:
-        running.update(len(p).to_bytes(8, "little") + p)  # lengths first: no two lists of texts read alike
+class Chain:
+    """A hash of a conversation, under which any echo of it is found again. Never changed: `then` makes a longer one."""
 
+    def __init__(self, running: hashlib.blake2b | None = None) -> None:
+        self._running = running or hashlib.blake2b(digest_size=32, person=b"ssmd.chain.1")
 
-def _start() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=32, person=b"ssmd.chain.1")
+    def then(self, messages: Iterable[Message]) -> Chain:
+        running = self._running.copy()
+        for m in messages:
+            parts = [p.encode("utf-8", "surrogatepass") for p in _normal(m)]
+            running.update(bytes([len(parts)]))
+            for p in parts:
+                running.update(len(p).to_bytes(8, "little") + p)  # lengths first: no two lists of texts read alike
+        return Chain(running)
 
-
-def chain(messages: Iterable[Message]) -> bytes:
-    """A hash under which a conversation is found again by any echo of it, 32 bytes."""
-    running = _start()
-    for m in messages:
-        _feed(running, m)
-    return running.digest()
+    def digest(self) -> bytes:
+        """32 bytes."""
+        return self._running.copy().digest()
 
 
 def echoed_chains(messages: Sequence[Message]) -> list[bytes]:
     """The chain of every beginning of a request that may be a stored conversation: those that end in an answer."""
-    running, found = _start(), []
+    running, found = Chain(), []
     for m in messages[:-1]:
-        _feed(running, m)
+        running = running.then([m])
         if m.role == "assistant":
-            found.append(running.copy().digest())
+            found.append(running.digest())
     return found
 
 

@@ -56,7 +56,7 @@ turn = Table(
     Column("parent", ForeignKey("turn.id", ondelete="CASCADE"), index=True),
     Column("depth", Integer, nullable=False),
     Column("length", Integer, nullable=False),  # messages of the conversation, its answer included
-    Column("chain", LargeBinary(32), nullable=False, index=True),  # match.chain of those messages
+    Column("chain", LargeBinary(32), nullable=False, index=True),  # match.Chain of those messages
     Column("messages", JSON, nullable=False),
     Column("answer", JSON, nullable=False),
     Column("ids_shared", Integer, nullable=False),  # so many of the parent's ids come first
@@ -70,13 +70,20 @@ turn = Table(
     sqlite_autoincrement=True,
 )
 
+layout = Table(
+    "layout",
+    metadata,
+    Column("digest", String(32), primary_key=True),  # StateSpec.digest()
+    Column("tensors", JSON, nullable=False),  # StateSpec.to_json(), so that a state can be read without its model
+)
+
 checkpoint = Table(
     "checkpoint",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("key", LargeBinary(32), nullable=False),  # H(layout, lineage, all ids); with `build` the checkpoint's key
     Column("anchor", LargeBinary(32), nullable=False),  # H(layout, lineage, ids to a rounded-down position)
-    Column("layout", String(32), nullable=False),
+    Column("layout", ForeignKey("layout.digest"), nullable=False),
     Column("lineage", String(64), nullable=False),
     Column("build", String(64), nullable=False),
     Column("producer", Text, nullable=False),
@@ -89,6 +96,7 @@ checkpoint = Table(
     Column("rows_nbytes", BigInteger, nullable=False),  # the segments that came with it
     Column("created_at", BigInteger, nullable=False),
     Column("last_used_at", BigInteger, nullable=False),
+    Column("ids", LargeBinary, nullable=False),  # all ids fed, int32 little-endian
     UniqueConstraint("key", "build", "origin"),
     Index("ix_checkpoint_anchor_position", "anchor", "position"),
     sqlite_autoincrement=True,  # an id that was deleted never comes back as another checkpoint

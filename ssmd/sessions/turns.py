@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 from sqlalchemy import Connection, insert, select
 
-from ssmd.sessions.checkpoint import as_ids
-from ssmd.sessions.match import Conversation, chain, echoed_chains
+from ssmd.sessions.checkpoint import Ids, as_ids
+from ssmd.sessions.match import Chain, Conversation, echoed_chains
 from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.schema import turn as turn_table
 from ssmd.sessions.turn import NewTurn, StoreError, Turn, UnknownSession, check_id, conversation
@@ -83,48 +84,66 @@ def _turn(row: Any, parent: Turn | None) -> Turn:
     )
 
 
+@dataclass(frozen=True)
+class _End:
+    """Where a path of turns ends: what its next turn is written as an addition to."""
+
+    session: str
+    depth: int
+    length: int
+    chain: Chain
+    ids: Ids
+    text: str
+
+    @staticmethod
+    def of(path: Sequence[NewTurn]) -> _End:
+        messages = conversation(path)
+        last = path[-1]
+        return _End(last.session, len(path), len(messages), Chain().then(messages), as_ids(last.ids), last.text)
+
+
 def insert_turns(connection: Connection, turns: Sequence[NewTurn]) -> None:
     """Write turns; a parent is stored already or comes earlier in `turns`. Raises StoreError."""
-    paths: dict[str, list[NewTurn]] = {}
+    ends: dict[str, _End] = {}
     rows = []
     for turn in turns:
         check_id("turn", turn.id)
-        above: list[NewTurn] = []
+        above = _End(turn.session, 0, 0, Chain(), np.empty(0, np.int32), "")
         if turn.parent is not None:
-            if turn.parent not in paths:
+            if turn.parent not in ends:
                 try:
-                    paths[turn.parent] = list(read_path(connection, turn.parent))
+                    ends[turn.parent] = _End.of(read_path(connection, turn.parent))
                 except UnknownSession as err:
                     raise StoreError(f"turn {turn.id!r}: {err}; was its session removed meanwhile?") from err
-            above = paths[turn.parent]
-            if above[-1].session != turn.session:
-                raise StoreError(f"turn {turn.id!r} of session {turn.session!r} has a parent in {above[-1].session!r}")
-        paths[turn.id] = [*above, turn]
-        rows.append(_row(turn, above))
+            above = ends[turn.parent]
+            if above.session != turn.session:
+                raise StoreError(f"turn {turn.id!r} of session {turn.session!r} has a parent in {above.session!r}")
+        ids = as_ids(turn.ids)
+        chain = above.chain.then(turn.conversation)
+        length = above.length + len(turn.conversation)
+        ends[turn.id] = _End(turn.session, above.depth + 1, length, chain, ids, turn.text)
+        rows.append(_row(turn, ends[turn.id], above))
     connection.execute(insert(turn_table), rows)
 
 
-def _row(turn: NewTurn, above: list[NewTurn]) -> dict[str, Any]:
-    ids = as_ids(turn.ids)
+def _row(turn: NewTurn, end: _End, above: _End) -> dict[str, Any]:
     try:
         turn.text.encode()
     except UnicodeEncodeError as err:
         raise StoreError(f"turn {turn.id!r}: its text is not Unicode ({err.reason})") from err
-    parent = above[-1] if above else None
-    ids_shared = _shared(ids, as_ids(parent.ids)) if parent else 0
-    text_shared = _shared_text(turn.text, parent.text) if parent else 0
-    messages = conversation([*above, turn])
+    ids_shared = _shared(end.ids, above.ids)
+    text_shared = _shared_text(turn.text, above.text)
     return {
         "id": turn.id,
         "session": turn.session,
         "parent": turn.parent,
-        "depth": len(above),
-        "length": len(messages),
-        "chain": chain(messages),
+        "depth": above.depth,
+        "length": end.length,
+        "chain": end.chain.digest(),
         "messages": [m.to_json() for m in turn.messages],
         "answer": turn.answer.to_json(),
         "ids_shared": ids_shared,
-        "ids": ids[ids_shared:].tobytes(),
+        "ids": end.ids[ids_shared:].tobytes(),
         "text_shared": text_shared,
         "text": turn.text[text_shared:],
         "prompt_tokens": turn.prompt_tokens,
@@ -134,7 +153,7 @@ def _row(turn: NewTurn, above: list[NewTurn]) -> dict[str, Any]:
     }
 
 
-def _shared(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
+def _shared(a: Ids, b: Ids) -> int:
     """How many ids both begin with."""
     n = min(len(a), len(b))
     differing = np.flatnonzero(a[:n] != b[:n])
