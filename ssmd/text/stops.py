@@ -1,0 +1,64 @@
+"""Stop strings in a stream of text: what may be sent now, and what must wait since a stop string could start there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Cuts a stream before the stop string that is complete first (of those complete at once, the longest).
+
+    Each stop string is followed by its Knuth-Morris-Pratt automaton: O(characters x stop strings) in all.
+    Raises ValueError on an empty stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(stops):
+            raise ValueError("a stop string cannot be empty")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
+        self._held = ""
+        self._hit = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(Text that may be sent now, whether a stop string was hit). The stop string and what follows are dropped."""
+        if self._hit:
+            return "", True
+        if not self._stops:
+            return text, False
+        whole = self._held + text
+        for at, char in enumerate(text, start=len(self._held) + 1):
+            longest = 0
+            for i, stop in enumerate(self._stops):
+                n = self._matched[i]
+                while n and stop[n] != char:
+                    n = self._borders[i][n - 1]
+                n += stop[n] == char
+                self._matched[i] = n
+                if n == len(stop):
+                    longest = max(longest, n)
+            if longest:
+                self._hit, self._held = True, ""
+                return whole[: at - longest], True
+        sent = len(whole) - max(self._matched)
+        self._held = whole[sent:]
+        return whole[:sent], False
+
+    def flush(self) -> str:
+        """The text that was still held back: no stop string follows any more."""
+        held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
+        return held
+
+
+def _borders(stop: str) -> list[int]:
+    """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(stop)
+    n = 0
+    for i in range(1, len(stop)):
+        while n and stop[i] != stop[n]:
+            n = borders[n - 1]
+        n += stop[i] == stop[n]
+        borders[i] = n
+    return borders

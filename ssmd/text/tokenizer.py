@@ -1,0 +1,283 @@
+"""Text to token ids and back, with tokenizer.json through the `tokenizers` library.
+
+Control tokens (added tokens marked special: turn marks, BOS, …) count only where a template wrote them. Their text in a
+message is made inert by `escape` before rendering, and `encode` turns it into the plain text that it was.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from ssmd.text.decoding import DecoderError, Decoding, read_decoder
+
+MAX_FILE_BYTES = 256 << 20
+# Supplementary Private Use Area-B: a character per control token, one that quotes, one that frames the library's marks.
+FIRST_SENTINEL = 0x100000
+MAX_CONTROLS = 0xFF00
+QUOTE = chr(0x10FFF0)
+FRAME = chr(0x10FFF1)
+_SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode's White_Space
+_SPACES_BEFORE = re.compile(f"[{_SPACES}]*\\Z")
+_SPACES_AFTER = re.compile(f"[{_SPACES}]*")
+_PROBES = ("a", " a", "  a", "\na", "é", ".", "▁a", "1")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer.json that cannot be used, or text or ids that cannot be converted."""
+
+
+class Tokenizer:
+    """Made by `open`. Safe to use from several threads."""
+
+    def __init__(self, library: tokenizers.Tokenizer, decoding: Decoding, stop_tokens: Sequence[int]) -> None:
+        library.no_truncation()
+        library.no_padding()
+        added: dict[int, tokenizers.AddedToken] = library.get_added_tokens_decoder()
+        self._special = {token: str(a.content) for token, a in added.items() if a.special or token in stop_tokens}
+        if len(self._special) > MAX_CONTROLS or any(_is_reserved(c) for text in self._special.values() for c in text):
+            raise TokenizerError("the tokenizer has too many special tokens, or some with private-use characters")
+        self.vocabulary: int = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._controls = set(self._special) | set(stop_tokens)
+        self._library = library
+        self._decoding = decoding
+        self._bytes: dict[int, bytes] = {}
+        self._added = added
+
+        # The library is told to take special tokens' text for plain text. Where a template wrote a control token, it
+        # is replaced by a mark that the library knows as a token of its own; nobody can guess the marks.
+        library.encode_special_tokens = True
+        nonce = secrets.token_hex(12)
+        self._mark_of = {token: f"{FRAME}{nonce}{token}{FRAME}" for token in self._special}
+        self._break = f"{FRAME}{nonce}break{FRAME}"
+        library.add_tokens(
+            [_mark(self._mark_of[token], added[token]) for token in self._special] + [_mark(self._break, None)]
+        )
+        self._control_of_mark = {library.token_to_id(mark): token for token, mark in self._mark_of.items()}
+        self._break_id = library.token_to_id(self._break)
+
+        self._sentinel_of = {text: chr(FIRST_SENTINEL + i) for i, text in enumerate(sorted(self._special.values()))}
+        self._text_of = {sentinel: text for text, sentinel in self._sentinel_of.items()}
+        reserved = f"[{chr(FIRST_SENTINEL)}-{chr(FIRST_SENTINEL + MAX_CONTROLS)}{QUOTE}{FRAME}]"
+        longest_first = sorted(self._special.values(), key=len, reverse=True)
+        self._to_escape = re.compile("|".join([reserved, *map(re.escape, longest_first)]))
+        self._to_unescape = re.compile(f"{QUOTE}(.?)|{reserved}", re.DOTALL)
+        self._passes = [
+            _any_of(text for a in added.values() if (text := str(a.content)) and bool(a.normalized) is normalized)
+            for normalized in (False, True)
+        ]
+        self._by_text = {str(a.content): (token, a) for token, a in added.items()}
+        self._start_matters = self._probe_start()
+
+    @staticmethod
+    def open(path: Path, *, stop_tokens: Sequence[int] = ()) -> Tokenizer:
+        """Read a tokenizer.json. `stop_tokens` are control tokens whatever the file says. Raises TokenizerError."""
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise TokenizerError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+            library = tokenizers.Tokenizer.from_file(str(path))
+            decoder = library.decoder
+            decoding = read_decoder(decoder.__getstate__() if decoder is not None else None)
+        except DecoderError as err:
+            raise TokenizerError(f"{path}: {err}; ssmd reads byte-level and SentencePiece-like tokenizers") from err
+        except OSError as err:
+            raise TokenizerError(f"{path} cannot be read: {err.strerror or err}") from err
+        except TokenizerError:
+            raise
+        except Exception as err:  # the library raises plain Exception
+            raise TokenizerError(f"{path} is not a tokenizer.json: {err}") from err
+        return Tokenizer(library, decoding, stop_tokens)
+
+    def escape(self, content: str) -> str:
+        """Make control tokens' text in a message inert: a private-use character each, undone by `unescape`."""
+        return self._to_escape.sub(lambda m: self._sentinel_of.get(m[0]) or QUOTE + m[0], content)
+
+    def unescape(self, text: str) -> str:
+        """The plain text again; `unescape(escape(text)) == text`."""
+        return self._to_unescape.sub(lambda m: m[1] if m[1] is not None else self._text_of.get(m[0], m[0]), text)
+
+    def encode(self, rendered: str) -> list[int]:
+        """Ids of rendered template text, no BOS added. Escaped parts become plain text, never a control token.
+
+        Equals the library's `encode(rendered, add_special_tokens=False)` where nothing is escaped.
+        Raises TokenizerError if the text is no Unicode or cannot be told apart from a control token.
+        """
+        parts = []
+        at = 0
+        for start, end, token in self._control_matches(rendered):
+            parts += [self.unescape(rendered[at:start]), self._mark_of[token]]
+            at = end
+        text = "".join(parts) + self.unescape(rendered[at:])
+        for _ in range(8):
+            try:
+                encoding = self._library.encode(text, add_special_tokens=False)
+            except TypeError:
+                raise TokenizerError("the text holds half of a surrogate pair, which is not Unicode") from None
+            ids: list[int] = encoding.ids
+            forged = [encoding.offsets[i] for i, token in enumerate(ids) if token in self._special]
+            if not forged:
+                return [self._control_of_mark.get(token, token) for token in ids if token != self._break_id]
+            # Some models hold the control token's text as an ordinary piece too: cut such a piece in two.
+            for start, end in reversed(forged):
+                middle = max(start + 1, (start + end) // 2)
+                text = text[:middle] + self._break + text[middle:]
+        raise TokenizerError("a message holds text that this tokenizer cannot tell apart from a control token")
+
+    def ends_at_control(self, rendered: str, at: int) -> bool:
+        """Whether encoding rendered[:at] and rendered[at:] apart gives the ids of the whole.
+
+        True at 0, at the end, and where a control token ends or starts (with the spaces that it swallows, if any).
+        """
+        if at <= 0 or at >= len(rendered):
+            return at in (0, len(rendered))
+        floor = 0
+        for start, end, token in self._control_matches(rendered):
+            a = self._added[token]
+            before = _SPACES_BEFORE.search(rendered, floor, start) if a.lstrip else None
+            after = _SPACES_AFTER.match(rendered, end) if a.rstrip else None
+            first, floor = before.start() if before else start, after.end() if after else end
+            if first > at:
+                return False
+            # single_word looks at its neighbours, and a normalized token is found only after normalisation.
+            apart = not a.single_word and not (a.normalized and self._library.normalizer is not None)
+            if first == at or (floor == at and not (apart and self._start_matters)):
+                return apart
+        return False
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens left out. Bytes that are no UTF-8 become U+FFFD."""
+        stream = Detokenizer(self)
+        return "".join([*map(stream.push, ids), stream.flush()])
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for (a control token: its name); b"" for an id that is not in the vocabulary."""
+        known = self._bytes.get(token)
+        if known is None:
+            if token in self._special:
+                known = self._special[token].encode()
+            else:
+                piece = self.piece(token)
+                known = b"" if piece is None else self._decoding.of(piece)
+            self._bytes[token] = known
+        return known
+
+    def piece(self, token: int) -> str | None:
+        """The token as it stands in the vocabulary, None if it is not there (models pad their logits)."""
+        piece: str | None = self._library.id_to_token(token) if 0 <= token < self.vocabulary else None
+        return piece
+
+    def token_text(self, token: int) -> str:
+        """As `token_bytes`, in characters; U+FFFD where it is only a part of one."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    def is_control(self, token: int) -> bool:
+        """Whether a token marks structure (or ends the answer) and is no part of the text."""
+        return token in self._controls
+
+    def _control_matches(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """(start, end, token) of the control tokens in order, found as the library finds them.
+
+        Leftmost, then longest, first among the added tokens that are matched on raw text, then among the others.
+        """
+        raw, normalized = self._passes
+        at = 0
+        for start, end, token in self._matches(raw, text, 0, len(text)):
+            yield from self._special_matches(normalized, text, at, start)
+            if token in self._special:
+                yield start, end, token
+            at = end
+        yield from self._special_matches(normalized, text, at, len(text))
+
+    def _special_matches(
+        self, pattern: re.Pattern[str] | None, text: str, start: int, stop: int
+    ) -> Iterator[tuple[int, int, int]]:
+        return (m for m in self._matches(pattern, text, start, stop) if m[2] in self._special)
+
+    def _matches(
+        self, pattern: re.Pattern[str] | None, text: str, start: int, stop: int
+    ) -> Iterator[tuple[int, int, int]]:
+        if pattern is None:
+            return
+        for found in pattern.finditer(text, start, stop):
+            token, added = self._by_text[found[0]]
+            first, last = found.span()
+            if added.single_word and (
+                (first > start and _is_word(text[first - 1])) or (last < stop and _is_word(text[last]))
+            ):
+                continue
+            yield first, last, token
+
+    def _probe_start(self) -> bool:
+        """Whether text is encoded differently at the very start than after a control token (a prepended space)."""
+        for token, mark in self._mark_of.items():
+            a = self._added[token]
+            if a.lstrip or a.rstrip or a.single_word:
+                continue
+            return any(
+                self._library.encode(mark + probe, add_special_tokens=False).ids[1:]
+                != self._library.encode(probe, add_special_tokens=False).ids
+                for probe in _PROBES
+            )
+        return True
+
+
+class Detokenizer:
+    """The text of one answer, token by token: whole characters only, O(1) a token, in the end `decode` of them all."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoding = tokenizer._decoding
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._first = True
+        self._strip = self._decoding.strip[1]
+
+    def push(self, token: int) -> str:
+        """The text that is complete with this token, or "" while a character is unfinished."""
+        if self._tokenizer.is_control(token):
+            return ""
+        data = self._tokenizer.token_bytes(token)
+        if not self._first:
+            return self._stripped(self._utf8.decode(self._decoding.separator + data if data else b""))
+        piece = self._tokenizer.piece(token)
+        if piece is None:
+            return ""
+        self._first = False
+        if drops := self._decoding.first_drops:
+            data = self._decoding.of(piece.replace(drops, ""))
+        return self._stripped(self._utf8.decode(data))
+
+    def flush(self) -> str:
+        """What an unfinished character at the end comes to: U+FFFD, or "" if there is none."""
+        return self._stripped(self._utf8.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        while self._strip and text:
+            if not text.startswith(self._decoding.strip[0]):
+                self._strip = 0
+                break
+            text = text[1:]
+            self._strip -= 1
+        return text
+
+
+def _mark(text: str, like: tokenizers.AddedToken | None) -> tokenizers.AddedToken:
+    flags = {"lstrip": like.lstrip, "rstrip": like.rstrip, "single_word": like.single_word} if like else {}
+    return tokenizers.AddedToken(text, normalized=False, special=False, **flags)
+
+
+def _any_of(texts: Iterator[str]) -> re.Pattern[str] | None:
+    ordered = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _is_word(char: str) -> bool:
+    return re.match(r"\w", char) is not None
+
+
+def _is_reserved(char: str) -> bool:
+    return FIRST_SENTINEL <= ord(char) <= ord(FRAME)
