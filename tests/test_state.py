@@ -32,7 +32,7 @@ def test_bytes_of_the_known_models() -> None:
             t
             for i in range(32)
             for t in (
-                [TensorSpec(f"{k}_{i}", k, i, (4, 64), "float16") for k in ("key", "value")]  # type: ignore[arg-type]
+                [TensorSpec(f"{k}_{i}", k, i, (4, 64), "float16") for k in ("key", "value")]
                 if i in attention
                 else [TensorSpec(f"conv_{i}", "conv", i, (1792, 3)), TensorSpec(f"ssm_{i}", "ssm", i, (48, 32, 128))]
             )
@@ -41,7 +41,7 @@ def test_bytes_of_the_known_models() -> None:
     assert granite.nbytes_at(0) == 28 * (1792 * 3 + 48 * 32 * 128) * 4 == 22_622_208
     assert granite.nbytes_at(100) - granite.nbytes_at(0) == 4096 * 100
     smollm2 = StateSpec(
-        tuple(TensorSpec(f"{k}_{i}", k, i, (3, 64), "float16") for i in range(30) for k in ("key", "value"))  # type: ignore[arg-type]
+        tuple(TensorSpec(f"{k}_{i}", k, i, (3, 64), "float16") for i in range(30) for k in ("key", "value"))
     )
     assert smollm2.nbytes_at(1000, since=900) == 23_040 * 100
 
