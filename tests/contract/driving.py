@@ -1,0 +1,96 @@
+"""How the contract suite drives a program: feeding, comparing, and what a case is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.artifact import Artifact
+from ssmd.runtime import Handle, Logits, Program
+from ssmd.state import State
+
+
+@dataclass(frozen=True)
+class Case:
+    """One runtime with one artifact. `tolerance` is the largest error of logits and states between two ways of
+    computing the same thing, in standard deviations of the tensor."""
+
+    runtime: str
+    family: str
+    quantization: str
+
+    @property
+    def tolerance(self) -> float:
+        # float32: orders of sums differ, measured up to 1.7e-5. int8: such a difference may tip the rounding of an
+        # activation over, measured up to 0.10 for a single value of these tiny models.
+        return 5e-5 if self.quantization == "f32" else 0.2
+
+    def __str__(self) -> str:
+        return f"{self.runtime}-{self.family}-{self.quantization}"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    case: Case
+    artifact: Artifact
+    program: Any  # a Program that also has `pad_token`, which only this suite sets
+    load: Callable[..., Program]  # loads the artifact once more
+
+    def ids(self, n: int, seed: int = 0) -> list[int]:
+        """n token ids, the same for the same seed."""
+        ids: list[int] = np.random.default_rng(seed).integers(0, self.program.vocabulary, n).tolist()
+        return ids
+
+
+def feed(program: Program, handle: Handle, ids: Sequence[int], lengths: Iterable[int]) -> Logits:
+    """Prefill calls of these lengths from ids' start. Returns the last logits."""
+    at, logits = 0, np.empty(0, np.float32)
+    for length in lengths:
+        logits = program.prefill(handle, ids[at : at + length])
+        at += length
+    assert at == len(ids)
+    return logits
+
+
+def decode(program: Program, handle: Handle, ids: Sequence[int]) -> NDArray[np.float32]:
+    """The logits after each of the ids, (n, V)."""
+    return np.concatenate([program.decode([handle], [i]) for i in ids])
+
+
+def started(program: Program, ids: Sequence[int]) -> Handle:
+    """A new handle that has read the ids, by the largest buckets."""
+    handle, largest = program.new_state(), max(program.buckets)
+    for at in range(0, len(ids), largest):
+        program.prefill(handle, ids[at : at + largest])
+    return handle
+
+
+def same(a: State, b: State) -> bool:
+    """Bit for bit."""
+    return (
+        (a.position, a.since) == (b.position, b.since)
+        and set(a.tensors) == set(b.tensors)
+        and all(a.tensors[n].dtype == b.tensors[n].dtype for n in a.tensors)
+        and all(a.tensors[n].tobytes() == b.tensors[n].tobytes() for n in a.tensors)
+    )
+
+
+def error(actual: NDArray[Any], expected: NDArray[Any]) -> float:
+    """The largest difference in standard deviations of what is expected."""
+    assert actual.shape == expected.shape
+    wanted = expected.astype(np.float64)
+    return float(np.abs(actual - wanted).max() / wanted.std())
+
+
+def state_error(actual: State, expected: State) -> float:
+    assert actual.position == expected.position
+    return max(error(actual.tensors[n], expected.tensors[n]) for n in expected.tensors)
+
+
+def frozen(state: State) -> State:
+    """A deep copy of a state, to compare with later."""
+    return State(state.position, state.since, {n: a.copy() for n, a in state.tensors.items()})
