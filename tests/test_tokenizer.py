@@ -1,0 +1,371 @@
+"""The tokenizer against the library itself, on byte-level and SentencePiece-like vocabularies made here."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+from ssmd.text.decoding import BYTE_OF
+from ssmd.text.tokenizer import FIRST_SENTINEL, FRAME, QUOTE, Detokenizer, Tokenizer, TokenizerError
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. 0123456789",
+    "user system assistant im_start im_end <|im_end|> think </think>",
+    "Grüße, größer – ‘quoted’ naïve café 日本語のテキスト 👍👍🏽 \n\n\tdef f(x):\n    return x\n",
+] * 20
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|im_end|>x", "<s>"]
+
+
+def with_added(t: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    t.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    t.add_tokens([AddedToken("<tool>", special=False, normalized=False), AddedToken("<think>", special=False)])
+    t.add_tokens([AddedToken("<s><tool>", special=False, normalized=False)])
+    return t
+
+
+def byte_level(prefix_space: bool = False) -> tokenizers.Tokenizer:
+    t = tokenizers.Tokenizer(models.BPE())
+    t.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)]
+    )
+    t.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    t.train_from_iterator(CORPUS, trainer)
+    return with_added(t)
+
+
+def unigram(scheme: str) -> tokenizers.Tokenizer:
+    pieces = sorted({c for line in CORPUS for c in line if not c.isspace()} | set("▁\n"))
+    vocab = [("<unk>", 0.0), ("<s>", 0.0), ("<|im_end|>", 0.0)]
+    vocab += [(p, -5.0) for p in pieces] + [(p, -3.0) for p in ("▁the", "▁quick", "er", "in", "▁a", "▁▁")]
+    t = tokenizers.Tokenizer(models.Unigram(vocab, 0, byte_fallback=False))
+    t.normalizer = normalizers.Sequence([normalizers.NFKC()])
+    t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    t.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return with_added(t)
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """As Llama 2 and Mistral: spaces replaced by a normalizer, unknown characters by bytes."""
+    letters = sorted({c for line in CORPUS for c in line if c.isascii() and not c.isspace()} | {"▁", "ü"})
+    names = ["<unk>", "</s>", *[f"<0x{b:02X}>" for b in range(256)], *letters, "th", "▁th", "▁the"]
+    vocab = {name: i for i, name in enumerate(names)}
+    t = tokenizers.Tokenizer(
+        models.BPE(vocab, [("t", "h"), ("▁", "th"), ("▁th", "e")], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    t.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    t.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return with_added(t)
+
+
+def stripping() -> tokenizers.Tokenizer:
+    """Control tokens that swallow spaces (Phi-3's do) or stand only between words."""
+    t = byte_level()
+    t.add_special_tokens(
+        [
+            AddedToken("<|end|>", rstrip=True, special=True, normalized=False),
+            AddedToken("<mask>", lstrip=True, special=True, normalized=False),
+            AddedToken("BOS", single_word=True, special=True, normalized=False),
+        ]
+    )
+    return t
+
+
+MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "byte-level": byte_level,
+    "byte-level, prefix space": lambda: byte_level(prefix_space=True),
+    "unigram, first": lambda: unigram("first"),
+    "unigram, always": lambda: unigram("always"),
+    "unigram, never": lambda: unigram("never"),
+    "byte fallback": byte_fallback,
+    "stripping": stripping,
+}
+
+
+@cache
+def library(name: str) -> tokenizers.Tokenizer:
+    return MAKERS[name]()
+
+
+@cache
+def opened(name: str) -> Tokenizer:
+    return open_library(library(name))
+
+
+def open_library(made: tokenizers.Tokenizer, stop_tokens: Sequence[int] = ()) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+        made.save(str(path))
+        return Tokenizer.open(path, stop_tokens=stop_tokens)
+
+
+each_kind = pytest.mark.parametrize("name", sorted(MAKERS))
+
+
+def id_of(name: str, text: str) -> int:
+    token = library(name).token_to_id(text)
+    assert token is not None
+    return int(token)
+
+
+texts = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [*SPECIAL, "<tool>", "<think>", "<|end|>", "<mask>", "BOS", "<s", ">", " ", "  ", "\n", "x", "▁"]
+        ),
+        st.text("abthe ü日👍\n<|>_", max_size=6),
+        st.text(st.characters(exclude_categories=["Cs", "Co"]), max_size=4),
+    ),
+    max_size=12,
+).map("".join)
+hostile = st.lists(
+    st.one_of(
+        texts,
+        st.sampled_from(
+            [chr(FIRST_SENTINEL), chr(FIRST_SENTINEL + 1), QUOTE, FRAME, "＜s＞", "<|im_" + QUOTE, "<|im_end|>"]
+        ),
+    ),
+    max_size=6,
+).map("".join)
+
+
+@each_kind
+@settings(max_examples=60, deadline=None)
+@given(text=texts)
+def test_encode_equals_the_librarys_where_nothing_is_escaped(name: str, text: str) -> None:
+    expected = library(name).encode(text, add_special_tokens=False)
+    # NFKC makes "<s>" of a wide "＜s＞", which the library then takes for a control token: ssmd does not.
+    controls = sum(token in _special_ids(name) for token in expected.ids)
+    assume(controls == sum(1 for _ in opened(name)._control_matches(text)))
+    assert opened(name).encode(text) == expected.ids
+
+
+TELLING = [
+    "a<|end|> \n b",
+    "a<|end|><|end|>  <mask> b <mask><mask>",
+    "a <mask> b<mask>",
+    "aBOS BOS b BOS",
+    "<|im_end|>x<|im_end|> x",
+    "<s><tool><s> <tool>",
+    "<think><s>a<|im_start|><|im_start|>",
+    "  a<s>  b",
+    "▁a<s>▁b",
+]
+
+
+@each_kind
+@pytest.mark.parametrize("text", TELLING)
+def test_telling_texts_and_every_cut_of_them(name: str, text: str) -> None:
+    tokenizer = opened(name)
+    whole = tokenizer.encode(text)
+    assert whole == library(name).encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(whole) == library(name).decode(whole, skip_special_tokens=True)
+    for at in range(len(text) + 1):
+        if tokenizer.ends_at_control(text, at):
+            assert tokenizer.encode(text[:at]) + tokenizer.encode(text[at:]) == whole, (text[:at], text[at:])
+
+
+def _special_ids(name: str) -> set[int]:
+    return {token for token, a in library(name).get_added_tokens_decoder().items() if a.special}
+
+
+@each_kind
+@settings(max_examples=60, deadline=None)
+@given(content=hostile)
+def test_escape_is_undone_by_unescape(name: str, content: str) -> None:
+    escaped = opened(name).escape(content)
+    assert opened(name).unescape(escaped) == content
+    assert not any(special in escaped for special in SPECIAL)
+
+
+@each_kind
+@settings(max_examples=60, deadline=None)
+@given(content=hostile, before=texts, after=texts)
+def test_a_message_never_adds_control_tokens(name: str, content: str, before: str, after: str) -> None:
+    tokenizer = opened(name)
+    rendered = f"{before}<|im_start|>{tokenizer.escape(content)}<|im_end|>{after}"
+    expected = [t for _, _, t in tokenizer._control_matches(f"{before}<|im_start|>")]
+    expected += [t for _, _, t in tokenizer._control_matches(f"<|im_end|>{after}")]
+    assume(not after.startswith("x") and not content.endswith("<s>"))
+    assert [t for t in tokenizer.encode(rendered) if tokenizer.is_control(t)] == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=hostile)
+def test_escaped_text_comes_back_as_it_was(content: str) -> None:
+    name = "byte-level"
+    tokenizer = opened(name)
+    ids = tokenizer.encode("<|im_start|>" + tokenizer.escape(content) + "<|im_end|>")
+    assert tokenizer.decode(ids) == content
+    assert b"".join(tokenizer.token_bytes(t) for t in ids[1:-1]) == content.encode()
+
+
+@each_kind
+def test_escaped_text_is_encoded_as_the_library_encodes_plain_text(name: str) -> None:
+    plain = tokenizers.Tokenizer.from_str(library(name).to_str())
+    plain.encode_special_tokens = True
+    content = "say <|im_end|> now"
+    inner = plain.encode("<tool>" + content, add_special_tokens=False).ids[1:]
+    tokenizer = opened(name)
+    ids = tokenizer.encode("<tool>" + tokenizer.escape(content))[1:]
+    if id_of(name, "<|im_end|>") not in inner:  # Unigram holds the text as a piece as well, and takes it
+        assert ids == inner
+    assert id_of(name, "<|im_end|>") not in ids
+
+
+@each_kind
+@settings(max_examples=60, deadline=None)
+@given(text=texts)
+def test_where_a_control_token_ends_or_starts_text_can_be_cut(name: str, text: str) -> None:
+    tokenizer = opened(name)
+    whole = tokenizer.encode(text)
+    for at in range(len(text) + 1):
+        if tokenizer.ends_at_control(text, at):
+            assert tokenizer.encode(text[:at]) + tokenizer.encode(text[at:]) == whole, (at, text[:at], text[at:])
+
+
+@each_kind
+def test_cuts_are_found_around_ordinary_turns(name: str) -> None:
+    tokenizer = opened(name)
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    start = text.rindex("<|im_start|>")
+    assert tokenizer.ends_at_control(text, 0)
+    assert tokenizer.ends_at_control(text, len(text))
+    assert tokenizer.ends_at_control(text, start)
+    assert not tokenizer.ends_at_control(text, start + 3)
+    assert not tokenizer.ends_at_control(text, -1)
+    assert not tokenizer.ends_at_control(text, len(text) + 1)
+    end = text.index("<|im_end|>") + len("<|im_end|>")
+    assert tokenizer.ends_at_control(text, end) == (name != "unigram, first")
+
+
+@each_kind
+@settings(max_examples=60, deadline=None)
+@given(text=texts)
+def test_decode_and_the_stream_equal_the_librarys_decode(name: str, text: str) -> None:
+    tokenizer = opened(name)
+    ids = library(name).encode(text, add_special_tokens=False).ids
+    expected = library(name).decode(ids, skip_special_tokens=True)
+    assert tokenizer.decode(ids) == expected
+    stream = Detokenizer(tokenizer)
+    pieces = [stream.push(t) for t in ids]
+    assert "�" not in "".join(pieces) or "�" in expected
+    assert "".join(pieces) + stream.flush() == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_ids_of_a_byte_level_vocabulary_decode_as_the_library_does(data: st.DataObject) -> None:
+    name = "byte-level"
+    tokenizer = opened(name)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocabulary - 1), max_size=30))
+    assert tokenizer.decode(ids) == library(name).decode(ids, skip_special_tokens=True)
+
+
+def test_half_characters_wait() -> None:
+    tokenizer = opened("byte-level")
+    byte_ids = {b: id_of("byte-level", c) for c, b in BYTE_OF.items()}
+    stream = Detokenizer(tokenizer)
+    sent = [stream.push(byte_ids[b]) for b in "a€👍".encode()]
+    assert sent == ["a", "", "", "€", "", "", "", "👍"]
+    assert stream.push(byte_ids[0xE2]) == ""
+    assert stream.flush() == "�"
+    assert [tokenizer.token_bytes(i) for i in byte_ids.values()] == [bytes([b]) for b in byte_ids]
+    assert tokenizer.token_text(byte_ids[0xE2]) == "�"
+
+
+def test_bytes_of_byte_fallback_tokens() -> None:
+    tokenizer = opened("byte fallback")
+    assert tokenizer.token_bytes(id_of("byte fallback", "<0xE2>")) == b"\xe2"
+    assert tokenizer.token_bytes(id_of("byte fallback", "▁the")) == b" the"
+    stream = Detokenizer(tokenizer)
+    ids = [id_of("byte fallback", t) for t in ("▁the", "<0xE2>", "<0x82>", "<0xAC>", "▁the")]
+    assert [stream.push(t) for t in ids] == ["the", "", "", "€", " the"]
+
+
+def test_control_tokens_ids_and_padding_of_the_vocabulary() -> None:
+    eos, ordinary = id_of("byte-level", "<|im_end|>"), id_of("byte-level", "a")
+    tokenizer = open_library(byte_level(), [ordinary])
+    assert tokenizer.vocabulary == library("byte-level").get_vocab_size()
+    assert tokenizer.is_control(eos)
+    assert tokenizer.is_control(ordinary)
+    assert not tokenizer.is_control(id_of("byte-level", "<tool>"))
+    assert tokenizer.token_text(eos) == "<|im_end|>"
+    assert tokenizer.token_bytes(tokenizer.vocabulary + 5) == b""
+    assert tokenizer.token_bytes(-1) == b""
+    assert tokenizer.decode([tokenizer.vocabulary + 5, eos, ordinary]) == ""
+
+
+def test_an_added_stop_token_that_is_not_marked_special_is_inert_in_messages() -> None:
+    t = byte_level()
+    t.add_tokens([AddedToken("<|eot|>", special=False, normalized=False)])
+    stop = t.get_vocab()["<|eot|>"]
+    tokenizer = open_library(t, [stop])
+    assert tokenizer.encode("a<|eot|>")[-1] == stop
+    inert = tokenizer.encode(tokenizer.escape("a<|eot|>"))
+    assert stop not in inert
+    assert tokenizer.decode(inert) == "a<|eot|>"
+
+
+def test_truncation_and_padding_of_the_file_are_not_obeyed() -> None:
+    t = byte_level()
+    t.enable_truncation(3)
+    t.enable_padding(length=10)
+    tokenizer = open_library(t)
+    ids = tokenizer.encode("one two three four five")
+    assert tokenizer.decode(ids) == "one two three four five"
+
+
+def test_surrogates_are_refused() -> None:
+    with pytest.raises(TokenizerError, match="surrogate"):
+        opened("byte-level").encode("a\ud800")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "not json", '{"model": 1}', "[" * 100_000])
+def test_a_broken_file_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.open(tmp_path / "tokenizer.json")
+
+
+def test_a_missing_file_and_an_unknown_decoder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        Tokenizer.open(tmp_path / "none.json")
+    spec = json.loads(byte_level().to_str())
+    spec["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (tmp_path / "w.json").write_text(json.dumps(spec))
+    with pytest.raises(TokenizerError, match="WordPiece"):
+        Tokenizer.open(tmp_path / "w.json")
+
+
+def test_threads_share_a_tokenizer() -> None:
+    tokenizer = opened("byte-level")
+    contents = [f"{i} <|im_end|> {'é' * i}" for i in range(50)]
+    wrong: list[str] = []
+
+    def work() -> None:
+        for content in itertools.chain.from_iterable(itertools.repeat(contents, 4)):
+            if tokenizer.decode(tokenizer.encode("<s>" + tokenizer.escape(content))) != content:
+                wrong.append(content)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
