@@ -9,6 +9,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 
 from ssmd.sessions import codec
@@ -22,6 +23,7 @@ from ssmd.sessions.checkpoint import (
     Part,
     Scope,
     anchors,
+    as_ids,
     digest,
     prefix_keys,
 )
@@ -133,6 +135,67 @@ def _check_and_place(blob: Blob, place: Any, what: str) -> None:
         place(blob)
     except (codec.CodecError, StateError) as err:
         raise StoreError(f"{what} cannot be read: {err}") from err
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint as the database describes it. segments: (id, first, last, dtype) of its KV rows in order."""
+
+    id: int
+    turn: str
+    kind: str
+    position: int
+    build: str
+    producer: str
+    ids: Ids
+    dtype: str  # of its recurrent data
+    segments: tuple[tuple[int, int, int, str], ...]
+    spec: StateSpec
+
+
+def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) -> list[Stored]:
+    """Of each kind the deepest checkpoint that the turns of a path link to; all of one layout. Root first in `path`."""
+    depth = {turn: i for i, turn in enumerate(path)}
+    t = turn_checkpoint.c
+    own: dict[int, str] = {}  # the topmost turn that links to it is the one that it was made for
+    for at in range(0, len(path), _BATCH):
+        for turn, number in connection.execute(select(t.turn, t.checkpoint).where(t.turn.in_(path[at : at + _BATCH]))):
+            if number not in own or depth[turn] < depth[own[number]]:
+                own[number] = turn
+    columns = select(_c.id, _c.kind, _c.position, _c.layout).where(_c.lineage == lineage)
+    rows: list[Any] = []
+    numbers = sorted(own)
+    for at in range(0, len(numbers), _BATCH):
+        rows += connection.execute(columns.where(_c.id.in_(numbers[at : at + _BATCH])))
+    deepest = sorted(rows, key=lambda r: (r.position, r.id), reverse=True)
+    chosen: dict[str, Any] = {}
+    for row in deepest:
+        if row.layout == deepest[0].layout:
+            chosen.setdefault(row.kind, row)
+    return [_stored(connection, row.id, own[row.id]) for row in chosen.values()]
+
+
+def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Stored:
+    query = select(checkpoint, layout.c.tensors).join(layout, layout.c.digest == _c.layout)
+    row = connection.execute(query.where(_c.id == checkpoint_id)).one()
+    dtypes = connection.scalars(select(piece.c.dtype).where(piece.c.checkpoint == checkpoint_id).distinct()).all()
+    joined = segment.join(checkpoint_segment, checkpoint_segment.c.segment == segment.c.id)
+    columns = select(segment.c.id, segment.c.first, segment.c.last, segment.c.dtype).select_from(joined)
+    segments = connection.execute(
+        columns.where(checkpoint_segment.c.checkpoint == checkpoint_id).order_by(segment.c.first)
+    )
+    return Stored(
+        id=checkpoint_id,
+        turn=turn,
+        kind=row.kind,
+        position=row.position,
+        build=row.build,
+        producer=row.producer,
+        ids=as_ids(np.frombuffer(row.ids, "<i4")),
+        dtype="float32" if "float32" in dtypes else "float16",
+        segments=tuple((s.id, s.first, s.last, s.dtype) for s in segments),
+        spec=StateSpec.from_json(row.tensors),
+    )
 
 
 def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Sequence[str]) -> list[Placed]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ class Store:
             raise
         return Store(engine, file)
 
+    def reading(self) -> AbstractContextManager[Connection]:
+        """A read transaction, for what takes several reads of one moment."""
+        return database.reading(self._engine, self.file)
+
+    def load_in(self, connection: Connection, checkpoint_id: int, spec: StateSpec) -> State:
+        """As `load`, within a read transaction."""
+        return checkpoint_rows.load(connection, checkpoint_id, spec, self._threads)
+
     def close(self) -> None:
         self._threads.shutdown()
         self._engine.dispose()
@@ -91,6 +100,23 @@ class Store:
             placed = checkpoint_rows.insert_checkpoints(connection, checkpoints, [t.id for t in turns])
         return Committed(tuple(placed))
 
+    def adopt(
+        self, session: SessionInfo, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded], *, head: str
+    ) -> Committed:
+        """Write a whole session from elsewhere in one transaction; parents stand before their children in `turns`."""
+        with database.writing(self._engine, self.file) as connection:
+            if turn_rows.taken(connection, session.id, [t.id for t in turns]):
+                raise StoreError(f"session {session.id!r}, or one of its turns, is stored here already")
+            now = datetime.now(UTC)
+            self._insert_session(connection, turns, session, head=head, now=turn_rows.to_micros(now))
+            turn_rows.insert_turns(connection, turns)
+            return Committed(tuple(checkpoint_rows.insert_checkpoints(connection, checkpoints, [head])))
+
+    def taken(self, session_id: str, turn_ids: Sequence[str] = ()) -> bool:
+        """Whether one of these ids is in use, the session's also as the origin of checkpoints that outlived it."""
+        with self.reading() as connection:
+            return turn_rows.taken(connection, session_id, turn_ids)
+
     def _touch_session(self, connection: Connection, turns: Sequence[NewTurn], info: SessionInfo) -> None:
         now = max(turn_rows.to_micros(t.created_at) for t in turns)
         s = session_table.c
@@ -105,16 +131,21 @@ class Store:
             return
         if turns[0].parent is not None:
             raise StoreError(f"session {info.id!r} was removed meanwhile")
+        self._insert_session(connection, turns, info, head=turns[0].id, now=now)
+
+    def _insert_session(
+        self, connection: Connection, turns: Sequence[NewTurn], info: SessionInfo, *, head: str, now: int
+    ) -> None:
         if info.clock.tzinfo is None:
             raise StoreError(f"the clock of session {info.id!r} has no time zone")
         row = {
             "id": check_id("session", info.id),
-            "created_at": now,
+            "created_at": min(now, *(turn_rows.to_micros(t.created_at) for t in turns)),
             "last_used_at": now,
             "model": info.model,
             "lineage": info.lineage,
             "clock": info.clock.isoformat(),
-            "head": turns[0].id,
+            "head": head,
             "turns": len(turns),
             "title": _title(turns[0].messages),
             "pinned": info.pinned,
@@ -131,44 +162,48 @@ class Store:
         it. skip: ids of checkpoints to pass over, as those that could not be loaded.
         """
         wanted = as_ids(ids)
-        with database.reading(self._engine, self.file) as connection:
+        with self.reading() as connection:
             return checkpoint_rows.find(connection, scope, wanted, session, skip)
 
     def load(self, checkpoint_id: int, spec: StateSpec) -> State:
         """The whole state of a checkpoint, in the dtypes of `spec`; every stored byte was verified."""
-        with database.reading(self._engine, self.file) as connection:
-            return checkpoint_rows.load(connection, checkpoint_id, spec, self._threads)
+        with self.reading() as connection:
+            return self.load_in(connection, checkpoint_id, spec)
 
     def candidates(self, messages: Sequence[Message], session: str | None = None) -> list[Conversation]:
         """What match.match needs to know of the store for a request. Raises UnknownSession."""
-        with database.reading(self._engine, self.file) as connection:
+        with self.reading() as connection:
             if session is not None:
                 self._session_row(connection, session)
             return turn_rows.read_echoed(connection, messages, session)
 
     def sessions(self) -> list[Session]:
         """All sessions, the one used last first."""
-        with database.reading(self._engine, self.file) as connection:
+        with self.reading() as connection:
             sizes = {row.session: row.nbytes for row in connection.execute(_sizes())}
             rows = connection.execute(select(session_table).order_by(session_table.c.last_used_at.desc()))
             return [_session(row, sizes.get(row.id, 0)) for row in rows]
 
     def session(self, session_id: str) -> Session:
         """Raises UnknownSession."""
-        with database.reading(self._engine, self.file) as connection:
-            row = self._session_row(connection, session_id)
-            size = connection.execute(_sizes().where(turn.c.session == session_id)).one_or_none()
-            return _session(row, size.nbytes if size else 0)
+        with self.reading() as connection:
+            return self.session_in(connection, session_id)
+
+    def session_in(self, connection: Connection, session_id: str) -> Session:
+        """As `session`, within a read transaction."""
+        row = self._session_row(connection, session_id)
+        size = connection.execute(_sizes().where(turn.c.session == session_id)).one_or_none()
+        return _session(row, size.nbytes if size else 0)
 
     def turns(self, session_id: str) -> list[Turn]:
         """The tree of a session: all its turns, parents before their children. Raises UnknownSession."""
-        with database.reading(self._engine, self.file) as connection:
+        with self.reading() as connection:
             self._session_row(connection, session_id)
             return turn_rows.read_tree(connection, session_id)
 
     def path(self, turn_id: str) -> list[Turn]:
         """The turns from the root to this one. Raises UnknownSession."""
-        with database.reading(self._engine, self.file) as connection:
+        with self.reading() as connection:
             return turn_rows.read_path(connection, turn_id)
 
     def delete(self, session_id: str) -> None:
@@ -187,7 +222,7 @@ class Store:
 
     def bytes_stored(self) -> int:
         """Bytes of all checkpoints, compressed."""
-        with database.reading(self._engine, self.file) as connection:
+        with self.reading() as connection:
             columns = (checkpoint.c.recurrent_nbytes, segment.c.nbytes)
             return sum(int(connection.scalars(select(func.coalesce(func.sum(c), 0))).one()) for c in columns)
 

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, insert, select
 
 from ssmd.sessions.checkpoint import Ids, as_ids
 from ssmd.sessions.match import Chain, Conversation, echoed_chains
+from ssmd.sessions.schema import checkpoint as checkpoint_table
 from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.schema import turn as turn_table
 from ssmd.sessions.turn import NewTurn, StoreError, Turn, UnknownSession, check_id, conversation
@@ -131,8 +132,8 @@ def _row(turn: NewTurn, end: _End, above: _End) -> dict[str, Any]:
         turn.text.encode()
     except UnicodeEncodeError as err:
         raise StoreError(f"turn {turn.id!r}: its text is not Unicode ({err.reason})") from err
-    ids_shared = _shared(end.ids, above.ids)
-    text_shared = _shared_text(turn.text, above.text)
+    ids_shared = shared_ids(end.ids, above.ids)
+    text_shared = shared_text(turn.text, above.text)
     return {
         "id": turn.id,
         "session": turn.session,
@@ -153,19 +154,20 @@ def _row(turn: NewTurn, end: _End, above: _End) -> dict[str, Any]:
     }
 
 
-def _shared(a: Ids, b: Ids) -> int:
-    """How many ids both begin with."""
+def shared_ids(a: Ids, b: Ids) -> int:
+    """With how many ids both begin."""
     n = min(len(a), len(b))
     differing = np.flatnonzero(a[:n] != b[:n])
     return int(differing[0]) if len(differing) else n
 
 
-def _shared_text(a: str, b: str) -> int:
+def shared_text(a: str, b: str) -> int:
+    """With how many characters both begin."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n
     wide_a = np.frombuffer(a[:n].encode("utf-32-le"), "<i4")
-    return _shared(wide_a, np.frombuffer(b[:n].encode("utf-32-le"), "<i4"))
+    return shared_ids(wide_a, np.frombuffer(b[:n].encode("utf-32-le"), "<i4"))
 
 
 def read_echoed(connection: Connection, messages: Sequence[Message], session: str | None) -> list[Conversation]:
@@ -190,3 +192,14 @@ def read_echoed(connection: Connection, messages: Sequence[Message], session: st
         )
         for row in (connection.execute(query).all() if chains else ())
     ]
+
+
+def taken(connection: Connection, session_id: str, turn_ids: Sequence[str]) -> bool:
+    """Whether a session, an import or a turn of these ids is stored."""
+    queries = [
+        select(session_table.c.id).where(session_table.c.id == session_id),
+        select(checkpoint_table.c.id).where(checkpoint_table.c.origin == session_id),
+    ]
+    for at in range(0, len(turn_ids), _MAX_CHAINS):
+        queries.append(select(turn_table.c.id).where(turn_table.c.id.in_(turn_ids[at : at + _MAX_CHAINS])))
+    return any(connection.execute(q.limit(1)).first() is not None for q in queries)

@@ -1,0 +1,189 @@
+"""`ssmd session`: the conversations kept here: list, show, export, import, rm. Works while the daemon runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ssmd.cli import options
+
+if TYPE_CHECKING:
+    from ssmd.sessions.store import Store
+    from ssmd.sessions.transfer import Local
+    from ssmd.sessions.turn import Session, Turn
+
+app = typer.Typer(help="The conversations kept here.", no_args_is_help=True)
+_BUSY_MS = 10_000  # a daemon may be writing a turn
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="The session's id.")]
+
+
+@contextmanager
+def _open_store(data_dir: Path | None) -> Iterator[Store]:
+    from ssmd.config import Settings
+    from ssmd.sessions.store import Store
+
+    settings = Settings(data_dir=data_dir)
+    settings.prepare()
+    store = Store.open(settings.data_dir, busy_ms=_BUSY_MS)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@app.command("list")
+def list_sessions(data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
+    """List the sessions, the one used last first. Sizes count checkpoints that are shared in each session."""
+    with _open_store(data_dir) as store:
+        sessions = store.sessions()
+    if as_json:
+        typer.echo(json.dumps([_summary(s) for s in sessions], indent=1, ensure_ascii=False))
+        return
+    if not sessions:
+        typer.echo("no session is kept here yet", err=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("id", "model", "turns", "size", "last used", "title", box=None, pad_edge=False)
+    for s in sessions:
+        used = s.last_used_at.astimezone().strftime("%Y-%m-%d %H:%M")
+        # Text: what users and models wrote is not to be read as markup.
+        table.add_row(s.id, Text(s.info.model), str(s.turns), _size(s.nbytes), used, Text(_plain(s.title)))
+    Console(soft_wrap=True).print(table)
+
+
+@app.command("show")
+def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
+    """Show a session and the conversation that leads to its current turn."""
+    with _open_store(data_dir) as store:
+        session = store.session(session_id)
+        path = store.path(session.head)
+        everything = store.turns(session_id) if as_json else []
+    if as_json:
+        turns = [_turn(t) for t in everything]
+        typer.echo(json.dumps(_summary(session) | {"tree": turns}, indent=1, ensure_ascii=False))
+        return
+    branches = f", {session.turns - len(path)} on other branches" if session.turns > len(path) else ""
+    imported = ", imported" if session.info.imported else ""
+    typer.echo(f"{session.id}  {session.info.model}  {len(path)} turns{branches}{imported}, {_size(session.nbytes)}")
+    for turn in path:
+        for message in turn.messages:
+            typer.echo(f"\n{message.role}: {_plain(message.content, lines=True)}")
+        cut = "" if turn.complete else "  [cut off]"
+        typer.echo(f"\n{turn.answer.role}: {_plain(turn.answer.content, lines=True)}{cut}")
+
+
+@app.command("export")
+def export(
+    session_id: Id,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, for example chat.ssmd.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    data_dir: options.DataDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Write a session with its newest checkpoints to a file, to go on with it elsewhere."""
+    from ssmd.sessions.transfer import export_session
+
+    with _open_store(data_dir) as store:
+        done = export_session(store, session_id, file.expanduser(), force=force)
+    if as_json:
+        fields = {"file": str(file), "bytes": done.nbytes, "turns": done.turns, "states": done.checkpoints}
+        typer.echo(json.dumps(fields))
+        return
+    typer.echo(f"{file}: {done.turns} turns, {done.checkpoints} states, {_size(done.nbytes)}")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `ssmd session export` wrote.")],
+    data_dir: options.DataDir = None,
+    models_dir: options.ModelsDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Read a session from a file. It must belong to a model that is installed here."""
+    from ssmd.config import Settings
+    from ssmd.sessions.transfer import import_session
+
+    local = _local_models(Settings(data_dir=data_dir, models_dir=models_dir).models_dir)
+    if not local:
+        typer.echo("note: no model is installed here, so the session is not checked against one", err=True)
+    with _open_store(data_dir) as store:
+        done = import_session(store, file.expanduser(), local=local or None)
+    if as_json:
+        fields = {"id": done.session, "renamed": done.renamed, "turns": done.turns, "states": done.checkpoints}
+        typer.echo(json.dumps(fields | {"bytes": done.nbytes, "model": done.model, "lineage": done.lineage}))
+        return
+    renamed = " (a new id: the file's own is in use here)" if done.renamed else ""
+    typer.echo(f"{done.session}{renamed}: {done.turns} turns, {done.checkpoints} states, {_size(done.nbytes)}")
+
+
+@app.command("rm")
+def remove(
+    session_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The sessions to remove.")],
+    data_dir: options.DataDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Remove sessions: their text, and the states that no other session uses. It cannot be undone."""
+    with _open_store(data_dir) as store:
+        for session_id in session_ids:
+            store.session(session_id)  # a wrong id among them: nothing is removed
+        for session_id in dict.fromkeys(session_ids):
+            store.delete(session_id)
+            if not as_json:
+                typer.echo(f"removed {session_id}")
+    if as_json:
+        typer.echo(json.dumps({"removed": list(dict.fromkeys(session_ids))}))
+
+
+def _local_models(models_dir: Path) -> dict[str, Local]:
+    from ssmd.models import installed
+    from ssmd.sessions.transfer import Local
+
+    manifests = [one.manifest for one in installed(models_dir) if one.manifest is not None]
+    return {m.lineage: Local(m.name, m.spec, m.vocabulary) for m in manifests}
+
+
+def _summary(session: Session) -> dict[str, Any]:
+    return {
+        "id": session.id,
+        "model": session.info.model,
+        "lineage": session.info.lineage,
+        "turns": session.turns,
+        "head": session.head,
+        "bytes": session.nbytes,
+        "pinned": session.info.pinned,
+        "imported": session.info.imported is not None,
+        "created_at": session.created_at.isoformat(),
+        "last_used_at": session.last_used_at.isoformat(),
+        "title": session.title,
+    }
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "id": turn.id,
+        "parent": turn.parent,
+        "messages": [m.to_json() for m in turn.messages],
+        "answer": turn.answer.to_json(),
+        "prompt_tokens": turn.prompt_tokens,
+        "finish": turn.finish,
+        "complete": turn.complete,
+        "created_at": turn.created_at.isoformat(),
+    }
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB"
+
+
+def _plain(text: str, *, lines: bool = False) -> str:
+    """Without control characters: a stored reply must not be able to steer the terminal."""
+    return "".join(c if c.isprintable() or (lines and c in "\n\t") else "\ufffd" for c in text)
