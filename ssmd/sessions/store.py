@@ -192,7 +192,7 @@ class Store:
     def session_in(self, connection: Connection, session_id: str) -> Session:
         """As `session`, within a read transaction."""
         row = self._session_row(connection, session_id)
-        size = connection.execute(_sizes().where(turn.c.session == session_id)).one_or_none()
+        size = connection.execute(_sizes(session_id)).one_or_none()
         return _session(row, size.nbytes if size else 0)
 
     def turns(self, session_id: str) -> list[Turn]:
@@ -233,10 +233,11 @@ class Store:
         return row
 
 
-def _sizes() -> Any:
+def _sizes(session_id: str | None = None) -> Any:
     """(session, nbytes): the bytes of the checkpoints that each session's turns link to, shared ones included."""
     joined = turn_checkpoint.join(turn, turn.c.id == turn_checkpoint.c.turn)
-    linked = select(turn.c.session, turn_checkpoint.c.checkpoint).select_from(joined).distinct().subquery()
+    links = select(turn.c.session, turn_checkpoint.c.checkpoint).select_from(joined).distinct()
+    linked = (links if session_id is None else links.where(turn.c.session == session_id)).subquery()
     size = func.sum(checkpoint.c.recurrent_nbytes + checkpoint.c.rows_nbytes).label("nbytes")
     return (
         select(linked.c.session, size)
