@@ -22,12 +22,12 @@ from ssmd.generation import Done, Event, Failed, FinishReason, Rejected, Request
 from ssmd.inflight import Generation
 from ssmd.lane import Lane
 from ssmd.metrics import Metrics
-from ssmd.prompt import Planner
+from ssmd.prompt import Planner, Prompt
 from ssmd.runtime import Handle, Logits, Program
-from ssmd.sessions.checkpoint import CheckpointKind, Ids, NewCheckpoint
+from ssmd.sessions.checkpoint import CheckpointKind, Found, Ids, NewCheckpoint
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
-from ssmd.state import StateError
+from ssmd.state import State, StateError
 from ssmd.text.template import ChatTemplate
 from ssmd.text.tokenizer import Tokenizer
 from ssmd.writer import Writer
@@ -142,7 +142,7 @@ class Engine:
             found = generation.prompt.found
             generation.admitted = time.perf_counter()
             if found is not None and self._store is not None:
-                generation.loading = self._loader.submit(self._store.load, found.id, self.program.spec)
+                generation.loading = self._loader.submit(self._load, generation.prompt, self._store)
                 generation.loading.add_done_callback(lambda _: self._notify())
             self._running.append(generation)
         self.metrics.queue(len(self._waiting), len(self._running))
@@ -202,12 +202,14 @@ class Engine:
 
     def _begin(self, g: Generation) -> None:
         """The handle to prefill: restored from the checkpoint found, or new when there is none that can be read."""
-        found = g.prompt.found
-        if g.loading is not None and found is not None:
+        loaded = None if g.loading is None else g.loading.result()
+        g.loading = None
+        if loaded is not None:
+            found, state = loaded
             try:
-                g.handle = self.program.restore(g.loading.result())
-            except (StoreError, StateError) as err:
-                log.error("checkpoint %s cannot be used, the conversation is read again: %s", found.id, err)
+                g.handle = self.program.restore(state)
+            except StateError as err:
+                log.error("checkpoint %s does not fit the program, the prompt is read whole: %s", found.id, err)
             else:
                 g.position = found.position
                 g.origin = found.origin
@@ -216,9 +218,20 @@ class Engine:
                 if same_build:
                     g.parent = (found.id, found.position)
                 g.restore_ms = (time.perf_counter() - g.admitted) * 1e3
-            g.loading = None
         if g.handle is None:
             g.handle = self.program.new_state()
+
+    def _load(self, prompt: Prompt, store: Store) -> tuple[Found, State] | None:
+        """In the loader's thread: the deepest checkpoint that can be read, if there is any."""
+        found, broken = prompt.found, list[int]()
+        while found is not None:
+            try:
+                return found, store.load(found.id, self.program.spec)
+            except StoreError as err:
+                log.error("checkpoint %s cannot be used, the next best is: %s", found.id, err)
+                broken.append(found.id)
+                found = self._planner.find(prompt.ids, None if prompt.info is None else prompt.info.id, skip=broken)
+        return None
 
     def _open_lanes(self, g: Generation) -> None:
         """Start as many of the n choices as there is room for; the last of them takes the prompt's own handle."""

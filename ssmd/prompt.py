@@ -24,7 +24,7 @@ from ssmd.text.template import ChatTemplate, TemplateError
 from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-SYSTEM_CHECKPOINT_TOKENS = 16  # a shorter beginning is fed again sooner than it is restored
+SYSTEM_CHECKPOINT_TOKENS = 64  # a shorter beginning fits the bucket of what follows it: feeding it again is free
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Planner:
             parent=matched.parent,
             new=matched.new[:-1] if continued else matched.new,
             begun=begun if text.endswith(self._tokenizer.escape(begun)) else begun.strip(),
-            found=self._find(ids, None if info is None else info.id),
+            found=self.find(ids, None if info is None else info.id),
         )
 
     def _match(self, request: Request) -> Match:
@@ -185,11 +185,12 @@ class Planner:
         at = next((i for i in range(common, 0, -1) if self._tokenizer.ends_at_control(a, i)), 0)
         return a[:at], np.array(self._tokenizer.encode(a[:at]), np.int32)
 
-    def _find(self, ids: Ids, session: str | None) -> Found | None:
+    def find(self, ids: Ids, session: str | None, skip: Sequence[int] = ()) -> Found | None:
+        """The deepest usable checkpoint for `ids`, passing over those in `skip`."""
         if self._store is None:
             return None
         try:
-            return self._store.find(self.scope, ids, session)
+            return self._store.find(self.scope, ids, session, skip=skip)
         except StoreError as err:
             log.error("no checkpoint can be looked up, the prompt is read whole: %s", err)
             return None

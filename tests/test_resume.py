@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
@@ -31,6 +30,7 @@ TEMPLATE_TOKENS = (
 )
 KILLS = int(os.environ.get("SSMD_KILLS", "6"))
 
+SAMPLING = {"temperature": 1.0, "seed": 7}  # greedy, a random model says one token for ever
 MODELS = ("llama-f32", "granite-f32", "granite-int8")
 
 
@@ -38,14 +38,14 @@ def say(text: str, role: str = "user") -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-def talk(daemon: Daemon, turns: int, *, before_last: Callable[[], None] = lambda: None, **fields: Any) -> list[Reply]:
+def talk(daemon: Daemon, turns: int, *, before_last: Callable[[], None] = lambda: None) -> list[Reply]:
     """A conversation by a client that sends all of it every time; the calls of two such talks are the same."""
     messages, replies = [SYSTEM], []
     for i in range(turns):
         if i == turns - 1:
             before_last()
         messages.append(say(QUESTIONS[i]))
-        reply = daemon.chat(messages, max_tokens=24, logprobs=True, top_logprobs=5, **fields)
+        reply = daemon.chat(messages, max_tokens=24, logprobs=True, top_logprobs=5, **SAMPLING)
         messages.append(say(reply.text, "assistant"))
         replies.append(reply)
     return replies
@@ -91,7 +91,7 @@ def test_regenerating_after_a_restart_feeds_next_to_nothing(
         first, second = talk(daemon, 2)
         restart(daemon)()
         messages = [SYSTEM, say(QUESTIONS[0]), say(first.text, "assistant"), say(QUESTIONS[1])]
-        again = daemon.chat(messages, max_tokens=24, logprobs=True, top_logprobs=5)
+        again = daemon.chat(messages, max_tokens=24, logprobs=True, top_logprobs=5, **SAMPLING)
         assert fed(again) <= 2
         assert (again.text, again.logprobs) == (second.text, second.logprobs)
         assert again.session == second.session
@@ -105,9 +105,9 @@ def test_a_reply_cut_by_a_stop_string_continues_from_cache(
     model: str, artifacts: TinyArtifacts, tmp_path: Path
 ) -> None:
     with Daemon(artifacts[model], tmp_path / "data") as daemon:
-        whole = daemon.chat([SYSTEM, say(QUESTIONS[0])], max_tokens=24)
+        whole = daemon.chat([SYSTEM, say(QUESTIONS[0])], max_tokens=24, **SAMPLING)
         stop = whole.text[len(whole.text) // 2 :][:2]
-        cut = daemon.chat([SYSTEM, say(QUESTIONS[0])], max_tokens=24, stop=[stop])
+        cut = daemon.chat([SYSTEM, say(QUESTIONS[0])], max_tokens=24, stop=[stop], **SAMPLING)
         assert cut.finish_reason == "stop"
         assert cut.text == whole.text[: whole.text.index(stop)]
         restart(daemon)()
@@ -142,7 +142,7 @@ def test_a_session_moves_to_an_empty_data_dir(model: str, artifacts: TinyArtifac
         messages = [SYSTEM]
         for question, reply in zip(QUESTIONS, replies, strict=False):
             messages += [say(question), say(reply.text, "assistant")]
-        moved = daemon.chat([*messages, say(QUESTIONS[2])], max_tokens=24, logprobs=True, top_logprobs=5)
+        moved = daemon.chat([*messages, say(QUESTIONS[2])], max_tokens=24, logprobs=True, top_logprobs=5, **SAMPLING)
         assert fed(moved) <= len(QUESTIONS[2].encode()) + TEMPLATE_TOKENS
         assert moved.usage["ssmd"]["resume"] == "exact"
         assert (moved.text, moved.logprobs) == (stayed.text, stayed.logprobs)
@@ -175,7 +175,7 @@ class Client(threading.Thread):
                 messages += [say(asked), say(answered, "assistant")]
             reply = Reply()
             try:
-                for _ in self._daemon.stream(reply, [*messages, say(question)], model="tiny", max_tokens=6):
+                for _ in self._daemon.stream(reply, [*messages, say(question)], max_tokens=6, **SAMPLING):
                     pass
             except (OSError, HTTPException):  # the daemon was killed
                 return

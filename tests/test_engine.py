@@ -1,0 +1,279 @@
+"""The engine over a real program and a real store: what it feeds, keeps and refuses, and when things break."""
+
+from __future__ import annotations
+
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from conftest import TinyArtifacts
+
+from ssmd.artifact import Artifact
+from ssmd.engine import Engine
+from ssmd.generation import Delta, Done, Event, Failed, Rejected, Request, TokenLogprob, Usage
+from ssmd.inflight import Generation
+from ssmd.metrics import Metrics
+from ssmd.runtime import Program, get_runtime
+from ssmd.sampling import SamplingParams
+from ssmd.sessions.store import Store
+from ssmd.text.messages import Message
+
+SAMPLING = SamplingParams(temperature=1.0, seed=3, logprobs=True, top_logprobs=3)
+LONG_SYSTEM = Message("system", "You are the keeper of a lighthouse. " * 12)
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def answered(text: str) -> Message:
+    return Message("assistant", text)
+
+
+@dataclass
+class Answer:
+    texts: dict[int, str] = field(default_factory=dict)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    end: Done | Failed | None = None
+
+    @property
+    def text(self) -> str:
+        return self.texts.get(0, "")
+
+    @property
+    def usage(self) -> Usage:
+        assert isinstance(self.end, Done), self.end
+        return self.end.usage
+
+    @property
+    def fed(self) -> int:
+        return self.usage.prompt_tokens - self.usage.cached_tokens
+
+
+class Asked:
+    """A request in the engine and the events that it delivers."""
+
+    def __init__(self, engine: Engine, *messages: Message, **fields: object) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        request = Request(**{"messages": messages, "sampling": SAMPLING, "max_tokens": 16, **fields})  # type: ignore[arg-type]  # fields are of many types
+        self.generation: Generation = engine.submit(request, self._events.put)
+
+    def next(self) -> Event:
+        return self._events.get(timeout=60)
+
+    def answer(self) -> Answer:
+        answer = Answer()
+        while True:
+            event = self.next()
+            if not isinstance(event, Delta):
+                answer.end = event
+                return answer
+            answer.texts[event.index] = answer.texts.get(event.index, "") + event.text
+            if event.index == 0:
+                answer.logprobs += event.logprobs
+
+
+def ask(engine: Engine, *messages: Message, **fields: object) -> Answer:
+    return Asked(engine, *messages, **fields).answer()
+
+
+@pytest.fixture(scope="module", params=["granite-int8", "llama-f32"])
+def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
+    artifact = Artifact.open(artifacts[request.param])
+    program = get_runtime("litert").load(artifact)
+    yield artifact, program
+    program.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path / "data", busy_ms=200)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def engine(loaded: tuple[Artifact, Program], store: Store) -> Iterator[Engine]:
+    engine = Engine(*loaded, store, metrics=Metrics(), max_running=2, max_queue=3)
+    engine.start()
+    yield engine
+    engine.shutdown(0)
+
+
+def test_a_conversation_continues_and_a_system_prompt_is_shared(engine: Engine, store: Store) -> None:
+    first = ask(engine, LONG_SYSTEM, user("Who is there?"))
+    assert (first.usage.cached_tokens, first.usage.resume) == (0, "none")
+    second = ask(engine, LONG_SYSTEM, user("Who is there?"), answered(first.text), user("And now?"))
+    assert second.usage.resume == "exact"
+    assert second.usage.session == first.usage.session
+    assert second.usage.cached_tokens >= first.usage.prompt_tokens + first.usage.completion_tokens - 1
+    other = ask(engine, LONG_SYSTEM, user("Something else"))
+    assert other.usage.session != first.usage.session
+    assert other.usage.cached_tokens >= 64
+    assert [s.turns for s in store.sessions()] == [1, 2]
+
+
+def test_cached_tokens_are_those_not_fed(engine: Engine, loaded: tuple[Artifact, Program]) -> None:
+    """Counted at the program itself: what usage calls cached never went into it."""
+    program = loaded[1]
+    fed: list[int] = []
+    prefill, decode = program.prefill, program.decode
+    program.prefill = lambda h, t: (fed.append(len(t)), prefill(h, t))[1]  # type: ignore[method-assign]  # a counter
+    program.decode = lambda h, t: (fed.append(len(t)), decode(h, t))[1]  # type: ignore[method-assign]
+    try:
+        first = ask(engine, LONG_SYSTEM, user("Count."), max_tokens=1)
+        assert sum(fed) == first.usage.prompt_tokens
+        fed.clear()
+        again = ask(engine, LONG_SYSTEM, user("Count."), answered(first.text), user("More."), max_tokens=1)
+        assert sum(fed) == again.fed < again.usage.prompt_tokens
+    finally:
+        program.prefill, program.decode = prefill, decode  # type: ignore[method-assign]
+
+
+def test_choices_are_siblings(engine: Engine, store: Store) -> None:
+    answer = ask(engine, user("Three, please."), n=3)  # more than may run at once
+    assert sorted(answer.texts) == [0, 1, 2]
+    assert len(set(answer.texts.values())) > 1
+    session = store.sessions()[0]
+    turns = store.turns(session.id)
+    assert [t.parent for t in turns] == [None] * 3
+    assert [t.answer.content for t in turns] == [answer.texts[i] for i in range(3)]
+    assert session.head == turns[0].id
+    alone = ask(engine, user("Three, please."), store=False)
+    assert (alone.text, alone.logprobs) == (answer.text, answer.logprobs)
+    again = ask(engine, user("Three, please."), answered(answer.texts[2]), user("The third."))
+    assert again.usage.session == session.id
+    assert store.turns(session.id)[-1].parent == turns[2].id
+
+
+def test_store_false_keeps_nothing(engine: Engine, store: Store) -> None:
+    answer = ask(engine, LONG_SYSTEM, user("Forget this."), store=False)
+    assert (answer.usage.session, answer.usage.stored) == (None, False)
+    assert store.sessions() == []
+    assert store.bytes_stored() == 0
+
+
+def test_an_unknown_session_is_refused(engine: Engine) -> None:
+    with pytest.raises(Rejected, match="there is no session 'ses_none'") as refused:
+        ask(engine, user("Hello?"), session="ses_none")
+    assert refused.value.status == 404
+
+
+def test_a_prompt_longer_than_the_context_is_refused(engine: Engine) -> None:
+    with pytest.raises(Rejected, match="context is 512 tokens") as refused:
+        ask(engine, user("word " * 600))
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_the_context_ends_an_answer_with_length(engine: Engine, loaded: tuple[Artifact, Program]) -> None:
+    bias = {t: -100.0 for t in loaded[0].manifest.stop_tokens}
+    answer = ask(
+        engine, user("a" * 440), max_tokens=10_000, sampling=SamplingParams(temperature=1.0, seed=1, logit_bias=bias)
+    )
+    assert isinstance(answer.end, Done)
+    assert answer.end.finish_reasons == ("length",)
+    assert answer.usage.prompt_tokens + answer.usage.completion_tokens == loaded[1].context
+
+
+def test_a_cancelled_answer_is_kept_as_far_as_it_was_sent(engine: Engine, store: Store) -> None:
+    asked = Asked(engine, user("Tell me everything."), max_tokens=400)
+    event = asked.next()
+    assert isinstance(event, Delta)
+    asked.generation.cancel()
+    rest = asked.answer()
+    turn = store.turns(str(asked.generation.session))[0]
+    assert not turn.complete
+    assert turn.answer.content == event.text + rest.text
+    assert rest.usage.completion_tokens < 400
+    follow = ask(engine, user("Tell me everything."), turn.answer, user("Go on."))
+    assert follow.usage.session == asked.generation.session
+    assert follow.usage.resume == "exact"
+
+
+def test_two_requests_interleave(engine: Engine) -> None:
+    slow = Asked(engine, user("A long one."), max_tokens=300, sampling=SamplingParams(temperature=1.0, seed=5))
+    assert isinstance(slow.next(), Delta)
+    quick = ask(engine, user("A short one."), max_tokens=3)
+    assert isinstance(quick.end, Done)
+    slow.generation.cancel()
+    assert 0 < slow.answer().usage.completion_tokens < 300
+
+
+def test_a_full_queue_is_refused(engine: Engine) -> None:
+    running = [Asked(engine, user(f"Long {i}."), max_tokens=400) for i in range(2)]
+    for one in running:
+        assert isinstance(one.next(), Delta)
+    waiting = [Asked(engine, user(f"Wait {i}.")) for i in range(3)]
+    with pytest.raises(Rejected, match="3 requests are waiting") as refused:
+        ask(engine, user("One too many."))
+    assert (refused.value.status, refused.value.code) == (503, "queue_full")
+    assert refused.value.retry_after_s
+    for one in running:
+        one.generation.cancel()
+    assert all(isinstance(one.answer().end, Done) for one in [*running, *waiting])
+
+
+def test_shutdown_cuts_what_runs_and_stores_it(loaded: tuple[Artifact, Program], store: Store) -> None:
+    engine = Engine(*loaded, store, metrics=Metrics())
+    engine.start()
+    asked = Asked(engine, user("On and on."), max_tokens=400, sampling=SamplingParams(temperature=1.0, seed=5))
+    assert isinstance(asked.next(), Delta)
+    ended = threading.Thread(target=engine.shutdown, args=(0.05,))
+    ended.start()
+    answer = asked.answer()
+    ended.join()
+    assert isinstance(answer.end, Failed)
+    assert answer.end.error.status == 503
+    assert not store.turns(str(asked.generation.session))[0].complete
+    with pytest.raises(Rejected, match="shutting down"):
+        ask(engine, user("Too late."))
+
+
+def test_a_locked_database_costs_the_memory_not_the_answer(engine: Engine, store: Store) -> None:
+    first = ask(engine, user("Before."))
+    other = sqlite3.connect(store.file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    answer = ask(engine, user("Before."), answered(first.text), user("During."))
+    assert answer.usage.completion_tokens > 0
+    assert answer.usage.stored is False
+    assert answer.usage.resume == "exact"  # reading goes on
+    other.execute("ROLLBACK")
+    other.close()
+    after = ask(engine, user("Before."), answered(first.text), user("After."))
+    assert after.usage.stored is True
+
+
+def test_a_damaged_checkpoint_is_read_again(engine: Engine, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    first = ask(engine, LONG_SYSTEM, user("Before."))
+    right = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."), store=False)
+    with sqlite3.connect(store.file) as other:
+        for table in ("piece", "segment"):
+            other.execute(f"UPDATE {table} SET data = zeroblob(length(data))")
+    other.close()
+    answer = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."))
+    assert (answer.usage.cached_tokens, answer.usage.resume) == (0, "none")
+    assert "cannot be used" in caplog.text
+    assert answer.text == right.text
+
+
+def test_a_failing_step_ends_its_request_alone(engine: Engine, loaded: tuple[Artifact, Program]) -> None:
+    program = loaded[1]
+    slow = Asked(engine, user("I go on."), max_tokens=200, sampling=SamplingParams(temperature=1.0, seed=5))
+    assert isinstance(slow.next(), Delta)
+    prefill = program.prefill
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is on fire")
+
+    program.prefill = broken  # type: ignore[method-assign, assignment]  # a program that breaks
+    try:
+        answer = ask(engine, user("I fail."))
+    finally:
+        program.prefill = prefill  # type: ignore[method-assign]
+    assert isinstance(answer.end, Failed)
+    assert "on fire" in answer.end.error.message
+    assert isinstance(slow.answer().end, Done)
