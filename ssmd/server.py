@@ -45,7 +45,7 @@ def create_app(engine: Engine, store: Store | None, settings: Settings, *, stall
         *models.routes(engine),
         *health.routes(engine),
         *metrics.routes(engine, store),
-        *sessions.routes(store),
+        *sessions.routes(engine, store),
     ]
     return guarded(routes, Rules.of(settings, body_limits=sessions.BODY_LIMITS))
 

@@ -26,6 +26,8 @@ class Delivery:
 
     async def next(self) -> Event:
         """The next event. Raises Gone as soon as the client went away."""
+        if not self._events.empty():
+            await asyncio.sleep(0)  # a burst of events must not keep the loop from other clients
         event = await self._events.get()
         if event is None:
             raise Gone

@@ -10,6 +10,8 @@ Pure ASGI, outside of everything else, so that nothing is routed, parsed or read
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import re
@@ -32,6 +34,7 @@ from ssmd.generation import Rejected
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})
 PREFLIGHT_MAX_AGE_S = 600
+DRAIN_S = 2.0
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
 
 
@@ -98,6 +101,11 @@ class Security:
                 # What was not read of a body must not be taken for the next request, nor be waited for.
                 end = [] if intake.whole else [(b"connection", b"close")]
                 message["headers"] = [*message.get("headers", ()), *identity, *end]
+            elif not intake.whole and not message.get("more_body", False):
+                # A client that is still sending would see a reset, and not the answer, if the connection ended now.
+                await send({**message, "more_body": True})
+                await intake.drain()
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
             await send(message)
 
         try:
@@ -169,6 +177,7 @@ class _Intake:
     def __init__(self, receive: Receive, headers: Headers) -> None:
         self._receive = receive
         self._seen = 0
+        self._asks_first = "expect" in headers
         self.limit = 0
         self.whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
 
@@ -180,6 +189,16 @@ class _Intake:
                 raise _too_large(self.limit)
             self.whole = not message.get("more_body", False)
         return message
+
+    async def drain(self) -> None:
+        """Read what still comes, for a moment, and forget it."""
+        if self._asks_first:  # it sends nothing before it is told to
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while not self.whole:
+                    message = await self._receive()
+                    self.whole = message["type"] != "http.request" or not message.get("more_body", False)
 
 
 def _too_large(limit: int) -> Rejected:

@@ -1,67 +1,134 @@
-"""/ssmd/v1/sessions: the conversations kept here: list, read, delete."""
+"""/ssmd/v1/sessions: the conversations kept here: list, read, delete, export, import."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import FileResponse, JSONResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
+from ssmd.engine import Engine
 from ssmd.generation import Rejected
+from ssmd.sessions.sessionfile import SessionFileError
 from ssmd.sessions.store import Store
+from ssmd.sessions.transfer import Local, export_session, import_session
 from ssmd.sessions.turn import Session, StoreError, Turn, UnknownSession, check_id
 
-BODY_LIMITS: Mapping[str, int] = {}
+ROOT = "/ssmd/v1/sessions"
+BODY_LIMITS: Mapping[str, int] = {f"{ROOT}/import": 4 << 30}
 Result = TypeVar("Result")
 
 
-async def ask(work: Callable[[], Result]) -> Result:
-    """Run what blocks on the store in a thread; its errors become Rejected."""
+def routes(engine: Engine, store: Store | None) -> list[Route]:
+    sessions = _Sessions(engine, store)
+    return [
+        Route(ROOT, sessions.list),
+        Route(ROOT + "/import", sessions.import_, methods=["POST"]),
+        Route(ROOT + "/{session}", sessions.get),
+        Route(ROOT + "/{session}", sessions.delete, methods=["DELETE"]),
+        Route(ROOT + "/{session}/export", sessions.export),
+    ]
+
+
+class _Sessions:
+    def __init__(self, engine: Engine, store: Store | None) -> None:
+        manifest = engine.artifact.manifest
+        self._kept = store
+        self._local = {manifest.lineage: Local(manifest.name, manifest.spec, manifest.vocabulary)}
+
+    async def list(self, request: Request) -> JSONResponse:
+        found = await _ask(self._store.sessions)
+        return JSONResponse({"object": "list", "data": [_entry(session) for session in found]})
+
+    async def get(self, request: Request) -> JSONResponse:
+        store, wanted = self._store, _session_id(request)
+        session, turns = await _ask(lambda: (store.session(wanted), store.turns(wanted)))
+        return JSONResponse({**_entry(session), "turns": [_turn(turn) for turn in turns]})
+
+    async def delete(self, request: Request) -> JSONResponse:
+        store, wanted = self._store, _session_id(request)
+        await _ask(lambda: store.delete(wanted))
+        return JSONResponse({"id": wanted, "object": "session.deleted", "deleted": True})
+
+    async def export(self, request: Request) -> FileResponse:
+        store, wanted = self._store, _session_id(request)
+        file = _scratch(store)
+        await _ask(lambda: export_session(store, wanted, file))
+        return _PassingFile(file, filename=f"{wanted}.ssmd", media_type="application/octet-stream")
+
+    async def import_(self, request: Request) -> JSONResponse:
+        """The body is the file; it is on disk before anything of it is believed."""
+        store = self._store
+        file = _scratch(store)
+        with _removed(file):
+            try:
+                with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+                    async for part in request.stream():
+                        await asyncio.to_thread(out.write, part)
+            except OSError as err:
+                reason = err.strerror or str(err)
+                raise Rejected(f"the file cannot be kept here: {reason}", status=507, code="storage_error") from err
+            try:
+                done = await _ask(lambda: import_session(store, file, local=self._local))
+            except SessionFileError as err:
+                said = str(err).replace(str(file), "the file")
+                raise Rejected(said, code="invalid_session_file") from None
+        session = await _ask(lambda: store.session(done.session))
+        return JSONResponse({**_entry(session), "renamed": done.renamed, "states": done.checkpoints}, 201)
+
+    @property
+    def _store(self) -> Store:
+        if self._kept is None:
+            raise Rejected("this daemon keeps no sessions: it runs with --no-store", status=404, code="no_store")
+        return self._kept
+
+
+class _PassingFile(FileResponse):
+    """A file that is gone after it was sent, or could not be."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with _removed(Path(self.path)):
+            await super().__call__(scope, receive, send)
+
+
+async def _ask(work: Callable[[], Result]) -> Result:
+    """Run what blocks on the store in a thread; its errors become Rejected, but those of a file's contents."""
     try:
         return await asyncio.to_thread(work)
+    except SessionFileError:
+        raise
     except UnknownSession as err:
         raise Rejected(str(err), status=404, code="session_not_found", param="session") from None
     except StoreError as err:
         raise Rejected(str(err), status=503, code="store_error", retry_after_s=1) from err
 
 
-def routes(store: Store | None) -> list[Route]:
-    def kept() -> Store:
-        if store is None:
-            raise Rejected("this daemon keeps no sessions: it runs with --no-store", status=404, code="no_store")
-        return store
+def _session_id(request: Request) -> str:
+    try:
+        return check_id("session", request.path_params["session"])
+    except StoreError as err:
+        raise Rejected(str(err), code="invalid_value", param="session") from None
 
-    def session_id(request: Request) -> str:
-        given: str = request.path_params["session"]
-        try:
-            return check_id("session", given)
-        except StoreError as err:
-            raise Rejected(str(err), code="invalid_value", param="session") from None
 
-    async def listing(request: Request) -> JSONResponse:
-        found = await ask(kept().sessions)
-        return JSONResponse({"object": "list", "data": [_entry(session) for session in found]})
+def _scratch(store: Store) -> Path:
+    """A file beside the database: private like it, and on the disk that has room for what it holds."""
+    return store.file.parent / f".transfer-{secrets.token_hex(8)}.ssmd"
 
-    async def one(request: Request) -> JSONResponse:
-        where, wanted = kept(), session_id(request)
-        session = await ask(lambda: where.session(wanted))
-        turns = await ask(lambda: where.turns(wanted))
-        return JSONResponse({**_entry(session), "turns": [_turn(turn) for turn in turns]})
 
-    async def delete(request: Request) -> JSONResponse:
-        where, wanted = kept(), session_id(request)
-        await ask(lambda: where.delete(wanted))
-        return JSONResponse({"id": wanted, "object": "session.deleted", "deleted": True})
-
-    root = "/ssmd/v1/sessions"
-    return [
-        Route(root, listing),
-        Route(root + "/{session}", one),
-        Route(root + "/{session}", delete, methods=["DELETE"]),
-    ]
+@contextlib.contextmanager
+def _removed(file: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _entry(session: Session) -> dict[str, Any]:

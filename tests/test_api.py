@@ -1,0 +1,501 @@
+"""The HTTP API over a real engine, store and socket: what OpenAI clients get."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TinyArtifacts
+from openai_client import command, openai
+from serving import Answer, Served, serving
+
+from ssmd.artifact import Artifact
+from ssmd.config import Settings
+from ssmd.engine import Engine
+from ssmd.metrics import Metrics
+from ssmd.runtime import get_runtime
+from ssmd.server import create_app
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import Turn
+
+CHAT = "/v1/chat/completions"
+NO_END = {"0": -100, "2": -100}  # the tiny model's stop tokens never come
+
+
+@dataclass(frozen=True)
+class Daemon:
+    served: Served
+    engine: Engine
+    store: Store | None
+
+    @property
+    def url(self) -> str:
+        return self.served.url
+
+    @property
+    def model(self) -> str:
+        return self.engine.artifact.manifest.name
+
+    def body(self, content: str = "Tell me a story", **fields: Any) -> dict[str, Any]:
+        body = {"model": self.model, "messages": [{"role": "user", "content": content}], "temperature": 0}
+        return {**body, "max_tokens": 12, "logit_bias": NO_END, **fields}
+
+    def chat(self, content: str = "Tell me a story", **fields: Any) -> Answer:
+        return self.served.ask("POST", CHAT, self.body(content, **fields))
+
+    def turns(self, session: str) -> list[Turn]:
+        assert self.store is not None
+        return self.store.turns(session)
+
+
+@contextmanager
+def daemon(
+    path: Path, data_dir: Path | None, *, max_running: int = 4, max_queue: int = 64, stall_s: float = 30.0
+) -> Iterator[Daemon]:
+    """`data_dir` None keeps nothing."""
+    artifact = Artifact.open(path)
+    program = get_runtime("litert").load(artifact, threads=1)
+    store = None if data_dir is None else Store.open(data_dir)
+    engine = Engine(artifact, program, store, metrics=Metrics(), max_running=max_running, max_queue=max_queue)
+    engine.start()
+    try:
+        with serving(create_app(engine, store, Settings(), stall_s=stall_s)) as served:
+            yield Daemon(served, engine, store)
+    finally:
+        engine.shutdown(0)
+        program.close()
+        if store is not None:
+            store.close()
+
+
+@pytest.fixture(scope="module")
+def artifact(artifacts: TinyArtifacts) -> Path:
+    return artifacts["llama-f32"]
+
+
+@pytest.fixture(scope="module")
+def tiny(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with daemon(artifact, tmp_path_factory.mktemp("data")) as one:
+        yield one
+
+
+def soon(condition: Callable[[], bool], within_s: float = 10) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def idle(one: Daemon) -> bool:
+    queue = one.engine.metrics.snapshot()["queue"]
+    return bool(queue["running"] == queue["waiting"] == 0)
+
+
+def events(raw: bytes) -> list[bytes]:
+    assert raw.endswith(b"\n\n")
+    found = raw[:-2].split(b"\n\n")
+    assert all(event.startswith(b"data: ") and b"\n" not in event for event in found)
+    return [event.removeprefix(b"data: ") for event in found]
+
+
+def chunks(answer: Answer) -> list[dict[str, Any]]:
+    assert answer.status == 200, answer.body
+    found = events(answer.body)
+    assert found[-1] == b"[DONE]"
+    return [json.loads(event) for event in found[:-1]]
+
+
+def text_of(found: list[dict[str, Any]], index: int = 0) -> str:
+    choices = [choice for chunk in found for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") for choice in choices)
+
+
+def whole_text(answer: Answer) -> str:
+    assert answer.status == 200, answer.body
+    return str(answer.json["choices"][0]["message"]["content"])
+
+
+def request(body: dict[str, Any]) -> bytes:
+    raw = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}"
+    return head.encode() + b"\r\n\r\n" + raw
+
+
+# What is answered.
+
+
+def test_a_whole_answer(tiny: Daemon) -> None:
+    answer = tiny.chat()
+    assert answer.status == 200, answer.body
+    body = answer.json
+    assert set(body) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
+    assert (body["object"], body["model"]) == ("chat.completion", tiny.model)
+    [choice] = body["choices"]
+    assert choice["message"].keys() == {"role", "content", "refusal"}
+    assert (choice["message"]["role"], choice["finish_reason"], choice["logprobs"]) == ("assistant", "length", None)
+    usage = body["usage"]
+    assert usage["completion_tokens"] == 12
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 12
+    assert usage["ssmd"].keys() == {"session", "resume", "stored", "ttft_ms", "tbt_ms", "prefill_ms", "restore_ms"}
+    assert usage["ssmd"]["stored"] is True
+    assert answer.headers["x-ssmd-session"] == usage["ssmd"]["session"]
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(tiny: Daemon) -> None:
+    expected = whole_text(tiny.chat("the same", store=False))
+    answer = tiny.chat("the same", store=False, stream=True, stream_options={"include_usage": True})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    found = chunks(answer)
+    assert found[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert text_of(found) == expected
+    assert found[-2]["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}]
+    assert found[-1]["choices"] == []
+    assert found[-1]["usage"]["completion_tokens"] == 12
+    assert all(chunk["usage"] is None for chunk in found[:-1])
+    assert len({(chunk["id"], chunk["object"], chunk["created"]) for chunk in found}) == 1
+    assert found[0]["object"] == "chat.completion.chunk"
+
+
+def test_usage_comes_only_when_asked_for(tiny: Daemon) -> None:
+    found = chunks(tiny.chat(stream=True))
+    assert all("usage" not in chunk and chunk["choices"] for chunk in found)
+
+
+def test_each_event_leaves_when_it_is_there(tiny: Daemon) -> None:
+    """Not one block at the end: the first delta is read while the generation still runs."""
+    with tiny.served.connect(request(tiny.body(stream=True, max_tokens=300, store=False))) as one:
+        head = b""
+        while b'"content":"' not in head.replace(b'"content":""', b""):
+            head += one.recv(65536)
+        assert not idle(tiny)
+        assert b"[DONE]" not in head
+        tail = head
+        while b"[DONE]" not in tail:
+            tail += one.recv(65536)
+
+
+def test_several_choices(tiny: Daemon) -> None:
+    asked: dict[str, Any] = {"n": 3, "seed": 11, "temperature": 1.5}
+    whole = tiny.chat("several", store=False, **asked).json
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    assert len(set(texts)) == 3
+    assert whole["usage"]["completion_tokens"] == 36
+    found = chunks(tiny.chat("several", store=False, stream=True, **asked))
+    assert [text_of(found, i) for i in range(3)] == texts
+    roles = [c["index"] for chunk in found for c in chunk["choices"] if "role" in c["delta"]]
+    ends = [c["index"] for chunk in found for c in chunk["choices"] if c["finish_reason"]]
+    assert roles == ends == [0, 1, 2]
+
+
+def test_a_stop_string_ends_the_answer_before_it(tiny: Daemon) -> None:
+    full = whole_text(tiny.chat("stop here", max_tokens=40, store=False))
+    at = next(i for i in range(len(full) // 2, len(full) - 3) if full.index(full[i : i + 3]) == i)
+    stop = full[at : at + 3]
+    answer = tiny.chat("stop here", max_tokens=40, stop=["never said before", stop], store=False)
+    assert whole_text(answer) == full[:at]
+    assert answer.json["choices"][0]["finish_reason"] == "stop"
+    assert text_of(chunks(tiny.chat("stop here", max_tokens=40, stop=stop, store=False, stream=True))) == full[:at]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(tiny: Daemon, stream: bool) -> None:
+    answer = tiny.chat(logprobs=True, top_logprobs=3, stream=stream, store=False)
+    choices = [c for chunk in chunks(answer) for c in chunk["choices"]] if stream else answer.json["choices"]
+    entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert len(entries) == 12
+    for entry in entries:
+        assert entry.keys() == {"token", "logprob", "bytes", "top_logprobs"}
+        assert len(entry["top_logprobs"]) == 3
+        ranked = [top["logprob"] for top in entry["top_logprobs"]]
+        assert ranked == sorted(ranked, reverse=True)
+        assert entry["logprob"] == ranked[0] <= 0  # at temperature 0 the likeliest is taken
+        assert entry["token"].encode("utf-8", "replace") == bytes(entry["bytes"]) or "\ufffd" in entry["token"]
+
+
+def test_a_conversation_is_not_read_again(tiny: Daemon) -> None:
+    first = tiny.chat("Who crosses the bridge every morning, and why do they tell stories about it?")
+    messages = [
+        {"role": "user", "content": "Who crosses the bridge every morning, and why do they tell stories about it?"},
+        first.json["choices"][0]["message"],
+        {"role": "user", "content": "And then?"},
+    ]
+    answer = tiny.served.ask("POST", CHAT, tiny.body(messages=messages))
+    assert answer.status == 200, answer.body
+    second = answer.json["usage"]
+    assert second["ssmd"]["session"] == first.headers["x-ssmd-session"]
+    assert second["ssmd"]["resume"] == "exact"
+    assert second["prompt_tokens_details"]["cached_tokens"] >= first.json["usage"]["prompt_tokens"]
+
+
+def test_store_false_keeps_nothing(tiny: Daemon) -> None:
+    before = tiny.served.ask("GET", "/ssmd/v1/sessions").json
+    answer = tiny.chat("keep nothing of this", store=False)
+    assert "x-ssmd-session" not in answer.headers
+    assert answer.json["usage"]["ssmd"]["stored"] is False
+    assert tiny.served.ask("GET", "/ssmd/v1/sessions").json == before
+
+
+def test_sessions_are_listed_read_and_deleted(tiny: Daemon) -> None:
+    answer = tiny.chat("a conversation to look at")
+    session = answer.headers["x-ssmd-session"]
+    path = f"/ssmd/v1/sessions/{session}"
+    listed = tiny.served.ask("GET", "/ssmd/v1/sessions").json["data"]
+    assert listed[0]["id"] == session
+    assert listed[0]["title"] == "a conversation to look at"
+    read = tiny.served.ask("GET", path).json
+    [turn] = read["turns"]
+    assert (read["head"], turn["complete"]) == (turn["id"], True)
+    assert [m["content"] for m in turn["messages"]] == ["a conversation to look at", whole_text(answer)]
+    assert tiny.served.ask("DELETE", path).json["deleted"] is True
+    for method in ("GET", "DELETE"):
+        gone = tiny.served.ask(method, path)
+        assert (gone.status, gone.error["code"]) == (404, "session_not_found")
+    assert tiny.chat(session=session).status == 404
+    assert tiny.served.ask("GET", "/ssmd/v1/sessions/..%2f..").status in (400, 404)
+
+
+def test_a_session_travels(tiny: Daemon, artifact: Path, tmp_path: Path) -> None:
+    session = tiny.chat("a conversation that moves to another machine").headers["x-ssmd-session"]
+    exported = tiny.served.ask("GET", f"/ssmd/v1/sessions/{session}/export")
+    assert exported.headers["content-disposition"] == f'attachment; filename="{session}.ssmd"'
+    elsewhere = tmp_path / "elsewhere"
+    with daemon(artifact, elsewhere) as one:
+        octets = {"content-type": "application/octet-stream"}
+        imported = one.served.ask("POST", "/ssmd/v1/sessions/import", exported.body, octets)
+        assert (imported.status, imported.json["id"], imported.json["imported"]) == (201, session, True)
+        again = one.served.ask("POST", "/ssmd/v1/sessions/import", exported.body, octets)
+        assert again.json["renamed"] is True
+        for damaged in (b"", b"x", exported.body[:-1], exported.body + b"x", bytes(100)):
+            refused = one.served.ask("POST", "/ssmd/v1/sessions/import", damaged, octets)
+            assert (refused.status, refused.error["code"]) == (400, "invalid_session_file")
+            assert str(elsewhere) not in refused.error["message"]
+        assert one.served.ask("GET", "/ssmd/v1/sessions/unknown/export").status == 404
+    assert not list(elsewhere.glob(".transfer-*"))
+    assert tiny.store is not None
+    assert not list(tiny.store.file.parent.glob(".transfer-*"))
+
+
+def test_without_a_store_there_are_no_sessions(artifact: Path) -> None:
+    with daemon(artifact, None) as one:
+        answer = one.chat()
+        assert answer.json["usage"]["ssmd"]["stored"] is False
+        assert one.served.ask("GET", "/ssmd/v1/sessions").error["code"] == "no_store"
+
+
+def test_models(tiny: Daemon) -> None:
+    [entry] = tiny.served.ask("GET", "/v1/models").json["data"]
+    assert (entry["id"], entry["object"]) == (tiny.model, "model")
+    assert tiny.served.ask("GET", f"/v1/models/{tiny.model}").json == entry
+    folder = tiny.engine.artifact.path.name
+    assert tiny.chat(model=folder).status == 200
+    for answer in (tiny.served.ask("GET", "/v1/models/gpt-9"), tiny.chat(model="gpt-9")):
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
+        assert tiny.model in answer.error["message"]
+
+
+def test_health_and_metrics(tiny: Daemon) -> None:
+    tiny.chat()
+    health = tiny.served.ask("GET", "/health").json
+    assert (health["status"], health["model"], health["runtime"]) == ("ok", tiny.model, "litert")
+    prometheus = tiny.served.ask("GET", "/metrics")
+    assert prometheus.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert b"ttft" in prometheus.body
+    snapshot = tiny.served.ask("GET", "/ssmd/v1/metrics").json
+    assert snapshot["queue"]["running"] == 0
+
+
+# What is refused.
+
+
+def test_refusals_before_anything_runs(tiny: Daemon) -> None:
+    long = tiny.chat("river " * 2000)
+    assert (long.status, long.error["code"], long.error["param"]) == (400, "context_length_exceeded", "messages")
+    assert tiny.chat(temperature=3).error["param"] == "temperature"
+    assert tiny.chat(logit_bias={"384": 1}).error["param"] == "logit_bias"
+    assert tiny.chat(session="unknown").status == 404
+    nan = json.dumps(tiny.body(temperature=float("nan"))).encode()
+    assert tiny.served.ask("POST", CHAT, nan).error["code"] == "invalid_json"
+    assert tiny.served.ask("POST", CHAT, b"x").error["code"] == "invalid_json"
+    assert tiny.served.ask("GET", CHAT).status == 405
+    assert tiny.served.ask("POST", "/v1/completions", {}).error["code"] == "not_found"
+    assert tiny.served.ask("POST", CHAT, tiny.body(), {"host": "evil.example"}).status == 403
+    assert tiny.served.ask("POST", CHAT, tiny.body(), {"origin": "https://evil.example"}).status == 403
+    assert tiny.chat("x" * (33 << 20)).status == 413
+
+
+def test_a_full_queue_says_when_to_come_back(artifact: Path) -> None:
+    with daemon(artifact, None, max_running=1, max_queue=1) as one:
+        body = request(one.body(max_tokens=400, stream=True))
+        with one.served.connect(body) as first:
+            first.recv(1000)  # it runs
+            with one.served.connect(body):
+                soon(lambda: one.engine.metrics.snapshot()["queue"]["waiting"] == 1)
+                refused = one.chat()
+    assert (refused.status, refused.error["code"]) == (503, "queue_full")
+    assert int(refused.headers["retry-after"]) > 0
+    assert "x-should-retry" not in refused.headers
+
+
+# Clients that go away.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_goes_away_is_not_worked_for(tiny: Daemon, stream: bool) -> None:
+    content = f"do not wait for me {stream}"
+    with tiny.served.connect(request(tiny.body(content, max_tokens=450, n=4, stream=stream))) as one:
+        soon(lambda: not idle(tiny))
+        if stream:
+            one.recv(1000)
+        else:
+            time.sleep(0.1)
+    soon(lambda: idle(tiny), within_s=2)
+    assert tiny.store is not None
+    sessions = tiny.store.sessions
+    soon(lambda: any(session.title == content for session in sessions()))  # what was sent is kept
+    turns = tiny.turns(sessions()[0].id)
+    assert not any(turn.complete for turn in turns)
+    assert all(len(turn.ids) - turn.prompt_tokens < 400 for turn in turns)
+
+
+def test_who_does_not_read_is_given_up(artifact: Path, tmp_path: Path) -> None:
+    with daemon(artifact, tmp_path, max_running=8, stall_s=0.5) as one:
+        body = one.body(max_tokens=450, n=8, stream=True, logprobs=True, top_logprobs=20)
+        with one.served.connect(request(body), receive_buffer=4096) as reader:
+            reader.recv(1000)
+            soon(lambda: idle(one), within_s=20)
+            assert one.store is not None
+            sessions = one.store.sessions
+            soon(lambda: len(sessions()) == 1)
+            assert not any(turn.complete for turn in one.turns(sessions()[0].id))
+
+
+def test_a_shutdown_is_told_by_an_error_event(artifact: Path) -> None:
+    with daemon(artifact, None) as one:
+        with one.served.connect(request(one.body(max_tokens=450, n=4, stream=True))) as reader:
+            received = reader.recv(4000)
+            one.engine.shutdown(0)
+            while b"\r\n0\r\n\r\n" not in received:
+                received += reader.recv(65536)
+        last = [line for line in received.split(b"\n") if line.startswith(b"data: ")][-1]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "shutting_down"
+        assert one.served.ask("GET", "/health").status == 503
+        assert one.chat().error["code"] == "shutting_down"
+
+
+def test_a_connection_serves_again_after_errors_and_streams(tiny: Daemon) -> None:
+    with tiny.served.connect() as one:
+        for body in ({"model": "x"}, tiny.body(stream=True, store=False), tiny.body(store=False)):
+            one.sendall(request(body))
+            assert _read_answer(one).startswith(b"HTTP/1.1 ")
+
+
+def _read_answer(one: socket.socket) -> bytes:
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += one.recv(65536)
+    head, _, body = received.partition(b"\r\n\r\n")
+    fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:])
+    if b"content-length" in fields:
+        while len(body) < int(fields[b"content-length"]):
+            body += one.recv(65536)
+    else:
+        while not body.endswith(b"0\r\n\r\n"):
+            body += one.recv(65536)
+    return head
+
+
+# The openai client itself.
+
+
+def test_openai_whole(tiny: Daemon) -> None:
+    result = openai("whole", tiny.url, tiny.body("from the SDK", extra_body={"top_k": 5}))
+    assert result["completion"]["choices"][0]["message"]["role"] == "assistant"
+    assert result["completion"]["usage"]["ssmd"]["session"] == result["headers"]["x-ssmd-session"]
+    assert result["completion"]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+
+
+def test_openai_stream(tiny: Daemon) -> None:
+    body = tiny.body("from the SDK", stream_options={"include_usage": True}, max_tokens=100, store=False)
+    result = openai("stream", tiny.url, body)
+    assert text_of(result["chunks"]) == whole_text(tiny.chat("from the SDK", max_tokens=100, store=False))
+    assert result["chunks"][-1]["usage"]["completion_tokens"] == 100
+    assert max(b - a for a, b in itertools.pairwise(result["times"])) < result["times"][-1] / 2  # it came bit by bit
+
+
+def test_openai_helper(tiny: Daemon) -> None:
+    stop = whole_text(tiny.chat("helper", store=False))[6:9]
+    asked = tiny.body("helper", n=2, logprobs=True, top_logprobs=2, store=False, stop=stop)
+    result = openai("helper", tiny.url, asked)
+    assert {"chunk", "content.delta", "content.done", "logprobs.content.delta"} <= set(result["kinds"])
+    assert [c["finish_reason"] for c in result["completion"]["choices"]] == ["stop", "stop"]
+
+
+def test_openai_models(tiny: Daemon) -> None:
+    result = openai("models", tiny.url, {})
+    assert result["all"] == [result["one"]]
+    assert result["one"]["id"] == tiny.model
+
+
+def test_openai_errors_are_typed(tiny: Daemon) -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}
+    cases = [
+        (tiny.body(model="gpt-9"), "NotFoundError", "model_not_found", "model"),
+        (tiny.body(messages=[]), "BadRequestError", "invalid_value", "messages"),
+        (
+            tiny.body(messages=[{"role": "user", "content": [image]}]),
+            "BadRequestError",
+            "unsupported_parameter",
+            "messages[0].content[0]",
+        ),
+        (tiny.body(tools=[{"type": "function"}]), "BadRequestError", "unsupported_parameter", "tools"),
+        (tiny.body("x " * 3000), "BadRequestError", "context_length_exceeded", "messages"),
+        (tiny.body("x " * 3000, stream=True), "BadRequestError", "context_length_exceeded", "messages"),
+        (tiny.body(extra_body={"session": "unknown"}), "NotFoundError", "session_not_found", "session"),
+        (tiny.body(extra_body={"surprise": 1}), "BadRequestError", "unknown_parameter", "surprise"),
+    ]
+    raised = openai("failures", tiny.url, [body for body, *_ in cases])
+    for (_, kind, code, param), found in zip(cases, raised, strict=True):
+        assert (found["class"], found["code"], found["param"]) == (kind, code, param), found
+        assert found["message"]
+        assert found["request_id"].startswith("req_")
+
+
+def test_openai_two_clients_interleave(tiny: Daemon) -> None:
+    first, second = openai("together", tiny.url, tiny.body(max_tokens=400, store=False))
+    assert first[0] < second[0] < first[-1]
+    shared = [t for t in first if second[0] < t < second[-1]]
+    assert len(shared) > 10
+
+
+def test_openai_that_leaves_stops_its_generation(tiny: Daemon) -> None:
+    def generated() -> int:
+        return int(tiny.engine.metrics.snapshot()["generated_tokens"])
+
+    assert len(openai("leave", tiny.url, tiny.body("I leave", max_tokens=450, n=4))) == 3
+    soon(lambda: idle(tiny), within_s=2)
+    before = generated()
+    time.sleep(0.3)
+    assert generated() == before
+
+
+def test_openai_hears_of_a_shutdown(artifact: Path) -> None:
+    with daemon(artifact, None) as one:
+        arguments = command("broken_stream", one.url, one.body(max_tokens=450, n=4))
+        client = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert client.stderr is not None
+        assert client.stderr.readline() == "chunk\n"
+        one.engine.shutdown(0)
+        said, _ = client.communicate(timeout=60)
+    result = json.loads(said)
+    assert (result["class"], result["code"]) == ("APIError", "shutting_down")

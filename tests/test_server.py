@@ -1,0 +1,168 @@
+"""The daemon as a process: start, port, signals, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import TinyArtifacts
+from serving import Served
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def artifact(artifacts: TinyArtifacts) -> Path:
+    return artifacts["llama-f32"]
+
+
+def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SSMD_")}
+    own = {"SSMD_DATA_DIR": str(tmp_path / "data"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    return {**kept, **own, **extra}
+
+
+def start(tmp_path: Path, *arguments: str, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ssmd", "serve", "--port", "0", "--threads", "1", *arguments],
+        env=environment(tmp_path, **(extra or {})),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextmanager
+def running(tmp_path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Served]]:
+    process = start(tmp_path, *arguments)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.fullmatch(
+            r"ssmd \S+ serves \S+ \(litert, cpu, \w+\) at http://127\.0\.0\.1:(\d+)/v1 after .* s\n", line
+        )
+        if found is None:
+            process.kill()
+            pytest.fail(f"{line!r} {process.communicate()}")
+        yield process, Served(int(found[1]))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def failing(tmp_path: Path, *arguments: str, extra: Mapping[str, str] | None = None) -> str:
+    """The one line on stderr of a daemon that does not start."""
+    process = start(tmp_path, *arguments, extra=extra)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    return err
+
+
+def long_stream(served: Served, model: str) -> socket.socket:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Tell me a story"}],
+        "max_tokens": 450,
+        "n": 4,
+        "logit_bias": {"0": -100, "2": -100},
+        "stream": True,
+    }
+    raw = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n"
+    one = served.connect(head.encode() + raw)
+    assert b"200 OK" in one.recv(64)
+    return one
+
+
+def rest(one: socket.socket) -> bytes:
+    received = b""
+    while part := one.recv(65536):
+        received += part
+    return received
+
+
+def test_it_says_when_it_is_ready_and_is(artifact: Path, tmp_path: Path) -> None:
+    with running(tmp_path, str(artifact)) as (_, served):
+        assert served.ask("GET", "/health").json["status"] == "ok"
+    assert oct((tmp_path / "data").stat().st_mode)[-3:] == "700"
+
+
+def test_a_signal_lets_what_runs_come_to_its_end(artifact: Path, tmp_path: Path) -> None:
+    with running(tmp_path, str(artifact)) as (process, served):
+        with long_stream(served, artifact.name) as one:
+            process.send_signal(signal.SIGTERM)
+            while served.ask("GET", "/health").status == 200:
+                time.sleep(0.01)
+            body = {"model": artifact.name, "messages": [{"role": "user", "content": "x"}]}
+            refused = served.ask("POST", CHAT, body)
+            assert (refused.status, refused.error["code"]) == (503, "shutting_down")
+            assert rest(one).rstrip().endswith(b"data: [DONE]\n\n\r\n0".rstrip())
+        assert process.wait(20) == 0
+
+
+def test_a_second_signal_ends_it_at_once(artifact: Path, tmp_path: Path) -> None:
+    with running(tmp_path, str(artifact)) as (process, served), long_stream(served, artifact.name):
+        process.send_signal(signal.SIGINT)
+        while served.ask("GET", "/health").status == 200:
+            time.sleep(0.01)
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 128 + signal.SIGINT
+        assert time.monotonic() - started < 1
+
+
+def test_a_port_in_use(artifact: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = failing(tmp_path, str(artifact), "--port", str(port))
+    assert f"127.0.0.1 port {port}" in said
+    assert "--port" in said
+
+
+def test_what_cannot_be_served(artifact: Path, tmp_path: Path) -> None:
+    assert "ssmd build smollm2" in failing(tmp_path, "no-such-model")
+    altered = tmp_path / "altered"
+    shutil.copytree(artifact, altered)
+    tokenizer = altered / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes()[:-1] + b" ")
+    assert "sha256 differs" in failing(tmp_path, str(altered))
+    tokenizer.unlink()
+    assert "is missing" in failing(tmp_path, str(altered))
+
+
+def test_settings_that_cannot_be(artifact: Path, tmp_path: Path) -> None:
+    assert "SSMD_API_KEY" in failing(tmp_path, str(artifact), "--host", "0.0.0.0")
+    assert "SSMD_MAX_QUEUE" in failing(tmp_path, str(artifact), extra={"SSMD_MAX_QUEUE": "many"})
+
+
+def test_a_key_and_a_name_from_the_environment(artifact: Path, tmp_path: Path) -> None:
+    key = "correct-horse-battery"
+    os_environment = {"SSMD_API_KEY": key, "SSMD_ALLOWED_HOSTS": "box.lan"}
+    process = start(tmp_path, str(artifact), extra=os_environment)
+    try:
+        assert process.stdout is not None
+        found = re.search(r":(\d+)/v1", process.stdout.readline())
+        assert found is not None
+        served = Served(int(found[1]))
+        assert served.ask("GET", "/v1/models").status == 401
+        allowed = {"authorization": f"Bearer {key}", "host": "box.lan"}
+        assert served.ask("GET", "/v1/models", headers=allowed).status == 200
+        from openai_client import openai
+
+        assert openai("key", served.url, {"keys": [key, "wrong"]}) == {key: "ok", "wrong": "invalid_api_key"}
+    finally:
+        process.kill()
+        process.communicate()
