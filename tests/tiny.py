@@ -129,3 +129,19 @@ def write_tokenizer(folder: Path) -> int:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     size: int = tokenizer.get_vocab_size()
     return size
+
+
+def build_artifact(variant: str, quantization: str, buckets: list[int], out: Path) -> None:
+    """Write the source checkpoint of `variant` beside `out` and build it for litert, context 512."""
+    from ssmd.source import Source
+    from ssmd_litert.build import build
+
+    source = write_source(out.parent / f"{out.name}.source", variant)
+    assert quantization in ("int8", "f32")
+    build(Source.open(source), out, name=variant, quantization=quantization, buckets=buckets, context=512)
+
+
+if __name__ == "__main__":
+    import sys
+
+    build_artifact(sys.argv[1], sys.argv[2], [int(b) for b in sys.argv[3].split(",")], Path(sys.argv[4]))

@@ -1,0 +1,70 @@
+"""Tiny artifacts for all tests: each is built when a test first asks for it, and kept for the next run."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CACHE = ROOT / ".cache" / "artifacts"
+# What an artifact's bytes depend on; a change in any of these builds it anew.
+CODE = ("ssmd/families/*.py", "ssmd/authoring/*.py", "runtimes/*/build.py", "tests/tiny.py")
+FILES = ("ssmd/source.py", "ssmd/state.py", "ssmd/artifact.py")
+PACKAGES = ("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer")
+BUILT = {
+    "llama-f32": ("llama", "f32", "16,64"),
+    "llama-int8": ("llama", "int8", "16,64"),
+    "granite-f32": ("granite", "f32", "16,64"),
+    "granite-int8": ("granite", "int8", "16,64"),
+    "granite-groups-f32": ("granite-groups", "f32", "16"),
+}
+
+
+@dataclass(frozen=True)
+class TinyArtifacts:
+    """`artifacts["granite-int8"]` is the folder of an artifact; names are those of BUILT. Read only: copy to alter."""
+
+    folder: Path
+
+    def __getitem__(self, name: str) -> Path:
+        variant, quantization, buckets = BUILT[name]
+        path = self.folder / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs at once build it once
+            if not path.exists():
+                # A process of its own: the converters warn, log and keep gigabytes.
+                command = [sys.executable, "-m", "tests.tiny", variant, quantization, buckets, str(path)]
+                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+                assert done.returncode == 0, f"building {name} failed:\n{done.stderr[-4000:]}"
+        return path
+
+    def source(self, name: str) -> Path:
+        """The source checkpoint that artifact `name` was built from."""
+        return self[name].parent / f"{name}.source"
+
+
+@pytest.fixture(scope="session")
+def artifacts() -> TinyArtifacts:
+    digest = hashlib.sha256(repr((BUILT, [(p, version(p)) for p in PACKAGES])).encode())
+    for file in sorted({*(f for pattern in CODE for f in ROOT.glob(pattern)), *(ROOT / f for f in FILES)}):
+        digest.update(file.read_bytes())
+    folder = CACHE / digest.hexdigest()[:16]
+    _forget(keep=folder)
+    return TinyArtifacts(folder)
+
+
+def _forget(keep: Path) -> None:
+    """Remove all but the three newest sets."""
+    sets = sorted((p for p in CACHE.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime, reverse=True)
+    for old in sets[3:]:
+        if old != keep:
+            shutil.rmtree(old, ignore_errors=True)
