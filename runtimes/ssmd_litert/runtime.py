@@ -71,16 +71,20 @@ class LiteRTRuntime:
             raise ProgramError(f"artifact {artifact.path} must hold one .tflite file, it lists {models}")
         path, count, cpu = artifact.file(models[0]), threads or default_threads(), cpu_name()
         producer = f"litert {package_version()}; cpu {cpu}; {count} threads"
+        unshared = ""
         if self._zero_copy:
             try:
                 cache = WeightCache(manifest.build, package_version(), cpu)
                 return _load_shared(manifest, path, count, producer, cache)
             except GraphError as err:
-                log.warning("LiteRT cannot work in memory of ours (%s): tensors are copied, which is slower", err)
+                unshared = str(err)
         try:
-            return LiteRTProgram(ManagedGraph(path, threads=count), manifest, producer)
+            program = LiteRTProgram(ManagedGraph(path, threads=count), manifest, producer)
         except GraphError as err:
             raise ProgramError(f"artifact {artifact.path} cannot be loaded ({err}); build it again") from err
+        if unshared:
+            log.warning("LiteRT cannot work in memory of ours (%s): tensors are copied, which is slower", unshared)
+        return program
 
 
 def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, cache: WeightCache) -> LiteRTProgram:
@@ -174,7 +178,7 @@ class LiteRTProgram:
         self.producer = producer
         self.pad_token = 0
         _check_signatures(graph.signatures, manifest, self.spec)
-        self._graph = graph
+        self.graph = graph
         self._groups = row_groups(self.spec)
         self._steps = [_Step("decode", 1, self.vocabulary, self._groups)]
         self._steps += [_Step(f"prefill_{b}", b, self.vocabulary, self._groups) for b in self.buckets if b > 1]
@@ -286,7 +290,7 @@ class LiteRTProgram:
             self._closed = True
             self._slots.clear()
             self._spare.clear()
-            self._graph.close()
+            self.graph.close()
 
     # what they are made of
 
@@ -326,7 +330,7 @@ class LiteRTProgram:
     def _forget(self, slot: Slot) -> None:
         slot.calls.clear()
         for block in slot.blocks:
-            self._graph.forget(block)
+            self.graph.forget(block)
 
     def _call(self, step: _Step, slot: Slot, side: int) -> Call:
         """The signature bound to a slot, reading recurrent state on `side` and writing it on the other. Made once."""
@@ -334,7 +338,7 @@ class LiteRTProgram:
         if key not in slot.calls:
             inputs = {**step.arrays, **slot.recurrent[side], **slot.caches}
             outputs = {**step.arrays, **slot.recurrent[1 - side], **step.rows.arrays}
-            slot.calls[key] = self._graph.bind(step.signature, inputs, outputs)
+            slot.calls[key] = self.graph.bind(step.signature, inputs, outputs)
         return slot.calls[key]
 
     def _run(self, step: _Step, handle: _Handle, slot: Slot, ids: NDArray[np.int32]) -> None:
@@ -371,7 +375,7 @@ class LiteRTProgram:
                 for array in outputs.values():
                     array.fill(np.nan)
                 call.run()
-            for name, expected in self._graph.run_managed(step.signature, known).items():
+            for name, expected in self.graph.run_managed(step.signature, known).items():
                 if not np.array_equal(expected, outputs[name]):
                     raise GraphError(f"the self-test of shared memory failed at {name!r}")
         finally:

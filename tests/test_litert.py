@@ -1,0 +1,318 @@
+"""What is the LiteRT runtime's own: loading, checking signatures, shared memory and its fallback, the weight cache."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ssmd.artifact import MANIFEST, Artifact, seal
+from ssmd.runtime import ProgramError, RuntimeUnavailable
+from ssmd.state import State
+from ssmd_litert.buffers import ALIGNMENT, Snapshots, aligned, carve, stack
+from ssmd_litert.cpu import cpu_name, default_threads
+from ssmd_litert.graph import GraphError, Tensor
+from ssmd_litert.library import LibraryCall, LibraryGraph
+from ssmd_litert.managed import ManagedGraph
+from ssmd_litert.runtime import LiteRTProgram, LiteRTRuntime
+from ssmd_litert.weight_cache import WeightCache
+
+NAMES = ("llama-int8", "granite-f32")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "litert"
+
+
+@pytest.fixture(params=NAMES)
+def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Artifact:
+    return Artifact.open(artifacts[request.param])
+
+
+@pytest.fixture
+def granite(artifacts: Mapping[str, Path]) -> Artifact:
+    return Artifact.open(artifacts["granite-f32"])
+
+
+def conversation(program: LiteRTProgram) -> tuple[bytes, ...]:
+    """Bits of logits and states of a few calls."""
+    handle = program.new_state()
+    out = [program.prefill(handle, list(range(50))), program.prefill(handle, [5] * 9)]
+    out += [program.decode([handle], [i]) for i in (1, 2, 3)]
+    state = program.save(handle)
+    program.release(handle)
+    return (*(a.tobytes() for a in out), *(state.tensors[t.name].tobytes() for t in program.spec.tensors))
+
+
+def altered(artifact: Artifact, folder: Path, **changed: Any) -> Artifact:
+    """A copy whose manifest says something else, and is sealed again."""
+    shutil.copytree(artifact.path, folder)
+    fields = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).unlink()
+    return seal(folder, {k: v for k, v in (fields | changed).items() if k not in ("format", "files", "build")})
+
+
+def test_managed_buffers_give_the_same_bits(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
+    shared, managed = LiteRTRuntime().load(artifact), LiteRTRuntime(zero_copy=False).load(artifact)
+    assert isinstance(shared.graph, LibraryGraph)
+    assert isinstance(managed.graph, ManagedGraph)
+    assert shared.producer == managed.producer
+    assert conversation(shared) == conversation(managed)
+    assert not caplog.records
+
+
+def test_a_library_of_another_version_is_left_alone(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = conversation(LiteRTRuntime().load(granite))
+    monkeypatch.setattr("ssmd_litert.library.TESTED", "9.9.")
+    with caplog.at_level(logging.WARNING):
+        program = LiteRTRuntime().load(granite)
+    assert isinstance(program.graph, ManagedGraph)
+    assert "9.9." in caplog.text
+    assert "slower" in caplog.text
+    assert conversation(program) == expected
+
+
+class _StaleGraph(LibraryGraph):
+    """A library that reads a copy of its inputs, made when they are bound."""
+
+    def bind(self, signature: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
+        copies = {n: carve({n: Tensor(a.shape, a.dtype)})[1][n] for n, a in inputs.items()}
+        for name, copy in copies.items():
+            copy[...] = inputs[name]
+        self.kept = [*getattr(self, "kept", []), copies]
+        return super().bind(signature, copies, outputs)
+
+
+class _SilentGraph(LibraryGraph):
+    """A library that writes its outputs elsewhere."""
+
+    def bind(self, signature: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
+        copies = {n: carve({n: Tensor(a.shape, a.dtype)})[1][n] for n, a in outputs.items()}
+        self.kept = [*getattr(self, "kept", []), copies]
+        return super().bind(signature, inputs, copies)
+
+
+@pytest.mark.parametrize("broken", [_StaleGraph, _SilentGraph])
+def test_memory_that_is_not_shared_is_noticed(
+    granite: Artifact, broken: type[LibraryGraph], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = conversation(LiteRTRuntime().load(granite))
+    monkeypatch.setattr("ssmd_litert.runtime.LibraryGraph", broken)
+    with caplog.at_level(logging.WARNING):
+        program = LiteRTRuntime().load(granite)
+    assert "self-test" in caplog.text
+    assert isinstance(program.graph, ManagedGraph)
+    assert conversation(program) == expected
+
+
+def test_a_failed_run_leaves_the_handle_as_it_was(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = LiteRTRuntime().load(granite)
+    handles = [program.new_state() for _ in range(3)]
+    for i, handle in enumerate(handles):
+        program.prefill(handle, [i] * 20)
+    before = [conversation_state(program, h) for h in handles]
+    runs: list[object] = []
+    run = LibraryCall.run
+
+    def failing(call: LibraryCall) -> None:
+        runs.append(call)
+        run(call)
+        if len(runs) == 3:
+            raise GraphError("the third run breaks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LibraryCall, "run", failing)
+        with pytest.raises(GraphError, match="third"):
+            program.decode(handles, [1, 2, 3])
+    assert [conversation_state(program, h) for h in handles] == before
+    together = program.decode(handles, [1, 2, 3])
+    for i, row in enumerate(together):
+        alone = program.new_state()
+        program.prefill(alone, [i] * 20)
+        assert program.decode([alone], [i + 1])[0].tobytes() == row.tobytes()
+
+
+def conversation_state(program: LiteRTProgram, handle: Any) -> tuple[int, ...]:
+    state: State = program.save(handle)
+    return (state.position, *(hash(state.tensors[t.name].tobytes()) for t in program.spec.tensors))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"buckets": [16, 32, 64]}, "no signature 'prefill_32'"),
+        ({"context": 511}, "'key_2' is"),
+        ({"vocabulary": 383}, "'logits' is"),
+    ],
+)
+def test_manifest_and_model_must_agree(
+    granite: Artifact, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ProgramError, match=message):
+        LiteRTRuntime().load(altered(granite, tmp_path / "copy", **changed))
+
+
+def test_state_of_the_manifest_must_be_that_of_the_model(granite: Artifact, tmp_path: Path) -> None:
+    state = json.loads(json.dumps(granite.manifest.state))
+    for i, changed in enumerate((state[1:], [*state, state[0] | {"name": "conv_9", "layer": 9}])):
+        with pytest.raises(ProgramError, match="the manifest says"):
+            LiteRTRuntime().load(altered(granite, tmp_path / f"copy{i}", state=changed))
+
+
+def test_a_file_that_is_no_model_is_refused(granite: Artifact, tmp_path: Path) -> None:
+    model = next(n for n in granite.manifest.files if n.endswith(".tflite"))
+    whole = granite.file(model).read_bytes()
+    for i, content in enumerate((b"", b"not a model" * 100, whole[:1000], whole[: len(whole) // 2])):
+        folder = tmp_path / f"copy{i}"
+        shutil.copytree(granite.path, folder)
+        (folder / model).write_bytes(content)
+        with pytest.raises(ProgramError, match="build"):
+            LiteRTRuntime().load(altered(Artifact(folder, granite.manifest), tmp_path / f"sealed{i}"))
+
+
+def test_what_is_not_for_this_runtime(granite: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(ProgramError, match="'openvino'"):
+        LiteRTRuntime().load(altered(granite, tmp_path / "other", runtime="openvino"))
+    for device in ("gpu", "npu", "tpu"):
+        with pytest.raises(RuntimeUnavailable, match=device):
+            LiteRTRuntime().load(granite, device=device)
+
+
+def test_devices() -> None:
+    devices = {d.name: d for d in LiteRTRuntime().devices()}
+    assert devices["cpu"].why_not == ""
+    assert cpu_name() in devices["cpu"].description
+    assert all(d.why_not for d in devices.values() if d.name != "cpu")
+    assert 1 <= default_threads() <= (os.cpu_count() or 1)
+
+
+def test_producer_names_what_bits_depend_on(granite: Artifact) -> None:
+    one, two = (LiteRTRuntime().load(granite, threads=n).producer for n in (1, 2))
+    assert one != two
+    assert "2.3" in one
+    assert cpu_name() in one
+    assert one.endswith("1 threads")
+
+
+def test_weight_cache_is_written_once_and_used(artifact: Artifact, cache: Path) -> None:
+    expected = conversation(LiteRTRuntime().load(artifact))
+    files = {p: p.stat().st_mtime_ns for p in cache.iterdir()}
+    assert sorted(p.suffix for p in files) == [".json", ".xnnpack"]
+    assert conversation(LiteRTRuntime().load(artifact)) == expected
+    assert {p: p.stat().st_mtime_ns for p in cache.iterdir()} == files
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "flipped", "no seal", "odd seal", "a folder"])
+def test_a_damaged_weight_cache_is_replaced(granite: Artifact, cache: Path, damage: str) -> None:
+    expected = conversation(LiteRTRuntime().load(granite))
+    file, seal_file = next(cache.glob("*.xnnpack")), next(cache.glob("*.json"))
+    content = file.read_bytes()
+    middle = len(content) // 2
+    if damage == "empty":
+        file.write_bytes(b"")
+    elif damage == "cut":
+        file.write_bytes(content[:middle])
+    elif damage == "garbage":
+        file.write_bytes(os.urandom(len(content)))
+    elif damage == "flipped":
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
+    elif damage == "no seal":
+        seal_file.unlink()
+    elif damage == "odd seal":
+        seal_file.write_text("[]")
+    else:
+        file.unlink()
+        file.mkdir()
+    assert conversation(LiteRTRuntime().load(granite)) == expected
+    if damage != "a folder":
+        assert file.read_bytes() == content
+
+
+def test_a_cache_folder_that_cannot_be_made(
+    granite: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = conversation(LiteRTRuntime().load(granite))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        assert conversation(LiteRTRuntime().load(granite)) == expected
+    assert "no weight cache" in caplog.text
+
+
+def test_caches_of_other_builds_versions_and_processors_differ(cache: Path) -> None:
+    paths = {WeightCache(*key).path() for key in (("a" * 64, "1", "x"), ("b" * 64, "1", "x"), ("a" * 64, "2", "x"))}
+    paths |= {WeightCache("a" * 64, "1", "y").path()}
+    assert len(paths) == 4
+    assert all(p is not None and p.parent == cache for p in paths)
+
+
+def test_blocks_are_aligned_and_disjoint() -> None:
+    shapes = {"a": (3,), "b": (1, 5, 7), "c": (2, 2)}
+    _, arrays = carve({n: Tensor(s, np.dtype(np.float32)) for n, s in shapes.items()})
+    for i, array in enumerate(arrays.values()):
+        assert array.ctypes.data % ALIGNMENT == 0
+        array.fill(i + 1)
+    assert [(arrays[n] == i + 1).all() for i, n in enumerate(shapes)] == [True] * 3
+    memory, parts = stack(5, (3, 7))
+    assert parts.shape == (5, 3, 7)
+    for i, part in enumerate(parts):
+        assert part.ctypes.data % ALIGNMENT == 0
+        assert np.shares_memory(part, memory)
+        part.fill(i)
+    assert (parts.reshape(5, -1) == np.arange(5)[:, None]).all()
+    assert not aligned(1000).any()
+
+
+def test_a_snapshot_is_used_again_only_when_no_view_of_it_is_left() -> None:
+    snapshots = Snapshots(256, ready=1, spare_bytes=256)
+    source = aligned(256)
+    source.fill(1)
+    view = snapshots.copy(source).view(np.float32).reshape(8, 8)[2:4].T
+    kept, address = view.copy(), view.ctypes.data
+    source.fill(2)
+    other = snapshots.copy(source)
+    gc.collect()
+    assert (view == kept).all()
+    assert other.ctypes.data != address - 64
+    del view
+    gc.collect()
+    source.fill(3)
+    assert snapshots.copy(source).ctypes.data == address - 64
+    assert (other == 2).all()
+
+
+def test_loading_says_nothing_that_does_not_matter(artifacts: Mapping[str, Path]) -> None:
+    """In a process of its own, for LiteRT writes to file descriptor 2: one line of XNNPACK's is all that is left."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from ssmd.artifact import Artifact\n"
+        "from ssmd.runtime import get_runtime\n"
+        "get_runtime('litert').load(Artifact.open(Path(sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(artifacts["granite-f32"])], capture_output=True, text=True, check=True
+    )
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if "Created TensorFlow Lite XNNPACK delegate" not in line] == []
+    assert done.stdout == ""
+
+
+@pytest.fixture(autouse=True)
+def _no_cycles() -> Iterator[None]:
+    """Programs of a test give their memory back before the next one."""
+    yield
+    gc.collect()
