@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +30,7 @@ BUILT = {
 
 
 @dataclass(frozen=True)
-class TinyArtifacts:
+class TinyArtifacts(Mapping[str, Path]):
     """`artifacts["granite-int8"]` is the folder of an artifact; names are those of BUILT. Read only: copy to alter."""
 
     folder: Path
@@ -42,10 +43,16 @@ class TinyArtifacts:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs at once build it once
             if not path.exists():
                 # A process of its own: the converters warn, log and keep gigabytes.
-                command = [sys.executable, "-m", "tests.tiny", variant, quantization, buckets, str(path)]
+                command = [sys.executable, "tests/tiny.py", variant, quantization, buckets, str(path)]
                 done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
                 assert done.returncode == 0, f"building {name} failed:\n{done.stderr[-4000:]}"
         return path
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(BUILT)
+
+    def __len__(self) -> int:
+        return len(BUILT)
 
     def source(self, name: str) -> Path:
         """The source checkpoint that artifact `name` was built from."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from numpy.typing import NDArray
 
@@ -17,7 +18,6 @@ from ssmd.authoring.host import Host, graph_shapes
 from ssmd.authoring.registry import author
 from ssmd.families.registry import family_of
 from ssmd.source import Source
-from tests import tiny
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # transformers' own

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ssmd_litert.build import Quantization
 
 TEXT = [
     "The capital of France is Paris, and the capital of Italy is Rome.",
@@ -131,17 +134,17 @@ def write_tokenizer(folder: Path) -> int:
     return size
 
 
-def build_artifact(variant: str, quantization: str, buckets: list[int], out: Path) -> None:
+def build_artifact(variant: str, quantization: Quantization, buckets: list[int], out: Path) -> None:
     """Write the source checkpoint of `variant` beside `out` and build it for litert, context 512."""
     from ssmd.source import Source
     from ssmd_litert.build import build
 
     source = write_source(out.parent / f"{out.name}.source", variant)
-    assert quantization in ("int8", "f32")
     build(Source.open(source), out, name=variant, quantization=quantization, buckets=buckets, context=512)
 
 
 if __name__ == "__main__":
     import sys
 
-    build_artifact(sys.argv[1], sys.argv[2], [int(b) for b in sys.argv[3].split(",")], Path(sys.argv[4]))
+    chosen: Quantization = "int8" if sys.argv[2] == "int8" else "f32"
+    build_artifact(sys.argv[1], chosen, [int(b) for b in sys.argv[3].split(",")], Path(sys.argv[4]))
