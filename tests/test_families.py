@@ -1,0 +1,154 @@
+"""Configs are read or refused by field; states and bindings are those that a config promises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+from ssmd.families import granitemoehybrid, llama
+from ssmd.families.fields import FamilyError
+from ssmd.families.registry import FAMILIES, family_of
+from ssmd.source import Source, SourceError
+
+LLAMA = {"model_type": "llama", "vocab_size": 384, **tiny.LLAMA}
+GRANITE = {"model_type": "granitemoehybrid", "vocab_size": 384, **tiny.GRANITE}
+
+
+@pytest.mark.parametrize("model_type", [None, "", "gpt2", 7, ["llama"]])
+def test_an_unknown_model_type_is_refused_with_the_list(model_type: Any) -> None:
+    with pytest.raises(FamilyError, match=r"model_type is .*supported: granitemoehybrid, llama"):
+        family_of({"model_type": model_type})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "96"}, "hidden_size is '96'"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"vocab_size": 1 << 40}, "vocab_size"),
+        ({"num_key_value_heads": 4}, "num_attention_heads = 6 is not a multiple of num_key_value_heads = 4"),
+        ({"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None}, "hidden_size = 96"),
+        ({"head_dim": 15}, "head_dim = 15"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'; supported: default, llama3"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ({"rope_parameters": "default"}, "rope_parameters is 'default'"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta is -1.0"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {**tiny.LLAMA3_ROPE, "low_freq_factor": 5.0}}, "low_freq_factor 5.0"),
+    ],
+)
+def test_llama_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    llama.Config.parse(LLAMA)
+    with pytest.raises(FamilyError) as failure:
+        llama.Config.parse({**LLAMA, **fields})
+    assert named in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_local_experts": 62}, "num_local_experts is 62: mixture-of-experts"),
+        ({"num_local_experts": None}, "num_local_experts is 8"),
+        ({"layer_types": ["mamba"]}, "num_hidden_layers = 4"),
+        ({"layer_types": ["mamba", "mamba", "attention", "conv"]}, "layer_types has 'conv'"),
+        ({"layer_types": ["mamba", "mamba", "attention", ["mamba"]]}, "layer_types has ['mamba']"),
+        ({"mamba_n_groups": 5}, "mamba_n_heads = 12 is not a multiple of mamba_n_groups = 5"),
+        ({"mamba_d_head": 32}, "mamba_d_head is 32"),
+        ({"mamba_n_heads": 7}, "mamba_expand * hidden_size = 192"),
+        ({"mamba_d_conv": 1}, "mamba_d_conv is 1"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
+        ({"logits_scaling": 0.0}, "logits_scaling is 0.0"),
+        ({"embedding_multiplier": "12"}, "embedding_multiplier is '12'"),
+        ({"time_step_limit": [1.0]}, "time_step_limit"),
+        ({"time_step_limit": [2.0, 1.0]}, "time_step_limit"),
+        ({"time_step_limit": ["a", {}]}, "time_step_limit"),
+    ],
+)
+def test_granite_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    granitemoehybrid.Config.parse(GRANITE)
+    with pytest.raises(FamilyError) as failure:
+        granitemoehybrid.Config.parse({**GRANITE, **fields})
+    assert named in str(failure.value)
+
+
+def test_layer_kinds_in_every_spelling() -> None:
+    spellings: list[dict[str, Any]] = [
+        {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+        {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+        {"layer_types": None, "layers_block_type": ["mamba", "mamba", "attention", "mamba"]},
+    ]
+    assert len({granitemoehybrid.Config.parse({**GRANITE, **s}).layers for s in spellings}) == 1
+    assert granitemoehybrid.Config.parse({**GRANITE, "layer_types": None}).layers == ("mamba",) * 4
+
+
+def test_rope_in_both_spellings() -> None:
+    scaling = {k: v for k, v in tiny.LLAMA3_ROPE.items() if k != "rope_theta"}
+    old = {**LLAMA, "rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": scaling}
+    new = {**LLAMA, "rope_parameters": tiny.LLAMA3_ROPE}
+    assert llama.Config.parse(old) == llama.Config.parse(new)
+
+
+def test_an_unlimited_time_step_in_every_spelling() -> None:
+    for value in (None, [0.0, float("inf")], [0, {"__float__": "Infinity"}]):
+        assert granitemoehybrid.Config.parse({**GRANITE, "time_step_limit": value}).time_step_limit == (0, np.inf)
+
+
+def test_state_of_granite_350m_weighs_what_it_should() -> None:
+    config = {
+        **GRANITE,
+        "hidden_size": 768,
+        "num_hidden_layers": 32,
+        "layer_types": ["attention" if i in (10, 13, 17, 27) else "mamba" for i in range(32)],
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 32,
+        "mamba_d_state": 128,
+    }
+    spec = granitemoehybrid.state_spec(granitemoehybrid.Config.parse(config), "float16")
+    assert spec.nbytes_at(0) == 28 * (48 * 32 * 128 + 3 * (48 * 32 + 256)) * 4
+    assert spec.nbytes_at(1) - spec.nbytes_at(0) == 4096
+    assert [t.name for t in spec.tensors][:2] == ["conv_0", "ssm_0"]
+    assert [t.layer for t in spec.rows] == [10, 10, 13, 13, 17, 17, 27, 27]
+    assert {t.dtype for t in spec.recurrent} == {"float32"}
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_bindings_read_every_tensor_and_no_other(tmp_path: Path, variant: str) -> None:
+    source = Source.open(tiny.write_source(tmp_path, variant))
+    family = FAMILIES[source.config["model_type"]]
+    bindings = family.bindings(family.parse(source.config))
+    read: set[str] = set()
+
+    class Recorded(Source):
+        def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
+            read.add(name)
+            return super().tensor(name, shape)
+
+    recorded = Recorded(**{f: getattr(source, f) for f in source.__dataclass_fields__})
+    arrays = {name: binding(recorded) for name, binding in bindings.items()}
+    assert read == set(source.tensors)
+    assert all(a.dtype == np.float32 and a.flags.c_contiguous for a in arrays.values())
+    assert all(name.isidentifier() for name in arrays)
+
+
+def test_a_config_that_does_not_fit_its_weights_is_refused_by_tensor(tmp_path: Path) -> None:
+    folder = tiny.write_source(tmp_path, "granite")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mamba_d_state": 16}))
+    source = Source.open(folder)
+    family = family_of(source.config)
+    bindings = family.bindings(family.parse(source.config))
+    with pytest.raises(SourceError, match=r"in_proj\.weight"):
+        bindings["layer0_in"](source)
