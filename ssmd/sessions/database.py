@@ -106,6 +106,8 @@ def _explain(err: BaseException | None, file: Path) -> str:
         return f"session store {file} cannot be written ({err}); check the rights of the file and of its directory"
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return f"session store {file} is damaged ({err}); move it away to start with an empty one"
+    if code == sqlite3.SQLITE_CONSTRAINT:
+        return f"session store {file}: nothing was written, as it contradicts what is stored ({err})"
     if code == sqlite3.SQLITE_IOERR:
         return f"session store {file}: reading or writing failed ({err}); is the disk full or broken?"
     return f"session store {file}: {err}"

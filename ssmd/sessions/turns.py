@@ -128,10 +128,11 @@ def insert_turns(connection: Connection, turns: Sequence[NewTurn]) -> None:
 
 
 def _row(turn: NewTurn, end: _End, above: _End) -> dict[str, Any]:
-    try:
-        turn.text.encode()
-    except UnicodeEncodeError as err:
-        raise StoreError(f"turn {turn.id!r}: its text is not Unicode ({err.reason})") from err
+    for text in (turn.text, *(t for m in turn.conversation for t in (m.content, m.name or ""))):
+        try:
+            text.encode()
+        except UnicodeEncodeError as err:
+            raise StoreError(f"turn {turn.id!r}: its text is not Unicode ({err.reason})") from err
     ids_shared = shared_ids(end.ids, above.ids)
     text_shared = shared_text(turn.text, above.text)
     return {
