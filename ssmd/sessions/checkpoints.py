@@ -99,7 +99,8 @@ def load(connection: Connection, checkpoint_id: int, spec: StateSpec, threads: E
         place = whole.rows if name == "KV rows" else whole.recurrent
         for row in rows:
             what = f"checkpoint {checkpoint_id}: {name} [{row.first}, {row.last})"
-            if row.first != at or not at < row.last <= end or row.dtype not in DTYPES or len(row.data) > MAX_BLOB_BYTES:
+            sound = isinstance(row.data, bytes) and len(row.data) <= MAX_BLOB_BYTES and row.dtype in DTYPES
+            if not sound or row.first != at or not isinstance(row.last, int) or not at < row.last <= end:
                 raise StoreError(f"{what} are not what was written")
             at = row.last
             parts.append((row.first, row.last, row.sha256))

@@ -12,6 +12,7 @@ it (unless the log grows past 128 MiB): `settle` does, once the answer is out.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
 import stat
@@ -92,6 +93,8 @@ def errors(file: Path) -> Iterator[None]:
         raise StoreError(_explain(err.orig, file)) from err
     except sqlite3.Error as err:
         raise StoreError(_explain(err, file)) from err
+    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+        raise StoreError(f"session store {file} is damaged: it holds text that cannot be read ({err})") from err
     except SQLAlchemyError as err:
         raise StoreError(f"session store {file}: {err}") from err
 
