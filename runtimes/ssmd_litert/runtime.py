@@ -187,7 +187,7 @@ class LiteRTProgram:
         self._slots: set[Slot] = set()  # of live handles
         self._spare: list[Slot] = [self._make_slot()]
         arena = self._spare[0].arenas[0].nbytes
-        self._snapshots = Snapshots(arena, ready=2, spare_bytes=_SPARE_BYTES)
+        self._snapshots = Snapshots(arena, ready=3, spare_bytes=_SPARE_BYTES)
 
     # calls of the contract
 
@@ -265,7 +265,7 @@ class LiteRTProgram:
             slot = self._check_handle(handle, 0)
             twin, copy = self._new_handle()
             np.copyto(copy.arenas[0], slot.arenas[handle.side])
-            copy.load_rows(slot.canonical_rows(0, handle.position), handle.position)
+            copy.copy_rows(slot, handle.position)
             twin.position = handle.position
             return twin
 
@@ -380,3 +380,4 @@ class LiteRTProgram:
                     raise GraphError(f"the self-test of shared memory failed at {name!r}")
         finally:
             slot.clear()
+        slot.prepare()

@@ -9,6 +9,7 @@ Shapes as the graph has them (L layers of one shape, S = context, T = bucket):
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.state import StateSpec, TensorSpec
-from ssmd_litert.buffers import Memory, carve, stack
+from ssmd_litert.buffers import Lease, Memory, carve, populate, stack
 from ssmd_litert.graph import Array, Call, Tensor
 
 _FLOAT32 = np.dtype(np.float32)
@@ -52,11 +53,13 @@ class RowGroup:
     def shape(self, rows: int) -> tuple[int, ...]:
         return (self.heads, rows, self.dim) if self.kind == "key" else (self.heads, self.dim, rows)
 
-    def rows(self, array: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
-        """The token range of a stacked array, as a view in canonical order: (rows, L, Hkv, D)."""
-        if self.kind == "key":  # (L, Hkv, S, D)
-            return array[:, :, start:stop].transpose(2, 0, 1, 3)
-        return array[:, :, :, start:stop].transpose(3, 0, 1, 2)  # (L, Hkv, D, S)
+    def tokens(self, array: NDArray[Any], start: int, stop: int) -> NDArray[Any]:
+        """The token range of a stacked array (L, Hkv, S, D) or (L, Hkv, D, S), as a view."""
+        return array[:, :, start:stop] if self.kind == "key" else array[:, :, :, start:stop]
+
+    def canonical(self, part: NDArray[Any]) -> NDArray[Any]:
+        """A view of such a range as (n, L, Hkv, D)."""
+        return part.transpose(2, 0, 1, 3) if self.kind == "key" else part.transpose(3, 0, 1, 2)
 
 
 def row_groups(spec: StateSpec) -> tuple[RowGroup, ...]:
@@ -93,57 +96,74 @@ class Slot:
         }
         self.blocks: list[Memory] = [*self.arenas, *(memory for memory, _ in stacks)]
         self.calls: dict[tuple[str, int], Call] = {}
-        self._store: list[Array] = []
-        self._new_store()
+        # Canonical rows (S, L, Hkv, D) in the state's own dtype. Appended to and never written twice while a view that
+        # `save` handed out is alive, so that a save copies no rows.
+        self._store = self._new_store()
+        self._lent: weakref.WeakSet[Lease] = weakref.WeakSet()
 
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.blocks)
 
-    def _new_store(self) -> None:
-        """Canonical rows (S, L, Hkv, D) in the state's own dtype. Appended to, never written twice: `save` hands out
-        views. Fresh for every handle, because such views outlive it; pages are taken only as rows arrive."""
-        self._store = [np.empty((self._context, len(g.names), g.heads, g.dim), g.dtype) for g in self.groups]
+    def _new_store(self) -> list[Array]:
+        return [np.empty((self._context, len(g.names), g.heads, g.dim), g.dtype) for g in self.groups]
+
+    def prepare(self) -> None:
+        """Have the system provide the memory of the rows now: a first restore of 1,900 rows takes half as long then."""
+        populate([*self.blocks[len(self.arenas) :], *(store.reshape(-1).view(np.uint8) for store in self._store)])
 
     def clear(self) -> None:
-        """As if new: nothing of the last conversation is left where a graph could read it."""
-        for arena in self.arenas:
-            arena.fill(0)
+        """As if new: nothing of the last conversation is left where a graph reads before it writes."""
+        self.arenas[0].fill(0)  # the first step reads this one and writes the whole of the other
         for cache, group in zip(self._caches, self.groups, strict=True):
-            group.rows(cache, 0, self._used)[...] = 0
+            group.tokens(cache, 0, self._used)[...] = 0
         self._used = 0
-        self._new_store()
+        if len(self._lent):  # views outlive the handle: leave these rows to them
+            self._store = self._new_store()
+            self._lent = weakref.WeakSet()
 
     def append(self, new: NewRows, position: int, count: int) -> None:
         """Take the first `count` new rows of a step in at `position`. The cache holds what the store holds."""
         stop = position + count
         self._used = max(self._used, stop)
         for group, fresh, cache, store in zip(self.groups, new.stacks, self._caches, self._store, strict=True):
-            rows = group.rows(fresh, 0, count)
-            if group.dtype != _FLOAT32:  # rounding must not overflow to infinity
-                np.minimum(rows, _FLOAT16_MAX, out=rows)
-                np.maximum(rows, -_FLOAT16_MAX, out=rows)
-            kept = store[position:stop]
-            kept[...] = rows
-            group.rows(cache, position, stop)[...] = kept
+            rows = group.tokens(fresh, 0, count)
+            kept = rows
+            if group.dtype != _FLOAT32:
+                rows.clip(-_FLOAT16_MAX, _FLOAT16_MAX, out=rows)  # rounding must not overflow to infinity
+                kept = rows.astype(group.dtype)
+                rows[...] = (
+                    kept  # here, not in the cache: its columns are far apart, and a cast there takes twice as long
+                )
+            group.tokens(cache, position, stop)[...] = rows
+            store[position:stop] = group.canonical(kept)
 
     def canonical_rows(self, since: int, stop: int) -> dict[str, Array]:
         """Views (Hkv, n, D) of the canonical rows, read-only."""
         views: dict[str, Array] = {}
         for group, store in zip(self.groups, self._store, strict=True):
-            part = store[since:stop].transpose(1, 2, 0, 3)  # (L, Hkv, n, D)
+            lease = Lease(store[since:stop])
+            self._lent.add(lease)
+            part = np.asarray(lease).transpose(1, 2, 0, 3)  # (L, Hkv, n, D)
             part.flags.writeable = False
             views.update(zip(group.names, part, strict=True))
         return views
 
     def load_rows(self, tensors: Mapping[str, Array], count: int) -> None:
-        """Take in whole canonical rows [0, count). The slot must be clear."""
+        """Take in whole canonical rows [0, count), of either dtype. The slot must be clear."""
         self._used = count
         for group, cache, store in zip(self.groups, self._caches, self._store, strict=True):
-            kept = store[:count]
-            for layer, name in enumerate(group.names):
-                rows = tensors[name].transpose(1, 0, 2)  # (n, Hkv, D)
+            for layer, name in enumerate(group.names):  # one layer at a time stays in the processor's cache
+                rows = tensors[name]  # (Hkv, n, D)
                 if rows.dtype != group.dtype and group.dtype != _FLOAT32:
-                    rows = np.clip(rows, -_FLOAT16_MAX, _FLOAT16_MAX)
-                kept[:, layer] = rows
-            group.rows(cache, 0, count)[...] = kept
+                    rows = rows.clip(-_FLOAT16_MAX, _FLOAT16_MAX).astype(group.dtype)
+                store[:count, layer] = rows.transpose(1, 0, 2)
+                group.tokens(cache, 0, count)[layer] = rows if group.kind == "key" else rows.transpose(0, 2, 1)
+
+    def copy_rows(self, other: Slot, count: int) -> None:
+        """Take over rows [0, count) of another slot of the program. This slot must be clear."""
+        self._used = count
+        for group, cache, theirs in zip(self.groups, self._caches, other._caches, strict=True):
+            group.tokens(cache, 0, count)[...] = group.tokens(theirs, 0, count)
+        for store, theirs in zip(self._store, other._store, strict=True):
+            store[:count] = theirs[:count]
