@@ -40,7 +40,7 @@ BOMBS = {
     "string times": "{{ 'x' * 10**9 }}",
     "list times": "{{ [1] * 10**9 }}",
     "times string": "{{ 10**9 * 'x' }}",
-    "power": "{{ 9 ** 9 ** 9 ** 9 }}",
+    "power": "{{ 9 ** (9 ** (9 ** 9)) }}",
     "growing number": grown("3", "n.x * n.x"),
     "doubling ~": grown("'x'", "n.x ~ n.x"),
     "doubling +": grown("'x'", "n.x + n.x"),
@@ -52,7 +52,7 @@ BOMBS = {
     "arguments": macro("{{ m(d - 1, *(varargs + varargs)) }}", "{{ m(60, 1, 1) }}"),
     "argument laughs": macro("{{ m(d - 1, varargs, varargs) }}", "{{ m(60, 1) }}"),
     "macro fan": macro("{{ m(d - 1) }}{{ m(d - 1) }}", "{{ m(60) }}"),
-    "block fan": macro("{% call m(d - 1) %}{% endcall %}" * 2, "{{ m(60) }}"),
+    "block fan": macro("{% call m(d - 1) %}{{ caller and 1 }}{% endcall %}" * 2 + "{{ caller and 1 }}", "{{ m(60) }}"),
     "recursive loop": "{% for a in range(99) recursive %}{{ loop(range(99)) if loop.depth < 9 }}{% endfor %}",
     "output": "{% for a in range(99999) %}" + LONG + "{% endfor %}",
     "output in a macro": "{% macro m() %}{% for a in range(99999) %}"
@@ -67,6 +67,8 @@ BOMBS = {
     "ljust": "{{ 'x'.ljust(10**9) }}",
     "zfill": "{{ 'x'.zfill(10**9) }}",
     "expandtabs": "{{ '\\t'.expandtabs(10**9) }}",
+    "expandtabs by name": "{{ '\\t'.expandtabs(tabsize=10**9) }}",
+    "rsplit by name": "{{ ('a' * 500000).rsplit(maxsplit=1, sep='b' + 'a' * 250000) }}",
     "percent": "{{ '%1000000000d' % 1 }}",
     "percent star": "{{ '%*d' % (10**9, 1) }}",
     "percent name": "{{ '%(a(b)c)1000000000d' % {'a(b)c': 1} }}",
@@ -98,7 +100,7 @@ BOMBS = {
     "many variables": "".join(f"{{% set v{i} = 'x' * 1000000 %}}" for i in range(4000)),
     "many slices": "{% set x = 'x' * 1000000 %}" + "".join(f"{{% set v{i} = x[1:] %}}" for i in range(4000)),
     "date": "{{ strftime_now('%Y' * 99999) }}",
-    "int": "{{ ('9' * 999999) | int }}" * 2 + "{{ ('z' * 999999) | int(base=32) }}",
+    "int": "{{ ('9' * 500000) | int }}" * 2 + "{{ ('z' * 500000) | int(base=32) }}",
 }
 
 

@@ -248,6 +248,9 @@ def test_cuts_are_found_around_ordinary_turns(name: str) -> None:
     assert tokenizer.ends_at_control(text, len(text))
     assert tokenizer.ends_at_control(text, start)
     assert not tokenizer.ends_at_control(text, start + 3)
+    cuts = [at for at in range(len(text) + 1) if tokenizer.ends_at_control(text, at)]
+    for limit in range(len(text) + 1):
+        assert tokenizer.last_cut(text, limit) == max(at for at in cuts if at <= limit)
     assert not tokenizer.ends_at_control(text, -1)
     assert not tokenizer.ends_at_control(text, len(text) + 1)
     end = text.index("<|im_end|>") + len("<|im_end|>")

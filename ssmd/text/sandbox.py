@@ -6,36 +6,24 @@ Only what is listed here can be called, and whatever could turn little into much
 from __future__ import annotations
 
 import functools
-import json
 import re
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jinja2
-import markupsafe
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, safe_range
-from jinja2.utils import Cycler, Joiner, Namespace, pass_context, pass_environment
+from jinja2.utils import Cycler, Joiner, Namespace, pass_context
 
+from ssmd.text.amplifiers import MAX_COUNT, MAX_WIDTH, Amplifiers
 from ssmd.text.compiling import Generation, MeteredCode, Ticks
 from ssmd.text.meter import MAX_BITS, Meter, TooMuch
 
-MAX_COUNT = 10_000  # of batches, arguments and the like
-MAX_WIDTH = 999
-
-# As Jinja has them. Left out: random and lipsum (a prompt must come out the same each time), HTML's.
 # fmt: off
-FILTER_NAMES = (
-    "abs", "attr", "batch", "capitalize", "center", "count", "d", "default", "dictsort", "filesizeformat",
-    "first", "float", "format", "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower",
-    "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "round", "select", "selectattr", "slice",
-    "sort", "string", "sum", "title", "trim", "truncate", "unique", "upper", "urlencode", "wordcount",
-)
 STR_METHODS = frozenset((
     "capitalize", "casefold", "center", "count", "endswith", "expandtabs", "find", "index", "isalnum",
     "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable",
@@ -53,8 +41,6 @@ METHODS: dict[type, frozenset[str]] = {
 }
 _CALLABLE_OBJECTS = (Macro, LoopContext, Joiner, BlockReference, Undefined)
 _METHOD_OWNERS = (LoopContext, Cycler, Joiner)
-_PARENTHESES = re.compile(r"[()]")
-_PERCENT_WIDTHS = re.compile(r"[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
 
 
 class Offered:
@@ -104,23 +90,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self.code_generator_class = MeteredCode
         self._local = threading.local()
-        own = {
-            "batch": _counted(FILTERS["batch"]),
-            "slice": _counted(FILTERS["slice"]),
-            "center": self._center,
-            "e": _escape,
-            "escape": _escape,
-            "format": self._percent,
-            "indent": self._indent,
-            "join": self._join,
-            "replace": self._replace,
-            "round": _round,
-            "safe": str,
-            "sum": self._sum,
-            "tojson": self._tojson,
-        }
-        plain = {name: FILTERS[name] for name in FILTER_NAMES}
-        self.filters = {name: self._metered(filter) for name, filter in (plain | own).items()}
+        self._amplifiers = Amplifiers(lambda: self.meter)
+        self.filters = {name: self._metered(filter) for name, filter in self._amplifiers.filters().items()}
         self.globals = {
             "range": Offered(safe_range),
             "dict": Offered(dict),
@@ -184,11 +155,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "*" and not numbers:
             times, what = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(times, int):
-                meter.fits((meter.size(what) + 1) * times)
+                meter.fits(max(1, meter.size(what)) * times)
         elif operator == "+" and not numbers:
             meter.fits(meter.size(left) + meter.size(right))
         elif operator == "%" and isinstance(left, str):
-            self._check_percent(left, right)
+            self._amplifiers.check_percent(left, right)
         return self.made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +172,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if name not in METHODS.get(type(owner), ()):
                 raise SecurityError(f"chat templates cannot call {type(owner).__name__}.{name}")
             if isinstance(owner, str):
-                args = __self._check_method(owner, name, args)
+                args = __self._amplifiers.check_method(owner, name, args, kwargs)
         elif isinstance(__obj, types.MethodType):
             if not isinstance(__obj.__self__, _METHOD_OWNERS):
                 raise SecurityError(f"chat templates cannot call {__obj.__name__}")
@@ -241,122 +212,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return self.made(filter(*args, **kwargs))
 
         return metered
-
-    # Filters and methods that make much of little.
-
-    def _check_method(self, owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        meter = self.meter
-        if name in ("center", "ljust", "rjust", "zfill") and args and isinstance(args[0], int):
-            meter.fits(args[0])
-        elif name == "expandtabs" and args and isinstance(args[0], int):
-            meter.fits(len(owner) + owner.count("\t") * args[0])
-        elif name == "join" and args:
-            items = list(args[0])
-            meter.fits(sum(map(meter.size, items)) + len(owner) * len(items))
-            return (items,)
-        elif name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
-            meter.fits(len(owner) + owner.count(args[0]) * max(0, len(args[1]) - len(args[0])))
-        elif name in ("rfind", "rindex", "rsplit", "rpartition") and args and isinstance(args[0], str):
-            # Searching from the right takes time in proportion to the product.
-            meter.fits(len(owner) * len(args[0]) // 64)
-        return args
-
-    def _check_percent(self, text: str, values: Any) -> None:
-        at = text.find("%") + 1
-        while at:
-            if text.startswith("(", at):
-                at = _closing(text, at)
-            widths = _PERCENT_WIDTHS.match(text, at)
-            if widths and any(w and (w == "*" or len(w) > 3) for w in widths.groups()):
-                raise TooMuch(f"the chat template formats with a width of more than {MAX_WIDTH}")
-            at = text.find("%", at) + 1
-        meter = self.meter
-        count = text.count("%")
-        meter.fits(len(text) + (count * (2 * MAX_WIDTH + meter.size(values)) if count > 1 else 0))
-
-    def _percent(self, value: Any, *args: Any, **kwargs: Any) -> str:
-        if args and kwargs:
-            raise TypeError("format takes positional or keyword arguments, not both")
-        self._check_percent(str(value), kwargs or args)
-        return str(value) % (kwargs or args)
-
-    def _center(self, value: Any, width: int = 80) -> str:
-        self.meter.fits(int(width))
-        return str(value).center(width)
-
-    def _indent(self, s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-        text = str(s)
-        step = len(width) if isinstance(width, str) else int(width)
-        self.meter.fits(len(text) + (len(text.splitlines()) + 1) * step)
-        return str(FILTERS["indent"](text, width, first, blank))
-
-    def _replace(self, s: Any, old: Any, new: Any, count: int | None = None) -> str:
-        text, old, new = str(s), str(old), str(new)
-        self._check_method(text, "replace", (old, new))
-        return text.replace(old, new, -1 if count is None else count)
-
-    @pass_environment
-    def _join(self, environment: Sandbox, value: Any, d: Any = "", attribute: str | int | None = None) -> str:
-        pick = None if attribute is None else make_attrgetter(environment, attribute)
-        items = [item if pick is None else pick(item) for item in value]
-        meter = self.meter
-        meter.fits(sum(map(meter.size, items)) + len(str(d)) * len(items))
-        return str(d).join(map(str, items))
-
-    @pass_environment
-    def _sum(self, environment: Sandbox, value: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
-        pick = None if attribute is None else make_attrgetter(environment, attribute)
-        total = start
-        for item in value:
-            part = item if pick is None else pick(item)
-            self.meter.fits(self.meter.size(total) + self.meter.size(part))
-            total = self.made(total + part)
-        return total
-
-    def _tojson(
-        self,
-        x: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: Sequence[str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        """As transformers': without HTML escapes, with json's own options."""
-        if not (indent is None or (isinstance(indent, int) and 0 <= indent <= 16)):
-            raise TooMuch("tojson: indent is more than 16")
-        pair = None if separators is None else (str(separators[0])[:16], str(separators[1])[:16])
-        self.meter.fits(self.meter.size(x))
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
-
-
-def _closing(text: str, at: int) -> int:
-    """After the parenthesis that closes the one at `at`, or the end."""
-    depth = 0
-    for found in _PARENTHESES.finditer(text, at):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return found.end()
-    return len(text)
-
-
-def _counted(filter: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(value: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(n, int) and n > MAX_COUNT for n in (*args, *kwargs.values())):
-            raise TooMuch(f"the chat template asks for more than {MAX_COUNT} items at once")
-        return filter(value, *args, **kwargs)
-
-    return counted
-
-
-def _escape(value: Any) -> str:
-    return str(markupsafe.escape(value))
-
-
-def _round(value: float, precision: int = 0, method: str = "common") -> float:
-    if abs(int(precision)) > 300:
-        raise TooMuch("round: precision is more than 300")
-    result: float = FILTERS["round"](value, precision, method)
-    return result
 
 
 def _raise(message: Any = "") -> None:

@@ -135,19 +135,28 @@ class Tokenizer:
         """
         if at <= 0 or at >= len(rendered):
             return at in (0, len(rendered))
+        return any(cut == at for cut in self._cuts(rendered, at))
+
+    def last_cut(self, rendered: str, limit: int) -> int:
+        """The greatest position <= `limit` where `ends_at_control` holds. O(length), where trying them all is not."""
+        return limit if limit == len(rendered) else max(self._cuts(rendered, limit), default=0)
+
+    def _cuts(self, rendered: str, limit: int) -> Iterator[int]:
+        """Where a control token starts or ends such that the text can be cut there, up to `limit`, in order."""
         floor = 0
         for start, end, token in self._control_matches(rendered):
             a = self._added[token]
             before = _SPACES_BEFORE.search(rendered, floor, start) if a.lstrip else None
             after = _SPACES_AFTER.match(rendered, end) if a.rstrip else None
             first, floor = before.start() if before else start, after.end() if after else end
-            if first > at:
-                return False
+            if first > limit:
+                return
             # single_word looks at its neighbours, and a normalized token is found only after normalisation.
-            apart = not a.single_word and not (a.normalized and self._library.normalizer is not None)
-            if first == at or (floor == at and not (apart and self._start_matters)):
-                return apart
-        return False
+            if a.single_word or (a.normalized and self._library.normalizer is not None):
+                continue
+            yield first
+            if floor <= limit and not self._start_matters:
+                yield floor
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens left out. Bytes that are no UTF-8 become U+FFFD."""
