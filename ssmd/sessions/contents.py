@@ -14,7 +14,7 @@ from ssmd.sessions.checkpoint import Encoded, Ids, NewCheckpoint, Scope, encode
 from ssmd.sessions.document import CheckpointEntry
 from ssmd.sessions.sessionfile import SessionFileReader
 from ssmd.sessions.turn import NewTurn, StoreError
-from ssmd.sessions.turns import to_micros
+from ssmd.sessions.turns import check_unicode, to_micros
 from ssmd.state import State, StateError, StateSpec, TensorSpec
 from ssmd.text.messages import Message
 
@@ -92,6 +92,10 @@ def _turns(reader: SessionFileReader, vocabulary: int | None) -> list[NewTurn]:
             complete=entry.complete,
             created_at=_moment(reader, entry.created_at),
         )
+        try:
+            check_unicode(turns[entry.id])
+        except StoreError as err:
+            raise reader.error(str(err)) from err
         if entry.answer.role != "assistant":
             raise reader.error(f"turn {entry.id!r} is answered by the {entry.answer.role}")
     return list(turns.values())

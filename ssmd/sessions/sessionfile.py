@@ -65,9 +65,7 @@ class SessionFileWriter:
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER_BYTES:
-            raise SessionFileError(
-                f"the session's text is too long for a file: {len(text)} of {MAX_HEADER_BYTES} bytes"
-            )
+            raise SessionFileError(f"its text is too long for one file: {len(text)} of {MAX_HEADER_BYTES} bytes")
         if 8 + len(text) + at > MAX_FILE_BYTES:
             raise SessionFileError(f"it is too large for one file: {at} of {MAX_FILE_BYTES} bytes")
         self._file = file
@@ -205,7 +203,7 @@ class SessionFileReader:
         last = 0x7FFFFFFF if vocabulary is None else vocabulary - 1
         if ids.size and (ids.min() < 0 or ids.max() > last):
             raise self.error(
-                f"tensor {name!r} holds ids from {ids.min()} to {ids.max()}, the vocabulary ends at {last}"
+                f"tensor {name!r} holds ids from {ids.min()} to {ids.max()}, the vocabulary is 0 to {last}"
             )
         return ids
 

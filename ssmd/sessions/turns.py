@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -18,18 +18,21 @@ from ssmd.sessions.schema import turn as turn_table
 from ssmd.sessions.turn import NewTurn, StoreError, Turn, UnknownSession, check_id, conversation
 from ssmd.text.messages import Message
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MAX_CHAINS = 1000  # answers of one request that are looked up, the last ones: enough to find the deepest
 
 
 def to_micros(moment: datetime) -> int:
-    """Microseconds since 1970. Raises StoreError on a time without a zone: it would mean another one elsewhere."""
+    """Microseconds since 1970. Raises StoreError on a time without a zone, as it would mean another one elsewhere."""
     if moment.tzinfo is None:
         raise StoreError(f"time {moment.isoformat()} has no time zone")
-    return int(moment.timestamp() * 1_000_000)
+    if not 1970 <= moment.year < 9999:
+        raise StoreError(f"time {moment.isoformat()} cannot be; is the clock set?")
+    return (moment - _EPOCH) // timedelta(microseconds=1)
 
 
 def from_micros(micros: int) -> datetime:
-    return datetime.fromtimestamp(micros / 1_000_000, UTC)
+    return _EPOCH + timedelta(microseconds=micros)
 
 
 def read_path(connection: Connection, turn_id: str) -> list[Turn]:
@@ -128,11 +131,7 @@ def insert_turns(connection: Connection, turns: Sequence[NewTurn]) -> None:
 
 
 def _row(turn: NewTurn, end: _End, above: _End) -> dict[str, Any]:
-    for text in (turn.text, *(t for m in turn.conversation for t in (m.content, m.name or ""))):
-        try:
-            text.encode()
-        except UnicodeEncodeError as err:
-            raise StoreError(f"turn {turn.id!r}: its text is not Unicode ({err.reason})") from err
+    check_unicode(turn)
     ids_shared = shared_ids(end.ids, above.ids)
     text_shared = shared_text(turn.text, above.text)
     return {
@@ -153,6 +152,15 @@ def _row(turn: NewTurn, end: _End, above: _End) -> dict[str, Any]:
         "complete": turn.complete,
         "created_at": to_micros(turn.created_at),
     }
+
+
+def check_unicode(turn: NewTurn) -> None:
+    """Raises StoreError if a text of the turn could not be written as UTF-8."""
+    for text in (turn.text, *(t for m in turn.conversation for t in (m.content, m.name or ""))):
+        try:
+            text.encode()
+        except UnicodeEncodeError as err:
+            raise StoreError(f"turn {turn.id!r}: its text is not Unicode ({err.reason})") from err
 
 
 def shared_ids(a: Ids, b: Ids) -> int:
