@@ -20,13 +20,18 @@ from ssmd.runtime import Program
 
 GOLDEN = "golden.safetensors"
 # Largest rms error of a step, relative to the standard deviation of the reference logits. float32 differs by the order
-# of sums only; int8 rounds weights and activations, and small models of wide outliers suffer most.
-TOLERANCES = {"f32": 1e-4, "f16": 1e-2, "int8": 0.15, "int4": 0.4}
+# of sums only (measured 1e-6 on tiny models); int8 rounds weights and activations, and small models of wide outliers
+# suffer most (measured 0.03 on tiny models, 0.124 on SmolLM2-135M). A program that computes something else is near 1.
+TOLERANCES = {"f32": 1e-4, "f16": 1e-2, "int8": 0.25, "int4": 0.5}
 
 
 @dataclass(frozen=True)
 class StepError:
-    """Errors of the logits after token `position`; `*_relative` are in standard deviations of the reference."""
+    """Errors of the logits after token `position`; `*_relative` are in standard deviations of the reference.
+
+    `shift` is the mean difference, which no sampler sees, for a softmax does not change by it; int8 moves all logits of
+    SmolLM2 by up to 0.55 standard deviations. The errors are what is left without it.
+    """
 
     position: int
     call: Literal["prefill", "decode"]
@@ -34,6 +39,7 @@ class StepError:
     rms_error: float
     max_relative: float
     rms_relative: float
+    shift: float
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,12 @@ def verify(artifact: Artifact, program: Program) -> Report:
 def _compare(
     position: int, call: Literal["prefill", "decode"], logits: NDArray[np.float32], reference: NDArray[np.float32]
 ) -> StepError:
-    error = logits.astype(np.float64) - reference
+    difference = logits.astype(np.float64) - reference
+    shift = float(difference.mean())
+    error = difference - shift
     spread = float(reference.std(dtype=np.float64)) or 1.0
     largest, rms = float(np.abs(error).max()), float(np.sqrt(np.mean(error**2)))
-    return StepError(position, call, largest, rms, largest / spread, rms / spread)
+    return StepError(position, call, largest, rms, largest / spread, rms / spread, shift)
 
 
 def _golden(artifact: Artifact) -> tuple[list[int], list[int], NDArray[np.float32]]:

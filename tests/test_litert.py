@@ -175,12 +175,11 @@ def test_state_of_the_manifest_must_be_that_of_the_model(granite: Artifact, tmp_
 
 def test_a_file_that_is_no_model_is_refused(granite: Artifact, tmp_path: Path) -> None:
     model = next(n for n in granite.manifest.files if n.endswith(".tflite"))
-    whole = granite.file(model).read_bytes()
-    for i, content in enumerate((b"", b"not a model" * 100, whole[:1000], whole[: len(whole) // 2])):
+    for i, content in enumerate((b"", b"TFL3", b"not a model" * 100)):
         folder = tmp_path / f"copy{i}"
         shutil.copytree(granite.path, folder)
         (folder / model).write_bytes(content)
-        with pytest.raises(ProgramError, match="build"):
+        with pytest.raises(ProgramError, match=r"no \.tflite model"):
             LiteRTRuntime().load(altered(Artifact(folder, granite.manifest), tmp_path / f"sealed{i}"))
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MOST_THREADS = 256
 _SPARE_BYTES = 96 << 20  # idle snapshots
-_SPARE_SLOTS = 2  # memory of released handles that is kept for the next ones
+_SPARE_SLOT_BYTES = 192 << 20  # memory of released handles that is kept for the next ones; one is kept in any case
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
 
@@ -69,6 +69,10 @@ class LiteRTRuntime:
         models = [n for n in manifest.files if n.endswith(".tflite")]
         if len(models) != 1:
             raise ProgramError(f"artifact {artifact.path} must hold one .tflite file, it lists {models}")
+        # LiteRT trusts a model's inner offsets. The artifact's hashes keep damaged files out; this, other formats.
+        with artifact.file(models[0]).open("rb") as f:
+            if f.read(8)[4:] != b"TFL3":
+                raise ProgramError(f"{artifact.file(models[0])} is no .tflite model; build the artifact again")
         path, count, cpu = artifact.file(models[0]), threads or default_threads(), cpu_name()
         producer = f"litert {package_version()}; cpu {cpu}; {count} threads"
         unshared = ""
@@ -277,7 +281,7 @@ class LiteRTProgram:
             if slot is None:
                 return
             self._slots.discard(slot)
-            if len(self._spare) < _SPARE_SLOTS:
+            if (len(self._spare) + 1) * slot.nbytes <= max(_SPARE_SLOT_BYTES, slot.nbytes):
                 slot.clear()
                 self._spare.append(slot)
             else:

@@ -103,7 +103,7 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
+        return sum(block.nbytes for block in [*self.blocks, *self._store])
 
     def _new_store(self) -> list[Array]:
         return [np.empty((self._context, len(g.names), g.heads, g.dim), g.dtype) for g in self.groups]
