@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TinyArtifacts
+from openai_client import openai
 from serving import Served
 
 CHAT = "/v1/chat/completions"
@@ -160,8 +161,6 @@ def test_a_key_and_a_name_from_the_environment(artifact: Path, tmp_path: Path) -
         assert served.ask("GET", "/v1/models").status == 401
         allowed = {"authorization": f"Bearer {key}", "host": "box.lan"}
         assert served.ask("GET", "/v1/models", headers=allowed).status == 200
-        from openai_client import openai
-
         assert openai("key", served.url, {"keys": [key, "wrong"]}) == {key: "ok", "wrong": "invalid_api_key"}
     finally:
         process.kill()

@@ -44,12 +44,12 @@ def list_models(models_dir: options.ModelsDir = None, as_json: options.Json = Fa
     if not found:
         typer.echo(f"no model is installed in {folder}; a first one comes with: ssmd build smollm2", err=True)
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("name", "runtime", "device", "quantization", "context", "size", "", box=None, pad_edge=False)
+    lines = [("name", "runtime", "device", "quantization", "context", "size", "")]
     for one in found:
         m = one.manifest
-        cells = ("?",) * 4 if m is None else (m.runtime, m.device_class, m.quantization, str(m.context or "unbounded"))
-        table.add_row(one.name, *cells, f"{one.nbytes / 1e6:.0f} MB", f"broken: {one.problem}" if one.problem else "")
-    Console(soft_wrap=True).print(table)
+        what = ("?",) * 4 if m is None else (m.runtime, m.device_class, m.quantization, str(m.context or "unbounded"))
+        problem = f"broken: {one.problem}" if one.problem else ""
+        lines.append((one.name, *what, f"{one.nbytes / 1e6:.1f} MB", problem))
+    widths = [max(len(line[i]) for line in lines) for i in range(6)]
+    for line in lines:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, [*widths, 0], strict=True)).rstrip())

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import queue
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
     from ssmd.sessions.store import Store
     from ssmd.text.messages import Message
 
-LOOK_UP_S = 0.2  # how often a wait looks up, so that Ctrl-C is heard on every platform
+LOOK_UP_S = 0.2  # how often a wait looks up whether Ctrl-C came
 
 
 def run(
@@ -58,11 +62,12 @@ def run(
             fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", 2)
     engine, store = open_engine(settings, model, keep=not no_store)
     try:
-        talk = _Talk(engine, store, sampling, max_tokens, session, system, stats)
-        if prompt is None:
-            _chat(talk)
-        elif not talk.say(prompt):
-            sys.exit(INTERRUPTED)
+        with _interrupt_noted() as interrupted:
+            talk = _Talk(engine, store, interrupted, sampling, max_tokens, session, system, stats)
+            if prompt is None:
+                _chat(talk)
+            elif not talk.say(prompt):
+                sys.exit(INTERRUPTED)
     finally:
         engine.shutdown(0)
         engine.program.close()
@@ -71,15 +76,13 @@ def run(
 
 
 def _chat(talk: _Talk) -> None:
-    import contextlib
-
-    with contextlib.suppress(ImportError):  # absent on some platforms; input() then has no line editing
+    with suppress(ImportError):  # absent on some platforms; input() then has no line editing
         import readline  # noqa: F401 - importing it is what gives input() its line editing
 
     typer.echo("Ctrl-C stops an answer, Ctrl-D ends the chat.", err=True)
     while True:
         try:
-            line = input("> ")
+            line = _read_line()
         except EOFError:
             typer.echo("")
             break
@@ -92,6 +95,15 @@ def _chat(talk: _Talk) -> None:
         typer.echo(f"session {talk.session}; continue with: ssmd run --session {talk.session}", err=True)
 
 
+def _read_line() -> str:
+    """Raises KeyboardInterrupt on Ctrl-C: here, and only here, it breaks something off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return input("> ")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class _Talk:
     """A conversation in this process: the messages so far, and the session they are kept in."""
 
@@ -99,6 +111,7 @@ class _Talk:
         self,
         engine: Engine,
         store: Store | None,
+        interrupted: threading.Event,
         sampling: SamplingParams,
         max_tokens: int,
         session: str | None,
@@ -110,6 +123,7 @@ class _Talk:
 
         self.session = session
         self._engine = engine
+        self._interrupted = interrupted
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._stats = stats
@@ -128,19 +142,17 @@ class _Talk:
         request = Request(tuple(asked), self._sampling, max_tokens=self._max_tokens, session=self.session)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         answer: list[str] = []
-        whole = True
+        self._interrupted.clear()
         try:
             generation = self._engine.submit(request, events.put)
         except Rejected as err:
             fail(err.message)
         while True:
+            if self._interrupted.is_set():
+                generation.cancel()
             try:
                 event = events.get(timeout=LOOK_UP_S)
             except queue.Empty:
-                continue
-            except KeyboardInterrupt:
-                whole = False
-                generation.cancel()
                 continue
             if isinstance(event, Failed):
                 fail(event.error.message)
@@ -149,6 +161,7 @@ class _Talk:
             answer.append(event.text)
             sys.stdout.write(event.text)
             sys.stdout.flush()
+        whole = not self._interrupted.is_set()
         typer.echo("" if whole else " …")
         if answer:  # nothing said is nothing to continue
             self._messages = [*asked, Message("assistant", "".join(answer))]
@@ -156,6 +169,17 @@ class _Talk:
         if self._stats:
             _print_stats(event)
         return whole
+
+
+@contextmanager
+def _interrupt_noted() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, wherever it comes: an exception could come between two lines that belong together."""
+    noted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: noted.set())
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _print_stats(done: Done) -> None:

@@ -1,4 +1,4 @@
-"""What the real openai client makes of the daemon. Run by tests as `openai_chat.py SCENARIO URL ARGUMENTS`; prints JSON.
+"""What the real openai client makes of the daemon. Run by tests as `openai_chat.py SCENARIO URL JSON`; prints JSON.
 
 It has an environment of its own, since the client's pydantic is newer than what model conversion allows.
 """

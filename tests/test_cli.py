@@ -1,0 +1,213 @@
+"""The commands, as a person and a script meet them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from conftest import TinyArtifacts
+from test_server import environment
+
+from ssmd import __version__
+
+
+@pytest.fixture(scope="module")
+def home(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data directory with one good model and one broken one."""
+    path = tmp_path_factory.mktemp("home")
+    models = path / "data" / "models"
+    (models / "tiny").mkdir(parents=True)
+    (models / "tiny" / "litert-cpu-f32").symlink_to(artifacts["llama-f32"])
+    shutil.copytree(artifacts["llama-f32"], models / "broken" / "litert-cpu-f32")
+    (models / "broken" / "litert-cpu-f32" / "model.tflite").write_bytes(b"cut")
+    return path
+
+
+def ssmd(home: Path, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ssmd", *arguments]
+    return subprocess.run(
+        command, env=environment(home), input=given, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def good(home: Path, *arguments: str, given: str = "") -> str:
+    done = ssmd(home, *arguments, given=given)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(home: Path, *arguments: str, given: str = "") -> str:
+    done = ssmd(home, *arguments, given=given)
+    assert (done.returncode, done.stdout) == (1, ""), done
+    said = [line for line in done.stderr.splitlines() if not line.startswith("INFO: ")]  # LiteRT's own note
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith("error: ")
+    return said[0]
+
+
+def answer(*arguments: str) -> Sequence[str]:
+    """Of the tiny model, always the same."""
+    return ("run", *arguments, "--temperature", "0", "--max-tokens", "8", "--threads", "1")
+
+
+def test_help_is_quick_and_names_the_commands(home: Path) -> None:
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        said = good(home, "--help")
+        times.append(time.perf_counter() - started)
+    for command in ("serve", "run", "build", "list", "show", "verify", "doctor", "session"):
+        assert re.search(rf"\b{command}\b", said)
+    assert min(times) < 0.6  # 0.2 s on an idle machine; heavy imports would take a second and more
+    assert good(home, "--version") == f"ssmd {__version__}\n"
+    loaded = (
+        "import sys, ssmd.cli; print([m for m in ('numpy', 'pydantic', 'sqlalchemy', 'starlette') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", loaded], text=True) == "[]\n"
+
+
+def test_usage_errors_are_2(home: Path) -> None:
+    for arguments in (["nothing"], ["serve", "--port", "x"], ["run", "tiny", "x", "--max-tokens", "0"]):
+        assert ssmd(home, *arguments).returncode == 2
+
+
+def test_list_names_good_and_broken(home: Path) -> None:
+    rows = {row["name"]: row for row in json.loads(good(home, "list", "--json"))}
+    assert rows["tiny"]["problem"] is None
+    assert (rows["tiny"]["runtime"], rows["tiny"]["quantization"]) == ("litert", "f32")
+    assert "has 3 bytes" in rows["broken"]["problem"]
+    table = good(home, "list")
+    assert "broken: file 'model.tflite'" in table
+    assert re.search(r"tiny +litert +cpu +f32 +512", table)
+    empty = ssmd(home, "list", "--models-dir", str(home / "none"))
+    assert (empty.returncode, empty.stdout) == (0, "")
+    assert "ssmd build smollm2" in empty.stderr
+
+
+def test_show(home: Path, artifacts: TinyArtifacts) -> None:
+    manifest = json.loads((artifacts["llama-f32"] / "artifact.json").read_text())
+    shown = json.loads(good(home, "show", "tiny", "--json"))
+    assert shown["build"] == manifest["build"]
+    assert shown["state_bytes"]["fixed"] == 0  # attention only
+    assert manifest["lineage"] in good(home, "show", "tiny")
+    assert "has 3 bytes" in refused(home, "show", "broken")
+    assert "installed in" in refused(home, "show", "unknown")
+
+
+def test_verify(home: Path, tmp_path: Path) -> None:
+    report = json.loads(good(home, "verify", "tiny", "--json"))
+    assert report["passed"] is True
+    assert max(step["rms_relative"] for step in report["steps"]) < 1e-4
+    assert "passed: worst rms" in good(home, "verify", "tiny")
+    assert "has 3 bytes" in refused(home, "verify", "broken")
+    assert "is no artifact" in refused(home, "verify", str(tmp_path))
+
+
+def test_doctor(home: Path, tmp_path: Path) -> None:
+    report = json.loads(good(home, "doctor", "--json"))
+    [litert] = [r for r in report["runtimes"] if r["name"] == "litert"]
+    devices = {d["name"]: d["problem"] for d in litert["devices"]}
+    assert devices["cpu"] is None
+    problems = {m["name"]: m["problem"] for m in report["models"]}
+    assert problems["tiny"] is None
+    assert "has 3 bytes" in problems["broken"]
+    said = good(home, "doctor")
+    assert "ok  runtime litert on cpu" in said
+    assert "no  model broken" in said
+    bare = ssmd(home, "doctor", "--models-dir", str(tmp_path / "none"))
+    assert bare.returncode == 1
+    assert "ssmd build smollm2" in bare.stdout
+
+
+def test_run_answers_a_prompt(home: Path) -> None:
+    said = good(home, *answer("tiny", "Tell me a story"))
+    assert said.endswith("\n")
+    assert said.strip()
+    assert good(home, *answer("tiny"), given="Tell me a story") == said
+    assert "stdin is empty" in ssmd(home, *answer("tiny"), given="").stderr
+
+
+def test_run_goes_on_with_a_session(home: Path) -> None:
+    first = ssmd(home, *answer("tiny", "My name is Ada and I count boats on the bridge."), "--stats")
+    assert "0 cached (none)" in first.stderr or "cached" in first.stderr
+    [session] = [
+        s for s in json.loads(good(home, "session", "list", "--json")) if s["title"].startswith("My name is Ada")
+    ]
+    second = ssmd(home, *answer("tiny", "And then?"), "--session", session["id"], "--stats")
+    assert second.returncode == 0, second.stderr
+    assert "(exact)" in second.stderr
+    shown = json.loads(good(home, "session", "show", session["id"], "--json"))
+    assert shown["turns"] == 2
+    assert "no session" in refused(home, *answer("tiny", "x"), "--session", "unknown")
+    assert ssmd(home, *answer("tiny", "x"), "--session", "unknown", "--no-store").returncode == 2
+
+
+def test_run_refuses_what_it_cannot_do(home: Path) -> None:
+    assert "has 3 bytes" in refused(home, *answer("broken", "x"))
+    assert "context" in refused(home, *answer("tiny", "river " * 2000))
+    assert ssmd(home, "run", "tiny", "x", "--temperature", "nan").returncode == 2
+    assert "SSMD_PORT" in ssmd_with(home, {"SSMD_PORT": "-1"}, "list")
+
+
+def ssmd_with(home: Path, extra: dict[str, str], *arguments: str) -> str:
+    command = [sys.executable, "-m", "ssmd", *arguments]
+    done = subprocess.run(
+        command, env={**environment(home), **extra}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(home: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ssmd", "run", "tiny", "--threads", "1", "--temperature", "0", "--stats"]
+    chat = subprocess.Popen(
+        command, env=environment(home), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    try:
+        _until(ours, "ends the chat.")
+        _until(ours, "> ")
+        for _ in range(10):
+            os.write(ours, b"Tell me a long story\n")
+            _until(ours, "story\r\n")
+            _until(ours, "", at_least=1)
+            chat.send_signal(signal.SIGINT)
+            said = _until(ours, "stored]\r\n")
+            _until(ours, "> ")
+            if " …\r\n[" in said:
+                break
+            _until(ours, "(Ctrl-D ends the chat)")  # the tiny model had said all before the signal reached it
+            _until(ours, "> ")
+        assert " …\r\n[" in said
+        os.write(ours, b"\x04")
+        assert "continue with: ssmd run --session" in _until(ours, "continue with: ssmd run --session")
+        assert chat.wait(20) == 0
+    finally:
+        chat.kill()
+        chat.wait()
+        os.close(ours)
+
+
+def _until(terminal: int, wanted: str, *, at_least: int = 0) -> str:
+    """What the terminal shows up to `wanted`, and at least so many bytes."""
+    shown = b""
+    while wanted.encode() not in shown or len(shown) < at_least:
+        ready, _, _ = select.select([terminal], [], [], 30)
+        assert ready, f"{wanted!r} does not come after {shown.decode(errors='replace')!r}"
+        try:
+            shown += os.read(terminal, 1)
+        except OSError:
+            break
+    return shown.decode(errors="replace")
