@@ -24,7 +24,8 @@ from ssmd_litert.cpu import cpu_name, default_threads
 from ssmd_litert.graph import GraphError, Tensor
 from ssmd_litert.library import LibraryCall, LibraryGraph
 from ssmd_litert.managed import ManagedGraph
-from ssmd_litert.runtime import LiteRTProgram, LiteRTRuntime
+from ssmd_litert.program import LiteRTProgram
+from ssmd_litert.runtime import LiteRTRuntime
 from ssmd_litert.weight_cache import WeightCache
 
 NAMES = ("llama-int8", "granite-f32")

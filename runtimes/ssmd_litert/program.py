@@ -1,0 +1,301 @@
+"""A loaded .tflite: the calls of a Program over its signatures.
+
+A step reads a handle's recurrent state from one arena and writes it into the other; committing the step swaps them, so
+nothing is copied. Attention layers put out only their new rows, which the host appends to the caches.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.runtime import Handle, Logits, ProgramError
+from ssmd.state import State, StateError, StateSpec
+from ssmd_litert.buffers import Snapshots, carve
+from ssmd_litert.graph import Array, Call, Graph, GraphError, Signature, Tensor
+from ssmd_litert.slot import NewRows, RowGroup, Slot, graph_shape, recurrent_tensors, row_groups
+
+if TYPE_CHECKING:
+    from ssmd.artifact import Manifest
+
+_SPARE_BYTES = 96 << 20  # idle snapshots
+_SPARE_SLOT_BYTES = 192 << 20  # memory of released handles that is kept for the next ones; one is kept in any case
+_INT32 = np.dtype(np.int32)
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _check_signatures(signatures: Mapping[str, Signature], manifest: Manifest, spec: StateSpec) -> None:
+    """Raises ProgramError unless the graph has every bucket of the manifest, with the tensors of its state."""
+    context = manifest.context or 1
+    for name, length in {"decode": 1, **{f"prefill_{b}": b for b in manifest.buckets}}.items():
+        signature = signatures.get(name)
+        if signature is None:
+            raise ProgramError(f"the model has no signature {name!r}, it has {sorted(signatures)}; build it again")
+        inputs = {t.name: Tensor(graph_shape(t, context), _FLOAT32) for t in spec.tensors}
+        inputs |= {"tokens": Tensor((1, length), _INT32), "pos": Tensor((1,), _INT32), "n_valid": Tensor((1,), _INT32)}
+        outputs = {t.name: Tensor(graph_shape(t, length), _FLOAT32) for t in spec.tensors}
+        outputs |= {"logits": Tensor((1, manifest.vocabulary), _FLOAT32)}
+        for side, found, wanted in (("input", signature.inputs, inputs), ("output", signature.outputs, outputs)):
+            for key in sorted(found.keys() | wanted.keys()):
+                if found.get(key) != wanted.get(key):
+                    raise ProgramError(
+                        f"signature {name!r}: {side} {key!r} is {found.get(key)}, the manifest says {wanted.get(key)}; "
+                        "build the artifact again"
+                    )
+
+
+class _Step:
+    """The tensors of one signature that all handles share."""
+
+    def __init__(self, signature: str, length: int, vocabulary: int, groups: tuple[RowGroup, ...]) -> None:
+        self.signature = signature
+        self.length = length
+        tensors = {
+            "tokens": Tensor((1, length), _INT32),
+            "pos": Tensor((1,), _INT32),
+            "n_valid": Tensor((1,), _INT32),
+            "logits": Tensor((1, vocabulary), _FLOAT32),
+        }
+        self.memory, self.arrays = carve(tensors)
+        self.tokens: NDArray[np.int32] = self.arrays["tokens"][0]
+        self.pos: NDArray[np.int32] = self.arrays["pos"]
+        self.n_valid: NDArray[np.int32] = self.arrays["n_valid"]
+        self.logits: NDArray[np.float32] = self.arrays["logits"][0]
+        self.rows = NewRows(groups, length)
+
+
+class _Handle:
+    """`side` is the arena that holds the state now. A released handle has no slot."""
+
+    __slots__ = ("position", "program", "side", "slot")
+
+    def __init__(self, program: LiteRTProgram, slot: Slot) -> None:
+        self.program = program
+        self.slot: Slot | None = slot
+        self.position = 0
+        self.side = 0
+
+
+class LiteRTProgram:
+    """A loaded artifact. Every method may be called from any thread; calls wait for one another.
+
+    `pad_token` fills the part of a bucket that has no token of the prompt. It may be any id of the vocabulary and
+    never changes a result: the contract suite sets it to show that.
+    """
+
+    def __init__(self, graph: Graph, manifest: Manifest, producer: str) -> None:
+        self.spec = manifest.spec
+        self.buckets = manifest.buckets
+        self.context = manifest.context
+        self.vocabulary = manifest.vocabulary
+        self.producer = producer
+        self.pad_token = 0
+        _check_signatures(graph.signatures, manifest, self.spec)
+        self.graph = graph
+        self._groups = row_groups(self.spec)
+        self._steps = [_Step("decode", 1, self.vocabulary, self._groups)]
+        self._steps += [_Step(f"prefill_{b}", b, self.vocabulary, self._groups) for b in self.buckets if b > 1]
+        self._lock = threading.Lock()
+        self._closed = False
+        self._slots: set[Slot] = set()  # of live handles
+        self._spare: list[Slot] = [self._make_slot()]
+        arena = self._spare[0].arenas[0].nbytes
+        self._snapshots = Snapshots(arena, ready=3, spare_bytes=_SPARE_BYTES)
+
+    # calls of the contract
+
+    def new_state(self) -> Handle:
+        with self._lock:
+            return self._new_handle()[0]
+
+    def prefill(self, handle: Handle, tokens: Sequence[int]) -> Logits:
+        ids = self._check_tokens(tokens)
+        if not 1 <= len(ids) <= self.buckets[-1]:
+            raise ProgramError(f"a prefill takes 1 to {self.buckets[-1]} tokens, not {len(ids)}")
+        with self._lock:
+            slot = self._check_handle(handle, len(ids))
+            step = next(s for s in self._steps if s.length >= len(ids))
+            self._run(step, handle, slot, ids)
+            self._commit(handle, len(ids))
+            return step.logits.copy()
+
+    def decode(self, handles: Sequence[Handle], tokens: Sequence[int]) -> Logits:
+        ids = self._check_tokens(tokens)
+        if not len(handles) == len(ids) >= 1:
+            raise ProgramError(f"decode takes one token for each handle, not {len(ids)} for {len(handles)}")
+        if len({id(h) for h in handles}) != len(handles):
+            raise ProgramError("decode was given the same handle twice")
+        with self._lock:
+            slots = [self._check_handle(h, 1) for h in handles]
+            step = self._steps[0]
+            logits = np.empty((len(handles), self.vocabulary), np.float32)
+            for i, (handle, slot) in enumerate(zip(handles, slots, strict=True)):
+                self._run(step, handle, slot, ids[i : i + 1])
+                logits[i] = step.logits
+            for handle in handles:  # all of them, or none if a run raised
+                self._commit(handle, 1)
+            return logits
+
+    def position(self, handle: Handle) -> int:
+        with self._lock:
+            self._check_handle(handle, 0)
+            position: int = handle.position
+            return position
+
+    def save(self, handle: Handle, since: int = 0) -> State:
+        with self._lock:
+            slot = self._check_handle(handle, 0)
+            position = handle.position
+            if not 0 <= since <= position:
+                raise ProgramError(f"cannot save rows since {since} of a state at position {position}")
+            tensors: dict[str, Array] = slot.canonical_rows(since, position)
+            if self.spec.recurrent:
+                copy = self._snapshots.copy(slot.arenas[handle.side])
+                arrays = carve(recurrent_tensors(self.spec), copy)[1]
+                for t in self.spec.recurrent:
+                    array = arrays[t.name][0]
+                    tensors[t.name] = array.T if t.kind == "conv" else array
+                    tensors[t.name].flags.writeable = False
+            return State(position, since, tensors)
+
+    def restore(self, state: State) -> Handle:
+        if state.since:
+            raise StateError(f"a state that holds rows since {state.since} only cannot be restored: all are needed")
+        state.check(self.spec)
+        if self.context is not None and state.position > self.context:
+            raise StateError(f"the state has {state.position} tokens, the context is {self.context}")
+        with self._lock:
+            handle, slot = self._new_handle()
+            for t in self.spec.recurrent:
+                array = state.tensors[t.name]
+                slot.recurrent[0][t.name][0] = array.T if t.kind == "conv" else array
+            slot.load_rows(state.tensors, state.position)
+            handle.position = state.position
+            return handle
+
+    def clone(self, handle: Handle) -> Handle:
+        with self._lock:
+            slot = self._check_handle(handle, 0)
+            twin, copy = self._new_handle()
+            np.copyto(copy.arenas[0], slot.arenas[handle.side])
+            copy.copy_rows(slot, handle.position)
+            twin.position = handle.position
+            return twin
+
+    def release(self, handle: Handle) -> None:
+        with self._lock:
+            if not isinstance(handle, _Handle) or handle.program is not self:
+                raise ProgramError("the handle belongs to another program")
+            slot, handle.slot = handle.slot, None
+            if slot is None:
+                return
+            self._slots.discard(slot)
+            if (len(self._spare) + 1) * slot.nbytes <= max(_SPARE_SLOT_BYTES, slot.nbytes):
+                slot.clear()
+                self._spare.append(slot)
+            else:
+                self._forget(slot)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._slots.clear()
+            self._spare.clear()
+            self.graph.close()
+
+    # what they are made of
+
+    def _check_tokens(self, tokens: Sequence[int]) -> NDArray[np.int32]:
+        """Raises ProgramError naming the first value that is not an id of the vocabulary."""
+        for token in tokens:
+            try:
+                known = 0 <= operator.index(token) < self.vocabulary
+            except TypeError:
+                known = False
+            if not known:
+                raise ProgramError(f"{token!r} is not a token id: ids are 0 to {self.vocabulary - 1}")
+        return np.asarray(tokens, np.int32).reshape(len(tokens))
+
+    def _check_handle(self, handle: Handle, tokens: int) -> Slot:
+        """The slot of a handle that can take `tokens` more. Raises ProgramError."""
+        if self._closed:
+            raise ProgramError("the program is closed")
+        if not isinstance(handle, _Handle) or handle.program is not self:
+            raise ProgramError("the handle belongs to another program")
+        if handle.slot is None:
+            raise ProgramError("the handle was released")
+        if self.context is not None and handle.position + tokens > self.context:
+            raise ProgramError(f"{handle.position} + {tokens} tokens do not fit into a context of {self.context}")
+        return handle.slot
+
+    def _make_slot(self) -> Slot:
+        return Slot(self.spec, self._groups, self.context or 0)
+
+    def _new_handle(self) -> tuple[_Handle, Slot]:
+        if self._closed:
+            raise ProgramError("the program is closed")
+        slot = self._spare.pop() if self._spare else self._make_slot()
+        self._slots.add(slot)
+        return _Handle(self, slot), slot
+
+    def _forget(self, slot: Slot) -> None:
+        slot.calls.clear()
+        for block in slot.blocks:
+            self.graph.forget(block)
+
+    def _call(self, step: _Step, slot: Slot, side: int) -> Call:
+        """The signature bound to a slot, reading recurrent state on `side` and writing it on the other. Made once."""
+        key = (step.signature, side)
+        if key not in slot.calls:
+            inputs = {**step.arrays, **slot.recurrent[side], **slot.caches}
+            outputs = {**step.arrays, **slot.recurrent[1 - side], **step.rows.arrays}
+            slot.calls[key] = self.graph.bind(step.signature, inputs, outputs)
+        return slot.calls[key]
+
+    def _run(self, step: _Step, handle: _Handle, slot: Slot, ids: NDArray[np.int32]) -> None:
+        """Compute a step without committing it: until then the handle is what it was."""
+        count = len(ids)
+        step.tokens[:count] = ids
+        if count < step.length:
+            step.tokens[count:] = self.pad_token
+        step.pos[0] = handle.position
+        step.n_valid[0] = count
+        self._call(step, slot, handle.side).run()
+        slot.append(step.rows, handle.position, count)
+
+    def _commit(self, handle: _Handle, count: int) -> None:
+        handle.side ^= 1
+        handle.position += count
+
+    def self_test(self) -> None:
+        """Show on this very model that the graph reads what numpy writes, and numpy what the graph writes.
+
+        Two steps over the same memory with other contents must give what LiteRT gives with memory of its own, bit for
+        bit. Raises GraphError if not.
+        """
+        step, slot = self._steps[0], self._spare[0]
+        call = self._call(step, slot, 0)
+        outputs: dict[str, Array] = {"logits": step.arrays["logits"], **slot.recurrent[1], **step.rows.arrays}
+        known = {**step.arrays, **slot.recurrent[0], **slot.caches}
+        noise = np.random.default_rng(0)
+        try:
+            for token in (self.vocabulary - 1, 0):
+                step.tokens[0], step.pos[0], step.n_valid[0] = token, 0, 1
+                for array in slot.recurrent[0].values():
+                    array[...] = noise.standard_normal(array.shape, np.float32) * 0.1
+                for array in outputs.values():
+                    array.fill(np.nan)
+                call.run()
+            for name, expected in self.graph.run_managed(step.signature, known).items():
+                if not np.array_equal(expected, outputs[name]):
+                    raise GraphError(f"the self-test of shared memory failed at {name!r}")
+        finally:
+            slot.clear()
+        slot.prepare()
