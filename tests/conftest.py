@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "artifacts"
 # What an artifact's bytes depend on; a change in any of these builds it anew.
-CODE = ("ssmd/families/*.py", "ssmd/authoring/*.py", "runtimes/*/build.py", "tests/tiny.py")
-FILES = ("ssmd/source.py", "ssmd/state.py", "ssmd/artifact.py")
+CODE = ("ssmd/families/*.py", "ssmd/authoring/*.py", "runtimes/*/build.py")
+FILES = ("ssmd/source.py", "ssmd/state.py", "ssmd/artifact.py", "ssmd/cli/build.py", "tests/tiny.py")
 PACKAGES = ("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer")
 BUILT = {
     "llama-f32": ("llama", "f32", "16,64"),
@@ -31,21 +31,26 @@ BUILT = {
 
 @dataclass(frozen=True)
 class TinyArtifacts(Mapping[str, Path]):
-    """`artifacts["granite-int8"]` is the folder of an artifact; names are those of BUILT. Read only: copy to alter."""
+    """`artifacts["granite-int8"]` is the folder of an artifact; names are those of BUILT. Read only: copy to alter.
+
+    `folder` is a models directory with those that were asked for.
+    """
 
     folder: Path
 
     def __getitem__(self, name: str) -> Path:
         variant, quantization, buckets = BUILT[name]
-        path = self.folder / name
+        path = self.folder / variant / f"litert-cpu-{quantization}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{name}.lock").open("w") as lock:
+        with (self.folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs at once build it once
             if not path.exists():
-                # A process of its own: the converters warn, log and keep gigabytes.
-                command = [sys.executable, "tests/tiny.py", variant, quantization, buckets, str(path)]
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-                assert done.returncode == 0, f"building {name} failed:\n{done.stderr[-4000:]}"
+                # Processes of their own: transformers and the converters warn, log and keep gigabytes.
+                source = self.folder / ".source" / variant
+                if not (source / "generation_config.json").exists():  # which is written last
+                    _run("tests/tiny.py", str(source), variant)
+                asked = ("--quant", quantization, "--buckets", buckets, "--context", "512")
+                _run("-m", "ssmd", "build", str(source), *asked, "--models-dir", str(self.folder))
         return path
 
     def __iter__(self) -> Iterator[str]:
@@ -56,7 +61,13 @@ class TinyArtifacts(Mapping[str, Path]):
 
     def source(self, name: str) -> Path:
         """The source checkpoint that artifact `name` was built from."""
-        return self[name].parent / f"{name}.source"
+        self[name]
+        return self.folder / ".source" / BUILT[name][0]
+
+
+def _run(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{arguments} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
 @pytest.fixture(scope="session")
@@ -70,8 +81,8 @@ def artifacts() -> TinyArtifacts:
 
 
 def _forget(keep: Path) -> None:
-    """Remove all but the three newest sets."""
+    """Remove all but the newest sets."""
     sets = sorted((p for p in CACHE.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime, reverse=True)
-    for old in sets[3:]:
+    for old in sets[6:]:
         if old != keep:
             shutil.rmtree(old, ignore_errors=True)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ssmd_litert.build import Quantization
+from typing import Any
 
 TEXT = [
     "The capital of France is Paris, and the capital of Italy is Rome.",
@@ -83,6 +80,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def write_source(folder: Path, variant: str, seed: int = 0) -> Path:
     """Write a complete source checkpoint of `variant` into `folder`; the same for the same seed."""
     official(variant, write_tokenizer(folder), seed).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))  # transformers wrote its own
     return folder
 
 
@@ -129,22 +127,11 @@ def write_tokenizer(folder: Path) -> int:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     settings = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "pad_token": SPECIAL[2], "unk_token": SPECIAL[0]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     size: int = tokenizer.get_vocab_size()
     return size
-
-
-def build_artifact(variant: str, quantization: Quantization, buckets: list[int], out: Path) -> None:
-    """Write the source checkpoint of `variant` beside `out` and build it for litert, context 512."""
-    from ssmd.source import Source
-    from ssmd_litert.build import build
-
-    source = write_source(out.parent / f"{out.name}.source", variant)
-    build(Source.open(source), out, name=variant, quantization=quantization, buckets=buckets, context=512)
 
 
 if __name__ == "__main__":
     import sys
 
-    chosen: Quantization = "int8" if sys.argv[2] == "int8" else "f32"
-    build_artifact(sys.argv[1], chosen, [int(b) for b in sys.argv[3].split(",")], Path(sys.argv[4]))
+    write_source(Path(sys.argv[1]), sys.argv[2])

@@ -225,17 +225,16 @@ def _golden_tokens(source: Source, vocabulary: int) -> list[int]:
 
 
 def _golden(module: Any, tokens: list[int], file: Path) -> None:
-    """Logits of the unquantized module, fed token by token."""
+    """Logits of the unquantized module at GOLDEN_POSITIONS."""
     from safetensors.numpy import save_file
 
     from ssmd.authoring.host import Host
 
     host = Host(module)
     logits: dict[int, NDArray[np.float32]] = {}
-    for i, token in enumerate(tokens):
-        row = host.feed([token], 1)
-        if i in GOLDEN_POSITIONS:
-            logits[i] = row.copy()
+    for position in GOLDEN_POSITIONS:
+        part = tokens[host.position : position + 1]
+        logits[position] = host.feed(part, len(part))
     if not all(np.isfinite(row).all() for row in logits.values()):
         raise BuildError("the model's logits are not finite: its weights or its config are damaged")
     save_file(
