@@ -81,6 +81,9 @@ def test_a_conversation_comes_back(store: Store, spec: StateSpec) -> None:
     assert session.info == chat.info
     assert session.nbytes == store.bytes_stored() > 0
     assert store.sessions() == [session]
+    Chat(store, "other", spec).say("u1", None, "unlike", "that")
+    assert store.session("s") == session, "what another session stores is not counted"
+    assert sum(s.nbytes for s in store.sessions()) == store.bytes_stored()
 
 
 def test_reopened_it_is_the_same(tmp_path: Path, spec: StateSpec) -> None:
