@@ -147,9 +147,11 @@ def serve(
 
 
 def start_logging(level: str) -> None:
-    """Log to stderr from `level` on. What uvicorn says at info is said by the ready line already."""
+    """Log to stderr from `level` on; from libraries, warnings and worse only, unless `level` is debug."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    if level == "info":
+        for library in ("alembic", "asyncio", "uvicorn.error"):
+            logging.getLogger(library).setLevel(logging.WARNING)
 
 
 class _Server(uvicorn.Server):
