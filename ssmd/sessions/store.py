@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 from ssmd.sessions import checkpoints as checkpoint_rows
 from ssmd.sessions import database, migrate
 from ssmd.sessions import turns as turn_rows
-from ssmd.sessions.checkpoint import Encoded, Found, Scope, as_ids
+from ssmd.sessions.checkpoint import Encoded, Found, Ids, Scope, as_ids
 from ssmd.sessions.checkpoints import Placed
 from ssmd.sessions.match import Conversation
 from ssmd.sessions.schema import checkpoint, segment, turn, turn_checkpoint
@@ -154,7 +154,7 @@ class Store:
         connection.execute(insert(session_table).values(row))
 
     def find(
-        self, scope: Scope, ids: Sequence[int], session: str | None = None, *, skip: Collection[int] = ()
+        self, scope: Scope, ids: Sequence[int] | Ids, session: str | None = None, *, skip: Collection[int] = ()
     ) -> Found | None:
         """The deepest usable checkpoint for a prompt: its ids are a beginning of `ids` and leave one to be fed.
 

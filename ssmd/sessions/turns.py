@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, bindparam, insert, select
 
 from ssmd.sessions.checkpoint import Ids, as_ids
 from ssmd.sessions.match import Chain, Conversation, echoed_chains
@@ -37,13 +37,27 @@ def from_micros(micros: int) -> datetime:
 
 def read_path(connection: Connection, turn_id: str) -> list[Turn]:
     """The turns from the root to `turn_id`. Raises UnknownSession if there is none of that id."""
-    above = select(turn_table.c.id, turn_table.c.parent).where(turn_table.c.id == turn_id).cte("above", recursive=True)
-    above = above.union(select(turn_table.c.id, turn_table.c.parent).where(turn_table.c.id == above.c.parent))
-    wanted = select(turn_table).where(turn_table.c.id.in_(select(above.c.id))).order_by(turn_table.c.depth)
-    rows = connection.execute(wanted).all()
+    rows = connection.execute(_on_path(turn_table), {"turn": turn_id}).all()
     if not rows:
         raise UnknownSession(f"there is no turn {turn_id!r}")
     return list(_whole(rows))
+
+
+def _on_path(*columns: Any) -> Any:
+    """The columns of the turns from the root to the turn `:turn`."""
+    ends = select(turn_table.c.id, turn_table.c.parent)
+    above = ends.where(turn_table.c.id == bindparam("turn")).cte("above", recursive=True)
+    above = above.union(ends.where(turn_table.c.id == above.c.parent))
+    return select(*columns).where(turn_table.c.id.in_(select(above.c.id))).order_by(turn_table.c.depth)
+
+
+def _read_messages(connection: Connection, turn_id: str) -> tuple[Message, ...]:
+    """The conversation up to a turn's answer, without its ids and text."""
+    rows = connection.execute(_on_path(turn_table.c.messages, turn_table.c.answer), {"turn": turn_id})
+    try:
+        return tuple(Message.from_json(m) for row in rows for m in (*row.messages, row.answer))
+    except (ValueError, TypeError, AttributeError) as err:
+        raise StoreError(f"the conversation up to turn {turn_id!r} is broken: {err}") from err
 
 
 def read_tree(connection: Connection, session_id: str) -> list[Turn]:
@@ -194,7 +208,7 @@ def read_echoed(connection: Connection, messages: Sequence[Message], session: st
         Conversation(
             session=row.session,
             turn=row.id,
-            messages=conversation(read_path(connection, row.id)),
+            messages=_read_messages(connection, row.id),
             last_used_at=from_micros(row.last_used_at),
             is_head=bool(row.is_head),
             seq=row.seq,
