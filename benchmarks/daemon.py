@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import platform
+import random
 import signal
 import socket
 import subprocess
@@ -41,13 +42,20 @@ class Reply:
         return [(b - a) * 1e3 for a, b in zip(self.delta_s, self.delta_s[1:], strict=False)]
 
 
+def free_port() -> int:
+    """A port below the range that clients get theirs from: polling a dead one there can end up connected to itself."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
 class Daemon:
     """`with Daemon(model, data_dir) as d:` serves on a free port; `kill` is SIGKILL."""
 
     def __init__(self, model: str | Path, data_dir: Path, *args: str) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port: int = s.getsockname()[1]
+        self.port = free_port()
         self._command = [sys.executable, "-m", "ssmd", "serve", str(model), "--port", str(self.port), *args]
         self._environment = {**os.environ, "SSMD_DATA_DIR": str(data_dir)}
         self._log = data_dir.parent / f"{data_dir.name}.log"

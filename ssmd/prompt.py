@@ -182,7 +182,7 @@ class Planner:
         except Rejected:
             return "", np.empty(0, np.int32)
         common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        at = next((i for i in range(common, 0, -1) if self._tokenizer.ends_at_control(a, i)), 0)
+        at = self._tokenizer.last_cut(a, common)
         return a[:at], np.array(self._tokenizer.encode(a[:at]), np.int32)
 
     def find(self, ids: Ids, session: str | None, skip: Sequence[int] = ()) -> Found | None:

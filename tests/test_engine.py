@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,6 +97,13 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
+def endless(loaded: tuple[Artifact, Program]) -> SamplingParams:
+    """Never ends by itself."""
+    bias = {t: -100.0 for t in loaded[0].manifest.stop_tokens}
+    return SamplingParams(temperature=1.0, seed=5, logit_bias=bias)
+
+
+@pytest.fixture
 def engine(loaded: tuple[Artifact, Program], store: Store) -> Iterator[Engine]:
     engine = Engine(*loaded, store, metrics=Metrics(), max_running=2, max_queue=3)
     engine.start()
@@ -117,21 +124,27 @@ def test_a_conversation_continues_and_a_system_prompt_is_shared(engine: Engine, 
     assert [s.turns for s in store.sessions()] == [1, 2]
 
 
-def test_cached_tokens_are_those_not_fed(engine: Engine, loaded: tuple[Artifact, Program]) -> None:
+def counting(call: Callable[..., object], fed: list[int]) -> Callable[..., object]:
+    def counted(where: object, tokens: list[int]) -> object:
+        fed.append(len(tokens))
+        return call(where, tokens)
+
+    return counted
+
+
+def test_cached_tokens_are_those_not_fed(
+    engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted at the program itself: what usage calls cached never went into it."""
     program = loaded[1]
     fed: list[int] = []
-    prefill, decode = program.prefill, program.decode
-    program.prefill = lambda h, t: (fed.append(len(t)), prefill(h, t))[1]  # type: ignore[method-assign]  # a counter
-    program.decode = lambda h, t: (fed.append(len(t)), decode(h, t))[1]  # type: ignore[method-assign]
-    try:
-        first = ask(engine, LONG_SYSTEM, user("Count."), max_tokens=1)
-        assert sum(fed) == first.usage.prompt_tokens
-        fed.clear()
-        again = ask(engine, LONG_SYSTEM, user("Count."), answered(first.text), user("More."), max_tokens=1)
-        assert sum(fed) == again.fed < again.usage.prompt_tokens
-    finally:
-        program.prefill, program.decode = prefill, decode  # type: ignore[method-assign]
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(program, name, counting(getattr(program, name), fed))
+    first = ask(engine, LONG_SYSTEM, user("Count."), max_tokens=1)
+    assert sum(fed) == first.usage.prompt_tokens
+    fed.clear()
+    again = ask(engine, LONG_SYSTEM, user("Count."), answered(first.text), user("More."), max_tokens=1)
+    assert sum(fed) == again.fed < again.usage.prompt_tokens
 
 
 def test_choices_are_siblings(engine: Engine, store: Store) -> None:
@@ -169,18 +182,19 @@ def test_a_prompt_longer_than_the_context_is_refused(engine: Engine) -> None:
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_the_context_ends_an_answer_with_length(engine: Engine, loaded: tuple[Artifact, Program]) -> None:
-    bias = {t: -100.0 for t in loaded[0].manifest.stop_tokens}
-    answer = ask(
-        engine, user("a" * 440), max_tokens=10_000, sampling=SamplingParams(temperature=1.0, seed=1, logit_bias=bias)
-    )
+def test_the_context_ends_an_answer_with_length(
+    engine: Engine, loaded: tuple[Artifact, Program], endless: SamplingParams
+) -> None:
+    answer = ask(engine, user("a" * 440), max_tokens=10_000, sampling=endless)
     assert isinstance(answer.end, Done)
     assert answer.end.finish_reasons == ("length",)
     assert answer.usage.prompt_tokens + answer.usage.completion_tokens == loaded[1].context
 
 
-def test_a_cancelled_answer_is_kept_as_far_as_it_was_sent(engine: Engine, store: Store) -> None:
-    asked = Asked(engine, user("Tell me everything."), max_tokens=400)
+def test_a_cancelled_answer_is_kept_as_far_as_it_was_sent(
+    engine: Engine, store: Store, endless: SamplingParams
+) -> None:
+    asked = Asked(engine, user("Tell me everything."), max_tokens=400, sampling=endless)
     event = asked.next()
     assert isinstance(event, Delta)
     asked.generation.cancel()
@@ -194,8 +208,8 @@ def test_a_cancelled_answer_is_kept_as_far_as_it_was_sent(engine: Engine, store:
     assert follow.usage.resume == "exact"
 
 
-def test_two_requests_interleave(engine: Engine) -> None:
-    slow = Asked(engine, user("A long one."), max_tokens=300, sampling=SamplingParams(temperature=1.0, seed=5))
+def test_two_requests_interleave(engine: Engine, endless: SamplingParams) -> None:
+    slow = Asked(engine, user("A long one."), max_tokens=300, sampling=endless)
     assert isinstance(slow.next(), Delta)
     quick = ask(engine, user("A short one."), max_tokens=3)
     assert isinstance(quick.end, Done)
@@ -203,8 +217,8 @@ def test_two_requests_interleave(engine: Engine) -> None:
     assert 0 < slow.answer().usage.completion_tokens < 300
 
 
-def test_a_full_queue_is_refused(engine: Engine) -> None:
-    running = [Asked(engine, user(f"Long {i}."), max_tokens=400) for i in range(2)]
+def test_a_full_queue_is_refused(engine: Engine, endless: SamplingParams) -> None:
+    running = [Asked(engine, user(f"Long {i}."), max_tokens=400, sampling=endless) for i in range(2)]
     for one in running:
         assert isinstance(one.next(), Delta)
     waiting = [Asked(engine, user(f"Wait {i}.")) for i in range(3)]
@@ -217,10 +231,12 @@ def test_a_full_queue_is_refused(engine: Engine) -> None:
     assert all(isinstance(one.answer().end, Done) for one in [*running, *waiting])
 
 
-def test_shutdown_cuts_what_runs_and_stores_it(loaded: tuple[Artifact, Program], store: Store) -> None:
+def test_shutdown_cuts_what_runs_and_stores_it(
+    loaded: tuple[Artifact, Program], store: Store, endless: SamplingParams
+) -> None:
     engine = Engine(*loaded, store, metrics=Metrics())
     engine.start()
-    asked = Asked(engine, user("On and on."), max_tokens=400, sampling=SamplingParams(temperature=1.0, seed=5))
+    asked = Asked(engine, user("On and on."), max_tokens=400, sampling=endless)
     assert isinstance(asked.next(), Delta)
     ended = threading.Thread(target=engine.shutdown, args=(0.05,))
     ended.start()
@@ -260,20 +276,18 @@ def test_a_damaged_checkpoint_is_read_again(engine: Engine, store: Store, caplog
     assert answer.text == right.text
 
 
-def test_a_failing_step_ends_its_request_alone(engine: Engine, loaded: tuple[Artifact, Program]) -> None:
-    program = loaded[1]
-    slow = Asked(engine, user("I go on."), max_tokens=200, sampling=SamplingParams(temperature=1.0, seed=5))
+def test_a_failing_step_ends_its_request_alone(
+    engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch, endless: SamplingParams
+) -> None:
+    slow = Asked(engine, user("I go on."), max_tokens=200, sampling=endless)
     assert isinstance(slow.next(), Delta)
-    prefill = program.prefill
 
     def broken(*_: object) -> None:
         raise RuntimeError("the device is on fire")
 
-    program.prefill = broken  # type: ignore[method-assign, assignment]  # a program that breaks
-    try:
+    with monkeypatch.context() as patched:
+        patched.setattr(loaded[1], "prefill", broken)
         answer = ask(engine, user("I fail."))
-    finally:
-        program.prefill = prefill  # type: ignore[method-assign]
     assert isinstance(answer.end, Failed)
     assert "on fire" in answer.end.error.message
     assert isinstance(slow.answer().end, Done)
