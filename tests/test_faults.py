@@ -238,9 +238,10 @@ class TestAltered:
         """Every hash is right, but the rows are those of another conversation."""
         other = Chat(chat.store, "s2")
         other.say("u1", None, "something else", "indeed")
-        assert "does not consist" in self.broken(
-            chat, "UPDATE checkpoint_segment SET segment = 5 WHERE checkpoint = 4 AND segment = 1"
-        )
+        other.say("u2", "u1", "more", "sure")
+        chat.ends["t2"] = other.ends["u2"]
+        exchange = "UPDATE checkpoint_segment SET segment = 1 WHERE checkpoint = 8 AND segment = 5"
+        assert "checkpoint 8 does not consist of the parts" in self.broken(chat, exchange)
 
     def test_the_others_are_still_good(self, chat: Chat) -> None:
         self.broken(chat, "UPDATE piece SET data = x'' WHERE checkpoint = 4")

@@ -124,9 +124,15 @@ def load(connection: Connection, checkpoint_id: int, spec: StateSpec, threads: E
     return whole.state()
 
 
-def _segments_of(checkpoint_id: int) -> Any:
-    joined = segment.join(checkpoint_segment, checkpoint_segment.c.segment == segment.c.id)
-    return select(segment).select_from(joined).where(checkpoint_segment.c.checkpoint == checkpoint_id).order_by("first")
+def _segments_of(checkpoint_id: int, *columns: Any) -> Any:
+    """A checkpoint's segments in the order of their rows.
+
+    That is the order of their ids, as a parent's are written before its children's. Asked for in this way SQLite walks
+    the link table; ordering by `first` it would sort the blobs themselves, which takes longer than all the rest.
+    """
+    joined = checkpoint_segment.join(segment, segment.c.id == checkpoint_segment.c.segment)
+    mine = select(*(columns or (segment,))).select_from(joined).where(checkpoint_segment.c.checkpoint == checkpoint_id)
+    return mine.order_by(checkpoint_segment.c.segment)
 
 
 def _check_and_place(blob: Blob, place: Any, what: str) -> None:
@@ -180,11 +186,8 @@ def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Stored:
     query = select(checkpoint, layout.c.tensors).join(layout, layout.c.digest == _c.layout)
     row = connection.execute(query.where(_c.id == checkpoint_id)).one()
     dtypes = connection.scalars(select(piece.c.dtype).where(piece.c.checkpoint == checkpoint_id).distinct()).all()
-    joined = segment.join(checkpoint_segment, checkpoint_segment.c.segment == segment.c.id)
-    columns = select(segment.c.id, segment.c.first, segment.c.last, segment.c.dtype).select_from(joined)
-    segments = connection.execute(
-        columns.where(checkpoint_segment.c.checkpoint == checkpoint_id).order_by(segment.c.first)
-    )
+    columns = (segment.c.id, segment.c.first, segment.c.last, segment.c.dtype)
+    segments = connection.execute(_segments_of(checkpoint_id, *columns))
     return Stored(
         id=checkpoint_id,
         turn=turn,
@@ -301,11 +304,8 @@ def _same_key(connection: Connection, enc: Encoded) -> Any:
 
 
 def _rows_of(connection: Connection, checkpoint_id: int) -> Sequence[Any]:
-    joined = segment.join(checkpoint_segment, checkpoint_segment.c.segment == segment.c.id)
-    columns = select(segment.c.id, segment.c.first, segment.c.last, segment.c.sha256).select_from(joined)
-    return connection.execute(
-        columns.where(checkpoint_segment.c.checkpoint == checkpoint_id).order_by(segment.c.first)
-    ).all()
+    columns = (segment.c.id, segment.c.first, segment.c.last, segment.c.sha256)
+    return connection.execute(_segments_of(checkpoint_id, *columns)).all()
 
 
 def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now: int) -> None:
