@@ -96,11 +96,10 @@ class Daemon:
         return self.process.wait(patience_s)
 
     def get(self, path: str) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", path)
-        response = connection.getresponse()
-        body = response.read()
-        connection.close()
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body = response.read()
         return response.status, json.loads(body) if body[:1] in (b"{", b"[") else body.decode()
 
     def chat(self, messages: Sequence[dict[str, str]], **fields: Any) -> Reply:
