@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import shutil
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -29,6 +27,7 @@ Progress = Callable[[str], None]
 MODEL = "model.tflite"
 # Weights smaller than this stay float, and so do constant masks, the largest of which is the SSD chunk's 64 x 64.
 MIN_WEIGHT_ELEMENTS = 64 * 64 + 1
+LOG_TAIL_BYTES = 2000  # of the converters' own words, shown when they fail
 GOLDEN_TOKENS = 40
 GOLDEN_POSITIONS = (0, 1, 15, 31, 39)
 GOLDEN_TEXT = (
@@ -65,7 +64,6 @@ def build(
     family = family_of(source.config)
     config = family.parse(source.config)
     _check(source, config, buckets, context)
-    _quieten()
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     made = folder / "artifact"
@@ -272,16 +270,36 @@ def _stage(progress: Progress, what: str) -> Iterator[None]:
     """Announces a stage, and when it is done its seconds and the most memory that the process has held so far."""
     progress(f"{what} …")
     begin = time.monotonic()
-    yield
+    with _hushed():
+        yield
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
     progress(f"    {time.monotonic() - begin:.1f} s, peak memory {peak / 2**30:.1f} GiB")
 
 
-def _quieten() -> None:
-    """The converters log and warn about themselves, at import and later; none of it tells a user what to do."""
-    os.environ.setdefault("LITERT_TORCH_SHOW_PROGRESS", "n")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("GLOG_minloglevel", "3")
-    warnings.filterwarnings("ignore", module=r"(torch|torchao|litert_torch|ai_edge_.*|jax|copyreg)(\..*)?")
-    for name in ("torch", "torchao", "litert_torch", "ai_edge_quantizer", "jax", "absl"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Keeps back what is written to stdout and stderr, from C++ too; on an error its end goes to stderr after all.
+
+    The converters write hundreds of lines about themselves, none of which tells a user what to do.
+    """
+    with tempfile.TemporaryFile() as log:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = [os.dup(fd) for fd in (1, 2)]
+        for fd in (1, 2):
+            os.dup2(log.fileno(), fd)
+        failed = False
+        try:
+            yield
+        except Exception:
+            failed = True
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for fd, original in zip((1, 2), kept, strict=True):
+                os.dup2(original, fd)
+                os.close(original)
+            if failed:
+                log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
+                sys.stderr.write(log.read().decode(errors="replace"))
