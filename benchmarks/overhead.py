@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from daemon import Daemon, Reply, conditions
+from daemon_process import DaemonProcess, Reply, conditions
 from resume import story
 
 from ssmd.artifact import Artifact
@@ -54,7 +54,7 @@ def save_ms(program: Program) -> float:
     return statistics.median(times[1:])  # the first one makes its buffers
 
 
-def interference_gaps_ms(daemon: Daemon) -> list[float]:
+def interference_gaps_ms(daemon: DaemonProcess) -> list[float]:
     """Gaps of a stream while another client's prompt of about 1,500 tokens is read."""
     reply, during = Reply(), []
     other = threading.Thread(
@@ -80,7 +80,7 @@ def main(name: str) -> None:
     program = get_runtime(artifact.manifest.runtime).load(artifact)
     print(f"# overhead: {artifact.manifest.name}, {program.producer}; {conditions()}; medians of {ROUNDS} rounds")
     bare, served, tails = [], [], []
-    with tempfile.TemporaryDirectory() as folder, Daemon(name, Path(folder) / "data") as daemon:
+    with tempfile.TemporaryDirectory() as folder, DaemonProcess(name, Path(folder) / "data") as daemon:
         daemon.stop()
         daemon.start()  # warm: caches are filled
         print(f"warm start to healthy: {daemon.healthy_ms:.0f} ms")

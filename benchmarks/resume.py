@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from daemon import Daemon, Reply, conditions
+from daemon_process import DaemonProcess, Reply, conditions
 
 HISTORIES = (250, 1000, 1900)
 REPEATS = 5
@@ -40,7 +40,7 @@ def median(values: list[float]) -> float:
 
 def measure(model: str, history: int, folder: Path) -> tuple[Reply, list[Reply], list[Reply]]:
     """(first turn, resumed turns, re-read turns)"""
-    with Daemon(model, folder / f"data-{history}") as daemon:
+    with DaemonProcess(model, folder / f"data-{history}") as daemon:
         question = {"role": "user", "content": story(history - 70, "Read this.")}
         first = daemon.chat([question], max_tokens=16)
         talk = [question, {"role": "assistant", "content": first.text}]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TinyArtifacts
-from daemon import Daemon, Reply
+from daemon_process import DaemonProcess, Reply
 
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Turn
@@ -38,7 +38,7 @@ def say(text: str, role: str = "user") -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-def talk(daemon: Daemon, turns: int, *, before_last: Callable[[], None] = lambda: None) -> list[Reply]:
+def talk(daemon: DaemonProcess, turns: int, *, before_last: Callable[[], None] = lambda: None) -> list[Reply]:
     """A conversation by a client that sends all of it every time; the calls of two such talks are the same."""
     messages, replies = [SYSTEM], []
     for i in range(turns):
@@ -55,7 +55,7 @@ def fed(reply: Reply) -> int:
     return int(reply.usage["prompt_tokens"] - reply.usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def restart(daemon: Daemon) -> Callable[[], None]:
+def restart(daemon: DaemonProcess) -> Callable[[], None]:
     def work() -> None:
         daemon.kill()
         daemon.start()
@@ -66,9 +66,9 @@ def restart(daemon: Daemon) -> Callable[[], None]:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_killed_daemon_continues_exactly(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
     path = artifacts[model]
-    with Daemon(path, tmp_path / "a") as daemon:
+    with DaemonProcess(path, tmp_path / "a") as daemon:
         killed = talk(daemon, 3, before_last=restart(daemon))
-    with Daemon(path, tmp_path / "b") as daemon:
+    with DaemonProcess(path, tmp_path / "b") as daemon:
         whole = talk(daemon, 3)
     last = killed[-1]
     assert last.usage["ssmd"]["resume"] == "exact"
@@ -87,7 +87,7 @@ def test_a_killed_daemon_continues_exactly(model: str, artifacts: TinyArtifacts,
 def test_regenerating_after_a_restart_feeds_next_to_nothing(
     model: str, artifacts: TinyArtifacts, tmp_path: Path
 ) -> None:
-    with Daemon(artifacts[model], tmp_path / "data") as daemon:
+    with DaemonProcess(artifacts[model], tmp_path / "data") as daemon:
         first, second = talk(daemon, 2)
         restart(daemon)()
         messages = [SYSTEM, say(QUESTIONS[0]), say(first.text, "assistant"), say(QUESTIONS[1])]
@@ -104,7 +104,7 @@ def test_regenerating_after_a_restart_feeds_next_to_nothing(
 def test_a_reply_cut_by_a_stop_string_continues_from_cache(
     model: str, artifacts: TinyArtifacts, tmp_path: Path
 ) -> None:
-    with Daemon(artifacts[model], tmp_path / "data") as daemon:
+    with DaemonProcess(artifacts[model], tmp_path / "data") as daemon:
         whole = daemon.chat([SYSTEM, say(QUESTIONS[0])], max_tokens=24, **SAMPLING)
         stop = whole.text[len(whole.text) // 2 :][:2]
         cut = daemon.chat([SYSTEM, say(QUESTIONS[0])], max_tokens=24, stop=[stop], **SAMPLING)
@@ -129,7 +129,7 @@ def ssmd(data_dir: Path, *args: str, code: int = 0) -> subprocess.CompletedProce
 @pytest.mark.parametrize("model", MODELS)
 def test_a_session_moves_to_an_empty_data_dir(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
     path = artifacts[model]
-    with Daemon(path, tmp_path / "a") as daemon:
+    with DaemonProcess(path, tmp_path / "a") as daemon:
         replies = talk(daemon, 2)
         stayed = talk(daemon, 3)[2]
     session = replies[0].session
@@ -138,7 +138,7 @@ def test_a_session_moves_to_an_empty_data_dir(model: str, artifacts: TinyArtifac
     refused = ssmd(tmp_path / "a", "session", "export", session, str(tmp_path / "talk.ssmd"), code=1)
     assert "exists" in refused.stderr
     ssmd(tmp_path / "b", "session", "import", str(tmp_path / "talk.ssmd"))
-    with Daemon(path, tmp_path / "b") as daemon:
+    with DaemonProcess(path, tmp_path / "b") as daemon:
         messages = [SYSTEM]
         for question, reply in zip(QUESTIONS, replies, strict=False):
             messages += [say(question), say(reply.text, "assistant")]
@@ -153,7 +153,9 @@ def test_a_session_moves_to_an_empty_data_dir(model: str, artifacts: TinyArtifac
 class Client(threading.Thread):
     """Goes on with one conversation until the daemon dies; `told` are the exchanges it was told are done."""
 
-    def __init__(self, daemon: Daemon, salt: str, session: str | None = None, told: tuple[tuple[str, str], ...] = ()):
+    def __init__(
+        self, daemon: DaemonProcess, salt: str, session: str | None = None, told: tuple[tuple[str, str], ...] = ()
+    ):
         super().__init__()
         self._daemon = daemon
         self.salt = salt
@@ -203,7 +205,7 @@ def assert_whole(turns: Sequence[Turn], told: Sequence[tuple[str, str]], kills: 
 @pytest.mark.parametrize("model", ["llama-f32", "granite-int8"])
 def test_kill_at_random_instants_under_load(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
     chance = random.Random(model)
-    daemon = Daemon(artifacts[model], tmp_path / "data")
+    daemon = DaemonProcess(artifacts[model], tmp_path / "data")
     clients = [Client(daemon, f"client {i}") for i in range(3)]
     finished = 0
     for kill in range(1, KILLS + 1):

@@ -51,8 +51,8 @@ def free_port() -> int:
             return port
 
 
-class Daemon:
-    """`with Daemon(model, data_dir) as d:` serves on a free port; `kill` is SIGKILL."""
+class DaemonProcess:
+    """`with DaemonProcess(model, data_dir) as d:` serves on a free port; `kill` is SIGKILL."""
 
     def __init__(self, model: str | Path, data_dir: Path, *args: str) -> None:
         self.port = free_port()
@@ -62,7 +62,7 @@ class Daemon:
         self.process: subprocess.Popen[bytes] | None = None
         self.healthy_ms = 0.0
 
-    def __enter__(self) -> Daemon:
+    def __enter__(self) -> DaemonProcess:
         self.start()
         return self
 
