@@ -150,6 +150,9 @@ def test_a_session_moves_to_an_empty_data_dir(model: str, artifacts: TinyArtifac
         assert fed(other) == other.usage["prompt_tokens"]  # imported checkpoints serve the imported session only
 
 
+Told = tuple[tuple[str, str], ...]
+
+
 class Client(threading.Thread):
     """Goes on with one conversation until the daemon dies; `told` are the exchanges it was told are done."""
 
