@@ -2,79 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
-from openai_client import command, openai
-from serving import Answer, Served, serving
-
-from ssmd.artifact import Artifact
-from ssmd.config import Settings
-from ssmd.engine import Engine
-from ssmd.metrics import Metrics
-from ssmd.runtime import get_runtime
-from ssmd.server import create_app
-from ssmd.sessions.store import Store
-from ssmd.sessions.turn import Turn
-
-CHAT = "/v1/chat/completions"
-NO_END = {"0": -100, "2": -100}  # the tiny model's stop tokens never come
-
-
-@dataclass(frozen=True)
-class Daemon:
-    served: Served
-    engine: Engine
-    store: Store | None
-
-    @property
-    def url(self) -> str:
-        return self.served.url
-
-    @property
-    def model(self) -> str:
-        return self.engine.artifact.manifest.name
-
-    def body(self, content: str = "Tell me a story", **fields: Any) -> dict[str, Any]:
-        body = {"model": self.model, "messages": [{"role": "user", "content": content}], "temperature": 0}
-        return {**body, "max_tokens": 12, "logit_bias": NO_END, **fields}
-
-    def chat(self, content: str = "Tell me a story", **fields: Any) -> Answer:
-        return self.served.ask("POST", CHAT, self.body(content, **fields))
-
-    def turns(self, session: str) -> list[Turn]:
-        assert self.store is not None
-        return self.store.turns(session)
-
-
-@contextmanager
-def daemon(
-    path: Path, data_dir: Path | None, *, max_running: int = 4, max_queue: int = 64, stall_s: float = 30.0
-) -> Iterator[Daemon]:
-    """`data_dir` None keeps nothing."""
-    artifact = Artifact.open(path)
-    program = get_runtime("litert").load(artifact, threads=1)
-    store = None if data_dir is None else Store.open(data_dir)
-    engine = Engine(artifact, program, store, metrics=Metrics(), max_running=max_running, max_queue=max_queue)
-    engine.start()
-    try:
-        with serving(create_app(engine, store, Settings(), stall_s=stall_s)) as served:
-            yield Daemon(served, engine, store)
-    finally:
-        engine.shutdown(0)
-        program.close()
-        if store is not None:
-            store.close()
+from daemon import CHAT, Daemon, chunks, daemon, idle, request, soon, text_of, whole_text
 
 
 @pytest.fixture(scope="module")
@@ -86,48 +23,6 @@ def artifact(artifacts: TinyArtifacts) -> Path:
 def tiny(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     with daemon(artifact, tmp_path_factory.mktemp("data")) as one:
         yield one
-
-
-def soon(condition: Callable[[], bool], within_s: float = 10) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-
-
-def idle(one: Daemon) -> bool:
-    queue = one.engine.metrics.snapshot()["queue"]
-    return bool(queue["running"] == queue["waiting"] == 0)
-
-
-def events(raw: bytes) -> list[bytes]:
-    assert raw.endswith(b"\n\n")
-    found = raw[:-2].split(b"\n\n")
-    assert all(event.startswith(b"data: ") and b"\n" not in event for event in found)
-    return [event.removeprefix(b"data: ") for event in found]
-
-
-def chunks(answer: Answer) -> list[dict[str, Any]]:
-    assert answer.status == 200, answer.body
-    found = events(answer.body)
-    assert found[-1] == b"[DONE]"
-    return [json.loads(event) for event in found[:-1]]
-
-
-def text_of(found: list[dict[str, Any]], index: int = 0) -> str:
-    choices = [choice for chunk in found for choice in chunk["choices"] if choice["index"] == index]
-    return "".join(choice["delta"].get("content", "") for choice in choices)
-
-
-def whole_text(answer: Answer) -> str:
-    assert answer.status == 200, answer.body
-    return str(answer.json["choices"][0]["message"]["content"])
-
-
-def request(body: dict[str, Any]) -> bytes:
-    raw = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}"
-    return head.encode() + b"\r\n\r\n" + raw
 
 
 # What is answered.
@@ -413,89 +308,3 @@ def _read_answer(one: socket.socket) -> bytes:
         while not body.endswith(b"0\r\n\r\n"):
             body += one.recv(65536)
     return head
-
-
-# The openai client itself.
-
-
-def test_openai_whole(tiny: Daemon) -> None:
-    result = openai("whole", tiny.url, tiny.body("from the SDK", extra_body={"top_k": 5}))
-    assert result["completion"]["choices"][0]["message"]["role"] == "assistant"
-    assert result["completion"]["usage"]["ssmd"]["session"] == result["headers"]["x-ssmd-session"]
-    assert result["completion"]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
-
-
-def test_openai_stream(tiny: Daemon) -> None:
-    body = tiny.body("from the SDK", stream_options={"include_usage": True}, max_tokens=100, store=False)
-    result = openai("stream", tiny.url, body)
-    assert text_of(result["chunks"]) == whole_text(tiny.chat("from the SDK", max_tokens=100, store=False))
-    assert result["chunks"][-1]["usage"]["completion_tokens"] == 100
-    assert max(b - a for a, b in itertools.pairwise(result["times"])) < result["times"][-1] / 2  # it came bit by bit
-
-
-def test_openai_helper(tiny: Daemon) -> None:
-    stop = whole_text(tiny.chat("helper", store=False))[6:9]
-    asked = tiny.body("helper", n=2, logprobs=True, top_logprobs=2, store=False, stop=stop)
-    result = openai("helper", tiny.url, asked)
-    assert {"chunk", "content.delta", "content.done", "logprobs.content.delta"} <= set(result["kinds"])
-    assert [c["finish_reason"] for c in result["completion"]["choices"]] == ["stop", "stop"]
-
-
-def test_openai_models(tiny: Daemon) -> None:
-    result = openai("models", tiny.url, {})
-    assert result["all"] == [result["one"]]
-    assert result["one"]["id"] == tiny.model
-
-
-def test_openai_errors_are_typed(tiny: Daemon) -> None:
-    image = {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}
-    cases = [
-        (tiny.body(model="gpt-9"), "NotFoundError", "model_not_found", "model"),
-        (tiny.body(messages=[]), "BadRequestError", "invalid_value", "messages"),
-        (
-            tiny.body(messages=[{"role": "user", "content": [image]}]),
-            "BadRequestError",
-            "unsupported_parameter",
-            "messages[0].content[0]",
-        ),
-        (tiny.body(tools=[{"type": "function"}]), "BadRequestError", "unsupported_parameter", "tools"),
-        (tiny.body("x " * 3000), "BadRequestError", "context_length_exceeded", "messages"),
-        (tiny.body("x " * 3000, stream=True), "BadRequestError", "context_length_exceeded", "messages"),
-        (tiny.body(extra_body={"session": "unknown"}), "NotFoundError", "session_not_found", "session"),
-        (tiny.body(extra_body={"surprise": 1}), "BadRequestError", "unknown_parameter", "surprise"),
-    ]
-    raised = openai("failures", tiny.url, [body for body, *_ in cases])
-    for (_, kind, code, param), found in zip(cases, raised, strict=True):
-        assert (found["class"], found["code"], found["param"]) == (kind, code, param), found
-        assert found["message"]
-        assert found["request_id"].startswith("req_")
-
-
-def test_openai_two_clients_interleave(tiny: Daemon) -> None:
-    first, second = openai("together", tiny.url, tiny.body(max_tokens=400, store=False))
-    assert first[0] < second[0] < first[-1]
-    shared = [t for t in first if second[0] < t < second[-1]]
-    assert len(shared) > 10
-
-
-def test_openai_that_leaves_stops_its_generation(tiny: Daemon) -> None:
-    def generated() -> int:
-        return int(tiny.engine.metrics.snapshot()["generated_tokens"])
-
-    assert len(openai("leave", tiny.url, tiny.body("I leave", max_tokens=450, n=4))) == 3
-    soon(lambda: idle(tiny), within_s=2)
-    before = generated()
-    time.sleep(0.3)
-    assert generated() == before
-
-
-def test_openai_hears_of_a_shutdown(artifact: Path) -> None:
-    with daemon(artifact, None) as one:
-        arguments = command("broken_stream", one.url, one.body(max_tokens=450, n=4))
-        client = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert client.stderr is not None
-        assert client.stderr.readline() == "chunk\n"
-        one.engine.shutdown(0)
-        said, _ = client.communicate(timeout=60)
-    result = json.loads(said)
-    assert (result["class"], result["code"]) == ("APIError", "shutting_down")

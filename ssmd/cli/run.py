@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ssmd.sessions.store import Store
     from ssmd.text.messages import Message
 
+# A model's answer must not be able to steer the terminal.
+_CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"], "\ufffd")
 LOOK_UP_S = 0.2  # how often a wait looks up whether Ctrl-C came
 
 
@@ -159,7 +161,7 @@ class _Talk:
             if isinstance(event, Done):
                 break
             answer.append(event.text)
-            sys.stdout.write(event.text)
+            sys.stdout.write(event.text.translate(_CONTROLS) if sys.stdout.isatty() else event.text)
             sys.stdout.flush()
         whole = not self._interrupted.is_set()
         typer.echo("" if whole else " …")
