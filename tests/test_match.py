@@ -145,6 +145,18 @@ def test_the_store_looks_up_the_match(
         store.close()
 
 
+def test_the_deepest_wins_over_the_one_used_last(tmp_path: Path) -> None:
+    """In the store too, whose query puts the best first."""
+    store = new_store(tmp_path / "data")
+    _grow(store, [(2, 0, "x", "1"), (0, 0, "x", "1"), (0, 1, "y", "2"), (1, 0, "x", "1"), (2, 0, "z", "1")])
+    request = [user("x"), answer("1"), user("y"), answer("2"), user("x")]
+    found = match(request, store.candidates(request))
+    assert (found.session, found.parent) == ("s0", "t2")
+    found = match(request[:3], store.candidates(request[:3]))
+    assert (found.session, found.parent) == ("s2", "t0"), "of equally deep ones that of the session used last"
+    store.close()
+
+
 def _grow(store: Store, turns: list[tuple[int, int, str, str]]) -> tuple[list[Conversation], dict[str, Chat]]:
     """Write the turns; return each as a conversation, as match would see it with everything in memory."""
     chats: dict[str, Chat] = {}

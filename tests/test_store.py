@@ -500,6 +500,18 @@ class TestDelete:
             assert b"never tell" not in content, file.name
         store.close()
 
+    def test_text_beside_others_is_overwritten(self, tmp_path: Path) -> None:
+        """Rows of several sessions share a page that stays: the bytes of the removed ones must not."""
+        store = new_store(tmp_path / "data")
+        for i in range(6):
+            turn, _ = Chat(store, f"s{i}").make(f"t{i}", None, [user(f"secret {i}")], "never tell")
+            store.commit([turn], session=SessionInfo(f"s{i}", "m", LINEAGE, START))
+        for i in (1, 2, 4):
+            store.delete(f"s{i}")
+        left = b"".join(file.read_bytes() for file in (tmp_path / "data").iterdir())
+        assert [f"secret {i}".encode() in left for i in range(6)] == [True, False, False, True, False, True]
+        store.close()
+
     def test_unknown(self, store: Store) -> None:
         for ask in (store.delete, store.session, store.turns):
             with pytest.raises(UnknownSession, match="no session 'nobody'"):
