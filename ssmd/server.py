@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -108,7 +107,6 @@ def serve(
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises what `open_engine` raises, and ServerError."""
-    started = time.perf_counter()
     settings.check_exposure()
     sockets = listen(settings.host, settings.port)
     try:
@@ -134,7 +132,7 @@ def serve(
     def ready() -> None:
         announce(
             f"ssmd {__version__} serves {manifest.name} ({manifest.runtime}, {manifest.device_class}, "
-            f"{manifest.quantization}) at http://{host}:{port}/v1 after {time.perf_counter() - started:.1f} s"
+            f"{manifest.quantization}) at http://{host}:{port}/v1"
         )
 
     try:
