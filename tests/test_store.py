@@ -355,6 +355,15 @@ class TestEncode:
         with pytest.raises(StateError, match="layout"):
             encode(good, scope=replace(scope, layout="c" * 32), producer="p", spec=HYBRID)
 
+    def test_workers_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checkpoint_module, "BLOB_BYTES", 64)
+        scope = Scope(HYBRID.digest(), LINEAGE, BUILD)
+        alone, together = (
+            encode(self.make(), scope=scope, producer="p", spec=HYBRID, workers=workers) for workers in (1, 3)
+        )
+        assert len(alone.segments) > 3
+        assert (alone.pieces, alone.segments) == (together.pieces, together.segments)
+
     def test_views_of_larger_arrays(self, store: Store) -> None:
         """A runtime may hand out slices of its caches, transposed ones even."""
         ids = np.arange(1, 9, dtype=np.int32)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -182,10 +184,13 @@ def _blob(first: int, last: int, dtype: str, flat: NDArray[Any]) -> Blob:
     return Blob(first, last, dtype, hashlib.sha256(data).digest(), data)
 
 
-def encode_recurrent(state: State, spec: StateSpec) -> tuple[Blob, ...]:
+_Job = Callable[[], Blob]
+
+
+def _recurrent_jobs(state: State, spec: StateSpec) -> list[_Job]:
     """All conv and ssm tensors in the order of the spec, flattened and cut."""
     if not spec.recurrent:
-        return ()
+        return []
     dtype = _common_dtype(state.tensors[t.name].dtype for t in spec.recurrent)
     flat = np.empty(sum(int(np.prod(t.shape)) for t in spec.recurrent), DTYPES[dtype])
     at = 0
@@ -194,35 +199,45 @@ def encode_recurrent(state: State, spec: StateSpec) -> tuple[Blob, ...]:
         flat[at : at + size].reshape(t.shape)[...] = state.tensors[t.name]
         at += size
     step = BLOB_BYTES // flat.itemsize
-    return tuple(_blob(a, min(a + step, at), dtype, flat[a : a + step]) for a in range(0, at, step))
+    return [partial(_blob, a, min(a + step, at), dtype, flat[a : a + step]) for a in range(0, at, step)]
 
 
-def encode_rows(state: State, spec: StateSpec) -> tuple[Blob, ...]:
-    """All key and value rows [since, position), as segments; within one [tensor, kv_heads, rows, head_dim]."""
-    if not spec.rows or state.position == state.since:
-        return ()
+def _row_jobs(state: State, spec: StateSpec) -> list[_Job]:
+    """All key and value rows [since, position), as segments."""
+    if not spec.rows:
+        return []
     dtype = _common_dtype(state.tensors[t.name].dtype for t in spec.rows)
-    width = row_values(spec)
-    step = max(1, BLOB_BYTES // (width * DTYPES[dtype].itemsize))
-    blobs = []
-    for a in range(state.since, state.position, step):
-        b = min(a + step, state.position)
-        flat = np.empty(width * (b - a), DTYPES[dtype])
-        at = 0
-        for t in spec.rows:
-            shape = t.shape_at(b - a)
-            size = int(np.prod(shape))
-            rows = state.tensors[t.name][:, a - state.since : b - state.since]  # [kv_heads, b - a, head_dim]
-            flat[at : at + size].reshape(shape)[...] = rows
-            at += size
-        blobs.append(_blob(a, b, dtype, flat))
-    return tuple(blobs)
+    step = max(1, BLOB_BYTES // (row_values(spec) * DTYPES[dtype].itemsize))
+    end = state.position
+    return [partial(_segment, state, spec, a, min(a + step, end), dtype) for a in range(state.since, end, step)]
 
 
-def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: StateSpec) -> Encoded:
-    """Everything that committing `checkpoint` needs, compressed and hashed: some 50 ms for a 22 MB state.
+def _segment(state: State, spec: StateSpec, first: int, last: int, dtype: str) -> Blob:
+    """Within it: [tensor, kv_heads, last - first, head_dim]."""
+    flat = np.empty(row_values(spec) * (last - first), DTYPES[dtype])
+    at = 0
+    for t in spec.rows:
+        shape = t.shape_at(last - first)
+        size = int(np.prod(shape))
+        rows = state.tensors[t.name][:, first - state.since : last - state.since]  # [kv_heads, last - first, head_dim]
+        flat[at : at + size].reshape(shape)[...] = rows
+        at += size
+    return _blob(first, last, dtype, flat)
 
-    It touches no database, and may run on any thread as soon as the state was saved. Raises StateError if the state
+
+def _run(jobs: Sequence[_Job], workers: int) -> list[Blob]:
+    if workers < 2 or len(jobs) < 2:
+        return [job() for job in jobs]
+    with ThreadPoolExecutor(workers, thread_name_prefix="ssmd-encode") as pool:
+        return [future.result() for future in [pool.submit(job) for job in jobs]]
+
+
+def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: StateSpec, workers: int = 1) -> Encoded:
+    """Everything that committing `checkpoint` needs, compressed and hashed: some 70 ms for a 22 MB state, with
+    two workers 45 ms.
+
+    It touches no database, and may run on any thread as soon as the state was saved. workers: threads to share the
+    work; more than one is for when somebody waits and the model does not run. Raises StateError if the state
     is not one of `spec` at this position, or not finite; ValueError if ids and position disagree.
     """
     state, parent = checkpoint.state, checkpoint.parent
@@ -248,6 +263,8 @@ def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: Stat
         above = parent
     if spec.rows and parent is not None:
         (parent_key,) = prefix_keys(scope.layout, scope.lineage, ids, [state.since])
+    pieces = _recurrent_jobs(state, spec)
+    blobs = _run([*pieces, *_row_jobs(state, spec)], workers)
     return Encoded(
         scope=scope,
         producer=producer,
@@ -261,8 +278,8 @@ def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: Stat
         parent_key=parent_key,
         origin=checkpoint.origin,
         turn=checkpoint.turn,
-        pieces=encode_recurrent(state, spec),
-        segments=encode_rows(state, spec),
+        pieces=tuple(blobs[: len(pieces)]),
+        segments=tuple(blobs[len(pieces) :]),
     )
 
 
