@@ -235,9 +235,10 @@ def _run(jobs: Sequence[_Job], workers: int) -> list[Blob]:
 def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: StateSpec, workers: int = 1) -> Encoded:
     """Everything that committing `checkpoint` needs, compressed and hashed.
 
-    For a 22 MB state it takes 70 ms, with two workers 45 ms. It touches no database, and may run on any thread as soon as the state was saved. workers: threads to share the
-    work; more than one is for when somebody waits and the model does not run. Raises StateError if the state
-    is not one of `spec` at this position, or not finite; ValueError if ids and position disagree.
+    For a 22 MB state it takes 70 ms, with two workers 45 ms. It touches no database, and may run on any thread as soon
+    as the state was saved. workers: threads to share the work; more than one is for when somebody waits and the model
+    does not run. Raises StateError if the state is not one of `spec` at this position, or not finite; ValueError if
+    ids and position disagree.
     """
     state, parent = checkpoint.state, checkpoint.parent
     ids = as_ids(checkpoint.ids)
