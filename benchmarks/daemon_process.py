@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ssmd.config import Settings
+
 START_TIMEOUT_S = 60.0
 
 
@@ -57,7 +59,8 @@ class DaemonProcess:
     def __init__(self, model: str | Path, data_dir: Path, *args: str) -> None:
         self.port = free_port()
         self._command = [sys.executable, "-m", "ssmd", "serve", str(model), "--port", str(self.port), *args]
-        self._environment = {**os.environ, "SSMD_DATA_DIR": str(data_dir)}
+        models_dir = str(Settings().models_dir)  # before it moves with the data dir
+        self._environment = {**os.environ, "SSMD_DATA_DIR": str(data_dir), "SSMD_MODELS_DIR": models_dir}
         self._log = data_dir.parent / f"{data_dir.name}.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.healthy_ms = 0.0

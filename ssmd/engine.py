@@ -329,7 +329,8 @@ class Engine:
             self._tell(g, stored=False)
             return
         turns = [g.prompt.turn(lane, self._tokenizer.escape(lane.text)) for lane in kept]
-        self._writer.commit(g.prompt.info, turns, g.checkpoints, partial(self._tell, g))
+        self._writer.commit(g.prompt.info, turns, tuple(g.checkpoints), partial(self._tell, g))
+        g.checkpoints, g.parent = [], (None, 0)  # their states go as soon as they are written
 
     def _tell(self, g: Generation, stored: bool) -> None:
         """The last event of a request. From the writer's thread, or the worker's when nothing is kept."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +21,13 @@ log = logging.getLogger(__name__)
 COMMIT_PATIENCE_S = 2.0
 MAX_QUEUED_BYTES = 1 << 30
 IDLE_S = 2.0
+
+
+def _trim() -> None:
+    """Hand freed memory of all threads' arenas back to the system: a turn leaves tens of MB there. glibc only."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 class Pending:
@@ -55,7 +65,10 @@ class Writer:
         def work() -> None:
             try:
                 started = time.perf_counter()
-                pending.encoded = encode(checkpoint, scope=self._scope, producer=self._producer, spec=self._spec)
+                workers = 2 if checkpoint.kind == "turn" else 1  # a client waits for it; others run beside the decoding
+                pending.encoded = encode(
+                    checkpoint, scope=self._scope, producer=self._producer, spec=self._spec, workers=workers
+                )
                 pending.ms = (time.perf_counter() - started) * 1e3
             finally:
                 with self._lock:
@@ -121,8 +134,9 @@ class Writer:
             self._settle()
 
     def _settle(self) -> None:
-        """Nobody waits: move what was committed from the log into the database file."""
+        """Nobody waits: move what was committed from the log into the database file, and give memory back."""
         self._unsettled = False
+        _trim()
         try:
             self._store.settle()
         except StoreError as err:
