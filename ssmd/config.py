@@ -89,7 +89,7 @@ class Settings(BaseSettings):
     threads: int | None = Field(None, ge=1, le=1024, description="compute threads; default: what the runtime chooses")
     runtime: str = Field("auto", pattern=r"^[a-z0-9_]{1,32}$", description="a runtime's name, or auto")
     max_running: int = Field(4, ge=1, le=256, description="choices that decode at the same time")
-    max_queue: int = Field(64, ge=0, le=10_000, description="requests that wait; more are answered 503")
+    max_queue: int = Field(64, ge=1, le=10_000, description="requests that wait; more are answered 503")
     max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 30, description="largest request body, bytes")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
 
