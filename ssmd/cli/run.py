@@ -34,9 +34,7 @@ def run(
     ] = None,
     session: Annotated[str | None, typer.Option(help="Continue this session.", metavar="ID")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of a new conversation.", metavar="TEXT")] = None,
-    temperature: Annotated[
-        float, typer.Option(help="0 always takes the likeliest token; the default suits small models.")
-    ] = 0.2,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.2,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 0.9,
     seed: Annotated[int | None, typer.Option(help="Same seed, same choices.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 2048,
