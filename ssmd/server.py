@@ -21,6 +21,7 @@ from ssmd.api.security import Rules, guarded
 from ssmd.artifact import Artifact
 from ssmd.config import Settings
 from ssmd.engine import Engine
+from ssmd.memory import return_big_blocks
 from ssmd.metrics import Metrics
 from ssmd.models import resolve
 from ssmd.runtime import get_runtime
@@ -107,6 +108,7 @@ def serve(
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises what `open_engine` raises, and ServerError."""
+    return_big_blocks()
     settings.check_exposure()
     sockets = listen(settings.host, settings.port)
     try:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from ssmd.memory import trim
 from ssmd.metrics import Metrics
 from ssmd.sessions.checkpoint import Encoded, NewCheckpoint, Scope, encode
 from ssmd.sessions.store import Store
@@ -21,13 +19,6 @@ log = logging.getLogger(__name__)
 COMMIT_PATIENCE_S = 2.0
 MAX_QUEUED_BYTES = 1 << 30
 IDLE_S = 2.0
-
-
-def _trim() -> None:
-    """Hand freed memory of all threads' arenas back to the system: a turn leaves tens of MB there. glibc only."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 class Pending:
@@ -136,7 +127,7 @@ class Writer:
     def _settle(self) -> None:
         """Nobody waits: move what was committed from the log into the database file, and give memory back."""
         self._unsettled = False
-        _trim()
+        trim()
         try:
             self._store.settle()
         except StoreError as err:

@@ -14,6 +14,7 @@ FLOORS = {
     "ssmd": 1,
     "ssmd.state": 1,
     "ssmd.sampling": 1,
+    "ssmd.memory": 1,
     "ssmd.metrics": 1,
     "ssmd.config": 1,
     "ssmd.buckets": 1,

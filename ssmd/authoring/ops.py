@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # Q: the fastest of 32, 64, 128, 256 on CPU (docs/log.md)
+QUERY_BLOCK = 64  # tokens whose attention scores are computed together
 MASKED = -1e9  # added to a score: its softmax is exactly 0
 
 
@@ -215,18 +216,24 @@ def attention(
     Returns (1, T, G R D) and the new rows: key (G, T, D), value (G, D, T).
 
     Both caches lie so that a product runs along their last axis: their transposes below become a flag of the product,
-    never an operation, because they are of rank 3.
+    never an operation, because they are of rank 3. The queries are taken in blocks of QUERY_BLOCK tokens, whose scores
+    stay small (all at once those of 256 tokens weigh 21 MB a layer), and a block sees no new rows after its own.
     """
     length, groups, each, size = q.shape
     rows = q.permute(1, 0, 2, 3).reshape(groups, length * each, size)  # (G, T R, D)
     new_key, new_value = k.permute(1, 0, 2), v.permute(1, 2, 0)  # (G, T, D), (G, D, T)
-    old = torch.matmul(rows, key.transpose(1, 2)) + slots  # (G, T R, S)
-    new = torch.matmul(rows, new_key.transpose(1, 2))  # (G, T R, T)
-    new = new if length == 1 else new + causal
-    weights = torch.softmax(torch.cat([old, new], -1), -1)  # (G, T R, S + T)
     context = key.shape[1]
-    out = torch.matmul(weights[..., :context], value.transpose(1, 2))
-    out = out + torch.matmul(weights[..., context:], new_value.transpose(1, 2))  # (G, T R, D)
+    blocks = []
+    for start in range(0, length, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, length)
+        block = rows if length <= QUERY_BLOCK else rows[:, start * each : stop * each]  # (G, B R, D), B tokens
+        old = torch.matmul(block, key.transpose(1, 2)) + slots  # (G, B R, S)
+        new = torch.matmul(block, new_key[:, :stop].transpose(1, 2))  # (G, B R, stop)
+        new = new if length == 1 else new + causal[:, start * each : stop * each, :stop]
+        weights = torch.softmax(torch.cat([old, new], -1), -1)  # (G, B R, S + stop)
+        seen = torch.matmul(weights[..., :context], value.transpose(1, 2))
+        blocks.append(seen + torch.matmul(weights[..., context:], new_value[..., :stop].transpose(1, 2)))
+    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)  # (G, T R, D)
     out = out.reshape(groups, length, each, size).permute(1, 0, 2, 3)  # (T, G, R, D)
     return out.reshape(1, length, groups * each * size), new_key, new_value
 
