@@ -1,4 +1,4 @@
-"""What the allocator keeps of freed memory: how much at most, and giving it back. glibc only; elsewhere nothing is done."""
+"""What the allocator keeps of freed memory, and giving it back. glibc only; elsewhere nothing is done."""
 
 from __future__ import annotations
 
