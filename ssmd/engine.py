@@ -151,6 +151,10 @@ class Engine:
         with self._wake:
             self._wake.notify_all()
 
+    def _something_to_do(self) -> bool:
+        loaded = any(g.loading is not None and g.loading.done() for g in self._running)
+        return loaded or self._closing or (bool(self._waiting) and self._lanes_in_use() < self._max_running)
+
     def _lanes_in_use(self) -> int:
         return sum(max(1, sum(lane.end is None for lane in g.lanes)) for g in self._running)
 
@@ -162,7 +166,7 @@ class Engine:
         ready = next((g for g in self._running if not g.lanes and (g.loading is None or g.loading.done())), None)
         if ready is None and not decoding:  # all wait for the loader
             with self._wake:
-                self._wake.wait(timeout=0.05)
+                self._wake.wait_for(self._something_to_do, timeout=0.05)
         if ready is not None:
             self._guarded([ready], partial(self._advance_prompt, ready, others=bool(decoding)))
         if decoding:
