@@ -151,9 +151,17 @@ class Planner:
         )
 
     def _render(self, messages: Sequence[Message], now: datetime) -> str:
-        escaped = [replace(m, content=self._tokenizer.escape(m.content)) for m in messages]
+        known = "developer" in self._template.source  # else it is what OpenAI made of it: a system message
+        shown = [
+            replace(
+                m,
+                role="system" if m.role == "developer" and not known else m.role,
+                content=self._tokenizer.escape(m.content),
+            )
+            for m in messages
+        ]
         try:
-            return self._template.render(escaped, now=now)
+            return self._template.render(shown, now=now)
         except TemplateError as err:
             raise Rejected(f"the model's chat template refuses these messages: {err}", param="messages") from err
 

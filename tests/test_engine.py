@@ -170,6 +170,11 @@ def test_store_false_keeps_nothing(engine: Engine, store: Store) -> None:
     assert store.bytes_stored() == 0
 
 
+def test_a_developer_is_the_system_to_a_template_that_knows_none(engine: Engine) -> None:
+    told = [ask(engine, Message(role, "Be brief."), user("Hello."), store=False) for role in ("system", "developer")]
+    assert told[0].logprobs == told[1].logprobs
+
+
 def test_an_unknown_session_is_refused(engine: Engine) -> None:
     with pytest.raises(Rejected, match="there is no session 'ses_none'") as refused:
         ask(engine, user("Hello?"), session="ses_none")
