@@ -189,8 +189,15 @@ def test_the_command_refuses(source: Path, tmp_path: Path, asked: dict[str, Any]
 
 def test_ctrl_c_leaves_nothing(source: Path, tmp_path: Path) -> None:
     arguments = ["build", str(source), "--buckets", "16", "--context", "64", "--models-dir", str(tmp_path)]
+    # A shell that starts the tests in the background has them ignore SIGINT, and their children with them.
+    heard = [
+        sys.executable,
+        "-c",
+        "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execv(*eval(sys.argv[1]))",
+    ]
+    command_line = [sys.executable, "-u", "-m", "ssmd", *arguments]
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "ssmd", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*heard, repr((sys.executable, command_line))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     for line in process.stdout:
