@@ -151,6 +151,7 @@ def test_a_session_moves_to_an_empty_data_dir(model: str, artifacts: TinyArtifac
 
 
 Told = tuple[tuple[str, str], ...]
+EXCHANGES = 4  # more would not fit the tiny models' context
 
 
 class Client(threading.Thread):
@@ -167,13 +168,13 @@ class Client(threading.Thread):
         self.replies: list[Reply] = []
 
     def again(self) -> Client:
-        """The same client, reconnected; after six exchanges it starts a new conversation."""
-        if len(self.told) >= 6:
-            return Client(self._daemon, self.salt + "'")
+        """The same client, reconnected; after some exchanges it starts a new conversation."""
+        if len(self.told) >= EXCHANGES:
+            return Client(self._daemon, f"{self.salt[0]}{int(self.salt[1:]) + 1}")
         return Client(self._daemon, self.salt, self.session, self.told)
 
     def run(self) -> None:
-        while len(self.told) < 6:
+        while len(self.told) < EXCHANGES:
             question = f"{self.salt}: {QUESTIONS[len(self.told) % 3]}"
             messages = [SYSTEM]
             for asked, answered in self.told:
@@ -209,7 +210,7 @@ def assert_whole(turns: Sequence[Turn], told: Sequence[tuple[str, str]], kills: 
 def test_kill_at_random_instants_under_load(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
     chance = random.Random(model)
     daemon = DaemonProcess(artifacts[model], tmp_path / "data")
-    clients = [Client(daemon, f"client {i}") for i in range(3)]
+    clients = [Client(daemon, f"{name}1") for name in "abc"]
     finished = 0
     for kill in range(1, KILLS + 1):
         daemon.start()
