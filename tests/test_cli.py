@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,15 +60,10 @@ def answer(*arguments: str) -> Sequence[str]:
     return ("run", *arguments, "--temperature", "0", "--max-tokens", "8", "--threads", "1")
 
 
-def test_help_is_quick_and_names_the_commands(home: Path) -> None:
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        said = good(home, "--help")
-        times.append(time.perf_counter() - started)
+def test_help_names_the_commands_and_loads_nothing_heavy(home: Path) -> None:
+    said = good(home, "--help")
     for command in ("serve", "run", "build", "list", "show", "verify", "doctor", "session"):
         assert re.search(rf"\b{command}\b", said)
-    assert min(times) < 0.6  # 0.2 s on an idle machine; heavy imports would take a second and more
     assert good(home, "--version") == f"ssmd {__version__}\n"
     loaded = (
         "import sys, ssmd.cli; print([m for m in ('numpy', 'pydantic', 'sqlalchemy', 'starlette') if m in sys.modules])"
