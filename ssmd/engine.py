@@ -134,6 +134,8 @@ class Engine:
             self._cancel(generation)
 
     def _admit(self) -> None:
+        if not self._waiting:  # as at nearly every token
+            return
         while self._waiting and self._lanes_in_use() < self._max_running:
             generation = self._waiting.popleft()
             if generation.cancelled:

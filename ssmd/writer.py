@@ -32,7 +32,11 @@ class Pending:
 
 
 class Writer:
-    """FIFO of work for the store. `MAX_QUEUED_BYTES` bounds what waits; past it a turn is not stored, visibly."""
+    """FIFO of work for the store.
+
+    `MAX_QUEUED_BYTES` bounds the states that wait to be encoded; past it a checkpoint is left out, with a warning, and
+    its turn is stored as text.
+    """
 
     def __init__(self, store: Store, metrics: Metrics, *, scope: Scope, producer: str, spec: StateSpec) -> None:
         self._store = store
