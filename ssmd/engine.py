@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -27,7 +27,7 @@ from ssmd.runtime import Handle, Logits, Program
 from ssmd.sessions.checkpoint import CheckpointKind, Found, Ids, NewCheckpoint
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
-from ssmd.state import State, StateError
+from ssmd.state import StateError
 from ssmd.text.template import ChatTemplate
 from ssmd.text.tokenizer import Tokenizer
 from ssmd.writer import Writer
@@ -210,34 +210,41 @@ class Engine:
         """The handle to prefill: restored from the checkpoint found, or new when there is none that can be read."""
         loaded = None if g.loading is None else g.loading.result()
         g.loading = None
-        if loaded is not None:
-            found, state = loaded
-            try:
-                g.handle = self.program.restore(state)
-            except StateError as err:
-                log.error("checkpoint %s does not fit the program, the prompt is read whole: %s", found.id, err)
-            else:
-                g.position = found.position
-                g.origin = found.origin
-                same_build = found.build == self.artifact.manifest.build
-                g.resume = "exact" if same_build and found.producer == self.program.producer else "portable"
-                if same_build:
-                    g.parent = (found.id, found.position)
-                g.restore_ms = (time.perf_counter() - g.admitted) * 1e3
-        if g.handle is None:
+        if loaded is None:
             g.handle = self.program.new_state()
+            return
+        found, g.handle = loaded
+        g.position = found.position
+        g.origin = found.origin
+        same_build = found.build == self.artifact.manifest.build
+        g.resume = "exact" if same_build and found.producer == self.program.producer else "portable"
+        if same_build:
+            g.parent = (found.id, found.position)
+        g.restore_ms = (time.perf_counter() - g.admitted) * 1e3
 
-    def _load(self, prompt: Prompt, store: Store) -> tuple[Found, State] | None:
-        """In the loader's thread: the deepest checkpoint that can be read, if there is any."""
+    def _load(self, prompt: Prompt, store: Store) -> tuple[Found, Handle] | None:
+        """In the loader's thread: a handle restored from the deepest checkpoint that can be read, if there is any."""
         found, broken = prompt.found, list[int]()
         while found is not None:
+            handle = None
             try:
-                return found, store.load(found.id, self.program.spec)
-            except StoreError as err:
+                with store.parts(found.id, self.program.spec) as (position, parts):
+                    handle = self.program.reserve(position)
+                    for part in parts:
+                        self.program.fill(handle, part)
+                return found, handle
+            except (StoreError, StateError) as err:
                 log.error("checkpoint %s cannot be used, the next best is: %s", found.id, err)
+                if handle is not None:
+                    self.program.release(handle)
                 broken.append(found.id)
                 found = self._planner.find(prompt.ids, None if prompt.info is None else prompt.info.id, skip=broken)
         return None
+
+    def _discard(self, loading: Future[tuple[Found, Handle] | None]) -> None:
+        """Of a request that ended before its state was there."""
+        if not loading.cancelled() and loading.exception() is None and (loaded := loading.result()) is not None:
+            self.program.release(loaded[1])
 
     def _open_lanes(self, g: Generation) -> None:
         """Start as many of the n choices as there is room for; the last of them takes the prompt's own handle."""
@@ -326,6 +333,9 @@ class Engine:
         """Out of the running; the client hears the end after the commit."""
         if g in self._running:
             self._running.remove(g)
+        if g.loading is not None:
+            g.loading.add_done_callback(self._discard)
+            g.loading = None
         if g.handle is not None:
             self.program.release(g.handle)
             g.handle = None

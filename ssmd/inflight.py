@@ -13,7 +13,6 @@ from ssmd.metrics import Metrics
 from ssmd.prompt import Prompt
 from ssmd.runtime import Handle, Logits
 from ssmd.sessions.checkpoint import Found, NewCheckpoint
-from ssmd.state import State
 from ssmd.writer import Pending
 
 
@@ -32,7 +31,7 @@ class Generation:
         self.started = started
         self.handle: Handle = None
         self.admitted = started
-        self.loading: Future[tuple[Found, State] | None] | None = None
+        self.loading: Future[tuple[Found, Handle] | None] | None = None
         self.position = 0
         self.fed = 0
         self.resume: Resume = "none"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.state import State, StateSpec
+from ssmd.state import Part, State, StateSpec
 
 if TYPE_CHECKING:
     from ssmd.artifact import Artifact
@@ -66,6 +66,16 @@ class Program(Protocol):
 
     def restore(self, state: State) -> Handle:
         """A new handle from a state with since == 0. Raises StateError if it does not fit."""
+
+    def reserve(self, position: int) -> Handle:
+        """A handle for a state at `position` that comes in parts; until it is whole it takes nothing but `fill`."""
+
+    def fill(self, handle: Handle, part: Part) -> None:
+        """Take in a part: rows in order, from 0 to the reserved position; each recurrent tensor once.
+
+        With the last part the handle is whole, as if restored. Raises StateError if a part does not fit: the handle
+        is then of no use but to be released.
+        """
 
     def clone(self, handle: Handle) -> Handle:
         """An independent copy of the handle."""

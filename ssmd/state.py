@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -86,6 +87,27 @@ class StateSpec:
         """The key and value tensors: those that grow by one row a token."""
         return tuple(t for t in self.tensors if not t.recurrent)
 
+    @cached_property
+    def row_columns(self) -> dict[str, slice]:
+        """Where each row tensor stands when all rows of one token lie one after the other.
+
+        First all key tensors of one shape, in layer order, then the next kind or shape; each [kv_heads, head_dim].
+        """
+        groups: dict[tuple[str, tuple[int, ...]], list[TensorSpec]] = {}
+        for t in self.rows:
+            groups.setdefault((t.kind, t.shape), []).append(t)
+        columns: dict[str, slice] = {}
+        at = 0
+        for t in (t for group in groups.values() for t in group):
+            columns[t.name] = slice(at, at + t.shape[0] * t.shape[1])
+            at = columns[t.name].stop
+        return columns
+
+    @cached_property
+    def row_values(self) -> int:
+        """Values in one token's rows, all layers together."""
+        return sum(t.shape[0] * t.shape[1] for t in self.rows)
+
     def nbytes_at(self, position: int, since: int = 0) -> int:
         """Bytes of a canonical state at `position` that carries KV rows from `since` on."""
         return sum(t.nbytes_at(position - since) for t in self.tensors)
@@ -152,8 +174,33 @@ class State:
                 raise StateError(f"state tensor {t.name!r} holds values that are not finite")
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a state that is being read: KV rows [first, last) of all row tensors, or some whole recurrent tensors.
+
+    Arrays are shaped as in a State, finite, of float16 or float32, and never written to.
+    """
+
+    first: int
+    last: int
+    tensors: Mapping[str, NDArray[Any]]
+
+    def check(self, spec: StateSpec) -> None:
+        """Raises StateError unless the tensors are of `spec`, in shapes and dtypes that fit; not whether finite."""
+        known = {t.name: t for t in spec.tensors}
+        rows = {t.name for t in spec.rows}
+        if self.last > self.first >= 0 and not rows <= set(self.tensors):
+            raise StateError(f"rows [{self.first}, {self.last}) are not those of all layers")
+        for name, array in self.tensors.items():
+            if name not in known:
+                raise StateError(f"state tensor {name!r} is none of the program's: {sorted(known)}")
+            shape = known[name].shape_at(self.last - self.first)
+            if array.shape != shape or array.dtype not in DTYPES.values():
+                raise StateError(f"state tensor {name!r} is {array.dtype} {array.shape}, the program needs {shape}")
+
+
 def _finite(array: NDArray[Any]) -> bool:
     """Whether no value is infinite or not a number. In float16 those have all exponent bits set: 4 times as fast."""
     if array.dtype == DTYPES["float16"]:
-        return not ((array.view(np.uint16) & 0x7C00) == 0x7C00).any()
+        return not array.size or int((array.view(np.uint16) & 0x7FFF).max()) < 0x7C00
     return bool(np.isfinite(array).all())

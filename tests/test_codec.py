@@ -11,7 +11,20 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssmd.sessions.codec import CodecError, pack, planes, unpack
+from ssmd.sessions.codec import CodecError, planes, unpack
+
+
+def pack(values: np.ndarray[Any, Any]) -> bytes:
+    """What the first version wrote."""
+    itemsize = values.dtype.itemsize
+    octets = values.view(np.uint8).reshape(-1, itemsize)  # [n, itemsize]
+    compressor = zstandard.ZstdCompressor(level=1)
+    stored: list[bytes | memoryview] = []
+    for i in range(itemsize):
+        plane = np.ascontiguousarray(octets[:, i])
+        frame = compressor.compress(plane.data)
+        stored.append(frame if len(frame) < len(plane) else plane.data)
+    return struct.pack(f"<{itemsize}I", *(len(p) for p in stored)) + b"".join(stored)
 
 
 @given(st.binary(max_size=1200), st.sampled_from(["<f4", "<f2"]))
@@ -29,16 +42,6 @@ def test_into_a_slice() -> None:
     assert (whole[:, 5:8] == values.reshape(2, 3, 4)).all()
     assert not whole[:, :5].any()
     assert not whole[:, 8:].any()
-
-
-def test_real_numbers_shrink() -> None:
-    values = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
-    assert len(pack(values)) < 0.88 * values.nbytes
-
-
-def test_numbers_that_do_not_shrink_cost_nothing() -> None:
-    noise = np.random.default_rng(0).integers(0, 256, 40_000, np.uint8).view(np.float32)
-    assert len(pack(noise)) == noise.nbytes + 16
 
 
 def _bomb(count: int) -> bytes:

@@ -29,7 +29,7 @@ from keeping import (
 )
 from sqlalchemy import func, select
 
-from ssmd.sessions import checkpoint as checkpoint_module
+from ssmd.sessions import blobs as blobs_module
 from ssmd.sessions.checkpoint import NewCheckpoint, Scope, anchor, anchors, encode
 from ssmd.sessions.database import FILE
 from ssmd.sessions.schema import checkpoint, metadata, piece, segment
@@ -107,7 +107,7 @@ def test_rows_are_stored_once(store: Store) -> None:
 
 
 def test_large_states_are_cut_into_rows_that_fit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_module, "BLOB_BYTES", 256)
+    monkeypatch.setattr(blobs_module, "BLOB_BYTES", 256)
     chat = Chat(store, "s")
     chat.say("t1", None, "hi", "hello", tokens=50)
     chat.say("t2", "t1", "more", "sure", tokens=3)
@@ -356,7 +356,7 @@ class TestEncode:
             encode(good, scope=replace(scope, layout="c" * 32), producer="p", spec=HYBRID)
 
     def test_workers_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checkpoint_module, "BLOB_BYTES", 64)
+        monkeypatch.setattr(blobs_module, "BLOB_BYTES", 64)
         scope = Scope(HYBRID.digest(), LINEAGE, BUILD)
         alone, together = (
             encode(self.make(), scope=scope, producer="p", spec=HYBRID, workers=workers) for workers in (1, 3)

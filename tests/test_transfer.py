@@ -21,7 +21,7 @@ from keeping import LINEAGE, SPECS, VOCABULARY, Chat, assert_same, new_store, st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from ssmd.sessions import checkpoint as checkpoint_module
+from ssmd.sessions import blobs as blobs_module
 from ssmd.sessions import contents, document, sessionfile
 from ssmd.sessions.sessionfile import SessionFileError
 from ssmd.sessions.store import Store
@@ -141,7 +141,7 @@ def test_text_alone(store: Store, there: Store, tmp_path: Path) -> None:
 
 
 def test_rows_lie_in_the_file_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_module, "BLOB_BYTES", 500)
+    monkeypatch.setattr(blobs_module, "BLOB_BYTES", 500)
     chat = talk(store, SPECS["attention"])
     export_session(store, "s", tmp_path / "chat.ssmd")
     tensors = load_file(tmp_path / "chat.ssmd")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.runtime import Handle, Logits, ProgramError
-from ssmd.state import State, StateError, StateSpec
+from ssmd.state import Part, State, StateError, StateSpec
 from ssmd_litert.buffers import Snapshots, carve
 from ssmd_litert.graph import Array, Call, Graph, GraphError, Signature, Tensor
 from ssmd_litert.slot import NewRows, RowGroup, Slot, graph_shape, recurrent_tensors, row_groups
@@ -69,16 +70,25 @@ class _Step:
         self.rows = NewRows(groups, length)
 
 
-class _Handle:
-    """`side` is the arena that holds the state now. A released handle has no slot."""
+@dataclass
+class _Missing:
+    """What a reserved handle waits for: KV rows up to `position`, and these recurrent tensors."""
 
-    __slots__ = ("position", "program", "side", "slot")
+    position: int
+    recurrent: set[str]
+
+
+class _Handle:
+    """`side` is the arena that holds the state now. A released handle has no slot, a whole one misses nothing."""
+
+    __slots__ = ("missing", "position", "program", "side", "slot")
 
     def __init__(self, program: LiteRTProgram, slot: Slot) -> None:
         self.program = program
         self.slot: Slot | None = slot
         self.position = 0
         self.side = 0
+        self.missing: _Missing | None = None
 
 
 class LiteRTProgram:
@@ -95,6 +105,8 @@ class LiteRTProgram:
         self.vocabulary = manifest.vocabulary
         self.producer = producer
         self.pad_token = 0
+        if len({t.dtype for t in self.spec.rows}) > 1:
+            raise ProgramError("keys and values of more than one dtype are not supported; build the artifact again")
         _check_signatures(graph.signatures, manifest, self.spec)
         self.graph = graph
         self._groups = row_groups(self.spec)
@@ -169,14 +181,45 @@ class LiteRTProgram:
         state.check(self.spec)
         if self.context is not None and state.position > self.context:
             raise StateError(f"the state has {state.position} tokens, the context is {self.context}")
+        handle = self.reserve(state.position)
+        self.fill(handle, Part(0, state.position, state.tensors))
+        return handle
+
+    def reserve(self, position: int) -> Handle:
+        if position < 0 or (self.context is not None and position > self.context):
+            raise StateError(f"the state has {position} tokens, the context is {self.context}")
         with self._lock:
-            handle, slot = self._new_handle()
-            for t in self.spec.recurrent:
-                array = state.tensors[t.name]
-                slot.recurrent[0][t.name][0] = array.T if t.kind == "conv" else array
-            slot.load_rows(state.tensors, state.position)
-            handle.position = state.position
+            handle = self._new_handle()[0]
+            handle.position = position if not self.spec.rows else 0
+            handle.missing = _Missing(position, {t.name for t in self.spec.recurrent})
             return handle
+
+    def fill(self, handle: Handle, part: Part) -> None:
+        part.check(self.spec)
+        with self._lock:
+            slot = self._check_handle(handle, 0, whole=False)
+            missing: _Missing | None = handle.missing
+            if missing is None:
+                raise StateError("the handle is whole already")
+            recurrent = part.tensors.keys() - self.spec.row_columns.keys()
+            if strangers := recurrent - missing.recurrent:
+                raise StateError(f"state tensors {sorted(strangers)} were given already")
+            has_rows = part.last > part.first and bool(self.spec.rows)
+            if has_rows and not (part.first == handle.position and part.last <= missing.position):
+                raise StateError(
+                    f"rows [{part.first}, {part.last}) do not fit: those from {handle.position} to {missing.position} "
+                    "are missing"
+                )
+            for t in self.spec.recurrent:
+                if t.name in recurrent:
+                    array = part.tensors[t.name]
+                    slot.recurrent[0][t.name][0] = array.T if t.kind == "conv" else array
+            if has_rows:
+                slot.load_rows(part.tensors, part.first, part.last)
+                handle.position = part.last
+            missing.recurrent -= recurrent
+            if handle.position == missing.position and not missing.recurrent:
+                handle.missing = None
 
     def clone(self, handle: Handle) -> Handle:
         with self._lock:
@@ -223,7 +266,7 @@ class LiteRTProgram:
                 raise ProgramError(f"{token!r} is not a token id: ids are 0 to {self.vocabulary - 1}")
         return np.asarray(tokens, np.int32).reshape(len(tokens))
 
-    def _check_handle(self, handle: Handle, tokens: int) -> Slot:
+    def _check_handle(self, handle: Handle, tokens: int, *, whole: bool = True) -> Slot:
         """The slot of a handle that can take `tokens` more. Raises ProgramError."""
         if self._closed:
             raise ProgramError("the program is closed")
@@ -231,6 +274,8 @@ class LiteRTProgram:
             raise ProgramError("the handle belongs to another program")
         if handle.slot is None:
             raise ProgramError("the handle was released")
+        if whole and handle.missing is not None:
+            raise ProgramError("the handle is not whole: parts of its state are still missing")
         if self.context is not None and handle.position + tokens > self.context:
             raise ProgramError(f"{handle.position} + {tokens} tokens do not fit into a context of {self.context}")
         return handle.slot

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,20 +69,22 @@ def row_groups(spec: StateSpec) -> tuple[RowGroup, ...]:
     return tuple(RowGroup(kind, s[0], s[1], dtype, tuple(found)) for (kind, s, dtype), found in names.items())
 
 
+_F16_BITS = np.array(0x8FFFE000, np.uint32).view(np.int32)[()]
+
+
 def widened(rows: Array) -> NDArray[np.float32]:
     """Finite float16 as float32, exactly; float32 as it is. By integer arithmetic: numpy's cast takes twice as long.
 
-    A float16's exponent and fraction, moved to where float32 has them, make a number 2^112 too small, subnormal or not.
+    A float16's bits, moved up by 13 with their sign and freed of its copies, make a float32 that is 2^112 too small,
+    subnormal or not.
     """
     if rows.dtype != np.float16:
         return np.ascontiguousarray(rows, _FLOAT32)
-    bits = np.ascontiguousarray(rows).view(np.uint16).astype(np.uint32)
-    sign = (bits & 0x8000) << 16
-    bits &= 0x7FFF
+    bits = np.ascontiguousarray(rows).view(np.int16).astype(np.int32)
     bits <<= 13
+    bits &= _F16_BITS
     wide = bits.view(_FLOAT32)
     wide *= np.float32(2.0**112)
-    bits |= sign
     return wide
 
 
@@ -114,37 +115,50 @@ class Slot:
         }
         self.blocks: list[Memory] = [*self.arenas, *(memory for memory, _ in stacks)]
         self.calls: dict[tuple[str, int], Call] = {}
-        # Canonical rows (S, L, Hkv, D) in the state's own dtype. Appended to and never written twice while a view that
-        # `save` handed out is alive, so that a save copies no rows.
-        self._store = self._new_store()
+        # Canonical rows (S, values of a row), in the dtype of the state, from `_kept_from` on; never written twice
+        # while a view that `save` handed out is alive: a save copies no rows.
+        self._spec = spec
+        self._kept_from = 0
         self._lent: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._store: Array = np.empty((0, 0))
+        self._group_stores: list[Array] = []
+        self._new_store()
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in [*self.blocks, *self._store])
+        return sum(block.nbytes for block in self.blocks) + self._store.nbytes
 
-    def _new_store(self) -> list[Array]:
-        return [np.empty((self._context, len(g.names), g.heads, g.dim), g.dtype) for g in self.groups]
+    def _new_store(self) -> None:
+        """Memory that is not there before it is written: a handle that was restored writes its new rows only."""
+        dtype = self.groups[0].dtype if self.groups else _FLOAT32
+        self._store = np.empty((self._context, self._spec.row_values), dtype)
+        columns = self._spec.row_columns
+        self._group_stores = [
+            self._store[:, columns[g.names[0]].start : columns[g.names[-1]].stop].reshape(
+                self._context, len(g.names), g.heads, g.dim
+            )
+            for g in self.groups
+        ]
+        self._lent = weakref.WeakSet()
 
     def prepare(self) -> None:
-        """Have the system provide the memory of the rows now: a first restore of 1,900 rows takes half as long then."""
-        populate([*self.blocks[len(self.arenas) :], *(store.reshape(-1).view(np.uint8) for store in self._store)])
+        """Have the system provide the memory of the caches now: a first restore takes half as long then."""
+        populate(self.blocks[len(self.arenas) :])
 
     def clear(self) -> None:
         """As if new: nothing of the last conversation is left where a graph reads before it writes."""
         self.arenas[0].fill(0)  # the first step reads this one and writes the whole of the other
         for cache, group in zip(self._caches, self.groups, strict=True):
             group.tokens(cache, 0, self._used)[...] = 0
-        self._used = 0
-        if len(self._lent):  # views outlive the handle: leave these rows to them
-            self._store = self._new_store()
-            self._lent = weakref.WeakSet()
+        self._used = self._kept_from = 0
+        if self._store.size:  # leave its rows to the views that outlive the handle, and its memory to the system
+            self._new_store()
 
     def append(self, new: NewRows, position: int, count: int) -> None:
         """Take the first `count` new rows of a step in at `position`. The cache holds what the store holds."""
         stop = position + count
         self._used = max(self._used, stop)
-        for group, fresh, cache, store in zip(self.groups, new.stacks, self._caches, self._store, strict=True):
+        for group, fresh, cache, store in zip(self.groups, new.stacks, self._caches, self._group_stores, strict=True):
             rows = group.tokens(fresh, 0, count)
             kept = rows
             if group.dtype != _FLOAT32:
@@ -157,41 +171,43 @@ class Slot:
             store[position:stop] = group.canonical(kept)
 
     def canonical_rows(self, since: int, stop: int) -> dict[str, Array]:
-        """Views (Hkv, n, D) of the canonical rows, read-only."""
+        """Views (Hkv, n, D) of the canonical rows, read-only, over one array in the order of StateSpec.row_columns."""
+        if not self.groups:
+            return {}
+        self._keep(since)
+        lease = Lease(self._store[since:stop])
+        self._lent.add(lease)
+        rows = np.asarray(lease)
+        rows.flags.writeable = False
         views: dict[str, Array] = {}
-        for group, store in zip(self.groups, self._store, strict=True):
-            lease = Lease(store[since:stop])
-            self._lent.add(lease)
-            part = np.asarray(lease).transpose(1, 2, 0, 3)  # (L, Hkv, n, D)
-            part.flags.writeable = False
-            views.update(zip(group.names, part, strict=True))
+        for t in self._spec.rows:
+            part = rows[:, self._spec.row_columns[t.name]]
+            views[t.name] = part.reshape(stop - since, *t.shape).transpose(1, 0, 2)
         return views
 
-    def load_rows(self, tensors: Mapping[str, Array], count: int) -> None:
-        """Take in whole canonical rows [0, count), of either dtype. The slot must be clear."""
-        self._used = count
+    def _keep(self, since: int) -> None:
+        """Have the rows from `since` on in the store: those of a restored state stand in the caches only at first."""
+        low, high = since, self._kept_from
+        if low >= high:
+            return
+        for group, cache, store in zip(self.groups, self._caches, self._group_stores, strict=True):
+            store[low:high] = group.canonical(group.tokens(cache, low, high))  # the cache holds rounded values: exact
+        self._kept_from = low
 
-        def take(group: RowGroup, cache: Array, store: Array, layer: int) -> None:
-            rows = tensors[group.names[layer]]  # (Hkv, n, D)
-            if rows.dtype != group.dtype and group.dtype != _FLOAT32:
-                rows = rows.clip(-_FLOAT16_MAX, _FLOAT16_MAX).astype(group.dtype)
-            store[:count, layer] = rows.transpose(1, 0, 2)
-            wide = widened(rows)
-            group.tokens(cache, 0, count)[layer] = wide if group.kind == "key" else wide.transpose(0, 2, 1)
-
-        with ThreadPoolExecutor(2, thread_name_prefix="ssmd-litert-rows") as threads:
-            jobs = [
-                threads.submit(take, group, cache, store, layer)  # one layer at a time stays in the processor's cache
-                for group, cache, store in zip(self.groups, self._caches, self._store, strict=True)
-                for layer in range(len(group.names))
-            ]
-        for job in jobs:
-            job.result()
+    def load_rows(self, tensors: Mapping[str, Array], first: int, stop: int) -> None:
+        """Take in canonical rows [first, stop), of either dtype; `first` is where those taken in so far end."""
+        self._used = self._kept_from = stop
+        for group, cache in zip(self.groups, self._caches, strict=True):
+            target = group.tokens(cache, first, stop)
+            for layer, name in enumerate(group.names):  # one at a time stays in the processor's cache
+                rows = tensors[name]  # (Hkv, n, D)
+                if rows.dtype != group.dtype and group.dtype != _FLOAT32:
+                    rows = rows.clip(-_FLOAT16_MAX, _FLOAT16_MAX).astype(group.dtype)
+                wide = widened(rows.transpose(1, 0, 2)).transpose(1, 0, 2)  # contiguous as it is stored
+                target[layer] = wide if group.kind == "key" else wide.transpose(0, 2, 1)
 
     def copy_rows(self, other: Slot, count: int) -> None:
         """Take over rows [0, count) of another slot of the program. This slot must be clear."""
-        self._used = count
+        self._used = self._kept_from = count
         for group, cache, theirs in zip(self.groups, self._caches, other._caches, strict=True):
             group.tokens(cache, 0, count)[...] = group.tokens(theirs, 0, count)
-        for store, theirs in zip(self._store, other._store, strict=True):
-            store[:count] = theirs[:count]

@@ -1,36 +1,22 @@
-"""Checkpoints in the database: found by a prompt's ids, read with several threads, written, swept."""
+"""Checkpoints in the database: found by a prompt's ids, written, swept. parts.py reads their states."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 
-from ssmd.sessions import codec
-from ssmd.sessions.checkpoint import (
-    MAX_BLOB_BYTES,
-    Assembly,
-    Blob,
-    Encoded,
-    Found,
-    Ids,
-    Part,
-    Scope,
-    anchors,
-    as_ids,
-    digest,
-    prefix_keys,
-)
+from ssmd.sessions.blobs import dtype_of
+from ssmd.sessions.checkpoint import Encoded, Found, Ids, Scope, anchors, as_ids, digest, prefix_keys
+from ssmd.sessions.parts import segments_of
 from ssmd.sessions.schema import checkpoint, checkpoint_segment, layout, piece, segment, turn_checkpoint
 from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.turn import StoreError
-from ssmd.state import DTYPES, State, StateError, StateSpec
+from ssmd.state import StateSpec
 
 _BATCH = 500  # keys in one statement
 
@@ -81,69 +67,6 @@ def find(connection: Connection, scope: Scope, ids: Ids, session: str | None, sk
     return None
 
 
-def load(connection: Connection, checkpoint_id: int, spec: StateSpec, threads: Executor) -> State:
-    """Read, verify, decompress. Raises StoreError naming the part that is missing or was altered."""
-    c = checkpoint.c
-    head = connection.execute(select(c.position, c.layout, c.digest).where(c.id == checkpoint_id)).one_or_none()
-    if head is None:
-        raise StoreError(f"checkpoint {checkpoint_id} is not stored any more")
-    if head.layout != spec.digest():
-        raise StoreError(f"checkpoint {checkpoint_id} is of layout {head.layout}, the program's is {spec.digest()}")
-    whole = Assembly(spec, head.position)
-    jobs: list[Future[None]] = []
-
-    def take(rows: Iterable[Any], name: str, end: int) -> list[Part]:
-        """Hand blobs to the threads as they are read; they must lie one after the other and reach `end`."""
-        parts: list[Part] = []
-        at = 0
-        place = whole.rows if name == "KV rows" else whole.recurrent
-        for row in rows:
-            what = f"checkpoint {checkpoint_id}: {name} [{row.first}, {row.last})"
-            sound = isinstance(row.data, bytes) and len(row.data) <= MAX_BLOB_BYTES and row.dtype in DTYPES
-            if not sound or row.first != at or not isinstance(row.last, int) or not at < row.last <= end:
-                raise StoreError(f"{what} are not what was written")
-            at = row.last
-            parts.append((row.first, row.last, row.sha256))
-            blob = Blob(row.first, row.last, row.dtype, row.sha256, row.data)
-            jobs.append(threads.submit(_check_and_place, blob, place, what))
-        if at != end:
-            raise StoreError(f"checkpoint {checkpoint_id}: {name} from {at} on are missing")
-        return parts
-
-    try:
-        recurrent = select(piece).where(piece.c.checkpoint == checkpoint_id).order_by(piece.c.first)
-        pieces = take(connection.execute(recurrent), "recurrent values", whole.recurrent_values)
-        segments = take(connection.execute(_segments_of(checkpoint_id)), "KV rows", head.position if spec.rows else 0)
-        for job in jobs:
-            job.result()
-    finally:
-        for job in jobs:
-            job.cancel()
-    if digest(head.position, segments, pieces) != head.digest:
-        raise StoreError(f"checkpoint {checkpoint_id} does not consist of the parts that were written")
-    return whole.state()
-
-
-def _segments_of(checkpoint_id: int, *columns: Any) -> Any:
-    """A checkpoint's segments in the order of their rows.
-
-    That is the order of their ids, as a parent's are written before its children's. Asked for in this way SQLite walks
-    the link table; ordering by `first` it would sort the blobs themselves, which takes longer than all the rest.
-    """
-    joined = checkpoint_segment.join(segment, segment.c.id == checkpoint_segment.c.segment)
-    mine = select(*(columns or (segment,))).select_from(joined).where(checkpoint_segment.c.checkpoint == checkpoint_id)
-    return mine.order_by(checkpoint_segment.c.segment)
-
-
-def _check_and_place(blob: Blob, place: Any, what: str) -> None:
-    if hashlib.sha256(blob.data).digest() != blob.sha256:
-        raise StoreError(f"{what} were altered (sha256 differs)")
-    try:
-        place(blob)
-    except (codec.CodecError, StateError) as err:
-        raise StoreError(f"{what} cannot be read: {err}") from err
-
-
 @dataclass(frozen=True)
 class Stored:
     """A checkpoint as the database describes it. segments: (id, first, last, dtype) of its KV rows in order."""
@@ -187,7 +110,7 @@ def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Stored:
     row = connection.execute(query.where(_c.id == checkpoint_id)).one()
     dtypes = connection.scalars(select(piece.c.dtype).where(piece.c.checkpoint == checkpoint_id).distinct()).all()
     columns = (segment.c.id, segment.c.first, segment.c.last, segment.c.dtype)
-    segments = connection.execute(_segments_of(checkpoint_id, *columns))
+    segments = connection.execute(segments_of(checkpoint_id, *columns))
     return Stored(
         id=checkpoint_id,
         turn=turn,
@@ -196,8 +119,8 @@ def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Stored:
         build=row.build,
         producer=row.producer,
         ids=as_ids(np.frombuffer(row.ids, "<i4")),
-        dtype="float32" if "float32" in dtypes else "float16",
-        segments=tuple((s.id, s.first, s.last, s.dtype) for s in segments),
+        dtype="float32" if any(dtype_of(d) != "float16" for d in dtypes) else "float16",
+        segments=tuple((s.id, s.first, s.last, dtype_of(s.dtype) or "float32") for s in segments),
         spec=StateSpec.from_json(row.tensors),
     )
 
@@ -265,10 +188,10 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
     assert new_id is not None
     number = int(new_id[0])
     for b in enc.pieces:
-        row = {"checkpoint": number, "first": b.first, "last": b.last, "dtype": b.dtype}
+        row = {"checkpoint": number, "first": b.first, "last": b.last, "dtype": b.encoding}
         connection.execute(insert(piece).values(row | {"sha256": b.sha256, "data": b.data}))
     for b in enc.segments:
-        row = {"first": b.first, "last": b.last, "dtype": b.dtype, "nbytes": len(b.data)}
+        row = {"first": b.first, "last": b.last, "dtype": b.encoding, "nbytes": len(b.data)}
         made = connection.execute(insert(segment).values(row | {"sha256": b.sha256, "data": b.data}))
         assert made.inserted_primary_key is not None
         link = {"checkpoint": number, "segment": made.inserted_primary_key[0]}
@@ -305,7 +228,7 @@ def _same_key(connection: Connection, enc: Encoded) -> Any:
 
 def _rows_of(connection: Connection, checkpoint_id: int) -> Sequence[Any]:
     columns = (segment.c.id, segment.c.first, segment.c.last, segment.c.sha256)
-    return connection.execute(_segments_of(checkpoint_id, *columns)).all()
+    return connection.execute(segments_of(checkpoint_id, *columns)).all()
 
 
 def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now: int) -> None:

@@ -1,11 +1,7 @@
-"""The codec of stored numbers: the bytes of an array split into planes, each plane one zstd frame.
+"""The codec of the first version's numbers, `planes-zstd/1`: read, not written any more.
 
-A float32 array of n values becomes four planes of n bytes (all lowest bytes, ..., all highest), a float16 array two.
-Signs and exponents, which repeat, come to lie together and shrink by half; the planes of mantissa bytes do not shrink
-and are kept as they are. One zstd frame over all planes takes a third longer to write and twice as long to read
-(22.6 MB float32 on one thread of a Xeon: 28 against 22 ms to write, 15 against 7 ms to read), for the same 0.85 of the
-size; levels above 1 gain nothing. Copying one strided plane at a time was the quickest way to split and to join, among
-a transpose, blocks, and shifts.
+The bytes of an array are split into planes (a float32 array of n values: all lowest bytes, ..., all highest), each a
+zstd frame or, where that is not smaller, as it is.
 
     packed = length of each plane as stored (u32 little-endian, one for each), then the planes
     a plane stored in n bytes is the plane itself, in fewer a zstd frame of it
@@ -20,25 +16,9 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-CODEC = "planes-zstd/1"
-_LEVEL = 1
-
 
 class CodecError(ValueError):
     """Packed bytes are damaged or are not what they were declared to be."""
-
-
-def pack(values: NDArray[Any]) -> bytes:
-    """Pack a contiguous 1-D float16 or float32 array, little-endian."""
-    itemsize = values.dtype.itemsize
-    octets = values.view(np.uint8).reshape(-1, itemsize)  # [n, itemsize]
-    compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    stored: list[bytes | memoryview] = []
-    for i in range(itemsize):
-        plane = np.ascontiguousarray(octets[:, i])
-        frame = compressor.compress(plane.data)
-        stored.append(frame if len(frame) < len(plane) else plane.data)
-    return struct.pack(f"<{itemsize}I", *(len(p) for p in stored)) + b"".join(stored)
 
 
 def planes(packed: bytes, count: int, itemsize: int) -> list[NDArray[np.uint8]]:

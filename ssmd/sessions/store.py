@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,13 +16,15 @@ from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 from ssmd.sessions import checkpoints as checkpoint_rows
 from ssmd.sessions import database, migrate
 from ssmd.sessions import turns as turn_rows
+from ssmd.sessions.blobs import joined
 from ssmd.sessions.checkpoint import Encoded, Found, Ids, Scope, as_ids
 from ssmd.sessions.checkpoints import Placed
 from ssmd.sessions.match import Conversation
+from ssmd.sessions.parts import read_parts
 from ssmd.sessions.schema import checkpoint, segment, turn, turn_checkpoint
 from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn, UnknownSession, check_id
-from ssmd.state import State, StateSpec
+from ssmd.state import Part, State, StateSpec
 from ssmd.text.messages import Message
 
 _TITLE_CHARACTERS = 80
@@ -72,7 +74,8 @@ class Store:
 
     def load_in(self, connection: Connection, checkpoint_id: int, spec: StateSpec) -> State:
         """As `load`, within a read transaction."""
-        return checkpoint_rows.load(connection, checkpoint_id, spec, self._threads)
+        position, parts = read_parts(connection, checkpoint_id, spec, self._threads)
+        return joined(parts, spec, position)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -164,6 +167,14 @@ class Store:
         wanted = as_ids(ids)
         with self.reading() as connection:
             return checkpoint_rows.find(connection, scope, wanted, session, skip)
+
+    @contextmanager
+    def parts(self, checkpoint_id: int, spec: StateSpec) -> Iterator[tuple[int, Iterator[Part]]]:
+        """(position, parts) of a checkpoint's state, for Program.fill. Only when all were read without a StoreError is
+        it sure that they belong together.
+        """
+        with self.reading() as connection:
+            yield read_parts(connection, checkpoint_id, spec, self._threads)
 
     def load(self, checkpoint_id: int, spec: StateSpec) -> State:
         """The whole state of a checkpoint, in the dtypes of `spec`; every stored byte was verified."""
