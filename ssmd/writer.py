@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 COMMIT_PATIENCE_S = 2.0
 MAX_QUEUED_BYTES = 1 << 30
 IDLE_S = 2.0
+AHEAD_BYTES = 4 << 20  # a checkpoint of the prompt from this size on is written while the answer is still generated
 
 
 class Pending:
@@ -29,6 +30,7 @@ class Pending:
         self.nbytes = sum(t.nbytes for t in checkpoint.state.tensors.values())
         self.encoded: Encoded | None = None
         self.ms = 0.0  # spent on encoding
+        self.ahead = False  # written before its turn
 
 
 class Writer:
@@ -68,9 +70,22 @@ class Writer:
             finally:
                 with self._lock:
                     self._queued_bytes -= pending.nbytes
+            if checkpoint.kind != "turn" and pending.encoded.nbytes >= AHEAD_BYTES:
+                self._write_ahead(pending, pending.encoded)
 
         self._work.put(work)
         return pending
+
+    def _write_ahead(self, pending: Pending, encoded: Encoded) -> None:
+        try:
+            placed = self._store.keep(encoded)
+        except StoreError as err:  # the commit tries again, and tells
+            log.debug("a checkpoint was not written ahead: %s", err)
+            return
+        self._unsettled = True
+        if placed.nbytes:
+            pending.ahead = True
+            self._metrics.checkpoint(placed.nbytes, pending.ms)
 
     def commit(
         self,
@@ -97,8 +112,9 @@ class Writer:
                 return
             tell(True)
             self._unsettled = True
-            for p, ms in zip(placed, [p.ms for p in checkpoints if p.encoded is not None], strict=True):
-                self._metrics.checkpoint(p.nbytes, ms)
+            for p, pending in zip(placed, [p for p in checkpoints if p.encoded is not None], strict=True):
+                if p.nbytes or not pending.ahead:
+                    self._metrics.checkpoint(p.nbytes, pending.ms)
                 if p.why_not:
                     log.warning("session %s: a checkpoint was left out: %s", session.id, p.why_not)
             self._metrics.stored_bytes(self._store.bytes_stored())
@@ -114,6 +130,10 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._store.sweep()
+        except StoreError as err:
+            log.warning("what a killed daemon left in the store was not removed: %s", err)
         while True:
             try:
                 work = self._work.get(timeout=IDLE_S if self._unsettled else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import TinyArtifacts
 
+from ssmd import writer as writer_module
 from ssmd.artifact import Artifact
 from ssmd.engine import Engine
 from ssmd.generation import Delta, Done, Event, Failed, Rejected, Request, TokenLogprob, Usage
@@ -211,6 +213,23 @@ def test_a_cancelled_answer_is_kept_as_far_as_it_was_sent(
     follow = ask(engine, user("Tell me everything."), turn.answer, user("Go on."))
     assert follow.usage.session == asked.generation.session
     assert follow.usage.resume == "exact"
+
+
+def test_the_prompt_is_written_while_the_answer_is_generated(
+    engine: Engine, store: Store, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "AHEAD_BYTES", 1)
+    asked = Asked(engine, user("Go on and on"), sampling=endless, max_tokens=200)
+    deadline = time.monotonic() + 20
+    while not store.bytes_stored():
+        assert time.monotonic() < deadline
+        assert isinstance(asked.next(), Delta), "before the end of the answer"
+    assert store.sessions() == [], "a session comes with its turn"
+    answer = asked.answer()
+    assert answer.usage.stored
+    assert store.sweep() == 0
+    again = ask(engine, user("Go on and on"), answered(answer.text), user("More"))
+    assert again.usage.resume == "exact"
 
 
 def test_two_requests_interleave(engine: Engine, endless: SamplingParams) -> None:

@@ -106,6 +106,37 @@ def test_rows_are_stored_once(store: Store) -> None:
     assert rows[-1].last == len(chat.turns["t5"].ids) - 1
 
 
+def test_a_checkpoint_written_ahead_is_only_linked_later(store: Store, spec: StateSpec) -> None:
+    chat = Chat(store, "s", spec)
+    chat.say("t1", None, "hi", "hello")
+    turn, made = chat.make("t2", "t1", [user("more")], "sure")
+    ahead, last = (chat.encode(c) for c in made)
+    assert store.keep(ahead).nbytes == ahead.nbytes
+    assert store.find(chat.scope, [*ahead.ids.tolist(), 1], "s") is not None, "it serves already"
+    assert store.session("s").turns == 1
+    done = store.commit([turn], [ahead, last], session=chat.info)
+    assert [(p.was_there, p.nbytes) for p in done.checkpoints] == [(True, 0), (False, last.nbytes)]
+    assert store.sweep() == 0
+    chat.remember(turn, done.checkpoints[-1].id)
+    check_prefix_found(store, chat, "t2")
+
+
+def test_what_no_turn_came_to_is_swept(store: Store, spec: StateSpec) -> None:
+    chat = Chat(store, "s", spec)
+    chat.say("t1", None, "hi", "hello")
+    before = store.bytes_stored()
+    turn, made = chat.make("t2", "t1", [user("more")], "sure")
+    ahead, last = (chat.encode(c) for c in made)
+    store.keep(ahead)
+    assert store.sweep() == 1
+    assert store.bytes_stored() == before
+    check_prefix_found(store, chat, "t1")
+    done = store.commit([turn], [ahead, last], session=chat.info)  # its commit comes all the same
+    assert [p.nbytes for p in done.checkpoints] == [ahead.nbytes, last.nbytes]
+    chat.remember(turn, done.checkpoints[-1].id)
+    check_prefix_found(store, chat, "t2")
+
+
 def test_large_states_are_cut_into_rows_that_fit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs_module, "BLOB_BYTES", 256)
     chat = Chat(store, "s")

@@ -241,6 +241,12 @@ def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now:
     connection.execute(update(checkpoint).where(checkpoint.c.id == checkpoint_id).values(last_used_at=now))
 
 
+def unlinked(connection: Connection) -> list[int]:
+    """Checkpoints that no turn links to."""
+    links = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint == _c.id)
+    return list(connection.scalars(select(_c.id).where(~links.exists())))
+
+
 def linked_to(connection: Connection, turns: Any) -> list[int]:
     """Checkpoints that a turn of the sub-select `turns` links to."""
     return list(connection.scalars(select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.turn.in_(turns))))

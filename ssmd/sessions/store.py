@@ -103,6 +103,21 @@ class Store:
             placed = checkpoint_rows.insert_checkpoints(connection, checkpoints, [t.id for t in turns])
         return Committed(tuple(placed))
 
+    def keep(self, checkpoint: Encoded) -> Placed:
+        """Write a checkpoint ahead of its turn, so that the turn's own commit only links it.
+
+        What no commit links is gone at the next `sweep`; if it was swept too soon, the commit writes it again.
+        """
+        with database.writing(self._engine, self.file) as connection:
+            return checkpoint_rows.insert_checkpoints(connection, [checkpoint], [])[0]
+
+    def sweep(self) -> int:
+        """Remove checkpoints that no turn links to, of requests that came to nothing. Returns how many."""
+        with database.writing(self._engine, self.file) as connection:
+            loose = checkpoint_rows.unlinked(connection)
+            checkpoint_rows.sweep(connection, loose)
+        return len(loose)
+
     def adopt(
         self, session: SessionInfo, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded], *, head: str
     ) -> Committed:
