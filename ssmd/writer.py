@@ -18,7 +18,7 @@ from ssmd.state import StateSpec
 log = logging.getLogger(__name__)
 COMMIT_PATIENCE_S = 2.0
 MAX_QUEUED_BYTES = 1 << 30
-IDLE_S = 2.0
+IDLE_S = 0.5
 AHEAD_BYTES = 4 << 20  # a checkpoint of the prompt from this size on is written while the answer is still generated
 
 
@@ -48,6 +48,7 @@ class Writer:
         self._lock = threading.Lock()
         self._queued_bytes = 0
         self._unsettled = False
+        self._garbage = False  # memory to give back
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
         self._thread.start()
 
@@ -83,6 +84,8 @@ class Writer:
             log.debug("a checkpoint was not written ahead: %s", err)
             return
         self._unsettled = True
+        if placed.id is not None:
+            pending.encoded = encoded.without_data()
         if placed.nbytes:
             pending.ahead = True
             self._metrics.checkpoint(placed.nbytes, pending.ms)
@@ -112,6 +115,7 @@ class Writer:
                 return
             tell(True)
             self._unsettled = True
+            self._garbage = True
             for p, pending in zip(placed, [p for p in checkpoints if p.encoded is not None], strict=True):
                 if p.nbytes or not pending.ahead:
                     self._metrics.checkpoint(p.nbytes, pending.ms)
@@ -134,6 +138,7 @@ class Writer:
             self._store.sweep()
         except StoreError as err:
             log.warning("what a killed daemon left in the store was not removed: %s", err)
+        trim()  # after loading the model
         while True:
             try:
                 work = self._work.get(timeout=IDLE_S if self._unsettled else None)
@@ -145,13 +150,16 @@ class Writer:
                 work()
             except Exception:
                 log.exception("the store's writer failed at a piece of work")
+            del work  # and with it the states that were written
+            if self._garbage:
+                self._garbage = False
+                trim()
         if self._unsettled:
             self._settle()
 
     def _settle(self) -> None:
-        """Nobody waits: move what was committed from the log into the database file, and give memory back."""
+        """Nobody waits: move what was committed from the log into the database file."""
         self._unsettled = False
-        trim()
         try:
             self._store.settle()
         except StoreError as err:

@@ -114,7 +114,7 @@ def test_a_checkpoint_written_ahead_is_only_linked_later(store: Store, spec: Sta
     assert store.keep(ahead).nbytes == ahead.nbytes
     assert store.find(chat.scope, [*ahead.ids.tolist(), 1], "s") is not None, "it serves already"
     assert store.session("s").turns == 1
-    done = store.commit([turn], [ahead, last], session=chat.info)
+    done = store.commit([turn], [ahead.without_data(), last], session=chat.info)
     assert [(p.was_there, p.nbytes) for p in done.checkpoints] == [(True, 0), (False, last.nbytes)]
     assert store.sweep() == 0
     chat.remember(turn, done.checkpoints[-1].id)
@@ -131,10 +131,16 @@ def test_what_no_turn_came_to_is_swept(store: Store, spec: StateSpec) -> None:
     assert store.sweep() == 1
     assert store.bytes_stored() == before
     check_prefix_found(store, chat, "t1")
-    done = store.commit([turn], [ahead, last], session=chat.info)  # its commit comes all the same
-    assert [p.nbytes for p in done.checkpoints] == [ahead.nbytes, last.nbytes]
+    gone, orphan = store.commit([turn], [ahead.without_data(), last], session=chat.info).checkpoints
+    assert gone.id is None
+    assert "removed before" in gone.why_not
+    assert (orphan.id is None) == bool(spec.rows), "rows below are missing"
+    turn = replace(turn, id="t3")
+    again = [replace(c, turn=turn.id) for c in (ahead, last)]  # with its data it is written once more
+    done = store.commit([turn], again, session=chat.info)
+    assert done.checkpoints[0].nbytes == ahead.nbytes
     chat.remember(turn, done.checkpoints[-1].id)
-    check_prefix_found(store, chat, "t2")
+    check_prefix_found(store, chat, "t3")
 
 
 def test_large_states_are_cut_into_rows_that_fit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

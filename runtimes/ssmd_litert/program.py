@@ -24,7 +24,7 @@ from ssmd_litert.slot import NewRows, RowGroup, Slot, graph_shape, recurrent_ten
 if TYPE_CHECKING:
     from ssmd.artifact import Manifest
 
-_SPARE_BYTES = 96 << 20  # idle snapshots
+_SPARE_BYTES = 48 << 20  # idle snapshots
 _SPARE_SLOT_BYTES = 192 << 20  # memory of released handles that is kept for the next ones; one is kept in any case
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
@@ -117,7 +117,7 @@ class LiteRTProgram:
         self._slots: set[Slot] = set()  # of live handles
         self._spare: list[Slot] = [self._make_slot()]
         arena = self._spare[0].arenas[0].nbytes
-        self._snapshots = Snapshots(arena, ready=3, spare_bytes=_SPARE_BYTES)
+        self._snapshots = Snapshots(arena, ready=2, spare_bytes=_SPARE_BYTES)
 
     # calls of the contract
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -94,6 +94,18 @@ class Encoded:
     def nbytes(self) -> int:
         """Bytes that committing it adds to the store."""
         return self.recurrent_nbytes + self.rows_nbytes
+
+    @property
+    def has_data(self) -> bool:
+        return all(b.data for b in (*self.pieces, *self.segments))
+
+    def without_data(self) -> Encoded:
+        """What linking it takes once it is stored; its memory goes."""
+
+        def emptied(blobs: tuple[Blob, ...]) -> tuple[Blob, ...]:
+            return tuple(replace(b, data=b"") for b in blobs)
+
+        return replace(self, pieces=emptied(self.pieces), segments=emptied(self.segments))
 
 
 def as_ids(ids: Sequence[int] | NDArray[Any]) -> Ids:

@@ -152,6 +152,9 @@ def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Se
             _link(connection, links, there.id, now)
             placed.append(Placed(there.id, was_there=True))
             continue
+        if not enc.has_data:
+            placed.append(Placed(None, why_not="it was removed before its turn came"))
+            continue
         mixed = parent is not None and enc.since > 0 and parent.id in other_rows
         new_id = _insert(connection, enc, parent.id if parent else None, own, now, mixed=mixed)
         if mixed:

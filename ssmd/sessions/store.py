@@ -104,9 +104,9 @@ class Store:
         return Committed(tuple(placed))
 
     def keep(self, checkpoint: Encoded) -> Placed:
-        """Write a checkpoint ahead of its turn, so that the turn's own commit only links it.
+        """Write a checkpoint ahead of its turn. The turn's commit, given it `without_data`, then only links it.
 
-        What no commit links is gone at the next `sweep`; if it was swept too soon, the commit writes it again.
+        What no commit links is gone at the next `sweep`.
         """
         with database.writing(self._engine, self.file) as connection:
             return checkpoint_rows.insert_checkpoints(connection, [checkpoint], [])[0]
