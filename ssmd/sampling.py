@@ -6,6 +6,7 @@ maxima over columns bound the k-th largest: numpy reduces the first axis several
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -143,12 +144,13 @@ class Sampler:
         A draw from a superset of the nucleus is kept if it lies inside. One that does not lie inside bounds the
         nucleus: what is more probable than it is the next, smaller superset, so a handful of draws is enough.
         """
-        token = self._pick(weights, sums)
+        columns = np.cumsum(sums, dtype=np.float64)
+        token = self._pick(weights, sums, columns)
         if self.params.top_p >= 1.0:
             return token
-        allowed = self.params.top_p * float(sums.sum(dtype=np.float64))
+        allowed = self.params.top_p * float(columns[-1])
         spare, before = self._rest, self._before
-        while True:
+        for draws in itertools.count(1):
             flat = weights.reshape(-1)
             np.greater_equal(flat[:token], flat[token], out=before[:token])
             np.greater(flat[token:], flat[token], out=before[token:])
@@ -156,15 +158,17 @@ class Sampler:
             np.copyto(spare.reshape(-1), before)
             rest = np.multiply(spare, weights, out=spare)
             sums = rest.sum(axis=0)
-            if float(sums.sum(dtype=np.float64)) < allowed:
-                return token
-            if np.count_nonzero(before) <= SORT_BELOW:
+            columns = np.cumsum(sums, dtype=np.float64)
+            if columns[-1] < allowed:
+                break
+            if draws > 1 and np.count_nonzero(before) <= SORT_BELOW:
                 ids = np.flatnonzero(before)
                 values = flat[ids].astype(np.float64)
                 order = np.argsort(-values, kind="stable")
                 return self._pick_sorted(ids[order], values[order], allowed)
             weights, spare = rest, weights
-            token = self._pick(weights, sums)
+            token = self._pick(weights, sums, columns)
+        return token
 
     def _draw_sorted(self, ids: Ids, logits: Floats, highest: float) -> int:
         """As `_draw`, from tokens that stand in order already, the most probable first."""
@@ -178,9 +182,11 @@ class Sampler:
         at = int(np.searchsorted(mass, self._random.random() * mass[-1], side="right"))
         return int(ids[min(at, mass.size - 1)])
 
-    def _pick(self, weights: Floats, sums: Floats) -> int:
-        """A token with probability in proportion to its weight: the column first, then the token within it."""
-        columns = np.cumsum(sums, dtype=np.float64)
+    def _pick(self, weights: Floats, sums: Floats, columns: NDArray[np.float64]) -> int:
+        """A token with probability in proportion to its weight: the column first, then the token within it.
+
+        columns: the running total of `sums`.
+        """
         at = self._random.random() * columns[-1]
         column = int(np.searchsorted(columns, at, side="right"))
         if column >= columns.size:  # rounding at the very end
