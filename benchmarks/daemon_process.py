@@ -106,6 +106,15 @@ class DaemonProcess:
             body = response.read()
         return response.status, json.loads(body) if body[:1] in (b"{", b"[") else body.decode()
 
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+        if response.status >= 300:
+            raise RuntimeError(f"{response.status}: {answer.decode()}")
+        return json.loads(answer)
+
     def chat(self, messages: Sequence[dict[str, str]], **fields: Any) -> Reply:
         """One streamed chat completion, read to its end."""
         reply = Reply()
