@@ -1,4 +1,4 @@
-"""/ssmd/v1/sessions: the conversations kept here: list, read, delete, export, import."""
+"""/ssmd/v1/sessions: the conversations kept here: list, read, delete, fork, export, import."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ssmd.api.body import StrictModel, parse_object, read_body, validate
 from ssmd.engine import Engine
 from ssmd.generation import Rejected
 from ssmd.sessions.sessionfile import SessionFileError
 from ssmd.sessions.store import Store
 from ssmd.sessions.transfer import Local, export_session, import_session
-from ssmd.sessions.turn import Session, StoreError, Turn, UnknownSession, check_id
+from ssmd.sessions.turn import ID_PATTERN, Session, StoreError, Turn, UnknownSession, UnknownTurn, check_id
 
 ROOT = "/ssmd/v1/sessions"
 BODY_LIMITS: Mapping[str, int] = {f"{ROOT}/import": 4 << 30}
@@ -35,7 +37,12 @@ def routes(engine: Engine, store: Store | None) -> list[Route]:
         Route(ROOT + "/{session}", sessions.get),
         Route(ROOT + "/{session}", sessions.delete, methods=["DELETE"]),
         Route(ROOT + "/{session}/export", sessions.export),
+        Route(ROOT + "/{session}/fork", sessions.fork, methods=["POST"]),
     ]
+
+
+class _ForkBody(StrictModel):
+    turn: Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")] | None = None
 
 
 class _Sessions:
@@ -57,6 +64,14 @@ class _Sessions:
         store, wanted = self._store, _session_id(request)
         await _ask(lambda: store.delete(wanted))
         return JSONResponse({"id": wanted, "object": "session.deleted", "deleted": True})
+
+    async def fork(self, request: Request) -> JSONResponse:
+        """The body may be left out: then the fork begins at the head."""
+        store, wanted = self._store, _session_id(request)
+        raw = await read_body(request)
+        turn = validate(_ForkBody, parse_object(raw) if raw else {}).turn
+        session = await _ask(lambda: store.fork(wanted, turn))
+        return JSONResponse(_entry(session), 201)
 
     async def export(self, request: Request) -> FileResponse:
         store, wanted = self._store, _session_id(request)
@@ -105,6 +120,8 @@ async def _ask(work: Callable[[], Result]) -> Result:
         return await asyncio.to_thread(work)
     except SessionFileError:
         raise
+    except UnknownTurn as err:
+        raise Rejected(str(err), status=404, code="turn_not_found", param="turn") from None
     except UnknownSession as err:
         raise Rejected(str(err), status=404, code="session_not_found", param="session") from None
     except StoreError as err:
@@ -142,6 +159,7 @@ def _entry(session: Session) -> dict[str, Any]:
         "created": int(session.created_at.timestamp()),
         "last_used": int(session.last_used_at.timestamp()),
         "head": session.head,
+        "base": session.base,
         "turn_count": session.turns,
         "bytes": session.nbytes,
         "pinned": session.info.pinned,

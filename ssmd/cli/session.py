@@ -158,6 +158,7 @@ def _summary(session: Session) -> dict[str, Any]:
         "lineage": session.info.lineage,
         "turns": session.turns,
         "head": session.head,
+        "base": session.base,
         "bytes": session.nbytes,
         "pinned": session.info.pinned,
         "imported": session.info.imported is not None,

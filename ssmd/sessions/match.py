@@ -34,7 +34,8 @@ class Match:
     """What to do with a request.
 
     session: whose it is, None if a new one is to be opened. parent: the turn it continues, None for a branch at the
-    root. messages: the whole conversation to render, stored messages in place of echoed ones. new: those since the
+    root. messages: the whole conversation to render, stored messages in place of echoed ones; but reasoning that the
+    echo leaves out is left out. new: those since the
     parent's answer; they are the tail of `messages`.
     """
 
@@ -45,13 +46,15 @@ class Match:
 
 
 def _normal(message: Message) -> tuple[str, ...]:
-    """What `Message.same_as` compares: alike messages have equal normal forms, and no others."""
-    content = message.content.strip() if message.role == "assistant" else message.content
-    return (message.role, content) if message.name is None else (message.role, content, message.name)
+    """What a message and its echoes have in common: those that differ in reasoning only have it too."""
+    return (message.role, message.said) if message.name is None else (message.role, message.said, message.name)
 
 
 class Chain:
-    """A hash of a conversation, under which any echo of it is found again. Never changed: `then` makes a longer one."""
+    """A hash of a conversation, under which all echoes of it are found; `continues` tells them from others.
+
+    Never changed: `then` makes a longer one.
+    """
 
     def __init__(self, running: hashlib.blake2b | None = None) -> None:
         self._running = running or hashlib.blake2b(digest_size=32, person=b"ssmd.chain.1")
@@ -96,4 +99,5 @@ def match(messages: Sequence[Message], stored: Iterable[Conversation], session: 
         return Match(session, None, tuple(messages), tuple(messages))
     best = max(fitting, key=lambda c: (len(c.messages), c.last_used_at, c.is_head, c.seq))
     new = tuple(messages[len(best.messages) :])
-    return Match(best.session, best.turn, (*best.messages, *new), new)
+    known = (s if s.content.strip() == m.content.strip() else m for s, m in zip(best.messages, messages, strict=False))
+    return Match(best.session, best.turn, (*known, *new), new)

@@ -45,6 +45,9 @@ session = Table(
     Column("title", Text, nullable=False),
     Column("pinned", Boolean, nullable=False),
     Column("imported", String(64), nullable=False),  # the origin that its imported checkpoints carry; '' if none
+    # A fork: the turn it begins at, and the first one above that; tree.py sees to it that they stay. Else NULL.
+    Column("base", String(64), index=True),
+    Column("root", String(64), index=True),
 )
 
 turn = Table(

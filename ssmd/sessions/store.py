@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 
 from ssmd.sessions import checkpoints as checkpoint_rows
-from ssmd.sessions import database, migrate
+from ssmd.sessions import database, migrate, tree
 from ssmd.sessions import turns as turn_rows
 from ssmd.sessions.blobs import joined
 from ssmd.sessions.checkpoint import Encoded, Found, Ids, Scope, as_ids
@@ -232,10 +232,31 @@ class Store:
         with self.reading() as connection:
             return turn_rows.read_path(connection, turn_id)
 
+    def fork(self, session_id: str, turn_id: str | None = None) -> Session:
+        """A new session that begins at a turn of this one, by default its head; nothing is copied.
+
+        Raises UnknownSession, UnknownTurn if this session has no such turn, StoreError on an id that is none.
+        """
+        now = turn_rows.to_micros(datetime.now(UTC))
+        with database.writing(self._engine, self.file) as connection:
+            origin = self._session_row(connection, session_id)
+            made = tree.insert_fork(connection, origin, origin.head if turn_id is None else turn_id, now)
+            return self.session_in(connection, made)
+
+    def resumable(self, session_id: str) -> set[str]:
+        """Turns of a session whose end was kept as a state. Raises UnknownSession."""
+        with self.reading() as connection:
+            self._session_row(connection, session_id)
+            return tree.resumable(connection, session_id)
+
     def delete(self, session_id: str) -> None:
-        """Remove a session, what only it needed of the checkpoints, and their bytes on disk. Raises UnknownSession."""
+        """Remove a session, what only it needed of the checkpoints, and their bytes on disk. Raises UnknownSession.
+
+        Turns that a fork of it stands on stay, as the fork's.
+        """
         with database.writing(self._engine, self.file) as connection:
             self._session_row(connection, session_id)
+            tree.hand_over(connection, session_id)
             linked = checkpoint_rows.linked_to(connection, select(turn.c.id).where(turn.c.session == session_id))
             connection.execute(delete(turn).where(turn.c.session == session_id))
             connection.execute(delete(session_table).where(session_table.c.id == session_id))
@@ -288,6 +309,7 @@ def _session(row: Any, nbytes: int) -> Session:
         turns=row.turns,
         title=row.title,
         nbytes=nbytes,
+        base=row.base,
     )
 
 

@@ -23,6 +23,10 @@ class UnknownSession(StoreError):
     """No session, or no turn, has that id."""
 
 
+class UnknownTurn(UnknownSession):
+    """The session has no turn of that id."""
+
+
 @dataclass(frozen=True)
 class SessionInfo:
     """What a new session is. clock: the moment its templates see, frozen. imported: the import it descends from."""
@@ -37,7 +41,12 @@ class SessionInfo:
 
 @dataclass(frozen=True)
 class Session:
-    """A stored session. head: its current turn. title: how its first user message begins. nbytes: its checkpoints."""
+    """A stored session.
+
+    head: its current turn. turns: all that it has, those of its beginning included. title: how its first user message
+    begins. nbytes: the checkpoints of its own turns. base: the turn that a fork begins at: that one and those above
+    it may be another session's.
+    """
 
     info: SessionInfo
     created_at: datetime
@@ -46,6 +55,7 @@ class Session:
     turns: int
     title: str
     nbytes: int
+    base: str | None = None
 
     @property
     def id(self) -> str:
@@ -58,8 +68,9 @@ class NewTurn:
 
     parent: the turn before it, or None at the root. messages: the input since the parent's answer. answer: the
     assistant's message; where a given beginning was continued it is the whole message, and `messages` leaves the
-    beginning out. ids: of the whole rendered conversation up to the end of the answer's text. text: what those ids
-    stand for, rendered and escaped. complete: False if it was cut off by a disconnect or a shutdown.
+    beginning out. ids: of the whole rendered conversation up to the end of the answer's text (of a repaired turn: up
+    to the last control token that no later message can change). text: what those ids stand for, rendered and escaped.
+    complete: False if it was cut off by a disconnect or a shutdown.
     """
 
     id: str

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
 from sqlalchemy import Connection, bindparam, insert, select
 
+from ssmd.sessions import tree
 from ssmd.sessions.checkpoint import Ids, as_ids
-from ssmd.sessions.match import Chain, Conversation, echoed_chains
+from ssmd.sessions.match import Chain, Conversation, continues, echoed_chains
 from ssmd.sessions.schema import checkpoint as checkpoint_table
 from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.schema import turn as turn_table
@@ -19,6 +20,8 @@ from ssmd.sessions.turn import NewTurn, StoreError, Turn, UnknownSession, check_
 from ssmd.text.messages import Message
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MAX_TRIED = 64  # stored conversations that are compared with a request
+_MAX_FORKS = 1000  # that have its beginning from elsewhere, those used last
 _MAX_CHAINS = 1000  # answers of one request that are looked up, the last ones: enough to find the deepest
 
 
@@ -45,10 +48,7 @@ def read_path(connection: Connection, turn_id: str) -> list[Turn]:
 
 def _on_path(*columns: Any) -> Any:
     """The columns of the turns from the root to the turn `:turn`."""
-    ends = select(turn_table.c.id, turn_table.c.parent)
-    above = ends.where(turn_table.c.id == bindparam("turn")).cte("above", recursive=True)
-    above = above.union(ends.where(turn_table.c.id == above.c.parent))
-    return select(*columns).where(turn_table.c.id.in_(select(above.c.id))).order_by(turn_table.c.depth)
+    return select(*columns).where(turn_table.c.id.in_(tree.above(bindparam("turn")))).order_by(turn_table.c.depth)
 
 
 def _read_messages(connection: Connection, turn_id: str) -> tuple[Message, ...]:
@@ -61,9 +61,12 @@ def _read_messages(connection: Connection, turn_id: str) -> tuple[Message, ...]:
 
 
 def read_tree(connection: Connection, session_id: str) -> list[Turn]:
-    """All turns of a session, in the order of writing: parents before their children."""
-    rows = connection.execute(select(turn_table).where(turn_table.c.session == session_id).order_by(turn_table.c.seq))
-    return list(_whole(rows.all()))
+    """All turns of a session, in the order of writing: parents before their children.
+
+    Those that a fork began with are told as its own.
+    """
+    rows = connection.execute(select(turn_table).where(tree.belongs(session_id)).order_by(turn_table.c.seq))
+    return [turn if turn.session == session_id else replace(turn, session=session_id) for turn in _whole(rows.all())]
 
 
 def _whole(rows: Iterable[Any]) -> Iterable[Turn]:
@@ -134,7 +137,7 @@ def insert_turns(connection: Connection, turns: Sequence[NewTurn]) -> None:
                 except UnknownSession as err:
                     raise StoreError(f"turn {turn.id!r}: {err}; was its session removed meanwhile?") from err
             above = ends[turn.parent]
-            if above.session != turn.session:
+            if above.session != turn.session and not _inherits(connection, turn.session, turn.parent):
                 raise StoreError(f"turn {turn.id!r} of session {turn.session!r} has a parent in {above.session!r}")
         ids = as_ids(turn.ids)
         chain = above.chain.then(turn.conversation)
@@ -142,6 +145,12 @@ def insert_turns(connection: Connection, turns: Sequence[NewTurn]) -> None:
         ends[turn.id] = _End(turn.session, above.depth + 1, length, chain, ids, turn.text)
         rows.append(_row(turn, ends[turn.id], above))
     connection.execute(insert(turn_table), rows)
+
+
+def _inherits(connection: Connection, session_id: str, turn_id: str) -> bool:
+    path = tree.inherited(session_id)
+    found = connection.execute(select(turn_table.c.id).where(turn_table.c.id == turn_id, turn_table.c.id.in_(path)))
+    return found.first() is not None
 
 
 def _row(turn: NewTurn, end: _End, above: _End) -> dict[str, Any]:
@@ -193,19 +202,43 @@ def shared_text(a: str, b: str) -> int:
     return shared_ids(wide_a, np.frombuffer(b[:n].encode("utf-32-le"), "<i4"))
 
 
+def _echoed() -> tuple[Any, Any, Any]:
+    """Turns by `:chains`, the best first: of their owners, of forks that began with them, and of one `:session`."""
+    t, s, first = turn_table.c, session_table.c, turn_table.alias("first").c
+    is_head = s.head == t.id
+    columns = select(t.id, t.seq, t.length, s.id.label("session"), s.last_used_at, is_head.label("is_head"))
+    chains: Any = bindparam("chains", expanding=True)
+
+    def best(joined: Any) -> Any:
+        order = (t.length.desc(), s.last_used_at.desc(), is_head.desc(), t.seq.desc())
+        return joined.where(t.chain.in_(chains)).order_by(*order).limit(_MAX_TRIED)
+
+    # A fork begins as the request does, so its first turn is among the echoed ones: by that it is found.
+    forks = select(s.id, s.base).join(first.id.table, first.id == s.root).where(first.chain.in_(chains))
+    last_used = forks.order_by(s.last_used_at.desc()).limit(_MAX_FORKS).subquery()
+    walk = select(last_used.c.id.label("fork"), last_used.c.base.label("turn")).cte("walk", recursive=True)
+    walk = walk.union_all(select(walk.c.fork, t.parent).where(t.id == walk.c.turn, t.parent.is_not(None)))
+    inherited = columns.select_from(walk).join(turn_table, t.id == walk.c.turn).join(session_table, s.id == walk.c.fork)
+    one = columns.join(session_table, s.id == bindparam("session")).where(tree.belongs(bindparam("session")))
+    return best(columns.join(session_table, s.id == t.session)), best(inherited), best(one)
+
+
+_ECHOED, _INHERITED, _ECHOED_IN = _echoed()  # built once: putting a statement together takes longer than running it
+
+
 def read_echoed(connection: Connection, messages: Sequence[Message], session: str | None) -> list[Conversation]:
     """The stored conversation that a request echoes: the one that match.match would choose among all, or none."""
     chains = echoed_chains(messages)[-_MAX_CHAINS:]
-    t, s = turn_table.c, session_table.c
-    is_head = (s.head == t.id).label("is_head")
-    query = select(t.id, t.seq, t.session, s.last_used_at, is_head).join(session_table, s.id == t.session)
-    query = query.where(t.chain.in_(chains))
-    if session is not None:
-        query = query.where(t.session == session)
-    # The order is match.match's, so that the first row is enough.
-    query = query.order_by(t.length.desc(), s.last_used_at.desc(), is_head.desc(), t.seq.desc()).limit(1)
-    return [
-        Conversation(
+    if not chains:
+        return []
+    if session is None:
+        rows = [*connection.execute(_ECHOED, {"chains": chains}), *connection.execute(_INHERITED, {"chains": chains})]
+    else:
+        rows = list(connection.execute(_ECHOED_IN, {"chains": chains, "session": session}))
+    # The order is match.match's; of equal chains only a few differ from the echo, in reasoning that it changed.
+    rows.sort(key=lambda r: (r.length, r.last_used_at, r.is_head, r.seq), reverse=True)
+    for row in rows:
+        found = Conversation(
             session=row.session,
             turn=row.id,
             messages=_read_messages(connection, row.id),
@@ -213,8 +246,9 @@ def read_echoed(connection: Connection, messages: Sequence[Message], session: st
             is_head=bool(row.is_head),
             seq=row.seq,
         )
-        for row in (connection.execute(query).all() if chains else ())
-    ]
+        if continues(messages, found):
+            return [found]
+    return []
 
 
 def taken(connection: Connection, session_id: str, turn_ids: Sequence[str]) -> bool:

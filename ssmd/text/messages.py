@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 Role = Literal["system", "developer", "user", "assistant"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant")
+THINK, THINK_END = "<think>", "</think>"  # around reasoning; some templates write the first one themselves
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,27 @@ class Message:
             raise ValueError(f"not a stored message: {fields!r}")
         return Message(role, content, name)
 
-    def same_as(self, other: Message) -> bool:
-        """Whether a client's echo means this message: spaces around an assistant's text do not count."""
-        if self.role == other.role == "assistant":
-            return self.content.strip() == other.content.strip() and self.name == other.name
-        return self == other
+    @property
+    def said(self) -> str:
+        """What of an assistant's message is not reasoning, without the spaces around it. Others: the content."""
+        if self.role != "assistant":
+            return self.content
+        return self.content.rpartition(THINK_END)[2].strip()
+
+    @property
+    def reasoning(self) -> str:
+        """What an assistant thought before it spoke, "" if it did not: as chat templates find it."""
+        if self.role != "assistant" or THINK_END not in self.content:
+            return ""
+        return self.content.partition(THINK_END)[0].rpartition(THINK)[2].strip()
+
+    def same_as(self, echo: Message) -> bool:
+        """Whether a client's echo means this message.
+
+        Spaces around an assistant's text do not count. An echo may leave the reasoning out, but not change it.
+        """
+        if self.role != echo.role or self.name != echo.name or self.said != echo.said:
+            return False
+        if self.role != "assistant" or self.content.strip() == echo.content.strip():
+            return True
+        return THINK_END not in echo.content or self.reasoning == echo.reasoning
