@@ -23,6 +23,7 @@ from ssmd.inflight import Generation
 from ssmd.lane import Lane
 from ssmd.metrics import Metrics
 from ssmd.prompt import Planner, Prompt
+from ssmd.repair import Repairs
 from ssmd.runtime import Handle, Logits, Program
 from ssmd.sessions.checkpoint import CheckpointKind, Found, Ids, NewCheckpoint
 from ssmd.sessions.store import Store
@@ -61,6 +62,11 @@ class Engine:
         self._store = store
         scope, producer, spec = self._planner.scope, program.producer, program.spec
         self._writer = None if store is None else Writer(store, metrics, scope=scope, producer=producer, spec=spec)
+        self._repairs = None
+        if store is not None and self._writer is not None:
+            self._repairs = Repairs(
+                self._planner, program, store, self._writer, build=manifest.build, wake=self._notify
+            )
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="ssmd-loader")
         self._max_running = max_running
         self._max_queue = max_queue
@@ -100,6 +106,8 @@ class Engine:
             self._wake.notify_all()
         if self._worker.is_alive():
             self._worker.join()
+        if self._repairs is not None:
+            self._repairs.close()
         if self._writer is not None:
             self._writer.close()
         self._loader.shutdown()
@@ -120,11 +128,16 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._waiting or self._running or self._closing)
+                self._wake.wait_for(self._awake)
                 if self._closing:
                     break
                 self._admit()
             try:
+                if self._repairs is not None and not self._running:
+                    self._repairs.step()
+                    continue
+                if self._repairs is not None:
+                    self._repairs.pause()
                 self._step()
             except Exception:  # of a request that is over already: the others go on
                 log.exception("a request could not be ended in order")
@@ -132,6 +145,10 @@ class Engine:
         for generation in [*self._running, *self._waiting]:
             generation.error = cut
             self._cancel(generation)
+
+    def _awake(self) -> bool:
+        at_work = bool(self._waiting or self._running or self._closing)
+        return at_work or (self._repairs is not None and self._repairs.ready())
 
     def _admit(self) -> None:
         if not self._waiting:  # as at nearly every token
@@ -340,7 +357,7 @@ class Engine:
             self.program.release(g.handle)
             g.handle = None
         self.metrics.queue(len(self._waiting), len(self._running))
-        kept = [lane for lane in g.lanes if lane.text or lane.end != "cancelled"]
+        kept = g.kept
         if self._writer is None or g.prompt.info is None or not kept:
             self._tell(g, stored=False)
             return
@@ -359,6 +376,8 @@ class Engine:
             g.record(self.metrics, usage)
         reasons: list[FinishReason] = ["length" if lane.end == "length" else "stop" for lane in g.lanes]
         self._send(g, Done(tuple(reasons), usage) if g.error is None else Failed(g.error))
+        if stored and self._repairs is not None:
+            self._repairs.add(g)
         with self._wake:
             self._unfinished -= 1
             self._wake.notify_all()

@@ -47,6 +47,11 @@ class Generation:
         """Stop generating; the text sent so far is stored, marked incomplete. Idempotent, from any thread."""
         self.cancelled = True
 
+    @property
+    def kept(self) -> list[Lane]:
+        """Its choices that become turns: all but those that were cut before they had a text."""
+        return [lane for lane in self.lanes if lane.text or lane.end != "cancelled"]
+
     def usage(self, stored: bool) -> Usage:
         """Counted: cached tokens are those of the prompt that were not fed."""
         first = min((lane.times[0] for lane in self.lanes if lane.times), default=self.started)

@@ -18,7 +18,7 @@ from ssmd.runtime import Program
 from ssmd.sessions.checkpoint import Found, Ids, Scope
 from ssmd.sessions.match import Match, match
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, Turn, UnknownSession
+from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, Turn, UnknownSession, conversation
 from ssmd.text.messages import Message
 from ssmd.text.template import ChatTemplate, TemplateError
 from ssmd.text.tokenizer import Tokenizer
@@ -172,7 +172,7 @@ class Planner:
         """
         for turn in reversed(path):
             at = len(turn.text)
-            if text.startswith(turn.text) and self._tokenizer.ends_at_control(text, at):
+            if self.continues(text, turn.text):
                 return np.concatenate([turn.ids, np.array(self._tokenizer.encode(text[at:]), np.int32)])
         return np.array(self._tokenizer.encode(text), np.int32)
 
@@ -184,14 +184,32 @@ class Planner:
 
     def _render_beginning(self, head: tuple[Message, ...], now: datetime | None) -> tuple[str, Ids]:
         """What every conversation under this system prompt begins with, up to the last control token, and its ids."""
-        when = now or datetime.now(UTC)
         try:
-            a, b = (self._render([*head, Message("user", probe)], when) for probe in ("a", "b"))
+            text = self._beginning_of(head, now or datetime.now(UTC))
         except Rejected:
             return "", np.empty(0, np.int32)
+        return text, np.array(self._tokenizer.encode(text), np.int32)
+
+    def _beginning_of(self, messages: Sequence[Message], now: datetime) -> str:
+        """What is rendered for these messages whatever the user says next, up to the last control token."""
+        a, b = (self._render([*messages, Message("user", probe)], now) for probe in ("a", "b"))
         common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        at = self._tokenizer.last_cut(a, common)
-        return a[:at], np.array(self._tokenizer.encode(a[:at]), np.int32)
+        return a[: self._tokenizer.last_cut(a, common)]
+
+    def settled(self, path: Sequence[Turn], info: SessionInfo) -> tuple[str, Ids]:
+        """What every request begins with that goes on from a stored turn, and its ids. `path`: root first.
+
+        ("", no ids) if the template has no such text.
+        """
+        try:
+            text = self._beginning_of(conversation(path), info.clock)
+        except Rejected:
+            text = ""
+        return text, self._ids(text, path if info.lineage == self._manifest.lineage else ())
+
+    def continues(self, text: str, stored: str) -> bool:
+        """Whether stored text can be told apart at the beginning of `text`, so that its ids can stand for it."""
+        return text.startswith(stored) and self._tokenizer.ends_at_control(text, len(stored))
 
     def find(self, ids: Ids, session: str | None, skip: Sequence[int] = ()) -> Found | None:
         """The deepest usable checkpoint for `ids`, passing over those in `skip`."""

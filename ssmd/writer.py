@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ssmd.memory import trim
 from ssmd.metrics import Metrics
-from ssmd.sessions.checkpoint import Encoded, NewCheckpoint, Scope, encode
+from ssmd.sessions.checkpoint import Encoded, Ids, NewCheckpoint, Scope, encode
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
 from ssmd.state import StateSpec
@@ -126,6 +126,24 @@ class Writer:
         timer = threading.Timer(COMMIT_PATIENCE_S, tell, args=(False,))
         timer.daemon = True
         timer.start()
+        self._work.put(work)
+
+    def repair(self, turn: str, ids: Ids, text: str, checkpoint: Pending) -> None:
+        """Write the state after a turn as later requests render it. Nobody waits for that, and nothing needs it."""
+
+        def work() -> None:
+            if checkpoint.encoded is None:
+                return
+            try:
+                placed = self._store.repair(turn, ids, text, checkpoint.encoded)
+            except StoreError as err:
+                log.warning("turn %s is not repaired: %s", turn, err)
+                return
+            self._unsettled = True
+            if placed is not None:
+                self._metrics.checkpoint(placed.nbytes, checkpoint.ms)
+                self._metrics.stored_bytes(self._store.bytes_stored())
+
         self._work.put(work)
 
     def close(self) -> None:

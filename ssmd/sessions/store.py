@@ -118,6 +118,22 @@ class Store:
             checkpoint_rows.sweep(connection, loose)
         return len(loose)
 
+    def repair(self, turn_id: str, ids: Ids, text: str, checkpoint: Encoded) -> Placed | None:
+        """Give a turn the ids and the text that later requests render for it, and the state after them.
+
+        None, and nothing is changed, if the turn is not there any more or was continued meanwhile.
+        """
+        with database.writing(self._engine, self.file) as connection:
+            if not turn_rows.is_leaf(connection, turn_id):
+                return None
+            turn_rows.rewrite(connection, turn_id, ids, text)
+            return checkpoint_rows.insert_checkpoints(connection, [checkpoint], [turn_id])[0]
+
+    def is_leaf(self, turn_id: str) -> bool:
+        """Whether the turn is stored and nothing continues it."""
+        with self.reading() as connection:
+            return turn_rows.is_leaf(connection, turn_id)
+
     def adopt(
         self, session: SessionInfo, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded], *, head: str
     ) -> Committed:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, bindparam, insert, select
+from sqlalchemy import Connection, bindparam, exists, insert, select, update
 
 from ssmd.sessions import tree
 from ssmd.sessions.checkpoint import Ids, as_ids
@@ -175,6 +175,31 @@ def _row(turn: NewTurn, end: _End, above: _End) -> dict[str, Any]:
         "complete": turn.complete,
         "created_at": to_micros(turn.created_at),
     }
+
+
+def is_leaf(connection: Connection, turn_id: str) -> bool:
+    """Whether the turn is stored and no other one has it as its parent."""
+    child = turn_table.alias()
+    below = exists().where(child.c.parent == turn_table.c.id)
+    query = select(turn_table.c.id).where(turn_table.c.id == turn_id, ~below)
+    return connection.execute(query).first() is not None
+
+
+def rewrite(connection: Connection, turn_id: str, ids: Ids, text: str) -> None:
+    """Replace a turn's ids and text. Only for one that no other continues: those are stored as additions to it."""
+    *above, old = read_path(connection, turn_id)
+    parent = above[-1] if above else None
+    whole = as_ids(ids)
+    ids_shared = shared_ids(whole, as_ids(parent.ids)) if parent else 0
+    text_shared = shared_text(text, parent.text) if parent else 0
+    changed = {
+        "ids_shared": ids_shared,
+        "ids": whole[ids_shared:].tobytes(),
+        "text_shared": text_shared,
+        "text": text[text_shared:],
+        "prompt_tokens": min(old.prompt_tokens, len(whole)),
+    }
+    connection.execute(update(turn_table).where(turn_table.c.id == turn_id).values(changed))
 
 
 def check_unicode(turn: NewTurn) -> None:
