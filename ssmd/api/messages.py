@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 
 from ssmd.api.body import shown
 from ssmd.generation import Rejected
-from ssmd.text.messages import ROLES, Message, Role
+from ssmd.text.messages import ROLES, THINK, THINK_END, Message, Role
 
 _FIELDS = {"role", "content", "name"}
+_ASSISTANT_FIELDS = {"reasoning_content"}
 # What SDKs put into an assistant's message when they echo it: nothing in these values can be lost.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "refusal": (None,),
@@ -17,7 +18,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None,),
     "tool_calls": (None, []),
-    "reasoning_content": (None, ""),
 }
 # No character from which a special token's text could be made: templates render names as they are.
 _NAME = re.compile(r"[\w-]{1,64}")
@@ -39,14 +39,32 @@ def _message(entry: Any, where: str) -> Message:
         raise Rejected(f"{where}.role is required", code="missing_required_parameter", param=f"{where}.role")
     role = _role(entry["role"], f"{where}.role")
     for key, value in entry.items():
-        if key in _FIELDS:
+        if key in _FIELDS or (role == "assistant" and key in _ASSISTANT_FIELDS):
             continue
         if key not in _NEUTRAL or role != "assistant":
             param = f"{where}.{shown(key)[1:-1]}"
             raise Rejected(f"there is no field {param!r} here", code="unknown_parameter", param=param)
         if value not in _NEUTRAL[key]:
             _not_built(f"{where}.{key}")
-    return Message(role, _content(entry.get("content"), role, f"{where}.content"), _name(entry, f"{where}.name"))
+    content = _content(entry.get("content"), role, f"{where}.content")
+    if role == "assistant":
+        content = _with_reasoning(entry.get("reasoning_content"), content, f"{where}.reasoning_content")
+    return Message(role, content, _name(entry, f"{where}.name"))
+
+
+def _with_reasoning(reasoning: Any, content: str, where: str) -> str:
+    """Reasoning that a client keeps apart goes back to where the model wrote it: templates find it there."""
+    if reasoning is None or reasoning == "":
+        return content
+    if not isinstance(reasoning, str):
+        _wrong(where, "must be a string", reasoning)
+    if THINK_END in reasoning:
+        _wrong(where, f"must not hold {THINK_END}", reasoning)
+    if THINK_END in content:
+        if Message("assistant", content).reasoning != reasoning.strip():
+            _wrong(where, "differs from the reasoning that the content begins with; send it once", reasoning)
+        return content
+    return f"{THINK}\n{reasoning.strip()}\n{THINK_END}\n\n{content}"
 
 
 def _role(role: Any, where: str) -> Role:
