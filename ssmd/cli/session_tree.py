@@ -34,7 +34,8 @@ def tree(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
     branches = sum(t.id not in parents for t in turns)
     fork = f", forked at {short[session.base]}" if session.base else ""
     many = "branch" if branches == 1 else "branches"
-    typer.echo(f"{session.id}  {session.info.model}  {len(turns)} turns, {branches} {many}{fork}")
+    count = f"{len(turns)} {'turn' if len(turns) == 1 else 'turns'}, {branches} {many}"
+    typer.echo(f"{session.id}  {session.info.model}  {count}{fork}")
     for rails, turn in _drawn(turns):
         marks = ("*" if turn.id == session.head else "-") + ("+" if turn.id in kept else " ")
         typer.echo(f"{rails}{marks} {short[turn.id]}  {_said(turn)}")
@@ -56,7 +57,8 @@ def fork(
     if as_json:
         typer.echo(json.dumps(_summary(made), ensure_ascii=False))
         return
-    typer.echo(f"{made.id}: {made.turns} turns, begins at {made.base}")
+    many = "turn" if made.turns == 1 else "turns"
+    typer.echo(f"{made.id}: {made.turns} {many}, begins at {made.base}")
 
 
 def _drawn(turns: Sequence[Turn]) -> Iterator[tuple[str, Turn]]:
