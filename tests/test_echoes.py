@@ -53,7 +53,7 @@ def fed_again(tiny: Daemon, echo: dict[str, Any], first: Any) -> int:
         {"role": "user", "content": "on"},
     ]
     usage = tiny.chat(messages=messages, max_tokens=2).json["usage"]
-    assert usage["ssmd"]["session"] == first.json["usage"]["ssmd"]["session"]
+    assert usage["ssmd"]["session"] == first.json["usage"]["ssmd"]["session"], "another session"
     return int(usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"])
 
 
@@ -93,6 +93,8 @@ def test_reasoning_apart_from_the_content(tiny: Daemon) -> None:
     fed_again(tiny, {"content": said, "reasoning_content": "A story."}, first)
     fed_again(tiny, {"content": said}, first)
     fed_again(tiny, {"content": f"<think>A story.</think>{said}", "reasoning_content": " A story.\n"}, first)
+    with pytest.raises(AssertionError, match="session"):
+        fed_again(tiny, {"content": said, "reasoning_content": "Another story."}, first)
 
 
 @pytest.mark.parametrize(

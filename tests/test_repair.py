@@ -178,11 +178,12 @@ def test_an_ordinary_turn_is_left_alone(loaded: tuple[Artifact, Program], tmp_pa
     with engine_of(*loaded, tmp_path / "data") as (engine, store):
         first = ask(engine, QUESTION, max_tokens=6, sampling=endless(loaded))
         session = str(first.usage.session)
-        before = store.turns(session)[-1].ids.tolist(), store.bytes_stored()
+        before = store.turns(session)[-1].ids.tolist()
         ask(engine, user("Forget this."), store=False, max_tokens=4, stop=("a", "e", "\n"))
         soon(lambda: done(engine))
-        assert (store.turns(session)[-1].ids.tolist(), store.bytes_stored()) == before
         assert len(store.sessions()) == 1
+        ask(engine, user("Next."), max_tokens=1)  # written after whatever the repair gave the writer
+        assert store.turns(session)[-1].ids.tolist() == before
 
 
 def test_siblings_are_repaired_each(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
