@@ -98,6 +98,7 @@ def _turn(row: Any, parent: Turn | None) -> Turn:
         finish=row.finish,
         complete=row.complete,
         created_at=from_micros(row.created_at),
+        lineage=row.lineage or "",
         depth=row.depth,
     )
 
@@ -120,8 +121,11 @@ class _End:
         return _End(last.session, len(path), len(messages), Chain().then(messages), as_ids(last.ids), last.text)
 
 
-def insert_turns(connection: Connection, turns: Sequence[NewTurn]) -> None:
-    """Write turns; a parent is stored already or comes earlier in `turns`. Raises StoreError."""
+def insert_turns(connection: Connection, turns: Sequence[NewTurn], lineage: str) -> None:
+    """Write turns; a parent is stored already or comes earlier in `turns`. Raises StoreError.
+
+    lineage: of those turns that do not say theirs.
+    """
     ends: dict[str, _End] = {}
     rows = []
     for turn in turns:
@@ -140,7 +144,7 @@ def insert_turns(connection: Connection, turns: Sequence[NewTurn]) -> None:
         chain = above.chain.then(turn.conversation)
         length = above.length + len(turn.conversation)
         ends[turn.id] = _End(turn.session, above.depth + 1, length, chain, ids, turn.text)
-        rows.append(_row(turn, ends[turn.id], above))
+        rows.append(_row(turn, ends[turn.id], above) | {"lineage": turn.lineage or lineage})
     connection.execute(insert(turn_table), rows)
 
 
