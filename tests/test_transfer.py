@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import struct
 import tempfile
@@ -543,9 +544,21 @@ def test_states_that_unfold_without_end(good: Path, there: Store) -> None:
         refused(there, rewrite(good, doc=double, tensors=copy), "states unfold")
 
 
-def test_another_lineage(good: Path, there: Store) -> None:
+def test_another_lineage_comes_as_text_and_says_so(good: Path, store: Store, there: Store) -> None:
     others = {"c" * 64: Local("granite", SPECS["hybrid"], 9), "d" * 64: Local("smollm2", SPECS["attention"], 9)}
-    refused(there, good, r"lineage aaaaaaaaaaaa \(model 'made-up'\).*granite \(cccc.*smollm2 \(dddd", local=others)
+    done = import_session(there, good, local=others)
+    assert re.search(r"lineage aaaaaaaaaaaa \(model 'made-up'\).*granite \(cccc.*smollm2 \(dddd", done.text_only)
+    assert (done.turns, done.checkpoints, done.dropped, done.nbytes) == (4, 0, 2, 0)
+    assert there.bytes_stored() == 0
+    for a, b in zip(store.turns("s"), there.turns("s"), strict=True):
+        assert (a.id, a.parent, a.messages, a.answer, a.finish) == (b.id, b.parent, b.messages, b.answer, b.finish)
+        assert (len(b.ids), b.text, b.prompt_tokens) == (0, "", 0)
+
+
+def test_another_lineage_is_checked_all_the_same(good: Path, there: Store) -> None:
+    others = {"c" * 64: Local("granite", SPECS["hybrid"], 9)}
+    refused(there, rewrite(good, doc=_set("turns", 1, "parent", "t3")), "before its parent", local=others)
+    refused(there, rewrite(good, tensors=_tensor("turn.0.ids", _poke(-1))), "vocabulary", local=others)
 
 
 def test_another_layout(good: Path, there: Store) -> None:

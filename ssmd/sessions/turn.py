@@ -25,7 +25,11 @@ class UnknownSession(StoreError):
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """What a new session is. model, lineage: those that answered last. clock: the moment its templates see, frozen. imported: the import it descends from."""
+    """What a new session is.
+
+    model, lineage: of what answered last. clock: the moment its templates see, frozen. imported: the import it descends
+    from.
+    """
 
     id: str
     model: str
