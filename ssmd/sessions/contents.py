@@ -73,7 +73,7 @@ def _spec(reader: SessionFileReader, expected: StateSpec | None) -> StateSpec | 
         raise reader.error(str(err)) from err
     if expected and spec.digest() != expected.digest():
         raise reader.error(f"its states are of layout {spec.digest()}, the model's of {expected.digest()}")
-    return spec
+    return expected or spec  # they differ in dtypes at most, and the model's are not on the file's word
 
 
 def _turns(reader: SessionFileReader, vocabulary: int | None) -> list[NewTurn]:
