@@ -141,7 +141,8 @@ def _chosen(
     leaves = sorted((t for t in tree if not children[t.id]), key=lambda t: t.created_at, reverse=True)
     wanted = {c.id: c for c in chosen}
     for turn in [*forks, *leaves]:
-        for c in checkpoint_rows.newest_on_path(connection, _path(above, turn.id), lineage):
+        newest = checkpoint_rows.newest_on_path(connection, _path(above, turn.id), lineage)
+        for c in newest[:1] if children[turn.id] else newest:
             if not wanted or c.spec.digest() == next(iter(wanted.values())).spec.digest():
                 wanted.setdefault(c.id, c)
     fitting = _sharing(list(wanted.values())[:MAX_CHECKPOINTS], own=len(chosen))

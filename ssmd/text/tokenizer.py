@@ -163,23 +163,23 @@ class Tokenizer:
 
         They need not be the ids that `encode` would choose: sampled ones may cut the text elsewhere.
         """
-        expected: list[bytes | int] = []
+        expected: list[str | int] = []
         at = 0
         for start, end, token in self._control_matches(rendered):
-            expected += [self.unescape(rendered[at:start]).encode(errors="replace"), token]
+            expected += [self.unescape(rendered[at:start]), token]
             at = end
-        expected.append(self.unescape(rendered[at:]).encode(errors="replace"))
-        found: list[bytes | int] = []
+        expected.append(self.unescape(rendered[at:]))
+        found: list[str | int] = []
         piece = bytearray()
         for token in ids:
             if self.is_control(token):
-                found += [bytes(piece), token]
+                found += [piece.decode(errors="replace"), token]
                 piece.clear()
             elif not (data := self.token_bytes(token)):
                 return False  # an id that stands for nothing
             else:
                 piece += data
-        return [*found, bytes(piece)] == expected
+        return [*found, piece.decode(errors="replace")] == expected
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens left out. Bytes that are no UTF-8 become U+FFFD."""
