@@ -9,6 +9,7 @@ Arguments: an empty folder, seed, first case, number of cases. Says on stdout wh
 from __future__ import annotations
 
 import collections
+import copy
 import json
 import os
 import random
@@ -62,8 +63,8 @@ def main(folder: Path, seed: str, first: int, count: int) -> None:
     outcomes: collections.Counter[str] = collections.Counter()
     for case in range(first, first + count):
         rng = random.Random(f"{seed}:{case}")
-        (folder / "in.ssmd").write_bytes(mutated(rng, rng.choice(examples)))
         try:
+            (folder / "in.ssmd").write_bytes(mutated(rng, rng.choice(examples)))
             outcomes[tried(store, folder / "in.ssmd", rng)] += 1
         except BaseException:
             print(f"case {case} of seed {seed}: {folder / 'in.ssmd'}", file=sys.stderr)
@@ -226,7 +227,7 @@ def change_json(rng: random.Random, root: Any) -> None:
         break
     what = rng.randrange(7)
     if what <= 2:
-        where[key] = rng.choice(HOSTILE)
+        where[key] = copy.deepcopy(rng.choice(HOSTILE))  # a later edit may change it
     elif what == 3:
         where[key] = near(rng, where[key])
     elif what == 4:
@@ -236,7 +237,7 @@ def change_json(rng: random.Random, root: Any) -> None:
             rng.choice(["more", "id", "parent", "name", "\x1b[2J", "x" * 5000, "checkpoint.9.ids", "rows.0.x", *where])
         ] = where.pop(key)
     elif isinstance(where, list):
-        where[key:key] = rng.choice([[where[key]], where[::-1], where * 50])
+        where[key:key] = rng.choice([[where[key]], where[::-1], (where * 50)[:2000]])
 
 
 def near(rng: random.Random, value: Any) -> Any:

@@ -249,7 +249,7 @@ def test_an_import_takes_no_conversation_over(artifacts: TinyArtifacts, tmp_path
         assert resume(mine) == "exact"
         theirs = ask(one, messages, session=told.json["id"])
         assert session_of(theirs) == told.json["id"]
-        assert logprobs(theirs) != logprobs(mine)
+        assert logprobs(theirs) == logprobs(mine), "where there is a state of our own, even the import goes on from it"
 
 
 @pytest.mark.parametrize("model", ["llama-f32", "granite-f32"])

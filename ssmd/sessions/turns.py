@@ -202,12 +202,13 @@ def read_echoed(connection: Connection, messages: Sequence[Message], session: st
     chains = echoed_chains(messages)[-_MAX_CHAINS:]
     t, s = turn_table.c, session_table.c
     is_head = (s.head == t.id).label("is_head")
-    query = select(t.id, t.seq, t.session, s.last_used_at, is_head).join(session_table, s.id == t.session)
+    imported = (s.imported != "").label("imported")
+    query = select(t.id, t.seq, t.session, s.last_used_at, is_head, imported).join(session_table, s.id == t.session)
     query = query.where(t.chain.in_(chains))
     if session is not None:
         query = query.where(t.session == session)
     # The order is match.match's, so that the first row is enough.
-    query = query.order_by(t.length.desc(), s.last_used_at.desc(), is_head.desc(), t.seq.desc()).limit(1)
+    query = query.order_by(t.length.desc(), imported, s.last_used_at.desc(), is_head.desc(), t.seq.desc()).limit(1)
     return [
         Conversation(
             session=row.session,
@@ -216,6 +217,7 @@ def read_echoed(connection: Connection, messages: Sequence[Message], session: st
             last_used_at=from_micros(row.last_used_at),
             is_head=bool(row.is_head),
             seq=row.seq,
+            imported=bool(row.imported),
         )
         for row in (connection.execute(query).all() if chains else ())
     ]
