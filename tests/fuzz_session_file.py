@@ -3,7 +3,8 @@
 Each file must either be refused with a SessionFileError or StoreError that leaves no trace, or come in as a session
 all of which can be read, exported and removed. Anything else ends the process with a traceback that names the case.
 
-Arguments: an empty folder, seed, first case, number of cases. Says on stdout what happened, as JSON.
+Arguments: an empty folder, seed, first case, number of cases. Says on stdout what happened, as JSON. With the seed
+"bombs" the files are those that ask for the most memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import random
 import re
 import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +32,7 @@ from ssmd.sessions.schema import checkpoint, layout, segment, turn
 from ssmd.sessions.store import Store
 from ssmd.sessions.transfer import Local, export_session, import_session
 from ssmd.sessions.turn import StoreError
-from ssmd.state import StateSpec
+from ssmd.state import StateSpec, TensorSpec
 
 # The limits of the format, all 128 times smaller: so that it shows whether they bound what an import takes.
 SCALE = 128
@@ -51,6 +53,14 @@ def main(folder: Path, seed: str, first: int, count: int) -> None:
     sessionfile.MAX_FILE_BYTES = LIMIT
     sessionfile.MAX_HEADER_BYTES //= SCALE
     contents.MAX_REBUILT_BYTES //= SCALE
+    if seed == "make bombs":
+        make_bombs(folder / "bombs")
+        return
+    bombs: list[Path] = []
+    if seed == "bombs":  # made elsewhere: memory that was freed here would hide what an import takes
+        command = [sys.executable, "-B", __file__, str(folder), "make bombs", "0", "0"]
+        subprocess.run(command, check=True)
+        bombs = sorted((folder / "bombs").glob("[0-9]*.ssmd"))
     examples = make_examples(folder / "made")
     store = new_store(folder / "data")
     for example in examples:  # whatever is loaded, started or cached at first use
@@ -61,11 +71,14 @@ def main(folder: Path, seed: str, first: int, count: int) -> None:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     watch(folder)
     outcomes: collections.Counter[str] = collections.Counter()
-    for case in range(first, first + count):
+    for case in range(first, first + (len(bombs) or count)):
         rng = random.Random(f"{seed}:{case}")
         try:
-            (folder / "in.ssmd").write_bytes(mutated(rng, rng.choice(examples)))
-            outcomes[tried(store, folder / "in.ssmd", rng)] += 1
+            if bombs:
+                os.replace(bombs[case], folder / "in.ssmd")
+            else:
+                (folder / "in.ssmd").write_bytes(mutated(rng, rng.choice(examples)))
+            outcomes[tried(store, folder / "in.ssmd", rng, free=bool(bombs))] += 1
         except BaseException:
             print(f"case {case} of seed {seed}: {folder / 'in.ssmd'}", file=sys.stderr)
             raise
@@ -118,11 +131,76 @@ def make_examples(folder: Path) -> list[bytes]:
     return examples
 
 
-def tried(store: Store, file: Path, rng: random.Random) -> str:
-    """Import the file, look at all that came in, remove it. What became of it, in a word."""
+def make_bombs(folder: Path) -> list[Path]:
+    """As large as the limits allow, or larger. The first comes in; the others are refused."""
+    most = sessionfile.MAX_HEADER_BYTES
+    spec = StateSpec(
+        tuple(TensorSpec(f"{k}_{i}", k, i, (16, 64)) for i in range(4) for k in ("key", "value"))
+    )  # 32 KiB
+    files = []
+    for name, tokens in (("0-large", 470), ("1-small", 110)):
+        store = new_store(folder / name)
+        chat = Chat(store, "s", spec)
+        chat.say("t1", None, "hi", "hello", tokens=tokens)
+        files.append(folder / f"{name}.ssmd")
+        export_session(store, "s", files[-1])
+        store.close()
+    size = files[0].stat().st_size
+    assert LIMIT * 0.85 < size <= LIMIT, size
+    parts = split(files[1].read_bytes())  # four more builds want the same rows, which only equal builds share
+    first = parts.document["checkpoints"][0]
+    parts.document["checkpoints"] += [dict(first, build=f"{i:064x}") for i in range(4)]
+    end = len(parts.body)
+    ids = parts.tensors["checkpoint.0.ids"]
+    a, b = ids["data_offsets"]
+    for i in range(4):
+        at = [end + i * (b - a), end + (i + 1) * (b - a)]
+        parts.tensors[f"checkpoint.{i + 2}.ids"] = dict(ids, data_offsets=at)
+    files[1].write_bytes(seal(join(replace(parts, body=parts.body + parts.body[a:b] * 4))))
+
+    def header(text: str) -> bytes:
+        return len(text).to_bytes(8, "little") + text.encode()
+
+    document = split(make_small(folder)).document
+    turns = [dict(document["turns"][0], id=f"t{i}", parent=f"t{i - 1}" if i else None) for i in range(400)]
+    for text in (
+        header("[" + "[]," * (most // 3 - 2) + "[]]"),
+        header('{"x":[' + "{}," * (most // 3 - 4) + "{}]}"),
+        header("[" * (most - 10)),
+        header('{"' + '":0,"'.join(map(str, range(most // 11))) + '":0}'),
+        with_document('{"format":1,"x":[' + "[]," * (most // 3 - 200) + "[]]}"),
+        with_document('{"format":1,"turns":[' + "{}," * (most // 3 - 200) + "{}]}"),
+        with_document(json.dumps(document | {"turns": turns})),
+    ):
+        files.append(folder / f"{len(files)}.ssmd")
+        files[-1].write_bytes(text)
+    files.append(folder / "9-endless.ssmd")
+    with files[-1].open("wb") as file:
+        file.truncate(1 << 40)
+    return files
+
+
+def make_small(folder: Path) -> bytes:
+    store = new_store(folder / "one")
+    Chat(store, "s").say("t0", None, "hi", "hello", tokens=3)
+    export_session(store, "s", folder / "one.ssmd", states="none")
+    store.close()
+    return (folder / "one.ssmd").read_bytes()
+
+
+def with_document(text: str) -> bytes:
+    metadata = {"ssmd": text, "sha256": "0" * 64}
+    head = json.dumps({"__metadata__": metadata}).encode()
+    return seal(len(head).to_bytes(8, "little") + head)
+
+
+def tried(store: Store, file: Path, rng: random.Random, *, free: bool = False) -> str:
+    """Import the file, look at all that came in, remove it. What became of it, in a word. free: with no model here."""
     spec = SPECS[rng.choice(list(SPECS))]
     local = rng.choice([None, {LINEAGE: Local("made-up", spec, VOCABULARY)}, {"c" * 64: Local("other", spec, 9)}])
     believe = rng.random() < 0.9
+    if free:
+        local, believe = None, True
     try:
         done = import_session(store, file, local=local, believe=believe)
     except StoreError as err:
@@ -131,6 +209,8 @@ def tried(store: Store, file: Path, rng: random.Random) -> str:
         said = ""
     if said:
         assert len(said) < 1000, "a message that nobody reads"
+        if free:
+            print(said, file=sys.stderr)
         assert said.isprintable(), f"{said!r} can steer a terminal"
         with store.reading() as connection:
             assert connection.scalar(select(func.count()).select_from(turn)) == 0
