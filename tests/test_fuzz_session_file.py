@@ -35,8 +35,6 @@ def run(tmp_path: Path, seed: str, count: int) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-4000:]
     told: dict[str, Any] = {**json.loads(done.stdout), "said": done.stderr}
     print(told)
-    assert told["mapped"] <= 2 * told["limit"]
-    assert told["resident"] <= 2 * told["limit"]
     assert list((tmp_path / "home").iterdir()) == []
     assert {p.name for p in (tmp_path / "work").iterdir()} <= {"data", "made", "bombs", "in.ssmd", "out.ssmd"}
     data = {"sessions.sqlite3", "sessions.sqlite3-wal", "sessions.sqlite3-shm"}
@@ -45,7 +43,9 @@ def run(tmp_path: Path, seed: str, count: int) -> dict[str, Any]:
 
 
 def test_mutated_files_are_refused_or_sound(tmp_path: Path) -> None:
-    outcomes = run(tmp_path, SEED, CASES)["outcomes"]
+    told = run(tmp_path, SEED, CASES)
+    assert max(told["mapped"], told["resident"]) <= told["limit"] // 2, "files of some KB: it leaks"
+    outcomes = told["outcomes"]
     assert sum(outcomes.values()) == CASES
     assert min(outcomes.get(what, 0) for what in ("refused", "imported", "text only")) >= CASES // 50
 
