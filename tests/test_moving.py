@@ -164,6 +164,9 @@ def test_a_session_that_two_models_answer(artifacts: TinyArtifacts, tmp_path: Pa
         control = ask(one, messages, session=session)
     with daemon(artifacts["llama-f32"], tmp_path / "a") as one:
         third = ask(one, messages, session=session)
+        parts = split(exported(one, session))
+    assert [parts.tensors[f"turn.{i}.ids"]["shape"][0] > 0 for i in range(3)] == [True, False, True]
+    assert [t["text"] + "-" * t["text_shared"] == "" for t in parts.document["turns"]] == [False, True, False]
     assert third["usage"]["prompt_tokens"] == control["usage"]["prompt_tokens"]
     assert cached(third) == cached(control) == len(ids_of(replies[0]))
     assert logprobs(third) == logprobs(control)
