@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import Daemon, daemon
 from hostile import Parts, join, seal, split
+from keeping import START
 from serving import Answer
 from sqlalchemy import select
 
@@ -22,10 +24,12 @@ from ssmd.artifact import Artifact
 from ssmd.runtime import get_runtime
 from ssmd.sessions.checkpoint import Scope
 from ssmd.sessions.database import FILE
+from ssmd.sessions.match import Conversation, match
 from ssmd.sessions.rereading import Rereader
 from ssmd.sessions.schema import checkpoint
 from ssmd.sessions.store import Store
 from ssmd.sessions.transfer import Local, export_session, import_session
+from ssmd.text.messages import Message
 from ssmd.text.tokenizer import Tokenizer
 
 # Long enough for a checkpoint of its own, which all conversations under it share.
@@ -253,6 +257,17 @@ def test_an_import_takes_no_conversation_over(artifacts: TinyArtifacts, tmp_path
         theirs = ask(one, messages, session=told.json["id"])
         assert session_of(theirs) == told.json["id"]
         assert logprobs(theirs) == logprobs(mine), "where there is a state of our own, even the import goes on from it"
+
+
+def test_the_choice_between_equal_conversations() -> None:
+    messages = (Message("user", "hi"), Message("assistant", "hello"))
+    mine = Conversation("mine", "t1", messages, START)
+    theirs = Conversation("theirs", "t2", messages, START + timedelta(days=1), is_head=True, seq=9, imported=True)
+    deeper = replace(theirs, turn="t3", messages=(*messages, Message("user", "a"), Message("assistant", "b")))
+    asked = (*messages, Message("user", "more"))
+    assert match(asked, [theirs, mine]).session == "mine"
+    assert match(asked, [theirs]).session == "theirs"
+    assert match((*deeper.messages, *asked), [deeper, mine]).session == "theirs"
 
 
 @pytest.mark.parametrize("model", ["llama-f32", "granite-f32"])
