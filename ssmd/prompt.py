@@ -92,7 +92,7 @@ class Planner:
         info, path = self._place(request, matched)
         now = datetime.now(UTC) if info is None else info.clock
         text = self._render(matched.messages, now)
-        ids = self._ids(text, path if info is not None and info.lineage == self._manifest.lineage else ())
+        ids = self._ids(text, path)
         if self._context is not None and len(ids) >= self._context:
             raise Rejected(
                 f"this model's context is {self._context} tokens and the messages come to {len(ids)}; "
@@ -138,6 +138,7 @@ class Planner:
             return self._new_session() if request.store else None, ()
         try:
             info = self._store.session(matched.session).info
+            info = replace(info, model=self._manifest.name, lineage=self._manifest.lineage)
             return info, () if matched.parent is None else self._store.path(matched.parent)
         except StoreError as err:  # deleted this instant, say
             raise Rejected(_unknown(matched.session), status=404, code="session_not_found", param="session") from err
@@ -172,6 +173,8 @@ class Planner:
         """
         for turn in reversed(path):
             at = len(turn.text)
+            if not at or turn.lineage != self._manifest.lineage:  # imported as text, or answered by another model
+                continue
             if self.continues(text, turn.text):
                 return np.concatenate([turn.ids, np.array(self._tokenizer.encode(text[at:]), np.int32)])
         return np.array(self._tokenizer.encode(text), np.int32)

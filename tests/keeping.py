@@ -129,6 +129,7 @@ class Chat:
             finish="stop",
             complete=True,
             created_at=self.clock,
+            lineage=self.info.lineage,
         )
         at = len(before) if above is not None and self.spec.rows else 0
         first = NewCheckpoint("user", prompt, state_of(self.spec, prompt, at), above)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import sqlite3
 import stat
 import struct
 import tempfile
@@ -20,9 +22,11 @@ from hypothesis import strategies as st
 from keeping import LINEAGE, SPECS, VOCABULARY, Chat, assert_same, new_store, state_of, user
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from sqlalchemy import func, select
 
 from ssmd.sessions import blobs as blobs_module
-from ssmd.sessions import contents, document, sessionfile
+from ssmd.sessions import contents, document, packing, sessionfile
+from ssmd.sessions.schema import segment
 from ssmd.sessions.sessionfile import SessionFileError
 from ssmd.sessions.store import Store
 from ssmd.sessions.transfer import Local, export_session, import_session
@@ -115,6 +119,67 @@ def test_it_goes_on_after_a_second_journey(store: Store, there: Store, tmp_path:
     assert found is not None
     assert found.origin == result.session
     assert_same(store.load(found.id, spec), state_of(spec, last.ids[:-1]))
+
+
+def test_every_branch_goes_on(store: Store, there: Store, spec: StateSpec, tmp_path: Path) -> None:
+    """With all states each branch is resumed where it ended, and what branches share is stored once."""
+    chat = talk(store, spec)
+    chat.say("t4", "t2b", "and then?", "nothing")
+    done = export_session(store, "s", tmp_path / "chat.ssmd", states="all")
+    assert (done.turns, done.checkpoints, done.left_out) == (5, 5, 0), "two branches' ends, and where they part"
+    result = import_session(there, tmp_path / "chat.ssmd", local=local(spec))
+    assert result.checkpoints == 5
+    for name in ("t3", "t4"):
+        ids = chat.turns[name].ids
+        found = there.find(chat.scope, [*ids.tolist(), 1], "s")
+        assert found is not None
+        assert found.position == len(ids) - 1
+        assert_same(there.load(found.id, spec), state_of(spec, ids[:-1]))
+    if spec.rows:
+        with there.reading() as connection:
+            rows = connection.scalar(select(func.sum(segment.c.last - segment.c.first)))
+        paths = [len(chat.turns[name].ids) - 1 for name in ("t3", "t4")]
+        assert rows == sum(paths) - (len(chat.turns["t1"].ids) - 1)
+
+
+def test_branches_whose_parting_has_no_state_any_more(store: Store, there: Store, tmp_path: Path) -> None:
+    """Their rows can be shared with nobody: what an import would refuse is left out, the current path never."""
+    spec = SPECS["attention"]
+    chat = Chat(store, "s", spec)
+    chat.say("t1", None, "hi", "hello", tokens=60)
+    for i in range(12):
+        chat.say(f"b{i}", "t1", f"branch {i}", "yes", tokens=2)
+    with sqlite3.connect(store.file) as raw:  # as thinning may leave it
+        raw.execute("PRAGMA foreign_keys=ON")
+        raw.execute("DELETE FROM checkpoint WHERE position <= ?", [len(chat.turns["t1"].ids)])
+    raw.close()
+    done = export_session(store, "s", tmp_path / "chat.ssmd", states="all")
+    assert done.checkpoints + done.left_out == 24
+    assert 2 < done.checkpoints < 24
+    result = import_session(there, tmp_path / "chat.ssmd", local=local(spec))
+    assert result.checkpoints == done.checkpoints
+    ids = chat.turns["b11"].ids
+    found = there.find(chat.scope, [*ids.tolist(), 1], "s")
+    assert found is not None
+    assert_same(there.load(found.id, spec), state_of(spec, ids[:-1]))
+
+
+def test_more_branches_than_a_file_holds(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MAX_CHECKPOINTS", 3)
+    talk(store, SPECS["hybrid"])
+    done = export_session(store, "s", tmp_path / "chat.ssmd", states="all")
+    assert (done.checkpoints, done.left_out) == (3, 2)
+
+
+def test_a_state_that_is_broken_here(store: Store, tmp_path: Path) -> None:
+    talk(store, SPECS["hybrid"])
+    with sqlite3.connect(store.file) as raw:
+        raw.execute("UPDATE segment SET data = zeroblob(length(data))")
+    raw.close()
+    with pytest.raises(StoreError, match="without states"):
+        export_session(store, "s", tmp_path / "chat.ssmd")
+    assert export_session(store, "s", tmp_path / "chat.ssmd", states="none").turns == 4
+    assert sorted(os.listdir(tmp_path)) == ["chat.ssmd", "here"]
 
 
 def test_the_same_file_twice(there: Store, store: Store, spec: StateSpec, tmp_path: Path) -> None:
@@ -543,9 +608,21 @@ def test_states_that_unfold_without_end(good: Path, there: Store) -> None:
         refused(there, rewrite(good, doc=double, tensors=copy), "states unfold")
 
 
-def test_another_lineage(good: Path, there: Store) -> None:
+def test_another_lineage_comes_as_text_and_says_so(good: Path, store: Store, there: Store) -> None:
     others = {"c" * 64: Local("granite", SPECS["hybrid"], 9), "d" * 64: Local("smollm2", SPECS["attention"], 9)}
-    refused(there, good, r"lineage aaaaaaaaaaaa \(model 'made-up'\).*granite \(cccc.*smollm2 \(dddd", local=others)
+    done = import_session(there, good, local=others)
+    assert re.search(r"lineage aaaaaaaaaaaa \(model 'made-up'\).*granite \(cccc.*smollm2 \(dddd", done.text_only)
+    assert (done.turns, done.checkpoints, done.dropped, done.nbytes) == (4, 0, 2, 0)
+    assert there.bytes_stored() == 0
+    for a, b in zip(store.turns("s"), there.turns("s"), strict=True):
+        assert (a.id, a.parent, a.messages, a.answer, a.finish) == (b.id, b.parent, b.messages, b.answer, b.finish)
+        assert (len(b.ids), b.text, b.prompt_tokens) == (0, "", 0)
+
+
+def test_another_lineage_is_checked_all_the_same(good: Path, there: Store) -> None:
+    others = {"c" * 64: Local("granite", SPECS["hybrid"], 9)}
+    refused(there, rewrite(good, doc=_set("turns", 1, "parent", "t3")), "before its parent", local=others)
+    refused(there, rewrite(good, tensors=_tensor("turn.0.ids", _poke(-1))), "vocabulary", local=others)
 
 
 def test_another_layout(good: Path, there: Store) -> None:

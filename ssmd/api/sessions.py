@@ -16,9 +16,10 @@ from starlette.responses import FileResponse, JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api.body import StrictModel, parse_object, read_body, validate
+from ssmd.api.body import StrictModel, parse_object, read_body, shown, validate
 from ssmd.engine import Engine
 from ssmd.generation import Rejected
+from ssmd.sessions.packing import States
 from ssmd.sessions.sessionfile import SessionFileError
 from ssmd.sessions.store import Store
 from ssmd.sessions.transfer import Local, export_session, import_session
@@ -75,13 +76,16 @@ class _Sessions:
 
     async def export(self, request: Request) -> FileResponse:
         store, wanted = self._store, _session_id(request)
+        choices: dict[str, States] = {"true": "newest", "false": "none", "all": "all"}
+        states = _choice(request, "state", choices, "true")
         file = _scratch(store)
-        await _ask(lambda: export_session(store, wanted, file))
+        await _ask(lambda: export_session(store, wanted, file, states=states))
         return _PassingFile(file, filename=f"{wanted}.ssmd", media_type="application/octet-stream")
 
     async def import_(self, request: Request) -> JSONResponse:
         """The body is the file; it is on disk before anything of it is believed."""
         store = self._store
+        believe = _choice(request, "reread", {"true": False, "false": True}, "false")
         file = _scratch(store)
         with _removed(file):
             try:
@@ -92,12 +96,13 @@ class _Sessions:
                 reason = err.strerror or str(err)
                 raise Rejected(f"the file cannot be kept here: {reason}", status=507, code="storage_error") from err
             try:
-                done = await _ask(lambda: import_session(store, file, local=self._local))
+                done = await _ask(lambda: import_session(store, file, local=self._local, believe=believe))
             except SessionFileError as err:
                 said = str(err).replace(str(file), "the file")
                 raise Rejected(said, code="invalid_session_file") from None
         session = await _ask(lambda: store.session(done.session))
-        return JSONResponse({**_entry(session), "renamed": done.renamed, "states": done.checkpoints}, 201)
+        told = {"renamed": done.renamed, "states": done.checkpoints, "text_only": done.text_only or None}
+        return JSONResponse({**_entry(session), **told}, 201)
 
     @property
     def _store(self) -> Store:
@@ -133,6 +138,16 @@ def _session_id(request: Request) -> str:
         return check_id("session", request.path_params["session"])
     except StoreError as err:
         raise Rejected(str(err), code="invalid_value", param="session") from None
+
+
+def _choice(request: Request, name: str, choices: Mapping[str, Result], default: str) -> Result:
+    """What the query parameter `name`, the only possible one, stands for. Raises Rejected."""
+    if strangers := set(request.query_params) - {name}:
+        raise Rejected(f"{shown(min(strangers))} is no parameter here; {name} is", code="unknown_parameter")
+    given = request.query_params.getlist(name) or [default]
+    if len(given) > 1 or given[0] not in choices:
+        raise Rejected(f"{name} must be one of {', '.join(choices)}", code="invalid_value", param=name)
+    return choices[given[0]]
 
 
 def _scratch(store: Store) -> Path:

@@ -1,4 +1,4 @@
-"""`ssmd session`: the conversations kept here: list, show, export, import, rm. Works while the daemon runs."""
+"""`ssmd session`: the conversations kept here: list, show, rm. Works while the daemon runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ssmd.cli import options
 
 if TYPE_CHECKING:
     from ssmd.sessions.store import Store
-    from ssmd.sessions.transfer import Local
     from ssmd.sessions.turn import Session, Turn
 
 app = typer.Typer(help="The conversations kept here.", no_args_is_help=True)
@@ -81,50 +80,6 @@ def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
         typer.echo(f"\n{turn.answer.role}: {_plain(turn.answer.content, lines=True)}{cut}")
 
 
-@app.command("export")
-def export(
-    session_id: Id,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, for example chat.ssmd.")],
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    data_dir: options.DataDir = None,
-    as_json: options.Json = False,
-) -> None:
-    """Write a session with its newest checkpoints to a file, to go on with it elsewhere."""
-    from ssmd.sessions.transfer import export_session
-
-    with _open_store(data_dir) as store:
-        done = export_session(store, session_id, file.expanduser(), force=force)
-    if as_json:
-        fields = {"file": str(file), "bytes": done.nbytes, "turns": done.turns, "states": done.checkpoints}
-        typer.echo(json.dumps(fields))
-        return
-    typer.echo(f"{file}: {done.turns} turns, {done.checkpoints} states, {_size(done.nbytes)}")
-
-
-@app.command("import")
-def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `ssmd session export` wrote.")],
-    data_dir: options.DataDir = None,
-    models_dir: options.ModelsDir = None,
-    as_json: options.Json = False,
-) -> None:
-    """Read a session from a file. It must belong to a model that is installed here."""
-    from ssmd.config import Settings
-    from ssmd.sessions.transfer import import_session
-
-    local = _local_models(Settings(data_dir=data_dir, models_dir=models_dir).models_dir)
-    if not local:
-        typer.echo("note: no model is installed here, so the session is not checked against one", err=True)
-    with _open_store(data_dir) as store:
-        done = import_session(store, file.expanduser(), local=local or None)
-    if as_json:
-        fields = {"id": done.session, "renamed": done.renamed, "turns": done.turns, "states": done.checkpoints}
-        typer.echo(json.dumps(fields | {"bytes": done.nbytes, "model": done.model, "lineage": done.lineage}))
-        return
-    renamed = " (a new id: the file's own is in use here)" if done.renamed else ""
-    typer.echo(f"{done.session}{renamed}: {done.turns} turns, {done.checkpoints} states, {_size(done.nbytes)}")
-
-
 @app.command("rm")
 def remove(
     session_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The sessions to remove.")],
@@ -141,14 +96,6 @@ def remove(
                 typer.echo(f"removed {session_id}")
     if as_json:
         typer.echo(json.dumps({"removed": list(dict.fromkeys(session_ids))}))
-
-
-def _local_models(models_dir: Path) -> dict[str, Local]:
-    from ssmd.models import installed
-    from ssmd.sessions.transfer import Local
-
-    manifests = [one.manifest for one in installed(models_dir) if one.manifest is not None]
-    return {m.lineage: Local(m.name, m.spec, m.vocabulary) for m in manifests}
 
 
 def _summary(session: Session) -> dict[str, Any]:

@@ -1,16 +1,17 @@
-"""What a session file contains, checked and ready for the store: turns, and encoded checkpoints."""
+"""What a session file contains, checked and ready for the store: turns, encoded checkpoints, and where those stood."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.sessions.checkpoint import Encoded, Ids, NewCheckpoint, Scope, encode
+from ssmd.sessions import sessionfile
+from ssmd.sessions.checkpoint import CheckpointKind, Encoded, Ids, NewCheckpoint, Scope, encode
 from ssmd.sessions.document import CheckpointEntry
 from ssmd.sessions.sessionfile import SessionFileReader
 from ssmd.sessions.turn import NewTurn, StoreError
@@ -19,20 +20,34 @@ from ssmd.state import State, StateError, StateSpec, TensorSpec
 from ssmd.text.messages import Message
 
 MAX_REBUILT_BYTES = 256 << 20  # ids and text of all turns, each whole
-MAX_STATE_FACTOR = 4  # bytes of all states, each with the rows that it cannot share, over the size of the file
+MAX_STATE_FACTOR = 4  # bytes of all states, each with the rows that it cannot share, over the size of the file; and
+# they are never more than sessionfile.MAX_FILE_BYTES: an import takes less than twice that much memory.
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a checkpoint of a turn stands: after its first `position` ids."""
+
+    turn: str
+    kind: CheckpointKind
+    position: int
 
 
 @dataclass(frozen=True)
 class Contents:
-    """As the file has them: its own session and turn ids, parents before their children."""
+    """As the file has them: its own session and turn ids, parents before their children.
+
+    marks: of the checkpoints whose ids are a turn's own.
+    """
 
     clock: datetime
     turns: list[NewTurn]
     checkpoints: list[Encoded]
+    marks: list[Mark]
 
 
-def read(reader: SessionFileReader, *, spec: StateSpec | None, vocabulary: int | None) -> Contents:
-    """Everything in the file. spec, vocabulary: those of the model that is to go on with it, if known.
+def read(reader: SessionFileReader, *, spec: StateSpec | None, vocabulary: int | None, states: bool = True) -> Contents:
+    """Everything in the file, its states only if `states`. spec, vocabulary: of the model that is to go on, if known.
 
     Raises SessionFileError on the first thing that is not sound.
     """
@@ -41,8 +56,9 @@ def read(reader: SessionFileReader, *, spec: StateSpec | None, vocabulary: int |
     turns = _turns(reader, vocabulary)
     if reader.document.session.head not in {t.id for t in turns}:
         raise reader.error(f"its head {reader.document.session.head!r} is none of its turns")
-    checkpoints = _checkpoints(reader, own, vocabulary) if own else []
-    return Contents(_moment(reader, reader.document.session.clock), turns, checkpoints)
+    checkpoints = _checkpoints(reader, own, vocabulary) if own and states else []
+    marks = _marks(reader, {t.id: t.ids for t in turns}, vocabulary)
+    return Contents(_moment(reader, reader.document.session.clock), turns, checkpoints, marks)
 
 
 def _spec(reader: SessionFileReader, expected: StateSpec | None) -> StateSpec | None:
@@ -57,7 +73,7 @@ def _spec(reader: SessionFileReader, expected: StateSpec | None) -> StateSpec | 
         raise reader.error(str(err)) from err
     if expected and spec.digest() != expected.digest():
         raise reader.error(f"its states are of layout {spec.digest()}, the model's of {expected.digest()}")
-    return spec
+    return expected or spec  # they differ in dtypes at most, and the model's are not on the file's word
 
 
 def _turns(reader: SessionFileReader, vocabulary: int | None) -> list[NewTurn]:
@@ -116,7 +132,7 @@ def _checkpoints(reader: SessionFileReader, spec: StateSpec, vocabulary: int | N
     turn_ids = {t.id for t in document.turns}
     made: list[tuple[CheckpointEntry, NewCheckpoint]] = []
     encoded: list[Encoded] = []
-    room = MAX_STATE_FACTOR * reader.nbytes
+    room = most = min(MAX_STATE_FACTOR * reader.nbytes, sessionfile.MAX_FILE_BYTES)
     ids = [reader.ids(f"checkpoint.{i}.ids", vocabulary) for i in range(len(document.checkpoints))]
     for i in sorted(range(len(ids)), key=lambda i: len(ids[i])):
         entry = document.checkpoints[i]
@@ -133,17 +149,27 @@ def _checkpoints(reader: SessionFileReader, spec: StateSpec, vocabulary: int | N
             tensors[t.name] = _joined_rows(reader, t, chunks)
         room -= sum(a.nbytes for a in tensors.values())
         if room < 0:
-            raise reader.error(f"its states unfold to more than {MAX_STATE_FACTOR} times its size")
+            raise reader.error(f"its states unfold to more than {most} bytes")
         checkpoint = NewCheckpoint(entry.kind, ids[i], State(len(ids[i]), since, tensors), parent, turn=entry.turn)
         scope = Scope(spec.digest(), document.session.lineage, entry.build)
         try:
             encoded.append(encode(checkpoint, scope=scope, producer=entry.producer, spec=spec))
         except ValueError as err:
             raise reader.error(f"checkpoint {i}: {err}") from err
-        made.append((entry, checkpoint))
+        made.append((entry, replace(checkpoint, state=State(len(ids[i]), since, {}), parent=None)))  # numbers not kept
     if len({(c.key, c.scope.build) for c in encoded}) != len(encoded):
         raise reader.error("a checkpoint stands in it twice")
     return encoded
+
+
+def _marks(reader: SessionFileReader, turns: Mapping[str, Ids], vocabulary: int | None) -> list[Mark]:
+    marks = []
+    for i, entry in enumerate(reader.document.checkpoints):
+        ids = reader.ids(f"checkpoint.{i}.ids", vocabulary)
+        own = turns.get(entry.turn)
+        if own is not None and 0 < len(ids) <= len(own) and np.array_equal(own[: len(ids)], ids):
+            marks.append(Mark(entry.turn, entry.kind, len(ids)))
+    return marks
 
 
 def _rows_are_whole(reader: SessionFileReader, i: int, entry: CheckpointEntry, position: int) -> None:

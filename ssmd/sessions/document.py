@@ -10,7 +10,7 @@ from ssmd.sessions.turn import ID_PATTERN
 
 FORMAT: Literal[1] = 1
 MAX_TURNS = 10_000
-MAX_CHECKPOINTS = 64
+MAX_CHECKPOINTS = 256
 MAX_ROWS = 20_000  # chunks of KV rows
 
 

@@ -1,8 +1,9 @@
 """Which stored turn a request continues. Pure functions: messages and conversations in, a decision out.
 
 A turn is continued by a request whose first messages are the turn's whole conversation, from the root to its answer,
-each the `same_as` the stored one. The deepest such turn wins, then the session used last, then that session's head,
-then the turn written last. A final assistant message is one to be continued: it is input and matches no answer.
+each the `same_as` the stored one. The deepest such turn wins, then a session that began here over an imported one,
+which may be a forged copy, then the session used last, then that session's head, then the turn written last.
+A final assistant message is one to be continued: it is input and matches no answer.
 Without a session id nothing but an echoed answer joins a request to a session: a system prompt or examples that two
 conversations have in common do not.
 """
@@ -27,6 +28,7 @@ class Conversation:
     last_used_at: datetime
     is_head: bool = False
     seq: int = 0
+    imported: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def match(messages: Sequence[Message], stored: Iterable[Conversation], session: 
     fitting = [c for c in stored if session in (None, c.session) and continues(messages, c)]
     if not fitting:
         return Match(session, None, tuple(messages), tuple(messages))
-    best = max(fitting, key=lambda c: (len(c.messages), c.last_used_at, c.is_head, c.seq))
+    best = max(fitting, key=lambda c: (len(c.messages), not c.imported, c.last_used_at, c.is_head, c.seq))
     new = tuple(messages[len(best.messages) :])
     known = (s if s.content.strip() == m.content.strip() else m for s, m in zip(best.messages, messages, strict=False))
     return Match(best.session, best.turn, (*known, *new), new)

@@ -67,6 +67,7 @@ turn = Table(
     Column("text_shared", Integer, nullable=False),  # characters
     Column("text", Text, nullable=False),
     Column("prompt_tokens", Integer, nullable=False),
+    Column("lineage", String(64)),  # of the model whose ids and text these are; null: not known
     Column("finish", String(32), nullable=False),
     Column("complete", Boolean, nullable=False),
     Column("created_at", BigInteger, nullable=False),

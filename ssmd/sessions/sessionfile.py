@@ -30,6 +30,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_HASH = "0" * 64
 _BLOCK = 1 << 20
+_SHOWN = 600  # characters of a reason
 
 
 class SessionFileError(StoreError):
@@ -126,7 +127,9 @@ class SessionFileReader:
         self._places = self._table(header, 8 + length, size)
 
     def error(self, reason: str) -> SessionFileError:
-        return SessionFileError(f"{self.path} cannot be imported: {reason}")
+        # What a file says must neither steer a terminal nor fill a log.
+        plain = "".join(c if c.isprintable() else "\ufffd" for c in reason[:_SHOWN])
+        return SessionFileError(f"{self.path} cannot be imported: {plain}{'…' if len(reason) > _SHOWN else ''}")
 
     def _parse(self, text: bytes | str) -> dict[str, Any]:
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

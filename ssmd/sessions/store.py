@@ -99,7 +99,7 @@ class Store:
             raise StoreError(f"checkpoints belong to turns {sorted(map(str, strangers))} that are not of this commit")
         with database.writing(self._engine, self.file) as connection:
             self._touch_session(connection, turns, session)
-            turn_rows.insert_turns(connection, turns)
+            turn_rows.insert_turns(connection, turns, session.lineage)
             placed = checkpoint_rows.insert_checkpoints(connection, checkpoints, [t.id for t in turns])
         return Committed(tuple(placed))
 
@@ -143,7 +143,7 @@ class Store:
                 raise StoreError(f"session {session.id!r}, or one of its turns, is stored here already")
             now = datetime.now(UTC)
             self._insert_session(connection, turns, session, head=head, now=turn_rows.to_micros(now))
-            turn_rows.insert_turns(connection, turns)
+            turn_rows.insert_turns(connection, turns, session.lineage)
             return Committed(tuple(checkpoint_rows.insert_checkpoints(connection, checkpoints, [head])))
 
     def taken(self, session_id: str, turn_ids: Sequence[str] = ()) -> bool:
@@ -160,6 +160,8 @@ class Store:
                 "turns": there.turns + len(turns),
                 "last_used_at": max(now, there.last_used_at),  # a clock that was set back does not undo "last used"
                 "head": turns[0].id,
+                "model": info.model,
+                "lineage": info.lineage,
             }
             connection.execute(update(session_table).where(s.id == info.id).values(values))
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 import numpy as np
@@ -29,7 +29,11 @@ class UnknownTurn(UnknownSession):
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """What a new session is. clock: the moment its templates see, frozen. imported: the import it descends from."""
+    """What a new session is.
+
+    model, lineage: of what answered last. clock: the moment its templates see, frozen. imported: the import it descends
+    from.
+    """
 
     id: str
     model: str
@@ -69,8 +73,9 @@ class NewTurn:
     parent: the turn before it, or None at the root. messages: the input since the parent's answer. answer: the
     assistant's message; where a given beginning was continued it is the whole message, and `messages` leaves the
     beginning out. ids: of the whole rendered conversation up to the end of the answer's text (of a repaired turn: up
-    to the last control token that no later message can change). text: what those ids stand for, rendered and escaped.
-    complete: False if it was cut off by a disconnect or a shutdown.
+    to the last control token that no later message can change). text: what those ids stand for, rendered and escaped;
+    both are empty where only the messages are known. complete: False if it was cut off by a disconnect or a shutdown.
+    lineage: of the model whose ids these are; "" on the way in: the session's.
     """
 
     id: str
@@ -84,6 +89,7 @@ class NewTurn:
     finish: str
     complete: bool
     created_at: datetime
+    lineage: str = field(default="", kw_only=True)
 
     @property
     def conversation(self) -> tuple[Message, ...]:

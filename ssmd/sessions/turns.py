@@ -101,6 +101,7 @@ def _turn(row: Any, parent: Turn | None) -> Turn:
         finish=row.finish,
         complete=row.complete,
         created_at=from_micros(row.created_at),
+        lineage=row.lineage or "",
         depth=row.depth,
     )
 
@@ -123,8 +124,11 @@ class _End:
         return _End(last.session, len(path), len(messages), Chain().then(messages), as_ids(last.ids), last.text)
 
 
-def insert_turns(connection: Connection, turns: Sequence[NewTurn]) -> None:
-    """Write turns; a parent is stored already or comes earlier in `turns`. Raises StoreError."""
+def insert_turns(connection: Connection, turns: Sequence[NewTurn], lineage: str) -> None:
+    """Write turns; a parent is stored already or comes earlier in `turns`. Raises StoreError.
+
+    lineage: of those turns that do not say theirs.
+    """
     ends: dict[str, _End] = {}
     rows = []
     for turn in turns:
@@ -143,7 +147,7 @@ def insert_turns(connection: Connection, turns: Sequence[NewTurn]) -> None:
         chain = above.chain.then(turn.conversation)
         length = above.length + len(turn.conversation)
         ends[turn.id] = _End(turn.session, above.depth + 1, length, chain, ids, turn.text)
-        rows.append(_row(turn, ends[turn.id], above))
+        rows.append(_row(turn, ends[turn.id], above) | {"lineage": turn.lineage or lineage})
     connection.execute(insert(turn_table), rows)
 
 
@@ -230,12 +234,13 @@ def shared_text(a: str, b: str) -> int:
 def _echoed() -> tuple[Any, Any, Any]:
     """Turns by `:chains`, the best first: of their owners, of forks that began with them, and of one `:session`."""
     t, s, first = turn_table.c, session_table.c, turn_table.alias("first").c
-    is_head = s.head == t.id
-    columns = select(t.id, t.seq, t.length, s.id.label("session"), s.last_used_at, is_head.label("is_head"))
+    is_head, imported = s.head == t.id, s.imported != ""
+    columns = select(t.id, t.seq, t.length, s.id.label("session"), s.last_used_at)
+    columns = columns.add_columns(is_head.label("is_head"), imported.label("imported"))
     chains: Any = bindparam("chains", expanding=True)
 
     def best(joined: Any) -> Any:
-        order = (t.length.desc(), s.last_used_at.desc(), is_head.desc(), t.seq.desc())
+        order = (t.length.desc(), imported, s.last_used_at.desc(), is_head.desc(), t.seq.desc())
         return joined.where(t.chain.in_(chains)).order_by(*order).limit(_MAX_TRIED)
 
     # A fork begins as the request does, so its first turn is among the echoed ones: by that it is found.
@@ -261,7 +266,7 @@ def read_echoed(connection: Connection, messages: Sequence[Message], session: st
     else:
         rows = list(connection.execute(_ECHOED_IN, {"chains": chains, "session": session}))
     # The order is match.match's; of equal chains only a few differ from the echo, in reasoning that it changed.
-    rows.sort(key=lambda r: (r.length, r.last_used_at, r.is_head, r.seq), reverse=True)
+    rows.sort(key=lambda r: (r.length, not r.imported, r.last_used_at, r.is_head, r.seq), reverse=True)
     for row in rows:
         found = Conversation(
             session=row.session,
@@ -270,6 +275,7 @@ def read_echoed(connection: Connection, messages: Sequence[Message], session: st
             last_used_at=from_micros(row.last_used_at),
             is_head=bool(row.is_head),
             seq=row.seq,
+            imported=bool(row.imported),
         )
         if continues(messages, found):
             return [found]

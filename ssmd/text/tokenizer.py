@@ -158,6 +158,29 @@ class Tokenizer:
             if floor <= limit and not self._start_matters:
                 yield floor
 
+    def spells(self, ids: Sequence[int], rendered: str) -> bool:
+        """Whether the ids stand for this rendered text, control tokens exactly where it has them.
+
+        They need not be the ids that `encode` would choose: sampled ones may cut the text elsewhere.
+        """
+        expected: list[str | int] = []
+        at = 0
+        for start, end, token in self._control_matches(rendered):
+            expected += [self.unescape(rendered[at:start]), token]
+            at = end
+        expected.append(self.unescape(rendered[at:]))
+        found: list[str | int] = []
+        piece = bytearray()
+        for token in ids:
+            if self.is_control(token):
+                found += [piece.decode(errors="replace"), token]
+                piece.clear()
+            elif not (data := self.token_bytes(token)):
+                return False  # an id that stands for nothing
+            else:
+                piece += data
+        return [*found, piece.decode(errors="replace")] == expected
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens left out. Bytes that are no UTF-8 become U+FFFD."""
         stream = Detokenizer(self)

@@ -1,0 +1,209 @@
+"""`ssmd session export` and `import`: conversations to files and from them. Both work while the daemon runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ssmd.cli import options
+from ssmd.cli.failure import fail
+from ssmd.cli.session import _open_store, _size
+
+if TYPE_CHECKING:
+    from ssmd.config import Settings
+    from ssmd.sessions.packing import Exported, States
+    from ssmd.sessions.rereading import Rereader
+    from ssmd.sessions.store import Store
+    from ssmd.sessions.transfer import ImportResult, Local
+
+_USAGE = 2
+
+
+def export(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ID FILE | ID... --into DIR", help="A session and the file to write, say chat.ssmd."),
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option("--into", metavar="DIR", help="Write each session to DIR/ID.ssmd.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Export all sessions; needs --into.")] = False,
+    no_state: Annotated[bool, typer.Option("--no-state", help="The text alone: it is read again, once.")] = False,
+    all_states: Annotated[
+        bool, typer.Option("--all-states", help="The newest states of every branch, not of the current one alone.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+    data_dir: options.DataDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Write sessions with their newest states to files, to go on with them elsewhere.
+
+    All turns of all branches go along. With --json one object a line.
+    """
+    if no_state and all_states:
+        fail("--no-state and --all-states contradict each other", _USAGE)
+    states: States = "none" if no_state else "all" if all_states else "newest"
+    with _open_store(data_dir) as store:
+        for session_id, file in _targets(store, arguments or [], into, everything, force):
+            _export_one(store, session_id, file, states, force=force, as_json=as_json)
+
+
+def _targets(
+    store: Store, arguments: Sequence[str], into: Path | None, everything: bool, force: bool
+) -> list[tuple[str, Path]]:
+    """Which session goes to which file. All that can be wrong with them is found before anything is written."""
+    if into is None:
+        if everything or len(arguments) != 2:
+            fail("say which session goes to which file: ID FILE; several go to a folder: ID... --into DIR", _USAGE)
+        return [(arguments[0], Path(arguments[1]).expanduser())]
+    if everything == bool(arguments):
+        fail("name the sessions, or say --all", _USAGE)
+    folder = into.expanduser()
+    ids = [s.id for s in store.sessions()] if everything else [store.session(i).id for i in dict.fromkeys(arguments)]
+    targets = [(i, folder / f"{i}.ssmd") for i in ids]  # ids are letters, digits, _ and -: no path comes from them
+    names = [file.name.lower() for _, file in targets]
+    if len(set(names)) < len(names):
+        fail("some ids differ in capitals only, and many file systems do not tell them apart: export them one by one")
+    there = [file for _, file in targets if file.exists()]
+    if there and not force:
+        fail(f"{there[0]} exists already; choose another folder, or overwrite with --force")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return targets
+
+
+def _export_one(store: Store, session_id: str, file: Path, states: States, *, force: bool, as_json: bool) -> None:
+    from ssmd.sessions.transfer import export_session
+
+    done: Exported = export_session(store, session_id, file, force=force, states=states)
+    if as_json:
+        fields = {"file": str(file), "bytes": done.nbytes, "turns": done.turns, "states": done.checkpoints}
+        typer.echo(json.dumps(fields | {"left_out": done.left_out}))
+        return
+    left = f" ({done.left_out} more states have no place in one file)" if done.left_out else ""
+    typer.echo(f"{file}: {done.turns} turns, {done.checkpoints} states{left}, {_size(done.nbytes)}")
+
+
+def import_(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that `ssmd session export` wrote.")],
+    reread: Annotated[
+        bool,
+        typer.Option("--reread", help="Believe no state in the file: compute them anew with the model, now."),
+    ] = False,
+    runtime: options.Runtime = None,
+    threads: options.Threads = None,
+    data_dir: options.DataDir = None,
+    models_dir: options.ModelsDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Read sessions from files. Of a session of a model that is not installed here only the messages are taken.
+
+    With --json one object a line.
+    """
+    from ssmd.config import Settings
+    from ssmd.sessions.turn import StoreError
+
+    settings = Settings(data_dir=data_dir, models_dir=models_dir, runtime=runtime, threads=threads)
+    local = _local_models(settings.models_dir)
+    if not local:
+        typer.echo("note: no model is installed here, so sessions are not checked against one", err=True)
+    failed = 0
+    with _open_store(data_dir) as store:
+        for file in files:
+            try:
+                done = _import_one(store, file.expanduser(), local, settings, reread)
+            except StoreError as err:
+                if len(files) == 1:
+                    raise
+                typer.echo(f"error: {err}", err=True)  # the others are no worse for it
+                failed += 1
+                continue
+            typer.echo(_json(done) if as_json else _line(done))
+    if failed:
+        fail(f"{failed} of {len(files)} files were not imported")
+
+
+def _import_one(store: Store, file: Path, local: Mapping[str, Local], settings: Settings, reread: bool) -> ImportResult:
+    from ssmd.sessions.sessionfile import open_session_file
+    from ssmd.sessions.transfer import import_session
+
+    if not reread:
+        return import_session(store, file, local=local or None)
+    with open_session_file(file) as reader:
+        lineage = reader.document.session.lineage
+    if lineage not in local:
+        return import_session(store, file, local=local or None, believe=False)
+    with _rereader(lineage, settings, file.name) as rereader:
+        return import_session(store, file, local=local, rereader=rereader)
+
+
+@contextmanager
+def _rereader(lineage: str, settings: Settings, what: str) -> Iterator[Rereader]:
+    """A loaded model of that lineage, and a progress bar on a terminal."""
+    import sys
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ssmd.artifact import Artifact
+    from ssmd.runtime import get_runtime
+    from ssmd.sessions.checkpoint import Scope
+    from ssmd.sessions.rereading import Rereader
+    from ssmd.text.tokenizer import Tokenizer
+
+    artifact = Artifact.open(_artifact_of(lineage, settings))
+    manifest = artifact.manifest
+    tokenizer = Tokenizer.open(artifact.file("tokenizer.json"), stop_tokens=manifest.stop_tokens)
+    program = get_runtime(manifest.runtime).load(artifact, threads=settings.threads)
+    scope = Scope(program.spec.digest(), manifest.lineage, manifest.build)
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    try:
+        with bar:
+            task = bar.add_task(f"reading {what}", total=None)
+
+            def progress(read: int, of: int) -> None:
+                bar.update(task, completed=read, total=of)
+
+            yield Rereader(program, tokenizer, scope, progress)
+    finally:
+        program.close()
+
+
+def _artifact_of(lineage: str, settings: Settings) -> Path:
+    """The smallest artifact of a lineage that runs here. Raises ModelError."""
+    from ssmd.models import ModelError, installed, resolve
+
+    fitting = [i for i in installed(settings.models_dir) if i.manifest is not None and i.manifest.lineage == lineage]
+    problems = []
+    for one in sorted(fitting, key=lambda i: (i.nbytes, i.path)):
+        try:
+            return resolve(str(one.path.absolute()), settings.models_dir, settings.runtime)
+        except ModelError as err:
+            problems.append(str(err))
+    raise ModelError("; ".join(problems))
+
+
+def _line(done: ImportResult) -> str:
+    renamed = " (a new id: the file's own is in use here)" if done.renamed else ""
+    what = f"{done.session}{renamed}: {done.turns} turns, {done.checkpoints} states, {_size(done.nbytes)}"
+    if not done.text_only:
+        return what
+    return f"{what}; text only: {done.text_only}. The next request reads it whole, once"
+
+
+def _json(done: ImportResult) -> str:
+    fields = {"id": done.session, "renamed": done.renamed, "turns": done.turns, "states": done.checkpoints}
+    fields |= {"dropped": done.dropped, "text_only": done.text_only or None}
+    return json.dumps(fields | {"bytes": done.nbytes, "model": done.model, "lineage": done.lineage})
+
+
+def _local_models(models_dir: Path) -> dict[str, Local]:
+    from ssmd.models import installed
+    from ssmd.sessions.transfer import Local
+
+    manifests = [one.manifest for one in installed(models_dir) if one.manifest is not None]
+    return {m.lineage: Local(m.name, m.spec, m.vocabulary) for m in manifests}
