@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import pairwise
 
-from ssmd.generation import Event, Rejected, Request, Resume, Usage
+from ssmd.generation import Event, FinishReason, Rejected, Request, Resume, Usage
 from ssmd.lane import Lane
 from ssmd.metrics import Metrics
 from ssmd.prompt import Prompt
@@ -22,6 +23,7 @@ class Generation:
     def __init__(self, request: Request, prompt: Prompt, deliver: Callable[[Event], None], started: float) -> None:
         self.id = f"gen_{secrets.token_hex(12)}"
         self.session = None if prompt.info is None else prompt.info.id
+        self.created = int(time.time())
         self.prompt_tokens = len(prompt.ids)
         self.cancelled = False
         # The rest belongs to the engine.
@@ -46,6 +48,11 @@ class Generation:
     def cancel(self) -> None:
         """Stop generating; the text sent so far is stored, marked incomplete. Idempotent, from any thread."""
         self.cancelled = True
+
+    @property
+    def finish_reasons(self) -> tuple[FinishReason, ...]:
+        """Of all choices, one that was cut off counted as `stop`."""
+        return tuple("length" if lane.end == "length" else "stop" for lane in self.lanes)
 
     def usage(self, stored: bool) -> Usage:
         """Counted: cached tokens are those of the prompt that were not fed."""

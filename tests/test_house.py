@@ -34,6 +34,7 @@ FLOORS = {
     "ssmd.prompt": 4,
     "ssmd.writer": 4,
     "ssmd.inflight": 4,
+    "ssmd.replay": 4,
     "ssmd.engine": 4,
     "ssmd.api": 5,
     "ssmd.server": 5,

@@ -15,12 +15,14 @@ from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 
 from ssmd.sessions import checkpoints as checkpoint_rows
 from ssmd.sessions import database, migrate
+from ssmd.sessions import replies as reply_rows
 from ssmd.sessions import turns as turn_rows
 from ssmd.sessions.blobs import joined
 from ssmd.sessions.checkpoint import Encoded, Found, Ids, Scope, as_ids
 from ssmd.sessions.checkpoints import Placed
 from ssmd.sessions.match import Conversation
 from ssmd.sessions.parts import read_parts
+from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.schema import checkpoint, segment, turn, turn_checkpoint
 from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn, UnknownSession, check_id
@@ -82,12 +84,18 @@ class Store:
         self._engine.dispose()
 
     def commit(
-        self, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded] = (), *, session: SessionInfo
+        self,
+        turns: Sequence[NewTurn],
+        checkpoints: Sequence[Encoded] = (),
+        *,
+        session: SessionInfo,
+        reply: NewReply | None = None,
     ) -> Committed:
         """Write turns (siblings, the first becomes the head) and their checkpoints in one transaction, all or nothing.
 
         The session is created if it is new. A checkpoint whose key is stored already is linked to, not written again.
         One whose parent was removed meanwhile is left out; the result says so, and the turns are written all the same.
+        reply: what the request is answered with if it comes again; the turns that it replaces are removed.
         """
         if not turns:
             raise StoreError("a commit needs at least one turn")
@@ -101,6 +109,9 @@ class Store:
             self._touch_session(connection, turns, session)
             turn_rows.insert_turns(connection, turns)
             placed = checkpoint_rows.insert_checkpoints(connection, checkpoints, [t.id for t in turns])
+            if reply is not None:
+                reply_rows.insert_reply(connection, reply, turns)
+                reply_rows.replace_turns(connection, session.id, reply.key.replaces)
         return Committed(tuple(placed))
 
     def keep(self, checkpoint: Encoded) -> Placed:
@@ -202,6 +213,11 @@ class Store:
             if session is not None:
                 self._session_row(connection, session)
             return turn_rows.read_echoed(connection, messages, session)
+
+    def reply(self, key: ReplyKey) -> Reply | None:
+        """What the request of this key was answered with, if its turns are still there and its time is not over."""
+        with self.reading() as connection:
+            return reply_rows.find_reply(connection, key)
 
     def sessions(self) -> list[Session]:
         """All sessions, the one used last first."""
