@@ -48,7 +48,7 @@ class Writer:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
-        self._unsettled = False
+        self._unsettled = True  # what the last process could not do
         self._garbage = False  # memory to give back
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
         self._thread.start()

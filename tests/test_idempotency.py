@@ -16,6 +16,7 @@ from lossy import losing
 from openai_client import openai
 from serving import Answer
 from sqlalchemy import func, select
+from starlette.datastructures import Headers
 from test_server import running
 
 from ssmd.api import idempotency
@@ -222,7 +223,7 @@ def test_what_is_not_stored_is_not_remembered(tiny: Daemon) -> None:
 
 def test_another_key_is_another_domain(tiny: Daemon) -> None:
     def mark(api_key: str) -> idempotency.Mark:
-        headers = idempotency.Headers({"idempotency-key": "k"})
+        headers = Headers({"idempotency-key": "k"})
         return idempotency.read_mark(headers, b"{}", api_key)
 
     assert mark("one").key == mark("one").key

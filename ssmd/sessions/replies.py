@@ -50,22 +50,26 @@ def insert_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTur
     connection.execute(insert(reply_table).values(row))
 
 
-def replace_turns(connection: Connection, session_id: str, turns: Sequence[str]) -> None:
-    """Remove the turns of attempts that broke off, as far as nothing follows on them; others only lose their reply."""
+def replace_turns(connection: Connection, session_id: str, turns: Sequence[str]) -> bool:
+    """Remove the turns of attempts that broke off, as far as nothing follows on them; others only lose their reply.
+
+    Whether there were any.
+    """
     if not turns:
-        return
+        return False
     t = turn_table.c
     connection.execute(delete(reply_table).where(reply_table.c.turn.in_(turns)))
     followed = select(t.parent).where(t.parent.in_(turns))
     mine = (t.id.in_(turns), t.session == session_id, t.id.not_in(followed))
     gone = list(connection.scalars(select(t.id).where(*mine)))
     if not gone:
-        return
+        return False
     linked = checkpoint_rows.linked_to(connection, gone)
     connection.execute(delete(turn_table).where(t.id.in_(gone)))
     left = select(func.count()).where(t.session == session_id).scalar_subquery()
     connection.execute(update(session_table).where(session_table.c.id == session_id).values(turns=left))
     checkpoint_rows.sweep(connection, linked)
+    return True
 
 
 def _now() -> int:

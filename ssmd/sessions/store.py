@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 
 from ssmd.sessions import checkpoints as checkpoint_rows
-from ssmd.sessions import database, migrate
+from ssmd.sessions import database, erasure, migrate
 from ssmd.sessions import replies as reply_rows
 from ssmd.sessions import turns as turn_rows
 from ssmd.sessions.blobs import joined
@@ -111,7 +111,8 @@ class Store:
             placed = checkpoint_rows.insert_checkpoints(connection, checkpoints, [t.id for t in turns])
             if reply is not None:
                 reply_rows.insert_reply(connection, reply, turns)
-                reply_rows.replace_turns(connection, session.id, reply.key.replaces)
+                if reply_rows.replace_turns(connection, session.id, reply.key.replaces):
+                    erasure.owe(connection)
         return Committed(tuple(placed))
 
     def keep(self, checkpoint: Encoded) -> Placed:
@@ -256,11 +257,15 @@ class Store:
             connection.execute(delete(turn).where(turn.c.session == session_id))
             connection.execute(delete(session_table).where(session_table.c.id == session_id))
             checkpoint_rows.sweep(connection, linked)
-        database.settle(self._engine, self.file, truncate=True)
+            erasure.owe(connection)
+        database.settle(self._engine, self.file, idle=False)
 
     def settle(self) -> None:
-        """Move what was committed from the log into the file: takes as long again, so when nobody waits for it."""
-        database.settle(self._engine, self.file)
+        """Move what was committed from the log into the file: takes as long again, so when nobody waits for it.
+
+        What was removed is erased for good, if that was not possible at once.
+        """
+        database.settle(self._engine, self.file, idle=True)
 
     def bytes_stored(self) -> int:
         """Bytes of all checkpoints, compressed."""
