@@ -53,14 +53,24 @@ def session_of(answer: Answer) -> str:
     return answer.headers["x-ssmd-session"]
 
 
-def leave_after(one: Daemon, body: dict[str, Any], headers: str = "", events: int = 4) -> None:
-    """Ask for a stream, read some of its events, go away; back when the daemon has noticed."""
+def leave_after(one: Daemon, body: dict[str, Any], headers: str = "", events: int = 4) -> str:
+    """Ask for a stream, read some of its events, go away. The session in which that was kept."""
+    assert one.store is not None
+    before = {s.id for s in one.store.sessions()}
     head, _, rest = request({**body, "stream": True}).partition(b"\r\n")
     with one.served.connect(head + b"\r\n" + headers.encode() + rest) as line:
         seen = b""
         while seen.count(b"data: ") < events:
             seen += line.recv(1 << 16)
-    soon(lambda: idle(one))
+    found: list[str] = []
+
+    def kept() -> bool:
+        assert one.store is not None
+        found[:] = [s.id for s in one.store.sessions() if s.id not in before]
+        return bool(found)
+
+    soon(kept)
+    return found[0]
 
 
 def test_the_same_again(tiny: Daemon) -> None:
@@ -182,9 +192,8 @@ def test_a_retry_of_a_refused_request_runs(tiny: Daemon) -> None:
 @pytest.mark.parametrize("header", ["", "Idempotency-Key: cut\r\n"])
 def test_a_retry_takes_the_place_of_a_broken_answer(tiny: Daemon, header: str) -> None:
     body = tiny.body(f"cut {header}", temperature=1, max_tokens=300)
-    leave_after(tiny, body, header)
+    session = leave_after(tiny, body, header)
     assert tiny.store is not None
-    session = tiny.store.sessions()[0].id
     [broken] = tiny.turns(session)
     assert not broken.complete
     fields = {**body, "stream": True, "max_tokens": 300}
@@ -198,9 +207,8 @@ def test_a_retry_takes_the_place_of_a_broken_answer(tiny: Daemon, header: str) -
 
 def test_a_broken_answer_that_was_continued_stays(tiny: Daemon) -> None:
     body = tiny.body("go on after the cut", temperature=1, max_tokens=300)
-    leave_after(tiny, body)
+    session = leave_after(tiny, body)
     assert tiny.store is not None
-    session = tiny.store.sessions()[0].id
     [broken] = tiny.turns(session)
     follow = [*body["messages"], {"role": "assistant", "content": broken.answer.content}]
     follow.append({"role": "user", "content": "And?"})

@@ -128,6 +128,8 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             loose = checkpoint_rows.unlinked(connection)
             checkpoint_rows.sweep(connection, loose)
+            if loose:  # their ids are text
+                erasure.owe(connection)
         return len(loose)
 
     def adopt(
