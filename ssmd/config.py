@@ -178,7 +178,7 @@ class Settings(BaseSettings):
         """Make the data directory, mode 0700. Raises SettingsError if it cannot be trusted or made."""
         path = self.data_dir
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path)
             found = path.stat()
             if hasattr(os, "getuid"):
                 if found.st_uid != os.getuid():
@@ -197,6 +197,12 @@ class Settings(BaseSettings):
             raise SettingsError(
                 f"data directory {path} cannot be made ({reason}); choose another with {PREFIX}DATA_DIR"
             ) from err
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder and those above it that are missing, all with mode 0700. Raises OSError."""
+    for one in (*reversed(folder.absolute().parents), folder):
+        one.mkdir(mode=0o700, exist_ok=True)
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -16,9 +16,9 @@ from functools import partial
 
 import numpy as np
 
-from ssmd import buckets
+from ssmd import buckets, replay
 from ssmd.artifact import Artifact
-from ssmd.generation import Done, Event, Failed, FinishReason, Rejected, Request
+from ssmd.generation import Done, Event, Failed, Rejected, Request
 from ssmd.inflight import Generation
 from ssmd.lane import Lane
 from ssmd.metrics import Metrics
@@ -26,6 +26,7 @@ from ssmd.prompt import Planner, Prompt
 from ssmd.repair import Repairs
 from ssmd.runtime import Handle, Logits, Program
 from ssmd.sessions.checkpoint import CheckpointKind, Found, Ids, NewCheckpoint
+from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 from ssmd.state import StateError
@@ -78,6 +79,11 @@ class Engine:
         self._closing = False
         self._worker = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether turns are written down here."""
+        return self._writer is not None
+
     def start(self) -> None:
         self._worker.start()
 
@@ -96,6 +102,13 @@ class Engine:
             self._unfinished += 1
             self._wake.notify()
         return generation
+
+    def reply(self, key: ReplyKey) -> Reply | None:
+        """What a request was answered with. Blocks until all that ended before is written. Raises StoreError."""
+        if self._store is None or self._writer is None:
+            return None
+        self._writer.flush()
+        return self._store.reply(key)
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), stop."""
@@ -362,7 +375,9 @@ class Engine:
             self._tell(g, stored=False)
             return
         turns = [g.prompt.turn(lane, self._tokenizer.escape(lane.text)) for lane in kept]
-        self._writer.commit(g.prompt.info, turns, tuple(g.checkpoints), partial(self._tell, g))
+        key = g.request.key
+        reply = None if key is None else replay.keep(g, kept, key)
+        self._writer.commit(g.prompt.info, turns, tuple(g.checkpoints), partial(self._tell, g), reply)
         g.checkpoints, g.parent = [], (None, 0)  # their states go as soon as they are written
 
     def _tell(self, g: Generation, stored: bool) -> None:
@@ -374,8 +389,7 @@ class Engine:
             self.metrics.request_failed("cancelled")
         else:
             g.record(self.metrics, usage)
-        reasons: list[FinishReason] = ["length" if lane.end == "length" else "stop" for lane in g.lanes]
-        self._send(g, Done(tuple(reasons), usage) if g.error is None else Failed(g.error))
+        self._send(g, Done(g.finish_reasons, usage) if g.error is None else Failed(g.error))
         if stored and self._repairs is not None:
             self._repairs.add(g)
         with self._wake:

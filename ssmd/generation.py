@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ssmd.sampling import SamplingParams
+from ssmd.sessions.reply import ReplyKey
 from ssmd.text.messages import Message
 
 Resume = Literal["exact", "portable", "none"]
@@ -34,7 +35,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """`messages` is always the whole conversation. `max_tokens` is per choice."""
+    """`messages` is always the whole conversation. `max_tokens` is per choice. `key`: how to know it again."""
 
     messages: tuple[Message, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -43,6 +44,7 @@ class Request:
     n: int = 1
     session: str | None = None
     store: bool = True
+    key: ReplyKey | None = None
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import pairwise
 
-from ssmd.generation import Event, Rejected, Request, Resume, Usage
+from ssmd.generation import Event, FinishReason, Rejected, Request, Resume, Usage
 from ssmd.lane import Lane
 from ssmd.metrics import Metrics
 from ssmd.prompt import Prompt
@@ -22,6 +23,7 @@ class Generation:
     def __init__(self, request: Request, prompt: Prompt, deliver: Callable[[Event], None], started: float) -> None:
         self.id = f"gen_{secrets.token_hex(12)}"
         self.session = None if prompt.info is None else prompt.info.id
+        self.created = int(time.time())
         self.prompt_tokens = len(prompt.ids)
         self.cancelled = False
         # The rest belongs to the engine.
@@ -51,6 +53,11 @@ class Generation:
     def kept(self) -> list[Lane]:
         """Its choices that become turns: all but those that were cut before they had a text."""
         return [lane for lane in self.lanes if lane.text or lane.end != "cancelled"]
+
+    @property
+    def finish_reasons(self) -> tuple[FinishReason, ...]:
+        """Of all choices, one that was cut off counted as `stop`."""
+        return tuple("length" if lane.end == "length" else "stop" for lane in self.lanes)
 
     def usage(self, stored: bool) -> Usage:
         """Counted: cached tokens are those of the prompt that were not fed."""

@@ -34,6 +34,7 @@ class Lane:
         self._detokenizer = Detokenizer(tokenizer)
         self._stop_strings = StopStrings(request.stop) if request.stop else None
         self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
+        self.logprobs: list[TokenLogprob] = []  # of those sent
 
     def take(self, logits: Logits) -> Delta | None:
         """Sample from `logits` [vocab]; the delta to send, if any. Sets `end` when this choice is over."""
@@ -90,6 +91,7 @@ class Lane:
             return None
         self.text += text
         logprobs, self._held = tuple(self._held), []
+        self.logprobs += logprobs
         return Delta(self.index, text, logprobs)
 
     def _logprob(self, sample: Sample, logprob: float) -> TokenLogprob:

@@ -40,8 +40,9 @@ class ServerError(RuntimeError):
 
 def create_app(engine: Engine, store: Store | None, settings: Settings, *, stall_s: float = STALL_S) -> ASGIApp:
     """The ASGI app. `stall_s`: how long a client may leave its answer unread before it is given up."""
+    api_key = "" if settings.api_key is None else settings.api_key.get_secret_value()
     routes = [
-        *chat.routes(engine, stall_s),
+        *chat.routes(engine, stall_s, api_key),
         *models.routes(engine),
         *health.routes(engine),
         *metrics.routes(engine, store),

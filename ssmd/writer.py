@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from ssmd.memory import trim
 from ssmd.metrics import Metrics
 from ssmd.sessions.checkpoint import Encoded, Ids, NewCheckpoint, Scope, encode
+from ssmd.sessions.reply import NewReply
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
 from ssmd.state import StateSpec
@@ -47,7 +48,7 @@ class Writer:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
-        self._unsettled = False
+        self._unsettled = True  # what the last process could not do
         self._garbage = False  # memory to give back
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
         self._thread.start()
@@ -96,6 +97,7 @@ class Writer:
         turns: Sequence[NewTurn],
         checkpoints: Sequence[Pending],
         then: Callable[[bool], None],
+        reply: NewReply | None = None,
     ) -> None:
         """Write all in one transaction, then call `then(stored)`, once: at the latest after COMMIT_PATIENCE_S."""
         told = threading.Lock()
@@ -108,7 +110,7 @@ class Writer:
         def work() -> None:
             try:
                 encoded = [p.encoded for p in checkpoints if p.encoded is not None]
-                placed = self._store.commit(turns, encoded, session=session).checkpoints
+                placed = self._store.commit(turns, encoded, session=session, reply=reply).checkpoints
             except StoreError as err:
                 log.error("session %s: the turn was not stored: %s", session.id, err)
                 tell(False)
@@ -145,6 +147,13 @@ class Writer:
                 self._metrics.stored_bytes(self._store.bytes_stored())
 
         self._work.put(work)
+
+    def flush(self) -> None:
+        """Wait until all that was handed over before is written, or could not be."""
+        done = threading.Event()
+        self._work.put(done.set)
+        while self._thread.is_alive() and not done.wait(timeout=0.1):
+            pass
 
     def close(self) -> None:
         """Finish what waits, then stop."""

@@ -35,6 +35,7 @@ FLOORS = {
     "ssmd.writer": 4,
     "ssmd.inflight": 4,
     "ssmd.repair": 4,
+    "ssmd.replay": 4,
     "ssmd.engine": 4,
     "ssmd.api": 5,
     "ssmd.server": 5,

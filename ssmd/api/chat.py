@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -18,55 +18,92 @@ from ssmd.api.body import parse_object, read_body
 from ssmd.api.chat_body import ChatBody, read_chat, to_request
 from ssmd.api.delivery import Delivery, Gone
 from ssmd.api.errors import INTERNAL, error_body
+from ssmd.api.idempotency import REPLAYED, Mark, Repeats, in_place_of
 from ssmd.api.models import check_served
 from ssmd.engine import Engine
-from ssmd.generation import Delta, Done, Failed, Rejected, TokenLogprob, Usage
+from ssmd.generation import Delta, Done, Failed, Rejected, Request, TokenLogprob, Usage
 from ssmd.inflight import Generation
+from ssmd.replay import events
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is known of an answer before its first event. created: seconds since 1970."""
+
+    id: str
+    created: int
+    session: str | None
+    replayed: bool = False
+    cancel: Callable[[], None] = lambda: None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        session = {} if self.session is None else {"x-ssmd-session": self.session}
+        return session | ({REPLAYED: "true"} if self.replayed else {})
 
 
 class ChatCompletions:
     """The ASGI app of the endpoint. A reader that takes nothing for `stall_s` seconds is given up."""
 
-    def __init__(self, engine: Engine, stall_s: float) -> None:
+    def __init__(self, engine: Engine, stall_s: float, api_key: str) -> None:
         self._engine = engine
         self._stall_s = stall_s
+        self._repeats = Repeats(engine, api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        delivery = Delivery()
-        try:
-            raw = await read_body(HttpRequest(scope, receive))
-            body, generation = await asyncio.to_thread(self._begin, raw, delivery)
-        except Rejected as err:
-            self._engine.metrics.request_failed(err.code)
-            raise
-        watcher = asyncio.create_task(delivery.watch(receive))
+        delivery, head, watcher = Delivery(), None, None
         ended = False
         try:
+            http = HttpRequest(scope, receive)
+            raw = await read_body(http)
+            watcher = asyncio.create_task(delivery.watch(receive))
+            body, head = await self._begin(raw, self._repeats.mark(http.headers, raw), delivery)
             if body.stream:
-                await self._stream(body, generation, delivery, send)
+                await self._stream(body, head, delivery, send)
             else:
-                answer = await self._whole(generation, delivery)
-                await JSONResponse(answer, headers=_headers(generation))(scope, receive, send)
+                answer = await self._whole(head, delivery)
+                await JSONResponse(answer, headers=head.headers)(scope, receive, send)
             ended = True
+        except Rejected as err:
+            if head is None:  # else the engine has counted it
+                self._engine.metrics.request_failed(err.code)
+            raise
         except Gone:
-            log.info("request %s: the client went away", generation.id)
+            log.info("request %s: the client went away", "that waited" if head is None else head.id)
         except sse.Stalled:
-            log.warning("request %s: the client has not read for %.0f s, given up", generation.id, self._stall_s)
+            log.warning("request %s: the client has not read for %.0f s, given up", head and head.id, self._stall_s)
         finally:
-            watcher.cancel()
-            if not ended:
-                generation.cancel()
+            if watcher is not None:
+                watcher.cancel()
+            if head is not None and not ended:
+                head.cancel()
 
-    def _begin(self, raw: bytes, delivery: Delivery) -> tuple[ChatBody, Generation]:
-        """Everything that takes time before the request waits in the engine's queue."""
+    async def _begin(self, raw: bytes, mark: Mark, delivery: Delivery) -> tuple[ChatBody, Head]:
+        """Everything that takes time before the request waits in the engine's queue, or is answered as before."""
+        body, request = await asyncio.to_thread(self._read, raw)
+        if not (request.store and self._engine.keeps):
+            return body, _head(await asyncio.to_thread(self._engine.submit, request, delivery))
+        attempt, reply = await self._repeats.enter(mark, delivery)
+        if reply is not None and reply.complete:
+            attempt.end()
+            delivery.replay(events(reply))
+            return body, Head(reply.answer["id"], reply.answer["created"], reply.session, replayed=True)
+        attempt.follow(delivery)
+        try:
+            request = in_place_of(request, mark, reply)
+            return body, _head(await asyncio.to_thread(self._engine.submit, request, delivery))
+        except Rejected as err:
+            attempt.end(err)
+            raise
+
+    def _read(self, raw: bytes) -> tuple[ChatBody, Request]:
         body = read_chat(parse_object(raw))
         check_served(self._engine, body.model)
-        request = to_request(body, self._engine.artifact.manifest.vocabulary)
-        return body, self._engine.submit(request, delivery)
+        return body, to_request(body, self._engine.artifact.manifest.vocabulary)
 
-    async def _whole(self, generation: Generation, delivery: Delivery) -> dict[str, Any]:
+    async def _whole(self, head: Head, delivery: Delivery) -> dict[str, Any]:
         texts: dict[int, list[str]] = {}
         logprobs: dict[int, list[dict[str, Any]]] = {}
         while True:
@@ -86,17 +123,17 @@ class ChatCompletions:
             }
             for i, reason in enumerate(event.finish_reasons)
         ]
-        return {**self._envelope(generation, "chat.completion"), "choices": choices, "usage": _usage(event.usage)}
+        return {**self._envelope(head, "chat.completion"), "choices": choices, "usage": _usage(event.usage)}
 
-    async def _stream(self, body: ChatBody, generation: Generation, delivery: Delivery, send: Send) -> None:
+    async def _stream(self, body: ChatBody, head: Head, delivery: Delivery, send: Send) -> None:
         event = await delivery.next()
         if isinstance(event, Failed):  # nothing was sent yet: a plain error response can still say it
             raise event.error
-        envelope = self._envelope(generation, "chat.completion.chunk")
+        envelope = self._envelope(head, "chat.completion.chunk")
         if body.include_usage:
             envelope["usage"] = None
         stream = sse.EventStream(send, self._stall_s)
-        await stream.open(_headers(generation))
+        await stream.open(head.headers)
         try:
             for i in range(body.n or 1):
                 await stream.write(_chunk(envelope, i, {"role": "assistant", "content": "", "refusal": None}))
@@ -115,28 +152,28 @@ class ChatCompletions:
         except (Gone, sse.Stalled):
             raise
         except Exception:  # a bug, after the status left: the client must still hear of it
-            log.exception("request %s failed while streaming", generation.id)
-            generation.cancel()
+            log.exception("request %s failed while streaming", head.id)
+            head.cancel()
             await stream.write(sse.encode(error_body(INTERNAL)))
         await stream.close()
 
-    def _envelope(self, generation: Generation, kind: str) -> dict[str, Any]:
+    def _envelope(self, head: Head, kind: str) -> dict[str, Any]:
         manifest = self._engine.artifact.manifest
         return {
-            "id": f"chatcmpl-{generation.id}",
+            "id": f"chatcmpl-{head.id}",
             "object": kind,
-            "created": int(time.time()),
+            "created": head.created,
             "model": manifest.name,
             "system_fingerprint": f"fp_{manifest.build[:12]}",
         }
 
 
-def routes(engine: Engine, stall_s: float) -> list[Route]:
-    return [Route("/v1/chat/completions", ChatCompletions(engine, stall_s), methods=["POST"])]
+def routes(engine: Engine, stall_s: float, api_key: str = "") -> list[Route]:
+    return [Route("/v1/chat/completions", ChatCompletions(engine, stall_s, api_key), methods=["POST"])]
 
 
-def _headers(generation: Generation) -> dict[str, str]:
-    return {} if generation.session is None else {"x-ssmd-session": generation.session}
+def _head(generation: Generation) -> Head:
+    return Head(generation.id, generation.created, generation.session, cancel=generation.cancel)
 
 
 def _chunk(

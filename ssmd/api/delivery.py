@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from starlette.types import Receive
 
-from ssmd.generation import Event
+from ssmd.generation import Done, Event, Failed
 
 
 class Gone(Exception):
@@ -19,10 +20,17 @@ class Delivery:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._gone = asyncio.Event()
+        self.last: asyncio.Future[Event] = self._loop.create_future()  # Done or Failed, whether it is read or not
 
     def __call__(self, event: Event) -> None:
         """Raises RuntimeError when the event loop is closed already."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        self._loop.call_soon_threadsafe(self._put, event)
+
+    def _put(self, event: Event) -> None:
+        self._events.put_nowait(event)
+        if isinstance(event, Done | Failed):
+            self.last.set_result(event)
 
     async def next(self) -> Event:
         """The next event. Raises Gone as soon as the client went away."""
@@ -37,4 +45,21 @@ class Delivery:
         """Wait for the client to go away; run beside the coroutine that calls `next`, after the body was read."""
         while (await receive())["type"] != "http.disconnect":
             pass
+        self._gone.set()
         self._events.put_nowait(None)
+
+    async def unless_gone(self, other: asyncio.Event) -> None:
+        """Wait for something else before the first event. Raises Gone as soon as the client went away."""
+        waits = [asyncio.create_task(event.wait()) for event in (other, self._gone)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self._gone.is_set():
+            raise Gone
+
+    def replay(self, events: Iterable[Event]) -> None:
+        """Deliver what was delivered before; in the event loop."""
+        for event in events:
+            self._events.put_nowait(event)

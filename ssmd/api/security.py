@@ -90,7 +90,7 @@ class Security:
         if readable:
             identity += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
-                (b"access-control-expose-headers", b"x-request-id, x-ssmd-session, retry-after"),
+                (b"access-control-expose-headers", b"x-request-id, x-ssmd-session, idempotent-replayed, retry-after"),
                 (b"vary", b"origin"),
             ]
 

@@ -28,6 +28,7 @@ from ssmd.sessions.turn import ID_PATTERN, Session, StoreError, Turn, UnknownSes
 ROOT = "/ssmd/v1/sessions"
 BODY_LIMITS: Mapping[str, int] = {f"{ROOT}/import": 4 << 30}
 Result = TypeVar("Result")
+_SCRATCH = ".transfer-"
 
 
 def routes(engine: Engine, store: Store | None) -> list[Route]:
@@ -50,6 +51,8 @@ class _Sessions:
     def __init__(self, engine: Engine, store: Store | None) -> None:
         manifest = engine.artifact.manifest
         self._kept = store
+        for left in () if store is None else store.file.parent.glob(f"{_SCRATCH}*"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         self._local = {manifest.lineage: Local(manifest.name, manifest.spec, manifest.vocabulary)}
 
     async def list(self, request: Request) -> JSONResponse:
@@ -152,7 +155,7 @@ def _choice(request: Request, name: str, choices: Mapping[str, Result], default:
 
 def _scratch(store: Store) -> Path:
     """A file beside the database: private like it, and on the disk that has room for what it holds."""
-    return store.file.parent / f".transfer-{secrets.token_hex(8)}.ssmd"
+    return store.file.parent / f"{_SCRATCH}{secrets.token_hex(8)}.ssmd"
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
 
+from ssmd.config import make_private
+from ssmd.sessions import erasure
 from ssmd.sessions.turn import StoreError
 
 FILE = "sessions.sqlite3"
@@ -71,15 +73,14 @@ def writing(engine: Engine, file: Path) -> Iterator[Connection]:
             yield connection
 
 
-def settle(engine: Engine, file: Path, *, truncate: bool = False) -> None:
-    """Move the log into the file; with `truncate` also give free pages and the log's bytes back to the disk.
+def settle(engine: Engine, file: Path, *, idle: bool) -> None:
+    """Move the log into the file; after a removal also erase what is left of it, and give its space back to the disk.
 
-    Another process that reads keeps the log from being emptied; that is no error, the next call does it.
+    Another process that reads or writes can keep it from being done; that is no error, the next call does it.
     """
     with errors(file), _bare(engine) as cursor:
-        if truncate:
-            cursor.executescript("PRAGMA incremental_vacuum")  # execute() would stop after the first page
-            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        if erasure.is_owed(cursor):
+            erasure.erase(cursor, file, idle=idle)
         else:
             cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
@@ -118,7 +119,7 @@ def _explain(err: BaseException | None, file: Path) -> str:
 
 def _prepare(data_dir: Path, file: Path) -> None:
     """Make the directory (0700) and the file (0600); SQLite gives its side files the mode of the file."""
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(data_dir)
     ours = file.exists() or next(data_dir.iterdir(), None) is None
     if ours and stat.S_IMODE(data_dir.stat().st_mode) & 0o077:
         data_dir.chmod(0o700)

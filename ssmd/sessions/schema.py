@@ -145,3 +145,16 @@ turn_checkpoint = Table(
     Column("checkpoint", ForeignKey("checkpoint.id", ondelete="CASCADE"), primary_key=True, index=True),
     sqlite_with_rowid=False,
 )
+
+reply = Table(
+    "reply",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("key", LargeBinary(32), nullable=False, index=True),  # ReplyKey.digest
+    Column("body", LargeBinary(32), nullable=False),  # sha256 of the request's body
+    Column("turn", ForeignKey("turn.id", ondelete="CASCADE"), nullable=False, index=True),  # of the first choice
+    Column("turns", JSON, nullable=False),  # of all choices
+    Column("complete", Boolean, nullable=False),
+    Column("expires_at", BigInteger, nullable=False, index=True),
+    Column("answer", JSON, nullable=False),  # what the turns do not say: id, usage, log probabilities
+)

@@ -14,13 +14,15 @@ from typing import Any
 from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 
 from ssmd.sessions import checkpoints as checkpoint_rows
-from ssmd.sessions import database, migrate, tree
+from ssmd.sessions import database, erasure, migrate, tree
+from ssmd.sessions import replies as reply_rows
 from ssmd.sessions import turns as turn_rows
 from ssmd.sessions.blobs import joined
 from ssmd.sessions.checkpoint import Encoded, Found, Ids, Scope, as_ids
 from ssmd.sessions.checkpoints import Placed
 from ssmd.sessions.match import Conversation
 from ssmd.sessions.parts import read_parts
+from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.schema import checkpoint, segment, turn, turn_checkpoint
 from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn, UnknownSession, check_id
@@ -82,12 +84,18 @@ class Store:
         self._engine.dispose()
 
     def commit(
-        self, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded] = (), *, session: SessionInfo
+        self,
+        turns: Sequence[NewTurn],
+        checkpoints: Sequence[Encoded] = (),
+        *,
+        session: SessionInfo,
+        reply: NewReply | None = None,
     ) -> Committed:
         """Write turns (siblings, the first becomes the head) and their checkpoints in one transaction, all or nothing.
 
         The session is created if it is new. A checkpoint whose key is stored already is linked to, not written again.
         One whose parent was removed meanwhile is left out; the result says so, and the turns are written all the same.
+        reply: what the request is answered with if it comes again; the turns that it replaces are removed.
         """
         if not turns:
             raise StoreError("a commit needs at least one turn")
@@ -101,6 +109,10 @@ class Store:
             self._touch_session(connection, turns, session)
             turn_rows.insert_turns(connection, turns, session.lineage)
             placed = checkpoint_rows.insert_checkpoints(connection, checkpoints, [t.id for t in turns])
+            if reply is not None:
+                reply_rows.insert_reply(connection, reply, turns)
+                if reply_rows.replace_turns(connection, session.id, reply.key.replaces):
+                    erasure.owe(connection)
         return Committed(tuple(placed))
 
     def keep(self, checkpoint: Encoded) -> Placed:
@@ -116,6 +128,8 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             loose = checkpoint_rows.unlinked(connection)
             checkpoint_rows.sweep(connection, loose)
+            if loose:  # their ids are text
+                erasure.owe(connection)
         return len(loose)
 
     def repair(self, turn_id: str, ids: Ids, text: str, checkpoint: Encoded) -> Placed | None:
@@ -221,6 +235,11 @@ class Store:
                 self._session_row(connection, session)
             return turn_rows.read_echoed(connection, messages, session)
 
+    def reply(self, key: ReplyKey) -> Reply | None:
+        """What the request of this key was answered with, if its turns are still there and its time is not over."""
+        with self.reading() as connection:
+            return reply_rows.find_reply(connection, key)
+
     def sessions(self) -> list[Session]:
         """All sessions, the one used last first."""
         with self.reading() as connection:
@@ -279,11 +298,15 @@ class Store:
             connection.execute(delete(turn).where(turn.c.session == session_id))
             connection.execute(delete(session_table).where(session_table.c.id == session_id))
             checkpoint_rows.sweep(connection, linked)
-        database.settle(self._engine, self.file, truncate=True)
+            erasure.owe(connection)
+        database.settle(self._engine, self.file, idle=False)
 
     def settle(self) -> None:
-        """Move what was committed from the log into the file: takes as long again, so when nobody waits for it."""
-        database.settle(self._engine, self.file)
+        """Move what was committed from the log into the file: takes as long again, so when nobody waits for it.
+
+        What was removed is erased for good, if that was not possible at once.
+        """
+        database.settle(self._engine, self.file, idle=True)
 
     def bytes_stored(self) -> int:
         """Bytes of all checkpoints, compressed."""

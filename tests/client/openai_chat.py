@@ -129,8 +129,17 @@ def key(url: str, arguments: dict[str, Any]) -> Any:
     return answers
 
 
+def retried(url: str, arguments: dict[str, Any]) -> Any:
+    """A completion, asked for as often as the client thinks fit."""
+    asking = client(url, max_retries=arguments["max_retries"]).chat.completions.with_raw_response
+    raw = asking.create(**arguments["body"])
+    found = raw.parse()
+    answer = [chunk.to_dict() for chunk in found] if arguments["body"].get("stream") else found.to_dict()
+    return {"answer": answer, "headers": dict(raw.headers), "retries": raw.retries_taken}
+
+
 SCENARIOS: dict[str, Callable[[str, Any], Any]] = {
-    f.__name__: f for f in (whole, stream, helper, failures, broken_stream, leave, together, models, key)
+    f.__name__: f for f in (whole, stream, helper, failures, broken_stream, leave, together, models, key, retried)
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,174 @@
+"""A request that comes again is answered with what it was answered before, and no turn is written twice.
+
+Two ways to know one again. A client names its request with `Idempotency-Key`. The OpenAI SDKs send none, but count
+their retries in `x-stainless-retry-count`: such a retry is the last request with the same body, byte for byte. A first
+attempt is never taken for another one: to ask the same again is to ask for another answer.
+
+While the first attempt runs, the second waits for its end; 409 would be what others answer, but an SDK asks three times
+within seconds and then gives up, and an answer here may take minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from starlette.datastructures import Headers
+
+from ssmd.api.body import shown
+from ssmd.api.delivery import Delivery
+from ssmd.engine import Engine
+from ssmd.generation import Done, Event, Rejected, Request
+from ssmd.sessions.reply import Reply, ReplyKey
+from ssmd.sessions.turn import StoreError
+
+HEADER = "Idempotency-Key"
+REPLAYED = "Idempotent-Replayed"
+NAMED_LASTS = timedelta(hours=24)
+RETRY_LASTS = timedelta(minutes=10)
+FAILURE_LASTS_S = 120.0  # as long as the OpenAI SDK lets a server make it wait for its retry
+_NAME = re.compile(r"[\x20-\x7e]{1,255}")
+_RETRY = re.compile(r"[1-9][0-9]{0,3}")
+_RETRIED = frozenset({408, 409, 429})  # and all from 500 on
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a request says of itself. again: it is a retry for sure."""
+
+    key: ReplyKey
+    again: bool
+
+
+def read_mark(headers: Headers, body: bytes, api_key: str) -> Mark:
+    """One API key is one trust domain: under another one the same request is another. Raises Rejected."""
+    names = headers.getlist(HEADER)
+    if len(names) > 1 or any(not _NAME.fullmatch(name) for name in names):
+        raise Rejected(
+            f"{HEADER} must be given once, with 1 to 255 printable ASCII characters (got {shown(', '.join(names))})",
+            code="invalid_value",
+            param=HEADER,
+        )
+    digest = hashlib.sha256(body).digest()
+    domain = hashlib.sha256(api_key.encode()).digest()
+    what = b"name " + names[0].encode() if names else b"body " + digest
+    key = hashlib.blake2b(what, digest_size=32, key=domain, person=b"ssmd.reply.1").digest()
+    again = _RETRY.fullmatch(headers.get("x-stainless-retry-count", "")) is not None
+    return Mark(ReplyKey(key, digest, NAMED_LASTS if names else RETRY_LASTS, named=bool(names)), again)
+
+
+class Attempt:
+    """A request under way. `ended` is set when its turn is written, or it is known that none will be."""
+
+    def __init__(self, repeats: Repeats, mark: Mark) -> None:
+        self.mark = mark
+        self.ended = asyncio.Event()
+        self._repeats = repeats
+
+    def follow(self, delivery: Delivery) -> None:
+        """It ends with its generation."""
+        delivery.last.add_done_callback(lambda last: self.end(last.result()))
+
+    def end(self, how: Event | Rejected | None = None) -> None:
+        """`how`: the last event, or what it was refused with; None if it was answered with an earlier one's answer."""
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        self._repeats.forget(self)
+        if isinstance(how, Rejected):
+            failed = how.status >= 500 or how.status in _RETRIED
+        else:
+            failed = how is not None and not (isinstance(how, Done) and how.usage.stored)
+        if failed:
+            self._repeats.remember_failure(self.mark.key.digest)
+
+
+class Repeats:
+    """The attempts of an endpoint. Used in the event loop only."""
+
+    def __init__(self, engine: Engine, api_key: str) -> None:
+        self._engine = engine
+        self._api_key = api_key
+        self._running: dict[bytes, list[Attempt]] = {}
+        self._failures: defaultdict[bytes, list[float]] = defaultdict(list)  # when: each is good for one retry
+
+    def mark(self, headers: Headers, body: bytes) -> Mark:
+        """Raises Rejected."""
+        return read_mark(headers, body, self._api_key)
+
+    async def enter(self, mark: Mark, delivery: Delivery) -> tuple[Attempt, Reply | None]:
+        """An attempt, which the caller ends, and the reply to what it repeats, if there is one.
+
+        A complete reply is to be given again; one that broke off is to be replaced. Raises Rejected, and Gone when the
+        client leaves while it waits.
+        """
+        key, failed = mark.key, False
+        if key.named:
+            while running := self._running.get(key.digest):
+                if running[-1].mark.key.body != key.body:
+                    raise _reused()
+                await delivery.unless_gone(running[-1].ended)
+        elif mark.again:
+            failed = self._take_failure(key.digest)
+            if not failed and (running := self._running.get(key.digest)):
+                await delivery.unless_gone(running[-1].ended)
+                failed = self._take_failure(key.digest)
+        attempt = Attempt(self, mark)
+        self._running.setdefault(key.digest, []).append(attempt)
+        if not key.named and not mark.again:
+            return attempt, None
+        try:
+            reply = await asyncio.to_thread(self._engine.reply, key)
+            if reply is not None and reply.body != key.body:
+                raise _reused()
+        except StoreError as err:  # not knowing, it must not run: it might be the second time
+            attempt.end()
+            raise Rejected(str(err), status=503, code="store_error", retry_after_s=1) from err
+        except BaseException:
+            attempt.end()
+            raise
+        if reply is not None and reply.complete and failed:  # what failed was a later request of the same body
+            return attempt, None
+        return attempt, reply
+
+    def forget(self, attempt: Attempt) -> None:
+        running = self._running[attempt.mark.key.digest]
+        running.remove(attempt)
+        if not running:
+            del self._running[attempt.mark.key.digest]
+
+    def remember_failure(self, digest: bytes) -> None:
+        now = time.monotonic()
+        for known in [d for d, times in self._failures.items() if times[-1] < now - FAILURE_LASTS_S]:
+            del self._failures[known]
+        self._failures[digest].append(now)
+
+    def _take_failure(self, digest: bytes) -> bool:
+        """Whether an attempt failed that no retry was made for yet; now one is."""
+        times = self._failures.pop(digest, [])
+        fresh = [t for t in times if t >= time.monotonic() - FAILURE_LASTS_S]
+        if fresh[1:]:
+            self._failures[digest] = fresh[1:]
+        return bool(fresh)
+
+
+def in_place_of(request: Request, mark: Mark, broken: Reply | None) -> Request:
+    """The request as it is to run: known by its key, in the session of the attempt that it replaces."""
+    if broken is None:
+        return replace(request, key=mark.key)
+    key = replace(mark.key, replaces=broken.turns)
+    return replace(request, key=key, session=request.session or broken.session)
+
+
+def _reused() -> Rejected:
+    return Rejected(
+        f"this {HEADER} came before with another body; a new request needs a new one",
+        status=422,
+        code="idempotency_key_reused",
+        param=HEADER,
+    )

@@ -1,0 +1,123 @@
+"""Erasing what was removed: until its bytes are in no page of the database file and in no frame of its log.
+
+`secure_delete` zeroes a row that is deleted, and a page that is freed. But where SQLite once moved rows between pages
+to fill them evenly, copies stay behind in the unused middle of a page, and deleting the row does not reach them. So
+the pages of the tables that hold text are looked through, and if one has a copy of anything they are written anew.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sqlalchemy import Connection
+
+TEXT_TABLES = ("session", "turn", "reply", "checkpoint")  # a checkpoint holds the ids that were fed
+PAGES_AT_ONCE = 2048  # 32 MiB: one to two seconds, in which nothing else can be written
+_LEAF, _INTERIOR = 0x0D, 0x05  # pages of a table's b-tree: https://www.sqlite.org/fileformat2.html#b_tree_pages
+_NOT_NOW = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
+
+
+def owe(connection: Connection) -> None:
+    """In the transaction that removes text: note in the file that it is to be erased, by whoever comes to it."""
+    (owed,) = connection.exec_driver_sql("PRAGMA user_version").one()
+    connection.exec_driver_sql(f"PRAGMA user_version={owed % 0x7FFFFFFF + 1}")
+
+
+def is_owed(cursor: Any) -> bool:
+    return bool(cursor.execute("PRAGMA user_version").fetchone()[0])
+
+
+def erase(cursor: Any, file: Path, *, idle: bool) -> None:
+    """Do what is owed and give the space back to the disk. What another process keeps from being done stays owed.
+
+    idle: nobody waits, so that much text may be written anew too. The cursor is outside of a transaction.
+    """
+    try:
+        (owed,) = cursor.execute("PRAGMA user_version").fetchone()
+        if not _empty_log(cursor):
+            return
+        copied, pages = _look_through(cursor, file)
+        if copied:
+            if pages > PAGES_AT_ONCE and not idle:
+                return
+            _rewrite(cursor)
+            if not _empty_log(cursor):
+                return
+        cursor.execute("BEGIN IMMEDIATE")
+        if cursor.execute("PRAGMA user_version").fetchone() == (owed,):  # nothing was removed meanwhile
+            cursor.execute("PRAGMA user_version=0")
+        cursor.execute("COMMIT")
+    except sqlite3.OperationalError as err:
+        if err.sqlite_errorcode & 0xFF not in _NOT_NOW:
+            raise
+    finally:
+        if cursor.connection.in_transaction:
+            cursor.execute("ROLLBACK")
+
+
+def _empty_log(cursor: Any) -> bool:
+    """Everything into the file, free pages off its end; False if another process is in the way."""
+    cursor.executescript("PRAGMA incremental_vacuum")  # execute() would stop after the first page
+    ((busy, *_),) = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    return not busy
+
+
+def _look_through(cursor: Any, file: Path) -> tuple[bool, int]:
+    """Whether an unused middle in the text tables holds anything (or makes no sense); how many pages there are."""
+    (size,) = cursor.execute("PRAGMA page_size").fetchone()
+    copied, pages = False, 0
+    cursor.execute("BEGIN IMMEDIATE")  # nobody changes a page meanwhile
+    try:
+        names = ",".join("?" * len(TEXT_TABLES))
+        query = f"SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name IN ({names})"  # noqa: S608 - only ?
+        roots = [row[0] for row in cursor.execute(query, TEXT_TABLES)]
+        with file.open("rb") as f:
+            for root in roots:
+                for middle in _middles(f, root, size):
+                    copied, pages = copied or any(middle), pages + 1
+    except (ValueError, IndexError):
+        copied = True
+    finally:
+        cursor.execute("ROLLBACK")
+    return copied, pages
+
+
+def _middles(f: BinaryIO, root: int, size: int) -> Iterator[bytes]:
+    """The unused bytes between the cell pointers and the cells of all pages of a table."""
+    waiting, seen = [root], set[int]()
+    while waiting:
+        number = waiting.pop()
+        if number in seen:
+            raise ValueError
+        seen.add(number)
+        f.seek((number - 1) * size)
+        page = f.read(size)
+        head = {_LEAF: 8, _INTERIOR: 12}[page[0]] if page[0] in (_LEAF, _INTERIOR) else 0
+        cells, first = int.from_bytes(page[3:5], "big"), int.from_bytes(page[5:7], "big") or 65536
+        end = head + 2 * cells
+        if not head or not end <= first <= size:
+            raise ValueError
+        yield page[end:first]
+        if head == 12:
+            places = [int.from_bytes(page[at : at + 2], "big") for at in range(head, end, 2)]
+            waiting += [int.from_bytes(page[at : at + 4], "big") for at in (8, *places)]
+
+
+def _rewrite(cursor: Any) -> None:
+    """Write the tables that hold text anew, row after row, so that none is moved."""
+    cursor.execute("PRAGMA foreign_keys=OFF")  # else emptying a table would take along what refers to it
+    try:
+        cursor.execute("BEGIN IMMEDIATE")
+        for table in TEXT_TABLES:
+            cursor.execute(f"CREATE TABLE rewritten AS SELECT * FROM {table}")  # noqa: S608 - names of our own
+            cursor.execute(f"DELETE FROM {table}")  # noqa: S608
+            cursor.execute(f"INSERT INTO {table} SELECT * FROM rewritten")  # noqa: S608
+            cursor.execute("DROP TABLE rewritten")
+        cursor.execute("COMMIT")
+    finally:
+        if cursor.connection.in_transaction:
+            cursor.execute("ROLLBACK")
+        cursor.execute("PRAGMA foreign_keys=ON")
