@@ -1,4 +1,4 @@
-"""/ssmd/v1/sessions: the conversations kept here: list, read, delete, export, import."""
+"""/ssmd/v1/sessions: the conversations kept here: list, read, pin, delete, export, import."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.responses import FileResponse, JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ssmd.api.body import StrictModel, parse_object, read_body, validate
 from ssmd.engine import Engine
 from ssmd.generation import Rejected
 from ssmd.sessions.sessionfile import SessionFileError
@@ -33,9 +34,16 @@ def routes(engine: Engine, store: Store | None) -> list[Route]:
         Route(ROOT, sessions.list),
         Route(ROOT + "/import", sessions.import_, methods=["POST"]),
         Route(ROOT + "/{session}", sessions.get),
+        Route(ROOT + "/{session}", sessions.change, methods=["PATCH", "POST"]),
         Route(ROOT + "/{session}", sessions.delete, methods=["DELETE"]),
         Route(ROOT + "/{session}/export", sessions.export),
     ]
+
+
+class _Changes(StrictModel):
+    """What of a session can be set."""
+
+    pinned: bool
 
 
 class _Sessions:
@@ -52,6 +60,11 @@ class _Sessions:
         store, wanted = self._store, _session_id(request)
         session, turns = await _ask(lambda: (store.session(wanted), store.turns(wanted)))
         return JSONResponse({**_entry(session), "turns": [_turn(turn) for turn in turns]})
+
+    async def change(self, request: Request) -> JSONResponse:
+        store, wanted = self._store, _session_id(request)
+        changes = validate(_Changes, parse_object(await read_body(request)))
+        return JSONResponse(_entry(await _ask(lambda: store.pin(wanted, changes.pinned))))
 
     async def delete(self, request: Request) -> JSONResponse:
         store, wanted = self._store, _session_id(request)
@@ -132,7 +145,7 @@ def _removed(file: Path) -> Iterator[None]:
 
 
 def _entry(session: Session) -> dict[str, Any]:
-    """`bytes`: of its checkpoints, those shared with other sessions included. Times in seconds since 1970."""
+    """`bytes`: of its checkpoints, `own_bytes` of which no other session needs. Times in seconds since 1970."""
     return {
         "id": session.id,
         "object": "session",
@@ -144,6 +157,7 @@ def _entry(session: Session) -> dict[str, Any]:
         "head": session.head,
         "turn_count": session.turns,
         "bytes": session.nbytes,
+        "own_bytes": session.own_nbytes,
         "pinned": session.info.pinned,
         "imported": session.info.imported is not None,
     }

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ssmd import __version__
-from ssmd.cli import build, doctor, run, serve, session, show, verify
+from ssmd.cli import build, doctor, run, serve, session, session_keep, show, verify
 from ssmd.cli import list as listing
 from ssmd.cli.failure import plain_errors
 
@@ -26,6 +26,7 @@ app.command("list")(listing.list_models)
 app.command("show")(show.show)
 app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
+session_keep.add_to(session.app)
 app.add_typer(session.app, name="session")
 
 

@@ -20,6 +20,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 metadata = MetaData(
@@ -45,6 +46,10 @@ session = Table(
     Column("title", Text, nullable=False),
     Column("pinned", Boolean, nullable=False),
     Column("imported", String(64), nullable=False),  # the origin that its imported checkpoints carry; '' if none
+    Column("own_nbytes", BigInteger),  # of its checkpoints, what nobody else needs; NULL: to be counted
+    Column("shared_nbytes", BigInteger),  # and what others need too
+    Column("retained", Integer, nullable=False, server_default=text("0")),  # retention.Retained
+    Index("ix_session_pinned_retained_last_used_at", "pinned", "retained", "last_used_at"),
 )
 
 turn = Table(
@@ -140,4 +145,11 @@ turn_checkpoint = Table(
     Column("turn", ForeignKey("turn.id", ondelete="CASCADE"), primary_key=True),
     Column("checkpoint", ForeignKey("checkpoint.id", ondelete="CASCADE"), primary_key=True, index=True),
     sqlite_with_rowid=False,
+)
+
+total = Table(
+    "total",
+    metadata,
+    Column("name", String(16), primary_key=True),  # 'checkpoints': bytes of all pieces and segments
+    Column("nbytes", BigInteger, nullable=False),
 )

@@ -37,7 +37,11 @@ class SessionInfo:
 
 @dataclass(frozen=True)
 class Session:
-    """A stored session. head: its current turn. title: how its first user message begins. nbytes: its checkpoints."""
+    """A stored session.
+
+    head: its current turn. title: how its first user message begins. nbytes: of its checkpoints, `own_nbytes` of which
+    no other session needs.
+    """
 
     info: SessionInfo
     created_at: datetime
@@ -46,6 +50,7 @@ class Session:
     turns: int
     title: str
     nbytes: int
+    own_nbytes: int
 
     @property
     def id(self) -> str:
