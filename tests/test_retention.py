@@ -295,8 +295,10 @@ class TestQuota:
         for i in range(3):
             new, checkpoints = chat.make(f"t{i}", f"t{i - 1}" if i else None, [user(f"more {i}")], "yes")
             first, second = (chat.encode(c) for c in checkpoints)
-            assert store.keep(first).id is not None
-            done = store.commit([new], [first.without_data(), second], session=chat.info).checkpoints
+            kept = store.keep(first).id is not None
+            assert kept == (i == 0), "not at the cost of what it grew from"
+            given = [first.without_data() if kept else first, second]
+            done = store.commit([new], given, session=chat.info).checkpoints
             chat.remember(new, done[-1].id)
             assert resumed_at(store, chat, f"t{i}") == len(new.ids) - 1
             assert really_stored(store) <= store.quota

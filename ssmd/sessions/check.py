@@ -360,7 +360,7 @@ def is_moment(value: str) -> bool:
 def _links(connection: Connection, found: Findings) -> None:
     """Rows that point at nothing, and segments that nobody points at.
 
-    A checkpoint without a turn is none of the damages: it may be written ahead of one, and is swept if that never comes.
+    A checkpoint without a turn is none of the damages: it may be written ahead of one, and is swept if none comes.
     """
     broken = connection.execute(text("PRAGMA foreign_key_check")).all()
     tables = sorted({str(row[0]) for row in broken} - {"turn", "piece"})  # of which others speak already

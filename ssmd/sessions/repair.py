@@ -241,7 +241,7 @@ def _copy_all(file: Path, new_file: Path) -> list[Damage]:
                         lost.append(Damage(f"the table {name}", "not all of it can be read", f"{copied} rows are kept"))
                 new.execute("COMMIT")
                 new.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    except sqlite3.Error as err:
+    except (sqlite3.Error, UnicodeDecodeError) as err:  # SQLite's message may quote what is damaged
         advice = "move it away to start with an empty one"
         raise StoreError(f"{file} is damaged beyond repair ({err}); {advice}") from err
     return lost
@@ -274,7 +274,7 @@ def _by_rowid(old: sqlite3.Connection, name: str, columns: list[str]) -> Iterato
     while gap < _MAX_GAP:
         try:
             row = old.execute(query, (at,)).fetchone()
-        except sqlite3.DatabaseError:
+        except (sqlite3.DatabaseError, UnicodeDecodeError):
             if not gap:
                 yield None
             at, gap = at + 1, gap + 1
@@ -292,7 +292,7 @@ def _by_key(old: sqlite3.Connection, name: str, columns: list[str]) -> Iterator[
         try:
             query = f"SELECT {', '.join(columns)} FROM {name} ORDER BY {keys}"  # noqa: S608 - names of our own tables
             yield from old.execute(query)
-        except sqlite3.DatabaseError:
+        except (sqlite3.DatabaseError, UnicodeDecodeError):
             yield None
         else:
             return

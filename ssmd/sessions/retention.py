@@ -308,7 +308,8 @@ def _try_to_make_room(connection: Connection, needed: int, keep: Collection[int]
 def _adopted(connection: Connection, placed: Sequence[Placed], turns: Sequence[str]) -> int:
     """Bytes of checkpoints that were written ahead, for these turns."""
     c, link = checkpoint.c, turn_checkpoint.c
-    there = [p.id for p in placed if p.was_there and p.id is not None]
+    fresh = {p.id for p in placed if not p.was_there}
+    there = [p.id for p in placed if p.was_there and p.id is not None and p.id not in fresh]
     others = exists().where(link.checkpoint == c.id, link.turn.not_in(turns))
     nbytes = select(func.sum(c.recurrent_nbytes + c.rows_nbytes)).where(c.id.in_(there), ~others)
     return (connection.scalars(nbytes).one() or 0) if there else 0
