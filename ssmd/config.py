@@ -20,6 +20,8 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationError, Validati
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from ssmd.size import parse_size
+
 PREFIX = "SSMD_"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_FILE_BYTES = 1 << 20
@@ -91,6 +93,9 @@ class Settings(BaseSettings):
     max_running: int = Field(4, ge=1, le=256, description="choices that decode at the same time")
     max_queue: int = Field(64, ge=1, le=10_000, description="requests that wait; more are answered 503")
     max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 30, description="largest request body, bytes")
+    quota: int = Field(
+        8 << 30, ge=0, description="bytes of all checkpoints together, or a size such as 8GiB; what is above goes"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
 
     def __init__(self, **flags: Any) -> None:
@@ -117,6 +122,13 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("quota", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("expected a number of bytes, or a size such as '8GiB'")
+        return parse_size(value) if isinstance(value, str) else value
 
     @field_validator("log_level", mode="before")
     @classmethod

@@ -64,7 +64,8 @@ class Metrics(Collector):
         self._prefill_ms = self._restore_ms = 0.0
         self._outcomes: dict[str, int] = {"ok": 0}
         self._waiting = self._running = 0
-        self._checkpoint_bytes = self._stored_bytes = self._checkpoints = 0
+        self._checkpoint_bytes = self._stored_bytes = self._checkpoints = self._left_out = 0
+        self._quota_bytes: int | None = None
         self._program: str | None = None
         self._last: dict[str, Any] | None = None
         self._registry = CollectorRegistry()
@@ -119,10 +120,16 @@ class Metrics(Collector):
             self._checkpoint_bytes += bytes_stored
             self._checkpoint.add([ms])
 
-    def stored_bytes(self, n: int) -> None:
-        """What the session store holds now."""
+    def checkpoint_left_out(self) -> None:
+        """A checkpoint was not written, its turn was: the quota has no room for it, or what it grew from is gone."""
+        with self._lock:
+            self._left_out += 1
+
+    def stored_bytes(self, n: int, quota: int | None = None) -> None:
+        """What the session store holds now, and may hold."""
         with self._lock:
             self._stored_bytes = n
+            self._quota_bytes = quota
 
     def loaded(self, program: str) -> None:
         """The name of the program that answers now."""
@@ -138,9 +145,9 @@ class Metrics(Collector):
 
         `program` · `ttft_ms`, `tbt_ms`: {last, p50, p95} of the last 256 requests and 4,096 gaps · `tokens_per_s` of
         the last request · `prompt_tokens` = `fed_tokens` + `cached_tokens` · `generated_tokens` · `queue`: {waiting,
-        running} · `requests`: {ok, <error code>: n} · `checkpoints`: {count, bytes, ms: {last, p50, p95}} ·
-        `stored_bytes` · `last`: the last request's {prompt_tokens, cached_tokens, generated_tokens, ttft_ms,
-        prefill_ms, restore_ms, tokens_per_s}
+        running} · `requests`: {ok, <error code>: n} · `checkpoints`: {count, bytes, left_out, ms: {last, p50, p95}} ·
+        `stored_bytes`, `quota_bytes` of checkpoints · `last`: the last request's {prompt_tokens, cached_tokens,
+        generated_tokens, ttft_ms, prefill_ms, restore_ms, tokens_per_s}
         """
         with self._lock:
             return {
@@ -157,9 +164,11 @@ class Metrics(Collector):
                 "checkpoints": {
                     "count": self._checkpoints,
                     "bytes": self._checkpoint_bytes,
+                    "left_out": self._left_out,
                     "ms": self._checkpoint.summary(),
                 },
                 "stored_bytes": self._stored_bytes,
+                "quota_bytes": self._quota_bytes,
                 "last": None if self._last is None else dict(self._last),
             }
 
@@ -177,6 +186,7 @@ class Metrics(Collector):
                 "ssmd_cached_tokens": ("Prompt tokens that a stored state made unnecessary", self._cached_tokens),
                 "ssmd_generated_tokens": ("Tokens generated", self._generated_tokens),
                 "ssmd_checkpoint_bytes": ("Bytes of checkpoints written", self._checkpoint_bytes),
+                "ssmd_checkpoints_left_out": ("Checkpoints not written, for want of room or parent", self._left_out),
                 "ssmd_prefill_seconds": ("Time spent feeding prompts", self._prefill_ms / 1e3),
                 "ssmd_restore_seconds": ("Time spent restoring states", self._restore_ms / 1e3),
             }
@@ -185,6 +195,8 @@ class Metrics(Collector):
                 "ssmd_queue_running": ("Choices that decode", self._running),
                 "ssmd_stored_bytes": ("Bytes in the session store", self._stored_bytes),
             }
+            if self._quota_bytes is not None:
+                gauges["ssmd_quota_bytes"] = ("Bytes that the session store may hold", self._quota_bytes)
             return [
                 self._ttft.family("ssmd_ttft_seconds", "Time to first token"),
                 self._tbt.family("ssmd_tbt_seconds", "Time between tokens"),

@@ -25,7 +25,10 @@ from ssmd.memory import return_big_blocks
 from ssmd.metrics import Metrics
 from ssmd.models import resolve
 from ssmd.runtime import get_runtime
+from ssmd.sessions.lock import DirectoryLock
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
+from ssmd.size import show_size
 
 log = logging.getLogger(__name__)
 STALL_S = 30.0
@@ -61,7 +64,8 @@ def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[E
     store = None
     if keep:
         settings.prepare()
-        store = Store.open(settings.data_dir)
+        store = Store.open(settings.data_dir, quota=settings.quota)
+        _within_quota(store)
     numbers = Metrics()
     numbers.loaded(artifact.manifest.name)
     engine = Engine(
@@ -74,6 +78,21 @@ def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[E
     )
     engine.start()
     return engine, store
+
+
+def _within_quota(store: Store) -> None:
+    """The quota may have been larger yesterday. A store that is busy is brought down by its next commit."""
+    if store.quota is None or store.bytes_stored() <= store.quota:
+        return
+    try:
+        done = store.collect()
+    except StoreError as err:
+        log.warning("the store could not be brought within its quota: %s", err)
+        return
+    log.warning(
+        "the quota of %s is exceeded: %d checkpoints of %d sessions were let go, %s; %s are left",
+        *(show_size(store.quota), done.checkpoints, len(done.sessions), show_size(done.nbytes), show_size(done.left)),
+    )
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -111,10 +130,16 @@ def serve(
     """Serve until SIGINT or SIGTERM. Raises what `open_engine` raises, and ServerError."""
     return_big_blocks()
     settings.check_exposure()
+    lock = None
     sockets = listen(settings.host, settings.port)
     try:
+        if keep:
+            settings.prepare()
+            lock = DirectoryLock.take(settings.data_dir, "use it, stop it, or choose another directory with --data-dir")
         engine, store = open_engine(settings, model, keep=keep)
     except BaseException:
+        if lock is not None:
+            lock.release()
         for one in sockets:
             one.close()
         raise
@@ -145,6 +170,8 @@ def serve(
         engine.program.close()
         if store is not None:
             store.close()
+        if lock is not None:
+            lock.release()
 
 
 def start_logging(level: str) -> None:

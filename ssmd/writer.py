@@ -119,11 +119,12 @@ class Writer:
             self._unsettled = True
             self._garbage = True
             for p, pending in zip(placed, [p for p in checkpoints if p.encoded is not None], strict=True):
-                if p.nbytes or not pending.ahead:
-                    self._metrics.checkpoint(p.nbytes, pending.ms)
                 if p.why_not:
+                    self._metrics.checkpoint_left_out()
                     log.warning("session %s: a checkpoint was left out: %s", session.id, p.why_not)
-            self._metrics.stored_bytes(self._store.bytes_stored())
+                elif p.nbytes or not pending.ahead:
+                    self._metrics.checkpoint(p.nbytes, pending.ms)
+            self._metrics.stored_bytes(self._store.bytes_stored(), self._store.quota)
 
         timer = threading.Timer(COMMIT_PATIENCE_S, tell, args=(False,))
         timer.daemon = True

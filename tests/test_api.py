@@ -160,6 +160,27 @@ def test_sessions_are_listed_read_and_deleted(tiny: Daemon) -> None:
     assert tiny.served.ask("GET", "/ssmd/v1/sessions/..%2f..").status in (400, 404)
 
 
+def test_a_session_is_pinned(tiny: Daemon) -> None:
+    session = tiny.chat("a conversation to keep").headers["x-ssmd-session"]
+    path = f"/ssmd/v1/sessions/{session}"
+    assert tiny.served.ask("GET", path).json["pinned"] is False
+    for method, pinned in (("POST", True), ("PATCH", False)):
+        changed = tiny.served.ask(method, path, {"pinned": pinned})
+        assert (changed.status, changed.json["id"], changed.json["pinned"]) == (200, session, pinned)
+        assert tiny.served.ask("GET", path).json["pinned"] is pinned
+    read = tiny.served.ask("GET", path).json
+    assert 0 < read["own_bytes"] <= read["bytes"]
+    for body, code in (
+        ({}, "missing_required_parameter"),
+        ({"pinned": "yes"}, "invalid_value"),
+        ({"pinned": True, "title": "x"}, "unknown_parameter"),
+        ([], "invalid_json"),
+    ):
+        refused = tiny.served.ask("POST", path, body)
+        assert (refused.status, refused.error["code"]) == (400, code)
+    assert tiny.served.ask("POST", "/ssmd/v1/sessions/unknown", {"pinned": True}).error["code"] == "session_not_found"
+
+
 def test_a_session_travels(tiny: Daemon, artifact: Path, tmp_path: Path) -> None:
     session = tiny.chat("a conversation that moves to another machine").headers["x-ssmd-session"]
     exported = tiny.served.ask("GET", f"/ssmd/v1/sessions/{session}/export")

@@ -18,6 +18,7 @@ FLOORS = {
     "ssmd.metrics": 1,
     "ssmd.config": 1,
     "ssmd.buckets": 1,
+    "ssmd.size": 1,
     "ssmd.source": 1,
     "ssmd.artifact": 2,
     "ssmd.runtime": 2,

@@ -41,7 +41,7 @@ def test_prometheus_shows_seconds_and_counts() -> None:
     metrics.queue(3, 2)
     metrics.checkpoint(1000, 4.0)
     metrics.checkpoint(500, 6.0)
-    metrics.stored_bytes(12345)
+    metrics.stored_bytes(12345, 99999)
     metrics.loaded("smollm2")
     found = samples(metrics)
     assert found["ssmd_ttft_seconds_count", ()] == 2
@@ -63,6 +63,8 @@ def test_prometheus_shows_seconds_and_counts() -> None:
     assert found["ssmd_queue_waiting", ()] == 3
     assert found["ssmd_queue_running", ()] == 2
     assert found["ssmd_stored_bytes", ()] == 12345
+    assert found["ssmd_quota_bytes", ()] == 99999
+    assert found["ssmd_checkpoints_left_out_total", ()] == 0
     assert found["ssmd_program_info", (("program", "smollm2"),)] == 1
 
 
@@ -75,12 +77,13 @@ def test_the_snapshot_is_json_in_milliseconds() -> None:
     for ttft in (10.0, 20.0, 30.0):
         done(metrics, ttft)
     metrics.checkpoint(7, 1.5)
+    metrics.checkpoint_left_out()
     shown = json.loads(json.dumps(metrics.snapshot(), allow_nan=False))
     assert shown["ttft_ms"] == {"last": 30.0, "p50": 20.0, "p95": 29.0}
     assert shown["tbt_ms"]["last"] == 30.0
     assert shown["tokens_per_s"] == 50.0
     assert (shown["prompt_tokens"], shown["fed_tokens"], shown["cached_tokens"]) == (300, 30, 270)
-    assert shown["checkpoints"] == {"count": 1, "bytes": 7, "ms": {"last": 1.5, "p50": 1.5, "p95": 1.5}}
+    assert shown["checkpoints"] == {"count": 1, "bytes": 7, "left_out": 1, "ms": {"last": 1.5, "p50": 1.5, "p95": 1.5}}
     assert shown["requests"] == {"ok": 3}
     assert shown["queue"] == {"waiting": 0, "running": 0}
 

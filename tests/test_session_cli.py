@@ -143,6 +143,54 @@ def test_remove(ssmd: Ssmd, chat: Chat) -> None:
     assert chat.store.bytes_stored() == 0
 
 
+def test_pin(ssmd: Ssmd, chat: Chat) -> None:
+    assert ssmd("pin", "ses_1").stdout == "pinned ses_1\n"
+    assert ssmd.json("list")[0]["pinned"] is True
+    assert "pinned" in ssmd("list").stdout
+    assert "no session 'nobody'" in ssmd("unpin", "ses_1", "nobody", code=1).stderr
+    assert ssmd.json("list")[0]["pinned"] is True, "a wrong id among them: nothing is changed"
+    assert ssmd.json("unpin", "ses_1") == {"unpinned": ["ses_1"]}
+    assert ssmd.json("list")[0]["pinned"] is False
+
+
+def test_collect(ssmd: Ssmd, chat: Chat) -> None:
+    Chat(chat.store, "ses_2").say("u1", None, "later", "yes")
+    before = chat.store.bytes_stored()
+    told = ssmd.json("gc", "--quota", "2kB", "--dry-run")
+    assert (told["dry_run"], told["over"], told["quota"]) == (True, 0, 2000)
+    assert told["bytes"] == sum(s["bytes"] for s in told["sessions"]) == before - told["left"] > 0
+    assert chat.store.bytes_stored() == before
+    assert "would go" in ssmd("gc", "--quota", "2kB", "--dry-run").stdout
+    done = ssmd.json("gc", "--quota", "2kB")
+    assert done == told | {"dry_run": False}
+    assert chat.store.bytes_stored() == done["left"] <= 2000
+    assert "0 states of 0 sessions went" in ssmd("gc").stdout
+    Chat(chat.store, "ses_3").say("x1", None, "again", "yes")
+    ssmd("pin", "ses_3")
+    assert "pinned sessions alone exceed" in ssmd("gc", "--quota", "0", code=1).stderr
+    ssmd("unpin", "ses_3")
+    assert ssmd.json("gc", "--quota", "0")["left"] == 0
+    assert "expected bytes" in ssmd("gc", "--quota", "much", code=1).stderr
+    assert [t["id"] for t in ssmd.json("show", "ses_1")["tree"]] == ["t1", "t2", "t2b"]
+
+
+def test_check(ssmd: Ssmd, chat: Chat) -> None:
+    assert ssmd("check").stdout == "1 sessions, 3 turns, 6 checkpoints: all sound\n"
+    raw = sqlite3.connect(ssmd.data / FILE)
+    raw.execute("UPDATE piece SET data = x'00' WHERE checkpoint = 4")
+    raw.execute("UPDATE turn SET messages = '\x1b[2J' WHERE id = 't2b'")
+    raw.commit()
+    raw.close()
+    found = ssmd("check", code=1).stdout
+    assert "checkpoint 4: its recurrent values were altered" in found
+    assert "turn 't2b' of session 'ses_1'" in found
+    assert "--repair" in found
+    assert "\x1b" not in found
+    done = ssmd.json("check", "--repair")
+    assert (done["repaired"], done["sound"], done["turns"], done["checkpoints"]) == (True, False, 2, 3)
+    assert ssmd.json("check") == done | {"repaired": False, "sound": True, "damages": []}
+
+
 @pytest.mark.parametrize(
     ("args", "code", "reason"),
     [

@@ -19,7 +19,7 @@ def routes(engine: Engine, store: Store | None) -> list[Route]:
 
     async def refresh() -> None:
         if store is not None:
-            metrics.stored_bytes(await asyncio.to_thread(store.bytes_stored))
+            metrics.stored_bytes(await asyncio.to_thread(store.bytes_stored), store.quota)
 
     async def prometheus(request: Request) -> Response:
         await refresh()

@@ -1,4 +1,4 @@
-"""/ssmd/v1/sessions: the conversations kept here: list, read, delete, fork, export, import."""
+"""/ssmd/v1/sessions: the conversations kept here: list, read, pin, fork, delete, export, import."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def routes(engine: Engine, store: Store | None) -> list[Route]:
         Route(ROOT, sessions.list),
         Route(ROOT + "/import", sessions.import_, methods=["POST"]),
         Route(ROOT + "/{session}", sessions.get),
+        Route(ROOT + "/{session}", sessions.change, methods=["PATCH", "POST"]),
         Route(ROOT + "/{session}", sessions.delete, methods=["DELETE"]),
         Route(ROOT + "/{session}/export", sessions.export),
         Route(ROOT + "/{session}/fork", sessions.fork, methods=["POST"]),
@@ -45,6 +46,12 @@ def routes(engine: Engine, store: Store | None) -> list[Route]:
 
 class _ForkBody(StrictModel):
     turn: Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")] | None = None
+
+
+class _Changes(StrictModel):
+    """What of a session can be set."""
+
+    pinned: bool
 
 
 class _Sessions:
@@ -63,6 +70,11 @@ class _Sessions:
         store, wanted = self._store, _session_id(request)
         session, turns = await _ask(lambda: (store.session(wanted), store.turns(wanted)))
         return JSONResponse({**_entry(session), "turns": [_turn(turn) for turn in turns]})
+
+    async def change(self, request: Request) -> JSONResponse:
+        store, wanted = self._store, _session_id(request)
+        changes = validate(_Changes, parse_object(await read_body(request)))
+        return JSONResponse(_entry(await _ask(lambda: store.pin(wanted, changes.pinned))))
 
     async def delete(self, request: Request) -> JSONResponse:
         store, wanted = self._store, _session_id(request)
@@ -167,7 +179,7 @@ def _removed(file: Path) -> Iterator[None]:
 
 
 def _entry(session: Session) -> dict[str, Any]:
-    """`bytes`: of its checkpoints, those shared with other sessions included. Times in seconds since 1970."""
+    """`bytes`: of its checkpoints, `own_bytes` of which no other session needs. Times in seconds since 1970."""
     return {
         "id": session.id,
         "object": "session",
@@ -180,6 +192,7 @@ def _entry(session: Session) -> dict[str, Any]:
         "base": session.base,
         "turn_count": session.turns,
         "bytes": session.nbytes,
+        "own_bytes": session.own_nbytes,
         "pinned": session.info.pinned,
         "imported": session.info.imported is not None,
     }

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ssmd import __version__
-from ssmd.cli import build, doctor, run, serve, session, session_move, session_tree, show, verify
+from ssmd.cli import build, doctor, run, serve, session, session_keep, session_move, session_tree, show, verify
 from ssmd.cli import list as listing
 from ssmd.cli.failure import plain_errors
 
@@ -30,6 +30,7 @@ session.app.command("tree")(session_tree.tree)
 session.app.command("fork")(session_tree.fork)
 session.app.command("export")(session_move.export)
 session.app.command("import")(session_move.import_)
+session_keep.add_to(session.app)
 app.add_typer(session.app, name="session")
 
 

@@ -17,5 +17,8 @@ Runtime = Annotated[
 Threads = Annotated[int | None, typer.Option(help="Compute threads.", metavar="N")]
 DataDir = Annotated[Path | None, typer.Option(help="Where sessions are kept.", metavar="DIR")]
 ModelsDir = Annotated[Path | None, typer.Option(help="Where models are installed.", metavar="DIR")]
+Quota = Annotated[
+    str | None, typer.Option(help="Bytes that all checkpoints may take, such as 8GiB or 500MB.", metavar="SIZE")
+]
 NoStore = Annotated[bool, typer.Option("--no-store", help="Keep nothing: no sessions, no checkpoints.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]

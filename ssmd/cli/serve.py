@@ -19,6 +19,7 @@ def serve(
     max_queue: Annotated[int | None, typer.Option(help="Requests that may wait.", metavar="N")] = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
+    quota: options.Quota = None,
     no_store: options.NoStore = False,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
@@ -37,6 +38,7 @@ def serve(
         max_running=max_running,
         models_dir=models_dir,
         port=port,
+        quota=quota,
         runtime=runtime,
         threads=threads,
     )

@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from ssmd.sessions.turn import Session, Turn
 
 app = typer.Typer(help="The conversations kept here.", no_args_is_help=True)
-_BUSY_MS = 10_000  # a daemon may be writing a turn
+BUSY_MS = 10_000  # a daemon may be writing a turn
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The session's id.")]
 
 
 @contextmanager
-def _open_store(data_dir: Path | None) -> Iterator[Store]:
+def open_store(data_dir: Path | None) -> Iterator[Store]:
+    """The store, for as long as the command runs."""
     from ssmd.config import Settings
     from ssmd.sessions.store import Store
 
     settings = Settings(data_dir=data_dir)
     settings.prepare()
-    store = Store.open(settings.data_dir, busy_ms=_BUSY_MS)
+    store = Store.open(settings.data_dir, busy_ms=BUSY_MS, quota=settings.quota)
     try:
         yield store
     finally:
@@ -38,8 +39,8 @@ def _open_store(data_dir: Path | None) -> Iterator[Store]:
 
 @app.command("list")
 def list_sessions(data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
-    """List the sessions, the one used last first. Sizes count checkpoints that are shared in each session."""
-    with _open_store(data_dir) as store:
+    """List the sessions, the one used last first. Size: its checkpoints; shared: what of them others need too."""
+    with open_store(data_dir) as store:
         sessions = store.sessions()
     if as_json:
         typer.echo(json.dumps([_summary(s) for s in sessions], indent=1, ensure_ascii=False))
@@ -51,18 +52,20 @@ def list_sessions(data_dir: options.DataDir = None, as_json: options.Json = Fals
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("id", "model", "turns", "size", "last used", "title", box=None, pad_edge=False)
+    table = Table("id", "model", "turns", "size", "shared", "last used", "", "title", box=None, pad_edge=False)
     for s in sessions:
         used = s.last_used_at.astimezone().strftime("%Y-%m-%d %H:%M")
         # Text: what users and models wrote is not to be read as markup.
-        table.add_row(s.id, Text(s.info.model), str(s.turns), _size(s.nbytes), used, Text(_plain(s.title)))
+        sizes = _size(s.nbytes), _size(s.nbytes - s.own_nbytes) if s.nbytes > s.own_nbytes else ""
+        pinned = "pinned" if s.info.pinned else ""
+        table.add_row(s.id, Text(s.info.model), str(s.turns), *sizes, used, pinned, Text(plain(s.title)))
     Console(soft_wrap=True).print(table)
 
 
 @app.command("show")
 def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
     """Show a session and the conversation that leads to its current turn."""
-    with _open_store(data_dir) as store:
+    with open_store(data_dir) as store:
         session = store.session(session_id)
         path = store.path(session.head)
         everything = store.turns(session_id) if as_json else []
@@ -75,9 +78,9 @@ def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
     typer.echo(f"{session.id}  {session.info.model}  {len(path)} turns{branches}{imported}, {_size(session.nbytes)}")
     for turn in path:
         for message in turn.messages:
-            typer.echo(f"\n{message.role}: {_plain(message.content, lines=True)}")
+            typer.echo(f"\n{message.role}: {plain(message.content, lines=True)}")
         cut = "" if turn.complete else "  [cut off]"
-        typer.echo(f"\n{turn.answer.role}: {_plain(turn.answer.content, lines=True)}{cut}")
+        typer.echo(f"\n{turn.answer.role}: {plain(turn.answer.content, lines=True)}{cut}")
 
 
 @app.command("rm")
@@ -87,7 +90,7 @@ def remove(
     as_json: options.Json = False,
 ) -> None:
     """Remove sessions: their text, and the states that no other session uses. It cannot be undone."""
-    with _open_store(data_dir) as store:
+    with open_store(data_dir) as store:
         for session_id in session_ids:
             store.session(session_id)  # a wrong id among them: nothing is removed
         for session_id in dict.fromkeys(session_ids):
@@ -107,6 +110,7 @@ def _summary(session: Session) -> dict[str, Any]:
         "head": session.head,
         "base": session.base,
         "bytes": session.nbytes,
+        "own_bytes": session.own_nbytes,
         "pinned": session.info.pinned,
         "imported": session.info.imported is not None,
         "created_at": session.created_at.isoformat(),
@@ -132,6 +136,6 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f} MB"
 
 
-def _plain(text: str, *, lines: bool = False) -> str:
+def plain(text: str, *, lines: bool = False) -> str:
     """Without control characters: a stored reply must not be able to steer the terminal."""
     return "".join(c if c.isprintable() or (lines and c in "\n\t") else "\ufffd" for c in text)

@@ -12,7 +12,7 @@ import typer
 
 from ssmd.cli import options
 from ssmd.cli.failure import fail
-from ssmd.cli.session import _open_store, _size
+from ssmd.cli.session import open_store, _size
 
 if TYPE_CHECKING:
     from ssmd.config import Settings
@@ -48,7 +48,7 @@ def export(
     if no_state and all_states:
         fail("--no-state and --all-states contradict each other", _USAGE)
     states: States = "none" if no_state else "all" if all_states else "newest"
-    with _open_store(data_dir) as store:
+    with open_store(data_dir) as store:
         for session_id, file in _targets(store, arguments or [], into, everything, force):
             _export_one(store, session_id, file, states, force=force, as_json=as_json)
 
@@ -112,7 +112,7 @@ def import_(
     if not local:
         typer.echo("note: no model is installed here, so sessions are not checked against one", err=True)
     failed = 0
-    with _open_store(data_dir) as store:
+    with open_store(data_dir) as store:
         for file in files:
             try:
                 done = _import_one(store, file.expanduser(), local, settings, reread)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.session import Id, _open_store, _plain, _summary, _turn
+from ssmd.cli.session import Id, open_store, plain, _summary, _turn
 
 if TYPE_CHECKING:
     from ssmd.sessions.turn import Turn
@@ -23,7 +23,7 @@ def tree(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
 
     Each line has the beginning of a turn's id, what was asked, what was answered, and how the answer ended.
     """
-    with _open_store(data_dir) as store:
+    with open_store(data_dir) as store:
         session, turns, kept = store.session(session_id), store.turns(session_id), store.resumable(session_id)
     if as_json:
         nodes = [_turn(t) | {"depth": t.depth, "resumable": t.id in kept, "head": t.id == session.head} for t in turns]
@@ -51,7 +51,7 @@ def fork(
     as_json: options.Json = False,
 ) -> None:
     """Begin a new session at a turn of another one. Nothing is copied; both go on by themselves."""
-    with _open_store(data_dir) as store:
+    with open_store(data_dir) as store:
         wanted = turn if turn is None else _whole_id(turn, [t.id for t in store.turns(session_id)])
         made = store.fork(session_id, wanted)
     if as_json:
@@ -92,7 +92,7 @@ def _said(turn: Turn) -> str:
 
 
 def _words(text: str) -> str:
-    line = _plain(" ".join(text.split()))
+    line = plain(" ".join(text.split()))
     return line if len(line) <= _WORDS else line[: _WORDS - 3].rstrip() + "..."
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, func, insert, or_, select, update
 
 from ssmd.sessions.blobs import dtype_of
 from ssmd.sessions.checkpoint import Encoded, Found, Ids, Scope, anchors, as_ids, digest, prefix_keys
+from ssmd.sessions.holding import add_stored_bytes
 from ssmd.sessions.parts import segments_of
 from ssmd.sessions.schema import checkpoint, checkpoint_segment, layout, piece, segment, turn_checkpoint
 from ssmd.sessions.schema import session as session_table
@@ -164,6 +165,7 @@ def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Se
             connection.execute(insert(checkpoint_segment), shared)
         _link(connection, links, new_id, now)
         placed.append(Placed(new_id, nbytes=enc.nbytes))
+    add_stored_bytes(connection, sum(p.nbytes for p in placed))
     return placed
 
 
@@ -265,8 +267,13 @@ def sweep(connection: Connection, candidates: Collection[int]) -> None:
         doomed = list(connection.scalars(gone))
         rows = select(checkpoint_segment.c.segment).where(checkpoint_segment.c.checkpoint.in_(doomed)).distinct()
         loose = list(connection.scalars(rows))
+        recurrent = select(func.coalesce(func.sum(checkpoint.c.recurrent_nbytes), 0))
+        freed = connection.scalars(recurrent.where(checkpoint.c.id.in_(doomed))).one()
         connection.execute(delete(checkpoint).where(checkpoint.c.id.in_(doomed)))
         for start in range(0, len(loose), _BATCH):
             part = loose[start : start + _BATCH]
             used = select(checkpoint_segment.c.segment).where(checkpoint_segment.c.segment.in_(part))
-            connection.execute(delete(segment).where(segment.c.id.in_(part), segment.c.id.not_in(used)))
+            unused = (segment.c.id.in_(part), segment.c.id.not_in(used))
+            freed += connection.scalars(select(func.coalesce(func.sum(segment.c.nbytes), 0)).where(*unused)).one()
+            connection.execute(delete(segment).where(*unused))
+        add_stored_bytes(connection, -freed)

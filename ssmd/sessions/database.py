@@ -36,6 +36,10 @@ _LOG_PAGES = (128 << 20) // PAGE_BYTES
 _HEADER = b"SQLite format 3\x00"
 
 
+class DamagedFile(StoreError):
+    """SQLite finds the file's own structure damaged."""
+
+
 def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
     """An engine over `data_dir`'s database, created if there is none. Raises StoreError; migrates nothing."""
     file = data_dir / FILE
@@ -85,23 +89,36 @@ def settle(engine: Engine, file: Path, *, idle: bool) -> None:
             cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
+def give_back(engine: Engine, file: Path) -> None:
+    """Give free pages and the log's bytes back to the disk, as far as other processes let it be done now."""
+    with errors(file), _bare(engine) as cursor:
+        erasure.empty_log(cursor)
+
+
 @contextlib.contextmanager
 def errors(file: Path) -> Iterator[None]:
     """Turn the database's exceptions into StoreErrors that say what to do."""
     try:
         yield
     except DBAPIError as err:
-        raise StoreError(_explain(err.orig, file)) from err
+        raise _error(err.orig, file) from err
     except sqlite3.Error as err:
-        raise StoreError(_explain(err, file)) from err
+        raise _error(err, file) from err
     except (json.JSONDecodeError, UnicodeDecodeError) as err:
-        raise StoreError(f"session store {file} is damaged: it holds text that cannot be read ({err})") from err
+        raise DamagedFile(
+            f"session store {file} is damaged: it holds text that cannot be read ({err}); see `ssmd session check`"
+        ) from err
     except SQLAlchemyError as err:
         raise StoreError(f"session store {file}: {err}") from err
 
 
-def _explain(err: BaseException | None, file: Path) -> str:
+def _error(err: BaseException | None, file: Path) -> StoreError:
     code = getattr(err, "sqlite_errorcode", 0) & 0xFF
+    kind = DamagedFile if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) else StoreError
+    return kind(_explain(err, code, file))
+
+
+def _explain(err: BaseException | None, code: int, file: Path) -> str:
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return f"session store {file} is locked by another process that writes; try again when it is done"
     if code == sqlite3.SQLITE_FULL:
@@ -109,12 +126,15 @@ def _explain(err: BaseException | None, file: Path) -> str:
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return f"session store {file} cannot be written ({err}); check the rights of the file and of its directory"
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return f"session store {file} is damaged ({err}); move it away to start with an empty one"
+        return (
+            f"session store {file} is damaged ({err}); take out what can be read with `ssmd session check --repair`, "
+            "or move it away to start with an empty one"
+        )
     if code == sqlite3.SQLITE_CONSTRAINT:
         return f"session store {file}: nothing was written, as it contradicts what is stored ({err})"
     if code == sqlite3.SQLITE_IOERR:
         return f"session store {file}: reading or writing failed ({err}); is the disk full or broken?"
-    return f"session store {file}: {err}"
+    return f"session store {file}: {err}; `ssmd session check` tells whether it is damaged"
 
 
 def _prepare(data_dir: Path, file: Path) -> None:

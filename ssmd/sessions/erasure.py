@@ -37,14 +37,14 @@ def erase(cursor: Any, file: Path, *, idle: bool) -> None:
     """
     try:
         (owed,) = cursor.execute("PRAGMA user_version").fetchone()
-        if not _empty_log(cursor):
+        if not empty_log(cursor):
             return
         copied, pages = _look_through(cursor, file)
         if copied:
             if pages > PAGES_AT_ONCE and not idle:
                 return
             _rewrite(cursor)
-            if not _empty_log(cursor):
+            if not empty_log(cursor):
                 return
         cursor.execute("BEGIN IMMEDIATE")
         if cursor.execute("PRAGMA user_version").fetchone() == (owed,):  # nothing was removed meanwhile
@@ -58,8 +58,8 @@ def erase(cursor: Any, file: Path, *, idle: bool) -> None:
             cursor.execute("ROLLBACK")
 
 
-def _empty_log(cursor: Any) -> bool:
-    """Everything into the file, free pages off its end; False if another process is in the way."""
+def empty_log(cursor: Any) -> bool:
+    """The whole log into the file, free pages off the file's end; False if another process is in the way."""
     cursor.executescript("PRAGMA incremental_vacuum")  # execute() would stop after the first page
     ((busy, *_),) = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     return not busy

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from ssmd.sessions import checkpoints as checkpoint_rows
-from ssmd.sessions import tree
+from ssmd.sessions import holding, tree
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.schema import reply as reply_table
 from ssmd.sessions.schema import session as session_table
@@ -70,6 +70,7 @@ def replace_turns(connection: Connection, session_id: str, turns: Sequence[str])
     connection.execute(delete(turn_table).where(t.id.in_(gone)))
     left = select(func.count()).where(tree.belongs(session_id)).scalar_subquery()
     connection.execute(update(session_table).where(session_table.c.id == session_id).values(turns=left))
+    holding.count_again(connection, {session_id, *holding.sole_sharers(connection, sorted(set(linked)), session_id)})
     checkpoint_rows.sweep(connection, linked)
     return True
 

@@ -20,6 +20,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 metadata = MetaData(
@@ -48,6 +49,10 @@ session = Table(
     # A fork: the turn it begins at, and the first one above that; tree.py sees to it that they stay. Else NULL.
     Column("base", String(64), index=True),
     Column("root", String(64), index=True),
+    Column("own_nbytes", BigInteger),  # of its checkpoints, what nobody else needs; NULL: to be counted
+    Column("shared_nbytes", BigInteger),  # and what others need too
+    Column("retained", Integer, nullable=False, server_default=text("0")),  # retention.Retained
+    Index("ix_session_pinned_retained_last_used_at", "pinned", "retained", "last_used_at"),
 )
 
 turn = Table(
@@ -157,4 +162,11 @@ reply = Table(
     Column("complete", Boolean, nullable=False),
     Column("expires_at", BigInteger, nullable=False, index=True),
     Column("answer", JSON, nullable=False),  # what the turns do not say: id, usage, log probabilities
+)
+
+total = Table(
+    "total",
+    metadata,
+    Column("name", String(16), primary_key=True),  # 'checkpoints': bytes of all pieces and segments
+    Column("nbytes", BigInteger, nullable=False),
 )

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, delete, func, insert, select, update
+from sqlalchemy import Connection, Engine, delete, insert, select, update
 
 from ssmd.sessions import checkpoints as checkpoint_rows
-from ssmd.sessions import database, erasure, migrate, tree
+from ssmd.sessions import database, erasure, holding, migrate, retention, tree
 from ssmd.sessions import replies as reply_rows
 from ssmd.sessions import turns as turn_rows
 from ssmd.sessions.blobs import joined
@@ -23,13 +23,14 @@ from ssmd.sessions.checkpoints import Placed
 from ssmd.sessions.match import Conversation
 from ssmd.sessions.parts import read_parts
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
-from ssmd.sessions.schema import checkpoint, segment, turn, turn_checkpoint
 from ssmd.sessions.schema import session as session_table
+from ssmd.sessions.schema import turn
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn, UnknownSession, check_id
 from ssmd.state import Part, State, StateSpec
 from ssmd.text.messages import Message
 
 _TITLE_CHARACTERS = 80
+_COUNTED_WHEN_IDLE = 100  # sessions; some milliseconds each
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,18 @@ class Committed:
 class Store:
     """All methods raise StoreError, which says what to do; whatever was not finished has then left no trace."""
 
-    def __init__(self, engine: Engine, file: Path) -> None:
+    def __init__(self, engine: Engine, file: Path, quota: int | None = None) -> None:
         self._engine = engine
+        self.quota = quota
         self._threads = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="ssmd-load")
         self.file = file
 
     @staticmethod
-    def open(data_dir: Path, *, busy_ms: int = 2000) -> Store:
+    def open(data_dir: Path, *, busy_ms: int = 2000, quota: int | None = None) -> Store:
         """Open the store in `data_dir`; create (0700, 0600) or migrate it as needed.
 
-        busy_ms: how long to wait for another process that writes. A database of a newer version is refused untouched.
+        busy_ms: how long to wait for another process that writes. quota: no commit leaves more bytes of checkpoints
+        than these. A database of a newer version is refused untouched.
         """
         file = data_dir / database.FILE
         engine = database.open_database(data_dir, busy_ms=busy_ms)
@@ -68,11 +71,15 @@ class Store:
         except BaseException:
             engine.dispose()
             raise
-        return Store(engine, file)
+        return Store(engine, file, quota)
 
     def reading(self) -> AbstractContextManager[Connection]:
         """A read transaction, for what takes several reads of one moment."""
         return database.reading(self._engine, self.file)
+
+    def writing(self) -> AbstractContextManager[Connection]:
+        """A write transaction, all or nothing."""
+        return database.writing(self._engine, self.file)
 
     def load_in(self, connection: Connection, checkpoint_id: int, spec: StateSpec) -> State:
         """As `load`, within a read transaction."""
@@ -94,8 +101,9 @@ class Store:
         """Write turns (siblings, the first becomes the head) and their checkpoints in one transaction, all or nothing.
 
         The session is created if it is new. A checkpoint whose key is stored already is linked to, not written again.
-        One whose parent was removed meanwhile is left out; the result says so, and the turns are written all the same.
-        reply: what the request is answered with if it comes again; the turns that it replaces are removed.
+        One whose parent was removed meanwhile, or for which the quota has no room, is left out; the result says so, and
+        the turns are written all the same. reply: what the request is answered with if it comes again; the turns that
+        it replaces are removed.
         """
         if not turns:
             raise StoreError("a commit needs at least one turn")
@@ -108,7 +116,8 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             self._touch_session(connection, turns, session)
             turn_rows.insert_turns(connection, turns, session.lineage)
-            placed = checkpoint_rows.insert_checkpoints(connection, checkpoints, [t.id for t in turns])
+            ids = [t.id for t in turns]
+            placed = retention.place(connection, checkpoints, ids, session.id, self.quota)
             if reply is not None:
                 reply_rows.insert_reply(connection, reply, turns)
                 if reply_rows.replace_turns(connection, session.id, reply.key.replaces):
@@ -118,10 +127,10 @@ class Store:
     def keep(self, checkpoint: Encoded) -> Placed:
         """Write a checkpoint ahead of its turn. The turn's commit, given it `without_data`, then only links it.
 
-        What no commit links is gone at the next `sweep`.
+        What no commit links is gone at the next `sweep`. Where the quota has no room it is left to the commit.
         """
         with database.writing(self._engine, self.file) as connection:
-            return checkpoint_rows.insert_checkpoints(connection, [checkpoint], [])[0]
+            return retention.place_ahead(connection, checkpoint, self.quota)
 
     def sweep(self) -> int:
         """Remove checkpoints that no turn links to, of requests that came to nothing. Returns how many."""
@@ -141,7 +150,8 @@ class Store:
             if not turn_rows.is_leaf(connection, turn_id):
                 return None
             turn_rows.rewrite(connection, turn_id, ids, text)
-            return checkpoint_rows.insert_checkpoints(connection, [checkpoint], [turn_id])[0]
+            session_id = connection.execute(select(turn.c.session).where(turn.c.id == turn_id)).scalar_one()
+            return retention.place(connection, [checkpoint], [turn_id], session_id, self.quota)[0]
 
     def is_leaf(self, turn_id: str) -> bool:
         """Whether the turn is stored and nothing continues it."""
@@ -158,7 +168,7 @@ class Store:
             now = datetime.now(UTC)
             self._insert_session(connection, turns, session, head=head, now=turn_rows.to_micros(now))
             turn_rows.insert_turns(connection, turns, session.lineage)
-            return Committed(tuple(checkpoint_rows.insert_checkpoints(connection, checkpoints, [head])))
+            return Committed(tuple(retention.place(connection, checkpoints, [head], session.id, self.quota)))
 
     def taken(self, session_id: str, turn_ids: Sequence[str] = ()) -> bool:
         """Whether one of these ids is in use, the session's also as the origin of checkpoints that outlived it."""
@@ -200,6 +210,8 @@ class Store:
             "title": _title(turns[0].messages),
             "pinned": info.pinned,
             "imported": info.imported or "",
+            "own_nbytes": 0,
+            "shared_nbytes": 0,
         }
         connection.execute(insert(session_table).values(row))
 
@@ -243,9 +255,8 @@ class Store:
     def sessions(self) -> list[Session]:
         """All sessions, the one used last first."""
         with self.reading() as connection:
-            sizes = {row.session: row.nbytes for row in connection.execute(_sizes())}
-            rows = connection.execute(select(session_table).order_by(session_table.c.last_used_at.desc()))
-            return [_session(row, sizes.get(row.id, 0)) for row in rows]
+            rows = connection.execute(_SESSIONS.order_by(_s.last_used_at.desc())).all()
+            return [_session(connection, row) for row in rows]
 
     def session(self, session_id: str) -> Session:
         """Raises UnknownSession."""
@@ -254,9 +265,33 @@ class Store:
 
     def session_in(self, connection: Connection, session_id: str) -> Session:
         """As `session`, within a read transaction."""
-        row = self._session_row(connection, session_id)
-        size = connection.execute(_sizes(session_id)).one_or_none()
-        return _session(row, size.nbytes if size else 0)
+        return _session(connection, self._session_row(connection, session_id))
+
+    def pin(self, session_id: str, pinned: bool = True) -> Session:
+        """Exempt a session from retention, or no longer. Raises UnknownSession."""
+        with database.writing(self._engine, self.file) as connection:
+            self._session_row(connection, session_id)
+            mine = session_table.c.id == session_id
+            connection.execute(update(session_table).where(mine).values(pinned=pinned))
+            return self.session_in(connection, session_id)
+
+    def collect(self, quota: int | None = None, *, dry_run: bool = False) -> retention.Collected:
+        """Let checkpoints go until those left take at most `quota` bytes (default: the store's own), and give the
+        space back to the disk. Pinned sessions keep theirs, even above the quota. dry_run: only say what would go."""
+        limit = self.quota if quota is None else quota
+        done = retention.Collected(quota=limit)
+        while True:
+            with database.writing(self._engine, self.file) as connection:
+                more = retention.collect(connection, limit, dry_run=dry_run)
+            done = done.and_then(more)
+            if dry_run:
+                return done
+            if not more.nbytes:
+                break
+            # In parts, so that the log stays small, and a daemon gets its turn.
+            database.give_back(self._engine, self.file)
+        database.give_back(self._engine, self.file)
+        return done
 
     def turns(self, session_id: str) -> list[Turn]:
         """The tree of a session: all its turns, parents before their children. Raises UnknownSession."""
@@ -293,8 +328,11 @@ class Store:
         """
         with database.writing(self._engine, self.file) as connection:
             self._session_row(connection, session_id)
-            tree.hand_over(connection, session_id)
+            holding.count_again(connection, tree.hand_over(connection, session_id))
             linked = checkpoint_rows.linked_to(connection, select(turn.c.id).where(turn.c.session == session_id))
+            holding.count_again(connection, holding.sole_sharers(connection, sorted(set(linked)), session_id))
+            # Parents let go of their children first: SQLite follows a chain of 1,000 cascades, and then fails.
+            connection.execute(update(turn).where(turn.c.session == session_id).values(parent=None))
             connection.execute(delete(turn).where(turn.c.session == session_id))
             connection.execute(delete(session_table).where(session_table.c.id == session_id))
             checkpoint_rows.sweep(connection, linked)
@@ -302,56 +340,44 @@ class Store:
         database.settle(self._engine, self.file, idle=False)
 
     def settle(self) -> None:
-        """Move what was committed from the log into the file: takes as long again, so when nobody waits for it.
-
-        What was removed is erased for good, if that was not possible at once.
+        """Move what was committed from the log into the file, count what sharing changed in sessions' sizes, and erase
+        for good what was removed if that was not possible at once: when nobody waits for it.
         """
+        with self.reading() as connection:
+            unknown = select(session_table.c.id).where(session_table.c.own_nbytes.is_(None)).limit(1)
+            some = connection.execute(unknown).first() is not None
+        if some:
+            with database.writing(self._engine, self.file) as connection:
+                holding.count_sizes(connection, at_most=_COUNTED_WHEN_IDLE)
         database.settle(self._engine, self.file, idle=True)
 
     def bytes_stored(self) -> int:
-        """Bytes of all checkpoints, compressed."""
+        """Bytes of all checkpoints as they are stored."""
         with self.reading() as connection:
-            columns = (checkpoint.c.recurrent_nbytes, segment.c.nbytes)
-            return sum(int(connection.scalars(select(func.coalesce(func.sum(c), 0))).one()) for c in columns)
+            return holding.stored_bytes(connection)
 
     def _session_row(self, connection: Connection, session_id: str) -> Any:
-        row = connection.execute(select(session_table).where(session_table.c.id == session_id)).one_or_none()
+        row = connection.execute(_SESSIONS.where(_s.id == session_id)).one_or_none()
         if row is None:
             raise UnknownSession(f"there is no session {session_id!r}; `ssmd session list` shows those there are")
         return row
 
 
-def _sizes(session_id: str | None = None) -> Any:
-    """(session, nbytes): the bytes of the checkpoints that each session's turns link to, shared ones included."""
-    joined = turn_checkpoint.join(turn, turn.c.id == turn_checkpoint.c.turn)
-    links = select(turn.c.session, turn_checkpoint.c.checkpoint).select_from(joined).distinct()
-    linked = (links if session_id is None else links.where(turn.c.session == session_id)).subquery()
-    size = func.sum(checkpoint.c.recurrent_nbytes + checkpoint.c.rows_nbytes).label("nbytes")
-    return (
-        select(linked.c.session, size)
-        .join(checkpoint, checkpoint.c.id == linked.c.checkpoint)
-        .group_by(linked.c.session)
-    )
+_s = session_table.c
+_SESSIONS = select(
+    *(_s.id, _s.model, _s.lineage, _s.clock, _s.pinned, _s.imported, _s.created_at, _s.last_used_at),
+    *(_s.head, _s.turns, _s.title, _s.own_nbytes, _s.shared_nbytes, _s.base),
+)
 
 
-def _session(row: Any, nbytes: int) -> Session:
-    return Session(
-        info=SessionInfo(
-            id=row.id,
-            model=row.model,
-            lineage=row.lineage,
-            clock=datetime.fromisoformat(row.clock),
-            pinned=row.pinned,
-            imported=row.imported or None,
-        ),
-        created_at=turn_rows.from_micros(row.created_at),
-        last_used_at=turn_rows.from_micros(row.last_used_at),
-        head=row.head,
-        turns=row.turns,
-        title=row.title,
-        nbytes=nbytes,
-        base=row.base,
-    )
+def _session(connection: Connection, row: Any) -> Session:
+    """From a row of _SESSIONS. Taken apart in one go, as there may be 10,000: by name it takes twice as long."""
+    name, model, lineage, clock, pinned, imported, created_at, last_used_at, head, turns, title, own, shared, base = row
+    if own is None or shared is None:
+        own, shared = holding.read_holding(connection, name).sizes()
+    info = SessionInfo(name, model, lineage, datetime.fromisoformat(clock), pinned, imported or None)
+    moments = turn_rows.from_micros(created_at), turn_rows.from_micros(last_used_at)
+    return Session(info, *moments, head, turns, title, own + shared, own, base)
 
 
 def _title(messages: Sequence[Message]) -> str:

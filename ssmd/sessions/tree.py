@@ -74,8 +74,11 @@ def insert_fork(connection: Connection, origin: Any, turn_id: str, now: int) -> 
     return str(fork["id"])
 
 
-def hand_over(connection: Connection, session_id: str) -> None:
-    """Before a session is removed: each of its turns that forks still stand on gets one of them as its owner."""
+def hand_over(connection: Connection, session_id: str) -> list[str]:
+    """Before a session is removed: each of its turns that forks still stand on gets one of them as its owner.
+
+    The forks that may own more turns than before.
+    """
     # Only trees that the session is a part of: those of its own roots, and of the one that it was forked from itself.
     roots = (
         select(_t.id)
@@ -85,10 +88,12 @@ def hand_over(connection: Connection, session_id: str) -> None:
     forks = connection.execute(
         select(_s.id, _s.base).where(_s.root.in_(roots), _s.id != session_id).order_by(_s.created_at, _s.id)
     )
-    for fork in forks.all():
+    heirs = forks.all()
+    for fork in heirs:
         path = above(literal(fork.base))
         moved = update(turn_table).where(_t.session == session_id, _t.id.in_(path)).values(session=fork.id)
         connection.execute(moved)
+    return [fork.id for fork in heirs]
 
 
 def resumable(connection: Connection, session_id: str) -> set[str]:

@@ -48,8 +48,8 @@ class Session:
     """A stored session.
 
     head: its current turn. turns: all that it has, those of its beginning included. title: how its first user message
-    begins. nbytes: the checkpoints of its own turns. base: the turn that a fork begins at: that one and those above
-    it may be another session's.
+    begins. nbytes: the checkpoints of its own turns, `own_nbytes` of which no other session needs. base: the turn that
+    a fork begins at: that one and those above it may be another session's.
     """
 
     info: SessionInfo
@@ -59,6 +59,7 @@ class Session:
     turns: int
     title: str
     nbytes: int
+    own_nbytes: int
     base: str | None = None
 
     @property

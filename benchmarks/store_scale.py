@@ -1,0 +1,152 @@
+"""A store with many sessions: how long it takes to list them, to match a long prompt, and to commit a turn.
+
+    python benchmarks/store_scale.py [--sessions 10000] [--turns 20]
+
+Fills a store in a temporary folder: one session is committed turn by turn, the others are copies of its rows under ids,
+keys and hashes of their own; checkpoints are tiny, but as many rows as real ones. Medians, ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from keeping import HYBRID, Chat, user
+
+from ssmd.sessions.match import match
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import conversation
+
+REPEATS = 21
+
+
+def fill(store: Store, sessions: int, turns: int) -> None:
+    """The rows of session `s`, again and again. Raw SQL: by commits it would take most of an hour."""
+    chat = Chat(store, "s", HYBRID)
+    for i in range(turns):
+        chat.say(f"t{i}", f"t{i - 1}" if i else None, f"question {i}", "yes", tokens=40)
+    with closing(sqlite3.connect(store.file, isolation_level=None)) as raw:
+        raw.executescript("PRAGMA synchronous=OFF; PRAGMA cache_size=-400000; PRAGMA wal_autocheckpoint=20000")
+        rows = {t: raw.execute(f"SELECT * FROM {t}").fetchall() for t in TABLES}
+        columns = {t: [c[1] for c in raw.execute(f"PRAGMA table_info({t})")] for t in TABLES}
+        step = {t: max(int(r[0]) for r in rows[t]) for t in ("checkpoint", "segment")}
+        for start in range(1, sessions, 250):
+            raw.execute("BEGIN")
+            for number in range(start, min(start + 250, sessions)):
+                for table in TABLES:
+                    names = columns[table]
+                    copies = [_copy(dict(zip(names, row, strict=True)), table, number, step) for row in rows[table]]
+                    places = ", ".join(f":{n}" for n in names)
+                    raw.executemany(f"INSERT INTO {table} VALUES ({places})", copies)
+            raw.execute("COMMIT")
+        raw.execute(f"UPDATE total SET nbytes = nbytes * {sessions}")
+
+
+TABLES = ("session", "turn", "checkpoint", "piece", "segment", "checkpoint_segment", "turn_checkpoint")
+
+
+def _copy(row: dict[str, Any], table: str, number: int, step: dict[str, int]) -> dict[str, Any]:
+    def moved(name: str, kind: str) -> None:
+        if row.get(name) is not None:
+            row[name] += step[kind] * number
+
+    if table == "session":
+        row |= {"id": f"s{number}", "head": f"{row['head']}-{number}", "last_used_at": row["last_used_at"] + number}
+    elif table == "turn":
+        row |= {"seq": None, "id": f"{row['id']}-{number}", "session": f"s{number}", "chain": secrets.token_bytes(32)}
+        row["parent"] = None if row["parent"] is None else f"{row['parent']}-{number}"
+    elif table == "checkpoint":
+        row |= {"key": secrets.token_bytes(32), "anchor": secrets.token_bytes(32)}
+        moved("id", "checkpoint")
+        moved("parent", "checkpoint")
+    elif table == "segment":
+        moved("id", "segment")
+    else:
+        moved("checkpoint", "checkpoint")
+        moved("segment", "segment")
+        if "turn" in row:
+            row["turn"] = f"{row['turn']}-{number}"
+    return row
+
+
+def median_ms(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times)
+
+
+def measure(store: Store) -> None:
+    print(f"list of all sessions           {median_ms(store.sessions):8.2f}")
+    chat = Chat(store, "long", HYBRID)
+    for i in range(50):
+        chat.say(f"long{i}", f"long{i - 1}" if i else None, f"a long question {i}", f"reply {i}", tokens=20)
+    messages = [*conversation(list(chat.turns.values())), user("and then?")]
+    ids = [*chat.turns["long49"].ids.tolist(), 7, 7]
+
+    def plan() -> None:
+        found = match(messages, store.candidates(messages))
+        assert found.parent == "long49"
+        store.path(found.parent)
+        at = store.find(chat.scope, ids, found.session)
+        assert at is not None
+        assert at.position == len(ids) - 3
+
+    print(f"match of {len(messages):4} messages         {median_ms(plan):8.2f}")
+    print(f"one session                    {median_ms(lambda: store.session('long')):8.2f}")
+    print(f"bytes stored                   {median_ms(store.bytes_stored):8.2f}")
+    numbers = iter(range(10**6))
+
+    def commit() -> None:
+        i = next(numbers)
+        one = replace(chat.info, id=f"new{i}")
+        new, checkpoints = Chat(store, one.id, HYBRID).make(f"new{i}", None, [user(f"new {i}")], "yes")
+        store.commit([new], [chat.encode(c) for c in checkpoints], session=one)
+
+    print(f"commit, no quota               {median_ms(commit):8.2f}")
+    store.quota = store.bytes_stored() * 2
+    print(f"commit, far below the quota    {median_ms(commit):8.2f}")
+    store.quota = store.bytes_stored()
+    print(f"commit, at the quota, thinning {median_ms(commit):8.2f}")
+    started = time.perf_counter()
+    done = store.collect(store.bytes_stored() // 2)
+    took = time.perf_counter() - started
+    print(f"gc to one half: {done.checkpoints} checkpoints of {len(done.sessions)} sessions in {took:.1f} s")
+    store.quota = store.bytes_stored()
+    print(f"commit, at the quota, emptying {median_ms(commit):8.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sessions", type=int, default=10_000)
+    parser.add_argument("--turns", type=int, default=20)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store.open(Path(folder), busy_ms=60_000)
+        started = time.perf_counter()
+        fill(store, asked.sessions, asked.turns)
+        store.settle()
+        took, size = time.perf_counter() - started, store.file.stat().st_size
+        print(f"{asked.sessions} sessions of {asked.turns} turns, {size / 1e6:.0f} MB, filled in {took:.0f} s")
+        print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; medians of {REPEATS}, ms")
+        measure(store)
+        store.close()
+
+
+if __name__ == "__main__":
+    main()

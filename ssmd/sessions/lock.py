@@ -1,0 +1,77 @@
+"""One daemon to a data directory: a lock that the operating system takes back however its process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from ssmd.sessions.turn import StoreError
+
+LOCK_FILE = "daemon.lock"
+_LOCKED_BYTE = 1 << 20  # on Windows what is locked cannot be read: away from the text
+
+
+class DirectoryLock:
+    """Held from `take` until `release` or the end of the process. The file stays; it names the process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    @staticmethod
+    def take(data_dir: Path, advice: str) -> DirectoryLock:
+        """Raises StoreError that names the holder and gives the advice."""
+        file = data_dir / LOCK_FILE
+        try:
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+            descriptor = os.open(file, flags, 0o600)
+        except OSError as err:
+            raise StoreError(f"cannot use {file}: {err.strerror}; check that you may write there") from err
+        try:
+            if not _lock(descriptor):
+                text = os.pread(descriptor, 20, 0) if hasattr(os, "pread") else file.read_bytes()[:20]
+                holder = text.split(b"\n")[0].decode("ascii", "replace")
+                process = f" (process {holder})" if holder.isdigit() else ""
+                raise StoreError(f"another ssmd daemon{process} uses {data_dir}: {advice}")
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+        except OSError as err:
+            os.close(descriptor)
+            raise StoreError(f"{file} cannot be locked: {err.strerror}; is the directory on a local disk?") from err
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return DirectoryLock(descriptor)
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # a name that is left over does no harm
+                os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(descriptor: int) -> bool:
+        os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        except PermissionError:
+            return False
+        finally:
+            os.lseek(descriptor, 0, os.SEEK_SET)
+        return True
+
+else:
+    import fcntl
+
+    def _lock(descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
