@@ -12,7 +12,7 @@ import typer
 
 from ssmd.cli import options
 from ssmd.cli.failure import fail
-from ssmd.cli.session import open_store, _size
+from ssmd.cli.session import _size, open_store
 
 if TYPE_CHECKING:
     from ssmd.config import Settings

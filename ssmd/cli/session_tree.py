@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.session import Id, open_store, plain, _summary, _turn
+from ssmd.cli.session import Id, _summary, _turn, open_store, plain
 
 if TYPE_CHECKING:
     from ssmd.sessions.turn import Turn
