@@ -148,7 +148,7 @@ class Sessions(RuleBasedStateMachine):
     # What is done to sessions.
 
     def remove(self, rng: random.Random) -> None:
-        session = rng.choice(sorted(self.model))
+        session = rng.choice(list(self.model))
         if len(self.model) > 1:
             self.store.delete(session)
             del self.model[session]
@@ -156,7 +156,7 @@ class Sessions(RuleBasedStateMachine):
 
     def move(self, rng: random.Random) -> None:
         """Out into a file and in again, beside the original or in its place."""
-        session, away = rng.choice(sorted(self.model)), rng.random() < 0.5 or len(self.model) >= MOST
+        session, away = rng.choice(list(self.model)), rng.random() < 0.5 or len(self.model) >= MOST
         file = self.folder / "moved.ssmd"
         export_session(self.store, session, file, force=True)
         manifest = self.artifact.manifest
@@ -179,8 +179,8 @@ class Sessions(RuleBasedStateMachine):
 
     def fork(self, rng: random.Random) -> None:
         if hasattr(Store, "fork") and len(self.model) < MOST:
-            session = rng.choice(sorted(self.model))
-            turn, talk = rng.choice(sorted(self.model[session].items(), key=lambda item: item[0]))
+            session = rng.choice(list(self.model))
+            turn, talk = rng.choice(list(self.model[session].items()))
             made = getattr(self.store, "fork")(session, turn)  # noqa: B009 - where there is one
             found = self.conversations(made.id)
             assert talk in found.values()
@@ -199,11 +199,12 @@ class Sessions(RuleBasedStateMachine):
 
     def pick(self, rng: random.Random) -> tuple[str, Talk]:
         """A session and the conversation up to one of its turns."""
-        session = rng.choice(sorted(self.model))
-        return session, self.model[session][rng.choice(sorted(self.model[session]))]
+        session = rng.choice(list(self.model))
+        return session, self.model[session][rng.choice(list(self.model[session]))]
 
     def say(self, messages: Talk, seed: float, *, session: str | None = None, n: int = 1, **fields: Any) -> None:
         wanted = self.places(messages) if session is None else {session}
+        stored = self.states()
         self.recorder.begun.clear()
         sampling = SamplingParams(temperature=1.0, seed=int(seed * 2**20))
         try:
@@ -214,6 +215,7 @@ class Sessions(RuleBasedStateMachine):
             return
         if fields.get("store", True):
             self.placed(messages, answer, wanted, n)
+            self.resumed(answer, stored, n)
         else:
             assert (answer.usage.session, answer.usage.stored) == (None, False)
         assert self.recorder.begun[0] == answer.usage.cached_tokens, "what was cached is what was restored"
@@ -251,6 +253,24 @@ class Sessions(RuleBasedStateMachine):
                                  default=0))  # fmt: skip
         assert self.store.session(session).head in fresh
         self.model[session] = found
+
+    def states(self) -> list[tuple[bytes, str]]:
+        """The ids fed and the origin of all checkpoints."""
+        with self.store.reading() as connection:
+            rows = connection.execute(select(checkpoint.c.ids, checkpoint.c.origin)).all()
+        return [(row.ids, row.origin) for row in rows]
+
+    def resumed(self, answer: Answer, stored: list[tuple[bytes, str]], n: int) -> None:
+        """It began at the deepest state there was for it, and the next request finds one as deep as can be."""
+        session = str(answer.usage.session)
+        own = ("", self.store.session(session).info.imported)
+        turns = self.store.turns(session)[-n:]
+        prompt = turns[0].ids[: turns[0].prompt_tokens]
+        fitting = [len(ids) // 4 for ids, origin in stored if origin in own and prompt[:-1].tobytes().startswith(ids)]
+        assert answer.usage.cached_tokens == max(fitting, default=0)
+        there = {ids for ids, origin in self.states() if origin in own} if self.quota is None else None
+        for turn in turns:
+            assert there is None or not there.isdisjoint({turn.ids.tobytes(), turn.ids[:-1].tobytes()})
 
     def conversations(self, session: str) -> dict[str, Talk]:
         found: dict[str, Talk] = {}
