@@ -1,0 +1,336 @@
+"""Any course of events: turns, regenerations, edits, choices, forks, removals, moves, restarts, against a plain model.
+
+Whatever happened, the conversations are those that were had, a request belongs where its history is, what usage calls
+cached was not fed, and each checkpoint holds bit for bit what the calls that made it give when repeated from nothing.
+SSMD_STEPS sets how many steps are taken.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from conftest import TinyArtifacts
+from contract.driving import Case
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from keeping import _empty_database
+from recording import Recorder, fingerprint
+from sqlalchemy import select
+from test_engine import Answer, ask, user
+
+from ssmd.artifact import Artifact
+from ssmd.engine import Engine
+from ssmd.generation import Rejected
+from ssmd.metrics import Metrics
+from ssmd.runtime import Program, get_runtime
+from ssmd.sampling import SamplingParams
+from ssmd.sessions.database import FILE
+from ssmd.sessions.schema import checkpoint
+from ssmd.sessions.store import Store
+from ssmd.sessions.transfer import Local, export_session, import_session
+from ssmd.text.messages import Message
+
+STEPS = int(os.environ.get("SSMD_STEPS", "2000"))
+STEPS_A_RUN = 50
+MEMORY = next((d for d in ("/dev/shm",) if os.access(d, os.W_OK)), None)  # no power cut here: nothing to wait for
+SYSTEM = Message("system", "You are the keeper of a lighthouse and you never leave it. " * 4)
+WORDS = ("Who is there?", "And now?", "Tell me a story about a river.", "Why?", "Grüße aus Köln! 東京", "x" * 40)
+Talk = tuple[Message, ...]
+Pick = st.integers(0, 2**20)
+STOPS = (("e",), (" ", "a"), ("t", "o", "i"))
+MOST = 6  # sessions at a time
+EVENTS = (
+    *["go_on"] * 6,
+    *["regenerate", "edit", "cut_by_a_stop_string"] * 3,
+    *["begin", "go_on_from_an_echo", "two_choices", "remove", "move", "fork"] * 2,
+    *["off_the_record", "collect", "restart"],
+)
+
+
+def plain(messages: Talk) -> Talk:
+    """As echoes are compared: an assistant's outer white space does not count."""
+    return tuple(replace(m, content=m.content.strip()) if m.role == "assistant" else m for m in messages)
+
+
+class Sessions(RuleBasedStateMachine):
+    """Each run has a store of its own; the program is one for all."""
+
+    artifact: Artifact
+    recorder: Recorder
+    tolerance: float
+    taken = 0  # steps, of all runs
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="ssmd-machine-", dir=MEMORY))
+        self.data = self.folder / "data"
+        self.data.mkdir(mode=0o700)
+        (self.data / FILE).write_bytes(_empty_database())
+        self.model: dict[str, dict[str, Talk]] = {}  # session -> turn -> the conversation up to its answer
+        self.checked: dict[int, bytes] = {}  # checkpoint -> fingerprint
+        self.quota: int | None = None
+        self.open()
+
+    def open(self) -> None:
+        more: dict[str, Any] = {} if self.quota is None else {"quota": self.quota}
+        self.store = Store.open(self.data, **more)
+        program = cast(Program, self.recorder)
+        self.engine = Engine(self.artifact, program, self.store, metrics=Metrics(), max_running=2)
+        self.engine.start()
+
+    def teardown(self) -> None:
+        self.look_at_checkpoints(again=True)
+        self.engine.shutdown(0)
+        self.store.close()
+        shutil.rmtree(self.folder)
+
+    @initialize(seed=Pick)
+    def two_conversations(self, seed: int) -> None:
+        self.say((SYSTEM, user("Who is there?")), seed / 2**20, max_tokens=3)
+        self.say((user("And now?"),), seed / 2**20, max_tokens=3)
+
+    @rule(what=st.sampled_from(EVENTS), seed=Pick)
+    def event(self, what: str, seed: int) -> None:
+        """One rule for all, as hypothesis would leave out some of several for a whole run."""
+        getattr(self, what)(random.Random(seed))
+
+    # What is asked.
+
+    def begin(self, rng: random.Random) -> None:
+        system = [SYSTEM] if rng.random() < 0.5 else []
+        if len(self.model) < MOST:
+            self.say((*system, user(rng.choice(WORDS))), rng.random(), max_tokens=rng.randint(1, 4))
+
+    def go_on(self, rng: random.Random) -> None:
+        session, talk = self.pick(rng)
+        named = session if rng.random() < 0.5 else None
+        self.say((*talk, user(rng.choice(WORDS))), rng.random(), max_tokens=rng.randint(1, 4), session=named)
+
+    def go_on_from_an_echo(self, rng: random.Random) -> None:
+        """The client has trimmed the answers, or added white space."""
+        _, talk = self.pick(rng)
+        space = rng.choice(["", " ", "\n"])
+        echo = [replace(m, content=m.content.strip() + space) if m.role == "assistant" else m for m in talk]
+        self.say((*echo, user(rng.choice(WORDS))), rng.random(), max_tokens=2)
+
+    def regenerate(self, rng: random.Random) -> None:
+        session, talk = self.pick(rng)
+        self.say(talk[:-1], rng.random(), max_tokens=3, session=session)
+
+    def edit(self, rng: random.Random) -> None:
+        session, talk = self.pick(rng)
+        k = rng.choice([i for i, m in enumerate(talk) if m.role == "user"])
+        named = session if rng.random() < 0.5 else None
+        self.say((*talk[:k], user(f"{rng.choice(WORDS)}!")), rng.random(), max_tokens=2, session=named)
+
+    def two_choices(self, rng: random.Random) -> None:
+        _, talk = self.pick(rng)
+        self.say((*talk, user("Two, please.")), rng.random(), max_tokens=3, n=2)
+
+    def cut_by_a_stop_string(self, rng: random.Random) -> None:
+        _, talk = self.pick(rng)
+        self.say((*talk, user("Stop.")), rng.random(), max_tokens=8, stop=rng.choice(STOPS))
+
+    def off_the_record(self, rng: random.Random) -> None:
+        _, talk = self.pick(rng)
+        self.say((*talk, user(rng.choice(WORDS))), rng.random(), max_tokens=2, store=False)
+
+    # What is done to sessions.
+
+    def remove(self, rng: random.Random) -> None:
+        session = rng.choice(list(self.model))
+        if len(self.model) > 1:
+            self.store.delete(session)
+            del self.model[session]
+        self.look(again=True)
+
+    def move(self, rng: random.Random) -> None:
+        """Out into a file and in again, beside the original or in its place."""
+        session, away = rng.choice(list(self.model)), rng.random() < 0.5 or len(self.model) >= MOST
+        file = self.folder / "moved.ssmd"
+        export_session(self.store, session, file, force=True)
+        manifest = self.artifact.manifest
+        there = self.model.pop(session) if away else self.model[session]
+        if away:
+            self.store.delete(session)
+        local = {manifest.lineage: Local(manifest.name, manifest.spec, manifest.vocabulary)}
+        done = import_session(self.store, file, local=local)
+        assert done.renamed or away
+        self.model[done.session] = self.conversations(done.session)
+        assert sorted(map(repr, self.model[done.session].values())) == sorted(map(repr, there.values()))
+        self.look()
+
+    def restart(self, rng: random.Random) -> None:
+        self.engine.shutdown(0)
+        self.store.close()
+        self.quota = rng.choice([None, 200_000, 1_000_000]) if hasattr(Store, "collect") else None
+        self.open()
+        self.look(again=True)
+
+    def fork(self, rng: random.Random) -> None:
+        if hasattr(Store, "fork") and len(self.model) < MOST:
+            session = rng.choice(list(self.model))
+            turn, talk = rng.choice(list(self.model[session].items()))
+            made = getattr(self.store, "fork")(session, turn)  # noqa: B009 - where there is one
+            found = self.conversations(made.id)
+            assert talk in found.values()
+            assert all(talk[: len(t)] == t for t in found.values())
+            self.model[made.id] = found
+        self.look()
+
+    def collect(self, rng: random.Random) -> None:
+        if hasattr(Store, "collect"):
+            quota = int(self.store.bytes_stored() * rng.random())
+            getattr(self.store, "collect")(quota)  # noqa: B009 - where there is one
+            assert self.store.bytes_stored() <= quota
+        self.look(again=True)
+
+    # How it is done, and what must be true.
+
+    def pick(self, rng: random.Random) -> tuple[str, Talk]:
+        """A session and the conversation up to one of its turns."""
+        session = rng.choice(list(self.model))
+        return session, self.model[session][rng.choice(list(self.model[session]))]
+
+    def say(self, messages: Talk, seed: float, *, session: str | None = None, n: int = 1, **fields: Any) -> None:
+        wanted = self.places(messages) if session is None else {session}
+        stored = self.states()
+        self.recorder.begun.clear()
+        sampling = SamplingParams(temperature=1.0, seed=int(seed * 2**20))
+        try:
+            answer = ask(self.engine, *messages, sampling=sampling, session=session, n=n, **fields)
+        except Rejected as err:
+            if err.code != "context_length_exceeded":
+                raise
+            return
+        if fields.get("store", True):
+            self.placed(messages, answer, wanted, n)
+            self.resumed(answer, stored, n)
+        else:
+            assert (answer.usage.session, answer.usage.stored) == (None, False)
+        assert self.recorder.begun[0] == answer.usage.cached_tokens, "what was cached is what was restored"
+        self.look()
+
+    def places(self, messages: Talk) -> set[str]:
+        """The sessions that a request may belong to: those that hold most of its history. Empty: a new one."""
+        depth = {s: self.depth(s, messages) for s in self.model}
+        most = max(depth.values(), default=0)
+        return {s for s, d in depth.items() if d == most > 0}
+
+    def depth(self, session: str, messages: Talk) -> int:
+        echo = plain(messages)
+        fitting = (len(t) for t in self.model[session].values() if len(t) < len(echo) and echo[: len(t)] == t)
+        return max(fitting, default=0)
+
+    def placed(self, messages: Talk, answer: Answer, wanted: set[str], n: int) -> None:
+        """The answer is stored, in the right session, one turn a choice, and nothing else changed there."""
+        session = answer.usage.session
+        assert answer.usage.stored
+        assert session is not None
+        assert session in wanted or (not wanted and session not in self.model)
+        before = self.model.get(session, {})
+        found = self.conversations(session)
+        fresh = {turn: talk for turn, talk in found.items() if turn not in before}
+        assert {turn: talk for turn, talk in found.items() if turn in before} == before
+        said = [plain((*messages, Message("assistant", answer.texts.get(i, "")))) for i in range(n)]
+        assert sorted(map(repr, fresh.values())) == sorted(map(repr, said))
+        turns = {t.id: t for t in self.store.turns(session)}
+        for turn in fresh:
+            assert turns[turn].prompt_tokens == answer.usage.prompt_tokens
+            parent = turns[turn].parent
+            above = 0 if parent is None else len(found[parent])
+            assert above == (max((len(t) for t in before.values() if said[0][: len(t)] == t and len(t) < len(messages)),
+                                 default=0))  # fmt: skip
+        assert self.store.session(session).head in fresh
+        self.model[session] = found
+
+    def states(self) -> list[tuple[bytes, str]]:
+        """The ids fed and the origin of all checkpoints."""
+        with self.store.reading() as connection:
+            rows = connection.execute(select(checkpoint.c.ids, checkpoint.c.origin)).all()
+        return [(row.ids, row.origin) for row in rows]
+
+    def resumed(self, answer: Answer, stored: list[tuple[bytes, str]], n: int) -> None:
+        """It began at the deepest state there was for it, and the next request finds one as deep as can be."""
+        session = str(answer.usage.session)
+        own = ("", self.store.session(session).info.imported)
+        turns = self.store.turns(session)[-n:]
+        prompt = turns[0].ids[: turns[0].prompt_tokens]
+        fitting = [len(ids) // 4 for ids, origin in stored if origin in own and prompt[:-1].tobytes().startswith(ids)]
+        assert answer.usage.cached_tokens == max(fitting, default=0)
+        there = {ids for ids, origin in self.states() if origin in own} if self.quota is None else None
+        for turn in turns:
+            assert there is None or not there.isdisjoint({turn.ids.tobytes(), turn.ids[:-1].tobytes()})
+
+    def conversations(self, session: str) -> dict[str, Talk]:
+        found: dict[str, Talk] = {}
+        for turn in self.store.turns(session):
+            above = () if turn.parent is None else found[turn.parent]
+            found[turn.id] = plain((*above, *turn.conversation))
+        return found
+
+    def look(self, *, again: bool = False) -> None:
+        """At everything stored. again: also at checkpoints that were looked at already."""
+        type(self).taken += 1
+        assert {s.id for s in self.store.sessions()} == set(self.model)
+        if again:
+            assert {s: self.conversations(s) for s in self.model} == self.model
+        self.look_at_checkpoints(again=again)
+        if self.quota is not None:
+            assert self.store.bytes_stored() <= self.quota
+
+    def look_at_checkpoints(self, *, again: bool = False) -> None:
+        with self.store.reading() as connection:
+            c = checkpoint.c
+            rows = connection.execute(select(c.id, c.ids, c.producer)).all()
+        for row in rows:
+            if row.id in self.checked and not again:
+                continue
+            state = self.store.load(row.id, self.artifact.manifest.spec)
+            if row.id in self.checked:
+                assert fingerprint(state) == self.checked[row.id], "its bits are the same for ever"
+            elif "several runs" not in row.producer:
+                self.recorder.check(state, np.frombuffer(row.ids, "<i4").tolist(), self.tolerance)
+            self.checked[row.id] = fingerprint(state)
+
+
+@pytest.fixture(params=["granite", "llama"])
+def machine(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[type[Sessions]]:
+    artifact = Artifact.open(artifacts[f"{request.param}-f32"])
+    program = get_runtime("litert").load(artifact, threads=1)
+    fields: Mapping[str, Any] = {
+        "artifact": artifact,
+        "recorder": Recorder(program),
+        "tolerance": Case("litert", request.param, "f32").tolerance,
+    }
+    yield type("Sessions", (Sessions,), dict(fields))
+    program.close()
+
+
+def test_any_course_of_events(machine: type[Sessions]) -> None:
+    runs = -(-STEPS // 2 // STEPS_A_RUN)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=runs,
+            stateful_step_count=STEPS_A_RUN,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            print_blob=True,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print(f"{machine.taken} steps, {len(machine.recorder.made)} states")
+    assert machine.taken >= 0.9 * STEPS / 2
