@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -21,15 +20,14 @@ from ssmd.artifact import Artifact
 from ssmd.generation import Done, Event, Failed, Rejected, Request
 from ssmd.inflight import Generation
 from ssmd.lane import Lane
+from ssmd.loader import Loader
 from ssmd.metrics import Metrics
-from ssmd.prompt import Planner, Prompt
+from ssmd.prompt import Planner
 from ssmd.repair import Repairs
 from ssmd.runtime import Handle, Logits, Program
-from ssmd.sessions.checkpoint import CheckpointKind, Found, Ids, NewCheckpoint
+from ssmd.sessions.checkpoint import CheckpointKind, Ids, NewCheckpoint
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import StoreError
-from ssmd.state import StateError
 from ssmd.text.template import ChatTemplate
 from ssmd.text.tokenizer import Tokenizer
 from ssmd.writer import Writer
@@ -37,6 +35,7 @@ from ssmd.writer import Writer
 log = logging.getLogger(__name__)
 BUCKET_WHILE_OTHERS_DECODE = 64
 RETRY_AFTER_S = 5
+WARM_UP_AFTER_S = 0.25
 
 
 class Engine:
@@ -63,12 +62,13 @@ class Engine:
         self._store = store
         scope, producer, spec = self._planner.scope, program.producer, program.spec
         self._writer = None if store is None else Writer(store, metrics, scope=scope, producer=producer, spec=spec)
+        self._loader = None if store is None else Loader(self._planner, program, store)
         self._repairs = None
-        if store is not None and self._writer is not None:
+        if store is not None and self._writer is not None and self._loader is not None:
             self._repairs = Repairs(
-                self._planner, program, store, self._writer, build=manifest.build, wake=self._notify
+                self._planner, program, store, self._writer, self._loader, build=manifest.build, wake=self._notify
             )
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="ssmd-loader")
+        self._cold: list[int] = []  # buckets that were never run, shortest last
         self._max_running = max_running
         self._max_queue = max_queue
         self._stop_tokens = frozenset(manifest.stop_tokens)
@@ -84,7 +84,10 @@ class Engine:
         """Whether turns are written down here."""
         return self._writer is not None
 
-    def start(self) -> None:
+    def start(self, *, warm_up: bool = False) -> None:
+        """warm_up: if nobody comes in the first moments, run the short buckets once: a first run takes longer."""
+        if warm_up:
+            self._cold = [b for b in self.program.buckets if b <= BUCKET_WHILE_OTHERS_DECODE]
         self._worker.start()
 
     def submit(self, request: Request, deliver: Callable[[Event], None]) -> Generation:
@@ -123,7 +126,8 @@ class Engine:
             self._repairs.close()
         if self._writer is not None:
             self._writer.close()
-        self._loader.shutdown()
+        if self._loader is not None:
+            self._loader.close()
 
     def _admissible(self) -> None:
         if self.draining:
@@ -141,14 +145,15 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(self._awake)
+                self._wake.wait_for(self._awake, timeout=WARM_UP_AFTER_S if self._cold else None)
                 if self._closing:
                     break
                 self._admit()
             try:
-                if self._repairs is not None and not self._running:
-                    self._repairs.step()
+                if not self._running:
+                    self._idle()
                     continue
+                self._cold.clear()
                 if self._repairs is not None:
                     self._repairs.pause()
                 self._step()
@@ -158,6 +163,15 @@ class Engine:
         for generation in [*self._running, *self._waiting]:
             generation.error = cut
             self._cancel(generation)
+
+    def _idle(self) -> None:
+        """A piece of work that no request waits for; none of them takes longer than a bucket."""
+        if self._cold:
+            handle = self.program.new_state()
+            self.program.prefill(handle, [0] * self._cold.pop())
+            self.program.release(handle)
+        elif self._repairs is not None:
+            self._repairs.step()
 
     def _awake(self) -> bool:
         at_work = bool(self._waiting or self._running or self._closing)
@@ -173,9 +187,9 @@ class Engine:
                 continue
             found = generation.prompt.found
             generation.admitted = time.perf_counter()
-            if found is not None and self._store is not None:
-                generation.loading = self._loader.submit(self._load, generation.prompt, self._store)
-                generation.loading.add_done_callback(lambda _: self._notify())
+            if found is not None and self._loader is not None:
+                ids, info = generation.prompt.ids, generation.prompt.info
+                generation.loading = self._loader.begin(found, ids, None if info is None else info.id, self._notify)
             self._running.append(generation)
         self.metrics.queue(len(self._waiting), len(self._running))
 
@@ -251,30 +265,6 @@ class Engine:
         if same_build:
             g.parent = (found.id, found.position)
         g.restore_ms = (time.perf_counter() - g.admitted) * 1e3
-
-    def _load(self, prompt: Prompt, store: Store) -> tuple[Found, Handle] | None:
-        """In the loader's thread: a handle restored from the deepest checkpoint that can be read, if there is any."""
-        found, broken = prompt.found, list[int]()
-        while found is not None:
-            handle = None
-            try:
-                with store.parts(found.id, self.program.spec) as (position, parts):
-                    handle = self.program.reserve(position)
-                    for part in parts:
-                        self.program.fill(handle, part)
-                return found, handle
-            except (StoreError, StateError) as err:
-                log.error("checkpoint %s cannot be used, the next best is: %s", found.id, err)
-                if handle is not None:
-                    self.program.release(handle)
-                broken.append(found.id)
-                found = self._planner.find(prompt.ids, None if prompt.info is None else prompt.info.id, skip=broken)
-        return None
-
-    def _discard(self, loading: Future[tuple[Found, Handle] | None]) -> None:
-        """Of a request that ended before its state was there."""
-        if not loading.cancelled() and loading.exception() is None and (loaded := loading.result()) is not None:
-            self.program.release(loaded[1])
 
     def _open_lanes(self, g: Generation) -> None:
         """Start as many of the n choices as there is room for; the last of them takes the prompt's own handle."""
@@ -363,8 +353,8 @@ class Engine:
         """Out of the running; the client hears the end after the commit."""
         if g in self._running:
             self._running.remove(g)
-        if g.loading is not None:
-            g.loading.add_done_callback(self._discard)
+        if g.loading is not None and self._loader is not None:
+            self._loader.discard(g.loading)
             g.loading = None
         if g.handle is not None:
             self.program.release(g.handle)

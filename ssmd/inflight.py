@@ -5,15 +5,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from itertools import pairwise
 
 from ssmd.generation import Event, FinishReason, Rejected, Request, Resume, Usage
 from ssmd.lane import Lane
+from ssmd.loader import Loading
 from ssmd.metrics import Metrics
 from ssmd.prompt import Prompt
 from ssmd.runtime import Handle, Logits
-from ssmd.sessions.checkpoint import Found, NewCheckpoint
+from ssmd.sessions.checkpoint import NewCheckpoint
 from ssmd.writer import Pending
 
 
@@ -33,7 +33,7 @@ class Generation:
         self.started = started
         self.handle: Handle = None
         self.admitted = started
-        self.loading: Future[tuple[Found, Handle] | None] | None = None
+        self.loading: Loading | None = None
         self.position = 0
         self.fed = 0
         self.resume: Resume = "none"

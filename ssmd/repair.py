@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 
 from ssmd import buckets
 from ssmd.inflight import Generation
+from ssmd.loader import Loader
 from ssmd.prompt import Planner
 from ssmd.runtime import Handle, Program
 from ssmd.sessions.checkpoint import Found, Ids, NewCheckpoint
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import SessionInfo, StoreError
-from ssmd.state import State
 from ssmd.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -43,21 +43,29 @@ class _Turn:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """text, ids: what every continuation begins with. found, state: what is known of it, to start from."""
+    """text, ids: what every continuation begins with. loaded: the checkpoint it starts from, in a handle."""
 
     text: str
     ids: Ids
-    found: Found | None
-    state: State | None
+    loaded: tuple[Found, Handle] | None
 
 
 class Repairs:
     """`add` from any thread; `step` and `pause` from the worker's alone. wake: called when there is something to do."""
 
     def __init__(
-        self, planner: Planner, program: Program, store: Store, writer: Writer, *, build: str, wake: Callable[[], None]
+        self,
+        planner: Planner,
+        program: Program,
+        store: Store,
+        writer: Writer,
+        loader: Loader,
+        *,
+        build: str,
+        wake: Callable[[], None],
     ) -> None:
         self._planner, self._program, self._store, self._writer = planner, program, store, writer
+        self._loader = loader
         self._build = build
         self._wake = wake
         self._waiting: deque[_Turn] = deque(maxlen=MAX_WAITING)
@@ -109,9 +117,18 @@ class Repairs:
     def _drop(self) -> None:
         if self._planning is not None:
             self._planning.cancel()
+            self._planning.add_done_callback(self._release)
         if self._handle is not None:
             self._program.release(self._handle)
         self._turn = self._planning = self._plan = self._handle = None
+
+    def _release(self, planning: Future[_Plan | None]) -> None:
+        """Of a plan that nobody wants any more."""
+        if planning.cancelled() or planning.exception() is not None:
+            return
+        plan = planning.result()
+        if plan is not None and plan.loaded is not None:
+            self._program.release(plan.loaded[1])
 
     def _step(self) -> None:
         if self._turn is None:
@@ -139,9 +156,8 @@ class Repairs:
             room = self._program.context is None or len(ids) < self._program.context
             if agrees or not room or not text:
                 return None
-            found = self._planner.find(ids, turn.session.id)
-            state = None if found is None else self._store.load(found.id, self._program.spec)
-            return _Plan(text, ids, found, state)
+            loaded = self._loader.load(self._planner.find(ids, turn.session.id), ids, turn.session.id)
+            return _Plan(text, ids, loaded)
         except StoreError as err:  # removed meanwhile, or damaged: `session check` is for that
             log.info("turn %s is not repaired: %s", turn.id, err)
             return None
@@ -150,9 +166,7 @@ class Repairs:
         if self._plan is None:
             self._drop()
             return
-        state = self._plan.state
-        self._handle = self._program.new_state() if state is None else self._program.restore(state)
-        self._plan = replace(self._plan, state=None)  # the handle has it now
+        self._handle = self._program.new_state() if self._plan.loaded is None else self._plan.loaded[1]
 
     def _feed(self, turn: _Turn) -> None:
         plan = self._plan
@@ -168,7 +182,7 @@ class Repairs:
 
     def _keep(self, turn: _Turn, plan: _Plan) -> None:
         """Save the state and hand it to the writer, with the text and the ids that it stands for."""
-        found = plan.found
+        found = None if plan.loaded is None else plan.loaded[0]
         parent = found if found is not None and found.build == self._build else None
         state = self._program.save(self._handle, since=0 if parent is None else parent.position)
         origin = None if found is None else found.origin

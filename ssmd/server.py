@@ -76,7 +76,7 @@ def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[E
         max_running=settings.max_running,
         max_queue=settings.max_queue,
     )
-    engine.start()
+    engine.start(warm_up=True)
     return engine, store
 
 

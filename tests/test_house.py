@@ -34,6 +34,7 @@ FLOORS = {
     "ssmd.lane": 4,
     "ssmd.prompt": 4,
     "ssmd.writer": 4,
+    "ssmd.loader": 4,
     "ssmd.inflight": 4,
     "ssmd.repair": 4,
     "ssmd.replay": 4,
