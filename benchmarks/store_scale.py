@@ -99,15 +99,17 @@ def measure(store: Store) -> None:
     messages = [*conversation(list(chat.turns.values())), user("and then?")]
     ids = [*chat.turns["long49"].ids.tolist(), 7, 7]
 
-    def plan() -> None:
-        found = match(messages, store.candidates(messages))
-        assert found.parent == "long49"
-        store.path(found.parent)
-        at = store.find(chat.scope, ids, found.session)
+    def matched() -> None:
+        assert match(messages, store.candidates(messages)).parent == "long49"
+
+    def found() -> None:
+        at = store.find(chat.scope, ids, "long")
         assert at is not None
         assert at.position == len(ids) - 3
 
-    print(f"match of {len(messages):4} messages         {median_ms(plan):8.2f}")
+    print(f"match of {len(messages):4} messages         {median_ms(matched):8.2f}")
+    print(f"the ids of its {len(chat.turns)} turns        {median_ms(lambda: store.path('long49')):8.2f}")
+    print(f"the checkpoint to go on from   {median_ms(found):8.2f}")
     print(f"one session                    {median_ms(lambda: store.session('long')):8.2f}")
     print(f"bytes stored                   {median_ms(store.bytes_stored):8.2f}")
     numbers = iter(range(10**6))

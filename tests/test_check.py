@@ -331,3 +331,46 @@ def test_a_repair_that_cannot_succeed_changes_nothing(data: Path, monkeypatch: p
     with pytest.raises(StoreError, match="left as it was"):
         repair(data)
     assert (data / FILE).read_bytes() == before
+
+
+class TestForks:
+    @pytest.fixture
+    def fork(self, data: Path) -> str:
+        """Of `a`, at a2: it owns no turn."""
+        store = Store.open(data)
+        made = store.fork("a", "a2").id
+        store.close()
+        return made
+
+    def test_they_are_sound(self, data: Path, fork: str) -> None:
+        """Without a turn of their own, and as the heirs of the session that they began in."""
+        assert check(data).damages == ()
+        store = Store.open(data)
+        again = store.fork(fork).id
+        store.delete("a")
+        assert check(data).damages == ()
+        assert repair(data).damages == ()
+        store.delete(fork)
+        assert check(data).damages == ()
+        assert [t.id for t in store.turns(again)] == ["a1", "a2"]
+        store.close()
+
+    @pytest.mark.parametrize(
+        ("change", "left"),
+        [
+            ("UPDATE turn SET messages = '7' WHERE id = 'a3'", ["a1", "a2"]),
+            ("UPDATE turn SET messages = '7' WHERE id = 'a2'", []),
+            ("UPDATE session SET turns = 9 WHERE base IS NOT NULL", ["a1", "a2"]),
+            ("UPDATE session SET root = 'x' WHERE base IS NOT NULL", ["a1", "a2"]),
+            ("UPDATE session SET base = 'x' WHERE base IS NOT NULL", []),
+            ("UPDATE session SET clock = 'x' WHERE base IS NOT NULL", ["a1", "a2"]),
+            ("DELETE FROM session WHERE id = 'a'", ["a1", "a2"]),
+        ],
+    )
+    def test_what_they_begin_with(self, data: Path, fork: str, change: str, left: list[str]) -> None:
+        alter(data, change)
+        assert check(data).damages
+        repair(data)
+        assert check(data).damages == ()
+        assert turns(data).get(fork, []) == left
+        assert turns(data)["b"] == ALL["b"]

@@ -235,6 +235,20 @@ class TestQuota:
         assert store.collect(0).left == 0
         check_sound(store, HYBRID)
 
+    def test_a_pinned_fork_keeps_what_it_begins_with(self, store: Store) -> None:
+        a = talk(store, "a", 4)
+        fork = store.fork("a", "a-2").id
+        store.pin(fork)
+        assert store.collect(0).nbytes > 0
+        for turn, kept in (("a-0", True), ("a-1", True), ("a-2", True), ("a-3", False)):
+            assert (resumed_at(store, a, turn) == len(a.turns[turn].ids) - 1) is kept, turn
+        store.delete("a")
+        assert store.collect(0).nbytes == 0, "it owns them now"
+        assert resumed_at(store, a, "a-2") == len(a.turns["a-2"].ids) - 1
+        store.pin(fork, False)
+        assert store.collect(0).left == 0
+        check_sound(store, HYBRID)
+
     def test_of_two_who_share_both_let_go(self, store: Store) -> None:
         a = talk(store, "a", 1)
         b = Chat(store, "b")

@@ -325,29 +325,45 @@ def _turn_ids(connection: Connection, found: Findings) -> None:
 
 
 def _sessions(connection: Connection, found: Findings) -> None:
-    alive: dict[str, list[str]] = {}
+    alive: dict[str, set[str]] = {}
     for name, told in found.told.items():
-        alive.setdefault(told.session, []).append(name)
-    columns = "id created_at last_used_at model lineage clock head turns title pinned imported retained"
+        alive.setdefault(told.session, set()).add(name)
+    owners = set(alive)
+    columns = "id created_at last_used_at model lineage clock head turns title pinned imported base root retained"
     seen: set[str] = set()
     for row in _rows(connection, "session", columns, "id"):
         seen.add(row.id)
         texts = (row.id, row.model, row.lineage, row.clock, row.title, row.imported)
         numbers = _is_int(row.created_at, row.last_used_at, row.turns) and row.pinned in (0, 1)
         what = f"session {row.id!r}"
-        if row.id not in alive:
+        inherited = path_to(row.base, found.told)
+        mine = alive.get(row.id, set()) | set(inherited)
+        if not mine:
             found.sessions.add(row.id)
             found.add(what, "none of its turns can be read", "it goes")
         elif not all(map(is_text, texts)) or not numbers or not is_moment(row.clock) or row.retained not in (0, 1, 2):
             found.sessions.add(row.id)
             found.add(what, "what is known about it is not readable", "its turns are kept, the rest is made anew")
-        elif row.head not in alive[row.id] or row.turns != len(alive[row.id]):
+        elif row.head not in mine or row.turns != len(mine):
             found.sessions.add(row.id)
             found.add(what, "its current turn or their number is not right", "it goes on from its newest turn")
-    for session_id in sorted(alive.keys() - seen):
+        elif (row.base, row.root) != ((inherited[0], inherited[-1]) if inherited else (None, None)):
+            found.sessions.add(row.id)
+            found.add(what, "the turn that it was forked from is not right", "it keeps the turns that it has")
+    for session_id in sorted(owners - seen):
         found.homeless.add(session_id)
         found.add(f"session {session_id!r}", "it is missing, its turns are there", "it is made anew from its turns")
     found.counted = (len(seen), *found.counted[1:])
+
+
+def path_to(turn: object, told: dict[str, Told]) -> list[str]:
+    """The turn and all above it, up to the root; none if it cannot be read."""
+    path: list[str] = []
+    at = turn if isinstance(turn, str) and turn in told else None
+    while at is not None:
+        path.append(at)
+        at = told[at].parent
+    return path
 
 
 def is_moment(value: str) -> bool:

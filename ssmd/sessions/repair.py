@@ -17,18 +17,16 @@ from typing import Any
 from sqlalchemy import Connection, delete, func, insert, select, text, update
 
 from ssmd.sessions import database
-from ssmd.sessions.check import Damage, Findings, as_they_are, examine, is_moment, is_text
+from ssmd.sessions.check import Damage, Findings, as_they_are, examine, is_moment, is_text, path_to
 from ssmd.sessions.holding import batches, count_again
 from ssmd.sessions.schema import (
     checkpoint,
     checkpoint_segment,
     metadata,
-    piece,
     segment,
     session,
     total,
     turn,
-    turn_checkpoint,
 )
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -36,7 +34,6 @@ from ssmd.sessions.turns import from_micros
 
 Progress = Callable[[int], None]
 _PASSES = 5
-_TABLES = ("layout", "session", "turn", "checkpoint", "piece", "segment", "checkpoint_segment", "turn_checkpoint")
 _MAX_GAP = 10_000  # ids in a row that cannot be read, until the rest of a table is given up
 
 
@@ -141,17 +138,20 @@ def _apply(connection: Connection, found: Findings) -> None:
 
 
 def _drop_what_points_nowhere(connection: Connection) -> None:
-    for table in (turn_checkpoint, checkpoint_segment, piece):
+    for table in metadata.sorted_tables:
+        if table in (turn, checkpoint):  # which are looked at one by one
+            continue
         for key in table.foreign_keys:
-            target = key.column
-            connection.execute(delete(table).where(key.parent.not_in(select(target))))
+            connection.execute(delete(table).where(key.parent.not_in(select(key.column))))
     known = select(checkpoint.c.id)
     connection.execute(update(checkpoint).where(checkpoint.c.parent.not_in(known)).values(parent=None))
 
 
 def _mend_session(connection: Connection, found: Findings, name: str) -> None:
     """From its turns: gone without one, made anew where nothing is known about it."""
-    mine = {n: told for n, told in found.told.items() if told.session == name}
+    base = connection.execute(text("SELECT base FROM session WHERE id = :id"), {"id": name}).scalar()
+    inherited = path_to(base, found.told)
+    mine = {n: t for n, t in found.told.items() if t.session == name} | {n: found.told[n] for n in inherited}
     if not mine:
         connection.execute(delete(session).where(session.c.id == name))
         return
@@ -178,6 +178,7 @@ def _mend_session(connection: Connection, found: Findings, name: str) -> None:
     if row is not None:
         made |= {k: getattr(row, k) for k, v in made.items() if _plausible(k, getattr(row, k), v)}
     head = row.head if row is not None and row.head in mine else newest
+    made |= {"base": inherited[0] if inherited else None, "root": inherited[-1] if inherited else None}
     made |= {"head": head, "turns": len(mine), "retained": 0, "own_nbytes": None, "shared_nbytes": None}
     if row is None:
         connection.execute(insert(session).values(made))
@@ -235,7 +236,7 @@ def _copy_all(file: Path, new_file: Path) -> list[Damage]:
             old.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
             with contextlib.closing(sqlite3.connect(new_file, isolation_level=None)) as new:
                 new.execute("BEGIN")
-                for name in _TABLES:
+                for name in (t.name for t in metadata.sorted_tables if t is not total):
                     copied, complete = _copy(old, new, name)
                     if not complete:
                         lost.append(Damage(f"the table {name}", "not all of it can be read", f"{copied} rows are kept"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection, delete, exists, func, select, update
+from sqlalchemy import Connection, delete, exists, func, literal, select, update
 
 from ssmd.sessions import checkpoints as checkpoint_rows
 from ssmd.sessions.checkpoint import Encoded
@@ -29,6 +29,7 @@ from ssmd.sessions.holding import (
 )
 from ssmd.sessions.schema import checkpoint, checkpoint_segment, segment, turn, turn_checkpoint
 from ssmd.sessions.schema import session as session_table
+from ssmd.sessions.tree import above
 
 NEWEST = 2  # turns at the end of every path that keep all their checkpoints
 EVERYTHING, THINNED, NOTHING = 0, 1, 2  # session.retained: what retention has left of it since its last turn
@@ -210,6 +211,7 @@ def _take(
 ) -> bool:
     """From one session. True if it has nothing more to give at this level."""
     holding = read_holding(connection, session_id)
+    keep = {*keep, *kept_for_forks(connection, holding)}
     ledger = Ledger(holding)
     enough = (ledger.thin if level == EVERYTHING else ledger.empty)(holding, needed, keep)
     mine = session_table.c.id == session_id
@@ -224,6 +226,29 @@ def _take(
         return False
     connection.execute(update(session_table).where(mine).values(retained=level + 1))
     return True
+
+
+def kept_for_forks(connection: Connection, holding: Holding) -> set[int]:
+    """Those of a session's checkpoints that pinned forks begin with."""
+    s = session_table.c
+    bases = connection.scalars(select(s.base).where(s.pinned.is_(True), s.base.is_not(None))).all()
+    kept: set[str] = set()
+    for base in bases:
+        at: str | None = base if base in holding.parents else _way_in(connection, base, holding)
+        while at is not None and at in holding.parents:
+            kept.add(at)
+            at = holding.parents[at]
+    return {held.id for held in holding.checkpoints if held.turn in kept} if kept else set()
+
+
+def _way_in(connection: Connection, base: str, holding: Holding) -> str | None:
+    """The deepest turn of the session above `base`, which is another session's."""
+    found = connection.execute(
+        select(turn.c.id)
+        .where(turn.c.id.in_(above(literal(base))), turn.c.session == holding.session)
+        .order_by(turn.c.depth.desc())
+    )
+    return found.scalars().first()
 
 
 def _unlink(connection: Connection, session_id: str, gone: Sequence[Held]) -> None:
