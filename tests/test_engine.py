@@ -232,6 +232,29 @@ def test_the_prompt_is_written_while_the_answer_is_generated(
     assert again.usage.resume == "exact"
 
 
+def test_short_buckets_are_warmed_up_when_nobody_comes(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = loaded[1]
+    fed: list[int] = []
+    monkeypatch.setattr(program, "prefill", counting(program.prefill, fed))
+    short = sorted(b for b in program.buckets if b <= 64)
+    idle = Engine(*loaded, store, metrics=Metrics())
+    idle.start(warm_up=True)
+    deadline = time.monotonic() + 20
+    while sorted(fed) != short:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert ask(idle, user("Hello")).usage.cached_tokens == 0
+    idle.shutdown(0)
+    fed.clear()
+    asked_at_once = Engine(*loaded, store, metrics=Metrics())
+    asked_at_once.start(warm_up=True)
+    usage = ask(asked_at_once, user("Something else")).usage
+    assert sum(fed) + 1 == usage.prompt_tokens - usage.cached_tokens, "it does not wait for a warm-up"
+    asked_at_once.shutdown(0)
+
+
 def test_two_requests_interleave(engine: Engine, endless: SamplingParams) -> None:
     slow = Asked(engine, user("A long one."), max_tokens=300, sampling=endless)
     assert isinstance(slow.next(), Delta)
