@@ -42,6 +42,8 @@ _NEAR = (
     .where(_c.anchor.in_(bindparam("anchors", expanding=True)), _c.position <= bindparam("last"))
     .distinct()
 )
+# Values stand beside them, not in them: SQLAlchemy keeps a statement that it has compiled, and what is in it.
+_NEW_PIECE, _NEW_SEGMENT = insert(piece), insert(segment)
 _IMPORTED = select(session_table.c.imported).where(session_table.c.id == bindparam("session")).scalar_subquery()
 _FITTING = (
     select(_c.id, _c.position, _c.build, _c.producer, _c.origin)
@@ -189,15 +191,15 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
         "last_used_at": now,
         "ids": enc.ids.tobytes(),
     }
-    new_id = connection.execute(insert(checkpoint).values(values)).inserted_primary_key
+    new_id = connection.execute(insert(checkpoint), values).inserted_primary_key
     assert new_id is not None
     number = int(new_id[0])
     for b in enc.pieces:
         row = {"checkpoint": number, "first": b.first, "last": b.last, "dtype": b.encoding}
-        connection.execute(insert(piece).values(row | {"sha256": b.sha256, "data": b.data}))
+        connection.execute(_NEW_PIECE, row | {"sha256": b.sha256, "data": b.data})
     for b in enc.segments:
         row = {"first": b.first, "last": b.last, "dtype": b.encoding, "nbytes": len(b.data)}
-        made = connection.execute(insert(segment).values(row | {"sha256": b.sha256, "data": b.data}))
+        made = connection.execute(_NEW_SEGMENT, row | {"sha256": b.sha256, "data": b.data})
         assert made.inserted_primary_key is not None
         link = {"checkpoint": number, "segment": made.inserted_primary_key[0]}
         connection.execute(insert(checkpoint_segment).values(link))
