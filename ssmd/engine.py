@@ -68,7 +68,7 @@ class Engine:
             self._repairs = Repairs(
                 self._planner, program, store, self._writer, self._loader, build=manifest.build, wake=self._notify
             )
-        self._cold: list[int] = []  # buckets that were never run, shortest last
+        self._cold: list[Callable[[], object]] = []  # what is slower the first time; the last comes first
         self._max_running = max_running
         self._max_queue = max_queue
         self._stop_tokens = frozenset(manifest.stop_tokens)
@@ -85,9 +85,10 @@ class Engine:
         return self._writer is not None
 
     def start(self, *, warm_up: bool = False) -> None:
-        """warm_up: if nobody comes in the first moments, run the short buckets once: a first run takes longer."""
+        """warm_up: if nobody comes in the first moments, do once what takes longer the first time."""
         if warm_up:
-            self._cold = [b for b in self.program.buckets if b <= BUCKET_WHILE_OTHERS_DECODE]
+            short = [b for b in self.program.buckets if b <= BUCKET_WHILE_OTHERS_DECODE]
+            self._cold = [*(partial(self._warm_up, bucket) for bucket in short), self._planner.warm_up]
         self._worker.start()
 
     def submit(self, request: Request, deliver: Callable[[Event], None]) -> Generation:
@@ -167,11 +168,14 @@ class Engine:
     def _idle(self) -> None:
         """A piece of work that no request waits for; none of them takes longer than a bucket."""
         if self._cold:
-            handle = self.program.new_state()
-            self.program.prefill(handle, [0] * self._cold.pop())
-            self.program.release(handle)
+            self._cold.pop()()
         elif self._repairs is not None:
             self._repairs.step()
+
+    def _warm_up(self, bucket: int) -> None:
+        handle = self.program.new_state()
+        self.program.prefill(handle, [0] * bucket)
+        self.program.release(handle)
 
     def _awake(self) -> bool:
         at_work = bool(self._waiting or self._running or self._closing)

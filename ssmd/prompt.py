@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections.abc import Sequence
@@ -113,6 +114,12 @@ class Planner:
             begun=begun if text.endswith(self._tokenizer.escape(begun)) else begun.strip(),
             found=self.find(ids, None if info is None else info.id),
         )
+
+    def warm_up(self) -> None:
+        """Plan a conversation that nobody has, so that template, tokenizer and queries are ready for the next one."""
+        text = secrets.token_hex(12)
+        with contextlib.suppress(Rejected):
+            self.plan(Request((Message("user", text), Message("assistant", text), Message("user", text)), store=False))
 
     def _match(self, request: Request) -> Match:
         alone = Match(None, None, request.messages, request.messages)
