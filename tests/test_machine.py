@@ -79,6 +79,7 @@ class Sessions(RuleBasedStateMachine):
         self.model: dict[str, dict[str, Talk]] = {}  # session -> turn -> the conversation up to its answer
         self.checked: dict[int, bytes] = {}  # checkpoint -> fingerprint
         self.quota: int | None = None
+        self.recorder.made.clear()  # another store: nothing of it can come back
         self.open()
 
     def open(self) -> None:
@@ -332,5 +333,5 @@ def test_any_course_of_events(machine: type[Sessions]) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    print(f"{machine.taken} steps, {len(machine.recorder.made)} states")
+    print(f"{machine.taken} steps")
     assert machine.taken >= 0.9 * STEPS / 2
