@@ -80,9 +80,11 @@ class Recorder:
     def check(self, state: State, ids: Sequence[int], tolerance: float) -> None:
         """The state's recorded calls, repeated from nothing, give its bits and those of the next logits.
 
-        One-shot feeding of all ids gives the next logits within `tolerance` standard deviations.
+        One-shot feeding of all ids gives the next logits within `tolerance` standard deviations (seen to for a quarter
+        of the states, as it takes the most time).
         """
-        program, calls = self._program, self.made.get(fingerprint(state))
+        key = fingerprint(state)
+        program, calls = self._program, self.made.get(key)
         assert calls is not None, f"a stored state at {state.position} that no calls made"
         assert [t for _, tokens in calls for t in tokens] == list(ids)
         again = program.new_state()
@@ -91,12 +93,14 @@ class Recorder:
                 program.prefill(again, tokens)
             else:
                 program.decode([again], tokens)
-        assert fingerprint(program.save(again)) == fingerprint(state)
+        assert fingerprint(program.save(again)) == key
         if program.context is None or len(ids) < program.context:
-            restored, oneshot = program.restore(state), started(program, ids)
-            logits = [program.decode([h], [ids[0]]) for h in (restored, again, oneshot)]
+            restored = program.restore(state)
+            logits = [program.decode([handle], [ids[0]]) for handle in (restored, again)]
             assert logits[0].tobytes() == logits[1].tobytes()
-            assert error(logits[0], logits[2]) <= tolerance
-            for handle in (restored, oneshot):
-                program.release(handle)
+            program.release(restored)
+            if key[0] < 64:
+                oneshot = started(program, ids)
+                assert error(logits[0], program.decode([oneshot], [ids[0]])) <= tolerance
+                program.release(oneshot)
         program.release(again)
