@@ -12,7 +12,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from daemon_process import DaemonProcess, Reply, conditions
@@ -30,20 +31,33 @@ REST_S = 1.0
 Messages = list[dict[str, str]]
 
 
-def bare_ms(program: Program, tokens: int) -> float:
-    """The runtime's own time for `tokens` tokens, in the buckets that the daemon would choose."""
-    times = []
-    for _ in range(REPEATS + 1):
-        handle = program.new_state()
+@dataclass
+class Measured:
+    """A request, and the bare runtime right after it: `bare_ms` for as many tokens in the daemon's own buckets."""
+
+    reply: Reply
+    bare_ms: float
+
+
+class Bare:
+    """The runtime alone, in this process."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        for n in (1, *program.buckets):
+            self.ms(n)  # the first time makes its buffers
+
+    def ms(self, tokens: int) -> float:
+        handle = self._program.new_state()
         started = time.perf_counter()
-        for n in buckets.plan(tokens, program.buckets):
+        for n in buckets.plan(tokens, self._program.buckets):
             if n == 1:
-                program.decode([handle], [5])
+                self._program.decode([handle], [5])
             else:
-                program.prefill(handle, [1 + i % 100 for i in range(n)])
-        times.append((time.perf_counter() - started) * 1e3)
-        program.release(handle)
-    return statistics.median(times[1:])  # the first one makes its buffers
+                self._program.prefill(handle, [1 + i % 100 for i in range(n)])
+        elapsed = (time.perf_counter() - started) * 1e3
+        self._program.release(handle)
+        return elapsed
 
 
 def say(text: str) -> dict[str, str]:
@@ -74,15 +88,19 @@ def restarted(daemon: DaemonProcess) -> None:
     time.sleep(REST_S)
 
 
-def measure(daemon: DaemonProcess, request: Callable[[int], Reply]) -> list[Reply]:
-    replies = []
+def measure(daemon: DaemonProcess, bare: Bare, request: Callable[[int], Reply]) -> list[Measured]:
+    found = []
     for i in range(REPEATS):
         restarted(daemon)
-        replies.append(request(i))
-    return replies
+        reply = request(i)
+        fed = reply.usage["prompt_tokens"] - reply.usage["prompt_tokens_details"]["cached_tokens"]
+        found.append(Measured(reply, bare.ms(fed)))
+    return found
 
 
-def operations(daemon: DaemonProcess, history: int, bias: dict[str, int]) -> dict[str, list[Reply]]:
+def operations(
+    daemon: DaemonProcess, bare: Bare, history: int, bias: dict[str, int]
+) -> Iterator[tuple[str, list[Measured]]]:
     talk = Talk(daemon, history, bias, f"number {history}")
     other = Talk(daemon, 300, bias, "another one")
 
@@ -97,19 +115,22 @@ def operations(daemon: DaemonProcess, history: int, bias: dict[str, int]) -> dic
         restarted(daemon)
         return talk.ask([*talk.messages, say(story(40, f"Fork {i}."))], session=fork)
 
-    return {
-        "append": measure(daemon, lambda i: talk.ask([*talk.messages, say(story(40, f"More {i}."))])),
-        "regenerate": measure(daemon, lambda i: talk.ask(talk.messages[:-1])),
-        "edit last": measure(daemon, lambda i: talk.ask([*talk.messages[:-2], say(story(40, f"Edited {i}."))])),
-        "other and back": measure(daemon, back),
-        "fork": measure(daemon, forked),
-    }
+    def asking(*more: str, drop: int = 0) -> Callable[[int], Reply]:
+        kept = talk.messages[: len(talk.messages) - drop]
+        return lambda i: talk.ask([*kept, *(say(story(40, f"{word} {i}.")) for word in more)])
+
+    yield "append", measure(daemon, bare, asking("More"))
+    yield "regenerate", measure(daemon, bare, asking(drop=1))
+    yield "edit last", measure(daemon, bare, asking("Edited", drop=2))
+    yield "other and back", measure(daemon, bare, back)
+    yield "fork", measure(daemon, bare, forked)
 
 
 def main(name: str, histories: list[int]) -> None:
     path = Path(name) if Path(name).exists() else resolve(name, Settings().models_dir, "auto")
     artifact = Artifact.open(path)
     program = get_runtime(artifact.manifest.runtime).load(artifact)
+    bare = Bare(program)
     word = Tokenizer.open(artifact.file("tokenizer.json")).encode(" the")[0]
     bias = {str(word): 100}  # one word for ever: every token has a text, whatever the weights
     print(f"# sessions: {artifact.manifest.name}, context {program.context}, {program.producer}; {conditions()};")
@@ -118,14 +139,15 @@ def main(name: str, histories: list[int]) -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for history in histories:
         with tempfile.TemporaryDirectory() as folder, DaemonProcess(name, Path(folder) / "data") as daemon:
-            for operation, replies in operations(daemon, history, bias).items():
-                usage = replies[-1].usage
+            for operation, found in operations(daemon, bare, history, bias):
+                usage = found[-1].reply.usage
                 prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
-                ttft = statistics.median(r.ttft_ms for r in replies)
-                restore = statistics.median(r.usage["ssmd"]["restore_ms"] for r in replies)
-                bare = bare_ms(program, prompt - cached)
+                ttft = statistics.median(m.reply.ttft_ms for m in found)
+                restore = statistics.median(m.reply.usage["ssmd"]["restore_ms"] for m in found)
+                alone = statistics.median(m.bare_ms for m in found)
+                cost = statistics.median(m.reply.ttft_ms - m.bare_ms for m in found)
                 limit = (150 if operation == "regenerate" else 100) + 40 * prompt / 10_000
-                numbers = (restore, ttft, bare, ttft - bare, limit)
+                numbers = (restore, ttft, alone, cost, limit)
                 cells = [str(prompt), operation, f"{prompt - cached} / {cached}", *(f"{x:.0f}" for x in numbers)]
                 print(f"| {' | '.join(cells)} |", flush=True)
             sizes = daemon.get("/ssmd/v1/sessions")[1]["data"]
