@@ -259,6 +259,18 @@ def linked_to(connection: Connection, turns: Any) -> list[int]:
     return list(connection.scalars(select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.turn.in_(turns))))
 
 
+def unlink_strangers(connection: Connection, turn: str, ids: Ids) -> list[int]:
+    """Let a turn go of the checkpoints whose ids are no beginning of `ids`, which it has now; which those are."""
+    link = turn_checkpoint.c
+    linked = connection.execute(
+        select(_c.id, _c.ids).join(turn_checkpoint, link.checkpoint == _c.id).where(link.turn == turn)
+    )
+    whole = ids.tobytes()
+    strangers = [row.id for row in linked if not whole.startswith(row.ids)]
+    connection.execute(delete(turn_checkpoint).where(link.turn == turn, link.checkpoint.in_(strangers)))
+    return strangers
+
+
 def sweep(connection: Connection, candidates: Collection[int]) -> None:
     """Delete those of the candidates to which no turn links, and then the segments that no checkpoint needs."""
     numbers = sorted(set(candidates))
