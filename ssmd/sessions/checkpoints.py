@@ -260,11 +260,13 @@ def linked_to(connection: Connection, turns: Any) -> list[int]:
 
 
 def unlink_strangers(connection: Connection, turn: str, ids: Ids) -> list[int]:
-    """Let a turn go of the checkpoints whose ids are no beginning of `ids`, which it has now; which those are."""
+    """Let a turn go of states of its end whose ids are no beginning of `ids`, which it has now; which those are.
+
+    The state of its prompt stays, for another answer: that may differ from what later prompts make of it.
+    """
     link = turn_checkpoint.c
-    linked = connection.execute(
-        select(_c.id, _c.ids).join(turn_checkpoint, link.checkpoint == _c.id).where(link.turn == turn)
-    )
+    mine = select(_c.id, _c.ids).join(turn_checkpoint, link.checkpoint == _c.id)
+    linked = connection.execute(mine.where(link.turn == turn, _c.kind == "turn"))
     whole = ids.tobytes()
     strangers = [row.id for row in linked if not whole.startswith(row.ids)]
     connection.execute(delete(turn_checkpoint).where(link.turn == turn, link.checkpoint.in_(strangers)))

@@ -109,13 +109,17 @@ def _unread(row: Any, problem: str, found: Findings) -> None:
 
 
 def _turn_ids(connection: Connection, found: Findings) -> None:
-    """A turn's ids begin with those of the checkpoints that it links to, which are named by a hash of theirs."""
+    """A turn's ids begin with those of the checkpoints that it links to, which are named by a hash of theirs.
+
+    Those of a prompt may differ in its last tokens: a template may write them in another way once the answer follows.
+    """
     joined = (
         raw_columns("turn_checkpoint", "checkpoint")
         .add_columns(*(literal_column(f"t.{c}").label(c) for c in ("id", "ids", "ids_shared", "session")))
         .add_columns(literal_column("c.ids").label("fed"))
         .join(text("turn t"), text("t.id = turn_checkpoint.turn"))
         .join(text("checkpoint c"), text("c.id = turn_checkpoint.checkpoint"))
+        .where(literal_column("c.kind") != "user")
     )
     for row in connection.execute(joined.execution_options(yield_per=AT_ONCE)):
         told = found.told.get(row.id)
