@@ -64,9 +64,7 @@ def kept_when_thin(age: int, depth: int) -> bool:
 def thinned(holding: Holding) -> list[Held]:
     """The checkpoints that a thinned session does without, the oldest first."""
     old = ages(holding.parents, holding.bases)
-    deepest: dict[str, int] = {}
-    for held in holding.checkpoints:
-        deepest[held.turn] = max(held.position, deepest.get(held.turn, 0))
+    deepest = _deepest(holding)
 
     def stays(held: Held) -> bool:
         if held.kind == "system" or old[held.turn] < NEWEST:
@@ -90,7 +88,20 @@ def leaving(holding: Holding) -> list[Held]:
         while at is not None and at in holding.parents and at not in current:
             current.add(at)
             at = holding.parents[at]
-    return sorted(holding.checkpoints, key=lambda h: (h.turn in current, h.turn in ends, h.position))
+    deepest = _deepest(holding)
+
+    def worth(held: Held) -> tuple[bool, bool, int]:
+        return held.turn in current, held.turn in ends and held.position == deepest[held.turn], held.position
+
+    return sorted(holding.checkpoints, key=worth)
+
+
+def _deepest(holding: Holding) -> dict[str, int]:
+    """For each turn, the position of the last checkpoint that was made for it."""
+    found: dict[str, int] = {}
+    for held in holding.checkpoints:
+        found[held.turn] = max(held.position, found.get(held.turn, 0))
+    return found
 
 
 class Ledger:
