@@ -1,6 +1,6 @@
 """A store with many sessions: how long it takes to list them, to match a long prompt, and to commit a turn.
 
-    python benchmarks/store_scale.py [--sessions 10000] [--turns 20]
+    python benchmarks/store_scale.py [--sessions 10000] [--turns 20] [--forks 1000]
 
 Fills a store in a temporary folder: one session is committed turn by turn, the others are copies of its rows under ids,
 keys and hashes of their own; checkpoints are tiny, but as many rows as real ones. Medians, ms.
@@ -91,11 +91,16 @@ def median_ms(work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def measure(store: Store) -> None:
+def measure(store: Store, forks: int) -> None:
     print(f"list of all sessions           {median_ms(store.sessions):8.2f}")
     chat = Chat(store, "long", HYBRID)
     for i in range(50):
         chat.say(f"long{i}", f"long{i - 1}" if i else None, f"a long question {i}", f"reply {i}", tokens=20)
+    for i in range(forks):  # every second one begins as the prompt does
+        session, turn = ("long", f"long{i % 50}") if i % 2 else ("s", f"t{i % len(store.turns('s'))}")
+        store.fork(session, turn)
+    if forks:
+        print(f"the list with {forks} forks more  {median_ms(store.sessions):8.2f}")
     messages = [*conversation(list(chat.turns.values())), user("and then?")]
     ids = [*chat.turns["long49"].ids.tolist(), 7, 7]
 
@@ -137,6 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=10_000)
     parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--forks", type=int, default=1000)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = Store.open(Path(folder), busy_ms=60_000)
@@ -146,7 +152,7 @@ def main() -> None:
         took, size = time.perf_counter() - started, store.file.stat().st_size
         print(f"{asked.sessions} sessions of {asked.turns} turns, {size / 1e6:.0f} MB, filled in {took:.0f} s")
         print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; medians of {REPEATS}, ms")
-        measure(store)
+        measure(store, asked.forks)
         store.close()
 
 

@@ -359,10 +359,10 @@ class TestForks:
         ("change", "left"),
         [
             ("UPDATE turn SET messages = '7' WHERE id = 'a3'", ["a1", "a2"]),
-            ("UPDATE turn SET messages = '7' WHERE id = 'a2'", []),
+            ("UPDATE turn SET messages = '7' WHERE id = 'a2'", ["a1"]),
             ("UPDATE session SET turns = 9 WHERE base IS NOT NULL", ["a1", "a2"]),
             ("UPDATE session SET root = 'x' WHERE base IS NOT NULL", ["a1", "a2"]),
-            ("UPDATE session SET base = 'x' WHERE base IS NOT NULL", []),
+            ("UPDATE session SET base = 'x' WHERE base IS NOT NULL", ["a1"]),
             ("UPDATE session SET clock = 'x' WHERE base IS NOT NULL", ["a1", "a2"]),
             ("DELETE FROM session WHERE id = 'a'", ["a1", "a2"]),
         ],

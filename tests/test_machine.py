@@ -36,6 +36,7 @@ from ssmd.runtime import Program, get_runtime
 from ssmd.sampling import SamplingParams
 from ssmd.sessions.check import examine
 from ssmd.sessions.database import FILE
+from ssmd.sessions.repair import check
 from ssmd.sessions.schema import checkpoint
 from ssmd.sessions.store import Store
 from ssmd.sessions.transfer import Local, export_session, import_session
@@ -97,6 +98,7 @@ class Sessions(RuleBasedStateMachine):
         self.sound()
         self.engine.shutdown(0)
         self.store.close()
+        assert check(self.data).damages == ()
         shutil.rmtree(self.folder)
 
     @initialize(seed=Pick)

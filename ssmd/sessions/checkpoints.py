@@ -259,6 +259,20 @@ def linked_to(connection: Connection, turns: Any) -> list[int]:
     return list(connection.scalars(select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.turn.in_(turns))))
 
 
+def unlink_strangers(connection: Connection, turn: str, ids: Ids) -> list[int]:
+    """Let a turn go of states of its end whose ids are no beginning of `ids`, which it has now; which those are.
+
+    The state of its prompt stays, for another answer: that may differ from what later prompts make of it.
+    """
+    link = turn_checkpoint.c
+    mine = select(_c.id, _c.ids).join(turn_checkpoint, link.checkpoint == _c.id)
+    linked = connection.execute(mine.where(link.turn == turn, _c.kind == "turn"))
+    whole = ids.tobytes()
+    strangers = [row.id for row in linked if not whole.startswith(row.ids)]
+    connection.execute(delete(turn_checkpoint).where(link.turn == turn, link.checkpoint.in_(strangers)))
+    return strangers
+
+
 def sweep(connection: Connection, candidates: Collection[int]) -> None:
     """Delete those of the candidates to which no turn links, and then the segments that no checkpoint needs."""
     numbers = sorted(set(candidates))

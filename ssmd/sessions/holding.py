@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, bindparam, exists, func, select, update
+from sqlalchemy import Connection, bindparam, exists, func, literal, select, update
 
+from ssmd.sessions import tree
 from ssmd.sessions.schema import checkpoint, checkpoint_segment, segment, total, turn, turn_checkpoint
 from ssmd.sessions.schema import session as session_table
 
@@ -21,7 +22,7 @@ class Held:
     """A checkpoint of a session.
 
     turn: the topmost one that links to it, for which it was made. nbytes: of its pieces. segments: ids of those it
-    lists. shared: turns of other sessions link to it too.
+    lists. shared: turns of other sessions link to it too. pinned: a pinned fork began with a turn that links to it.
     """
 
     id: int
@@ -31,23 +32,29 @@ class Held:
     nbytes: int
     segments: tuple[int, ...]
     shared: bool
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A segment. users: checkpoints that list it, in the whole store; of more than the session has, some are left out
-    of the count."""
+    """A segment. users: checkpoints that list it, in the whole store; linked: those of them that a turn links to, and
+    that were not written ahead. Of more than the session has, some are left out of the counts."""
 
     nbytes: int
     users: int
+    linked: int
 
 
 @dataclass(frozen=True)
 class Holding:
-    """parents: the session's turns in the order of writing, each with the one above it; depths: turns above each."""
+    """parents: the session's turns in the order of writing, each with the one above it; depths: turns above each.
+
+    bases: those of them that forks begin at.
+    """
 
     session: str
     head: str
+    bases: frozenset[str]
     parents: Mapping[str, str | None]
     depths: Mapping[str, int]
     checkpoints: tuple[Held, ...]
@@ -62,7 +69,7 @@ class Holding:
             if not h.shared:
                 for number in h.segments:
                     users[number] = users.get(number, 0) + 1
-        own += sum(s.nbytes for number, s in self.segments.items() if users.get(number) == s.users)
+        own += sum(s.nbytes for number, s in self.segments.items() if users.get(number) == s.linked)
         return own, whole - own
 
 
@@ -82,10 +89,22 @@ _LISTED = select(_list.checkpoint, _list.segment).where(_list.checkpoint.in_(_SO
 _LISTED = _LISTED.order_by(_list.checkpoint, _list.segment)
 # As many as the session can have and one more is enough: the rows of a system prompt may have thousands of users.
 _USERS = select(_list.checkpoint).where(_list.segment == segment.c.id).limit(bindparam("most")).correlate(segment)
+_LINKED_USERS = _USERS.where(exists().where(_link.checkpoint == _list.checkpoint))
 _ROWS = select(
-    segment.c.id, segment.c.nbytes, select(func.count()).select_from(_USERS.subquery()).scalar_subquery().label("users")
+    segment.c.id,
+    segment.c.nbytes,
+    *(
+        select(func.count()).select_from(some.subquery()).scalar_subquery().label(name)
+        for name, some in (("users", _USERS), ("linked", _LINKED_USERS))
+    ),
 ).where(segment.c.id.in_(_SOME))
-_HEAD = select(session_table.c.head).where(session_table.c.id == _SESSION)
+_s = session_table.c
+_HEAD = select(_s.head).where(_s.id == _SESSION)
+_BASES = select(_s.base).join(turn, _t.id == _s.base).where(_t.session == _SESSION)
+# All forks that began with some of the session's turns have their root in common with it.
+_OWN_ROOTS = select(_t.id).where(_t.session == _SESSION, _t.parent.is_(None))
+_ROOTS = _OWN_ROOTS.union(select(_s.root).where(_s.id == _SESSION, _s.root.is_not(None)))
+_PINNED = select(_s.base).where(_s.pinned.is_(True), _s.root.in_(_ROOTS))
 
 
 def read_holding(connection: Connection, session_id: str) -> Holding:
@@ -104,18 +123,29 @@ def read_holding(connection: Connection, session_id: str) -> Holding:
     segments: dict[int, Rows] = {}
     for some in batches(sorted({of for listed in lists.values() for of in listed})):
         for row in connection.execute(_ROWS, {"some": some, "most": len(numbers) + 1}):
-            segments[row.id] = Rows(row.nbytes, row.users)
+            segments[row.id] = Rows(row.nbytes, row.users, row.linked)
+    pinned = _inherited_by_pinned(connection, session_id)
+    held_fast = {row.id for row in rows if row.turn in pinned}
     return Holding(
         session=session_id,
         head=connection.execute(_HEAD, mine).scalar_one(),
+        bases=frozenset(connection.scalars(_BASES, mine)),
         parents={row.id: row.parent for row in turns},
         depths=depths,
         checkpoints=tuple(
-            Held(n, r.turn, r.kind, r.position, r.recurrent_nbytes, tuple(lists[n]), n in shared)
+            Held(n, r.turn, r.kind, r.position, r.recurrent_nbytes, tuple(lists[n]), n in shared, n in held_fast)
             for n, r in sorted(topmost.items())
         ),
         segments=segments,
     )
+
+
+def _inherited_by_pinned(connection: Connection, session_id: str) -> set[str]:
+    """Turns that pinned forks began with, if the session may own some of them."""
+    found: set[str] = set()
+    for base in connection.scalars(_PINNED, {"session": session_id}).all():
+        found.update(connection.scalars(tree.above(literal(base))))
+    return found
 
 
 def shared_among(connection: Connection, checkpoints: Sequence[int], session_id: str) -> set[int]:

@@ -6,23 +6,23 @@ A file whose structure is torn is read row by row into a new one, which takes it
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, select, text, update
+from sqlalchemy import Connection, delete, func, insert, literal_column, select, text, update
 
-from ssmd.sessions import database
-from ssmd.sessions.check import Damage, Findings, as_they_are, examine, is_moment, is_text, path_to
+from ssmd.sessions import database, erasure
+from ssmd.sessions.check import examine
+from ssmd.sessions.findings import Damage, Findings, Home, as_they_are, is_moment, is_text, is_time
 from ssmd.sessions.holding import batches, count_again
+from ssmd.sessions.salvage import salvage
 from ssmd.sessions.schema import (
     checkpoint,
     checkpoint_segment,
     metadata,
+    reply,
     segment,
     session,
     total,
@@ -34,7 +34,6 @@ from ssmd.sessions.turns import from_micros
 
 Progress = Callable[[int], None]
 _PASSES = 5
-_MAX_GAP = 10_000  # ids in a row that cannot be read, until the rest of a table is given up
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def repair(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int 
         damages, counted = _repair_rows(data_dir, progress, busy_ms)
     except database.DamagedFile as err:
         torn = Findings.of_torn_file(str(err.__cause__ or err)).damages
-        kept, lost = _salvage(data_dir, busy_ms)
+        kept, lost = salvage(data_dir, busy_ms)
         damages, counted = _repair_rows(data_dir, progress, busy_ms)
         damages = [*torn, *lost, *damages]
     return Checked(tuple(damages), *counted, repaired=bool(damages), kept=kept)
@@ -84,6 +83,7 @@ def _repair_rows(data_dir: Path, progress: Progress, busy_ms: int) -> tuple[list
             damages = _mend(connection, found)
         if damages:
             store.collect()  # gives the space back
+            store.settle()  # nothing stays of text that went
         return damages, _count(store)
 
 
@@ -111,30 +111,29 @@ def _mend(connection: Connection, found: Findings) -> list[Damage]:
 
 def _apply(connection: Connection, found: Findings) -> None:
     t = turn.c
+    for name, home in sorted(found.homes.items()):
+        _mend_session(connection, found, name, home)
+    for name, owner in found.owners.items():
+        connection.execute(update(turn).where(t.id == name).values(session=owner))
+    for numbers in batches(sorted(found.replies)):
+        connection.execute(delete(reply).where(reply.c.id.in_(numbers)))
     # First every link that leads to a row that goes, so that no cascade has far to go.
-    for some in batches(sorted(found.turns)):
-        connection.execute(update(turn).where(t.id.in_(some)).values(parent=None))
-    for some in batches(sorted(found.turns)):
-        connection.execute(delete(turn).where(t.id.in_(some)))
+    for numbers in batches(sorted(found.turns)):
+        connection.execute(update(turn).where(t.seq.in_(numbers)).values(parent=None))
+    for numbers in batches(sorted(found.turns)):
+        connection.execute(delete(turn).where(t.seq.in_(numbers)))
+    for numbers in batches(sorted(found.sessions)):
+        connection.execute(delete(session).where(literal_column("rowid").in_(numbers)))
     for numbers in batches(sorted(found.checkpoints)):
         connection.execute(delete(checkpoint).where(checkpoint.c.id.in_(numbers)))
     _drop_what_points_nowhere(connection)
     for numbers in batches(sorted(found.segments)):
         connection.execute(delete(checkpoint_segment).where(checkpoint_segment.c.segment.in_(numbers)))
         connection.execute(delete(segment).where(segment.c.id.in_(numbers)))
-    for some in batches(sorted(found.unread)):
-        nothing = {"ids_shared": 0, "ids": b"", "text_shared": 0, "text": "", "prompt_tokens": 0}
-        connection.execute(update(turn).where(t.id.in_(some)).values(nothing))
-        # The rest of its row was not readable either, if that was what was wrong with it.
-        for broken, value in ((t.finish, "stop"), (t.complete, True), (t.created_at, 0)):
-            wrong = func.typeof(broken) != ("text" if value == "stop" else "integer")
-            connection.execute(update(turn).where(t.id.in_(some), wrong).values({broken: value}))
-    for name, (depth, length, chain) in found.chains.items():
-        values = {"depth": depth, "length": length, "chain": chain}
+    for name, values in found.values.items():
         connection.execute(update(turn).where(t.id == name).values(values))
-    for name in sorted(found.sessions | found.homeless):
-        _mend_session(connection, found, name)
     _sweep(connection)
+    erasure.owe(connection)
 
 
 def _drop_what_points_nowhere(connection: Connection) -> None:
@@ -147,39 +146,28 @@ def _drop_what_points_nowhere(connection: Connection) -> None:
     connection.execute(update(checkpoint).where(checkpoint.c.parent.not_in(known)).values(parent=None))
 
 
-def _mend_session(connection: Connection, found: Findings, name: str) -> None:
-    """From its turns: gone without one, made anew where nothing is known about it."""
-    base = connection.execute(text("SELECT base FROM session WHERE id = :id"), {"id": name}).scalar()
-    inherited = path_to(base, found.told)
-    mine = {n: t for n, t in found.told.items() if t.session == name} | {n: found.told[n] for n in inherited}
-    if not mine:
-        connection.execute(delete(session).where(session.c.id == name))
-        return
-    newest = max(mine, key=lambda n: mine[n].seq)
+def _mend_session(connection: Connection, found: Findings, name: str, home: Home) -> None:
+    """Made anew from its turns where nothing is known about it."""
+    newest = max(home.turns, key=lambda n: found.told[n].seq)
     with as_they_are(connection):
         row = connection.execute(text("SELECT * FROM session WHERE id = :id"), {"id": name}).one_or_none()
-        written = connection.scalars(text("SELECT created_at FROM turn WHERE session = :id"), {"id": name}).all()
-    times = [n for n in written if isinstance(n, int) and n > 0]
-    links = text(
-        "SELECT c.lineage FROM checkpoint c JOIN turn_checkpoint l ON l.checkpoint = c.id JOIN turn t ON t.id = l.turn "
-        "WHERE t.session = :id LIMIT 1"
-    )
+    times = [found.told[n].created_at for n in home.turns]
     made: dict[str, Any] = {
         "id": name,
-        "created_at": min(times, default=0),
-        "last_used_at": max(times, default=0),
+        "created_at": min(filter(None, times), default=0),
+        "last_used_at": max(times),
         "model": "unknown",
-        "lineage": connection.execute(links, {"id": name}).scalar() or "",
-        "clock": from_micros(min(times, default=0)).isoformat(),
+        "lineage": found.told[newest].lineage,
+        "clock": from_micros(min(filter(None, times), default=0)).isoformat(),
         "title": "",
         "pinned": False,
         "imported": "",
     }
     if row is not None:
         made |= {k: getattr(row, k) for k, v in made.items() if _plausible(k, getattr(row, k), v)}
-    head = row.head if row is not None and row.head in mine else newest
-    made |= {"base": inherited[0] if inherited else None, "root": inherited[-1] if inherited else None}
-    made |= {"head": head, "turns": len(mine), "retained": 0, "own_nbytes": None, "shared_nbytes": None}
+    head = row.head if row is not None and row.head in home.turns else newest
+    made |= {"head": head, "turns": len(home.turns), "base": home.base, "root": home.root}
+    made |= {"retained": 0, "own_nbytes": None, "shared_nbytes": None}
     if row is None:
         connection.execute(insert(session).values(made))
     else:
@@ -188,10 +176,10 @@ def _mend_session(connection: Connection, found: Findings, name: str) -> None:
 
 def _plausible(column: str, value: object, example: object) -> bool:
     if column == "clock":
-        return is_text(value) and is_moment(str(value))
+        return is_moment(value)
     if column == "pinned":
         return value in (0, 1)
-    return is_text(value) if isinstance(example, str) else isinstance(value, int) and value >= 0
+    return is_text(value) if isinstance(example, str) else is_time(value)
 
 
 def _sweep(connection: Connection) -> None:
@@ -209,91 +197,3 @@ def _sweep(connection: Connection) -> None:
     connection.execute(delete(total))
     connection.execute(insert(total).values(name="checkpoints", nbytes=select(stored + rows).scalar_subquery()))
     count_again(connection, list(connection.scalars(select(session.c.id))))
-
-
-def _salvage(data_dir: Path, busy_ms: int) -> tuple[Path, list[Damage]]:
-    """Copy what can be read into a new file, and put the old one aside. (where, tables of which something is lost)"""
-    file = data_dir / database.FILE
-    fresh = data_dir / "salvage"
-    shutil.rmtree(fresh, ignore_errors=True)  # of an attempt that was interrupted
-    try:
-        Store.open(fresh, busy_ms=busy_ms).close()
-        lost = _copy_all(file, fresh / database.FILE)
-        kept = next(p for n in range(1, 1000) if not (p := data_dir / f"{database.FILE}.damaged-{n}").exists())
-        for side in ("-wal", "-shm", ""):
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(f"{file}{side}", f"{kept}{side}")
-        os.rename(fresh / database.FILE, file)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    return kept, lost
-
-
-def _copy_all(file: Path, new_file: Path) -> list[Damage]:
-    lost: list[Damage] = []
-    try:
-        with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as old:
-            old.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
-            with contextlib.closing(sqlite3.connect(new_file, isolation_level=None)) as new:
-                new.execute("BEGIN")
-                for name in (t.name for t in metadata.sorted_tables if t is not total):
-                    copied, complete = _copy(old, new, name)
-                    if not complete:
-                        lost.append(Damage(f"the table {name}", "not all of it can be read", f"{copied} rows are kept"))
-                new.execute("COMMIT")
-                new.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    except (sqlite3.Error, UnicodeDecodeError) as err:  # SQLite's message may quote what is damaged
-        advice = "move it away to start with an empty one"
-        raise StoreError(f"{file} is damaged beyond repair ({err}); {advice}") from err
-    return lost
-
-
-def _copy(old: sqlite3.Connection, new: sqlite3.Connection, name: str) -> tuple[int, bool]:
-    """(rows copied, whether those were all)"""
-    there = {row[1] for row in old.execute(f"PRAGMA table_info({name})")}
-    columns = [c.name for c in metadata.tables[name].columns if c.name in there]
-    if not columns:
-        return 0, False
-    insert_ = f"INSERT OR IGNORE INTO {name} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"  # noqa: S608 - names of our own tables
-    keyless = metadata.tables[name].dialect_options["sqlite"]["with_rowid"] is False
-    copied, complete = 0, True
-    for row in (_by_key if keyless else _by_rowid)(old, name, columns):
-        if row is None:
-            complete = False
-            continue
-        try:
-            copied += new.execute(insert_, row).rowcount
-        except (sqlite3.Error, UnicodeEncodeError):
-            complete = False
-    return copied, complete
-
-
-def _by_rowid(old: sqlite3.Connection, name: str, columns: list[str]) -> Iterator[tuple[Any, ...] | None]:
-    """Rows in the order of their ids; None for each gap that cannot be read."""
-    query = f"SELECT rowid, {', '.join(columns)} FROM {name} WHERE rowid >= ? ORDER BY rowid LIMIT 1"  # noqa: S608 - names of our own tables
-    at, gap = 1, 0
-    while gap < _MAX_GAP:
-        try:
-            row = old.execute(query, (at,)).fetchone()
-        except (sqlite3.DatabaseError, UnicodeDecodeError):
-            if not gap:
-                yield None
-            at, gap = at + 1, gap + 1
-            continue
-        if row is None:
-            return
-        at, gap = row[0] + 1, 0
-        yield row[1:]
-
-
-def _by_key(old: sqlite3.Connection, name: str, columns: list[str]) -> Iterator[tuple[Any, ...] | None]:
-    """From both ends, as far as that goes."""
-    for order in ("", " DESC"):
-        keys = ", ".join(f"{c}{order}" for c in columns)
-        try:
-            query = f"SELECT {', '.join(columns)} FROM {name} ORDER BY {keys}"  # noqa: S608 - names of our own tables
-            yield from old.execute(query)
-        except (sqlite3.DatabaseError, UnicodeDecodeError):
-            yield None
-        else:
-            return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
@@ -49,6 +50,11 @@ def insert_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTur
         "answer": dict(reply.answer),
     }
     connection.execute(insert(reply_table).values(row))
+
+
+def forget(connection: Connection, turns: Any) -> None:
+    """Remove the replies of the turns of a sub-select."""
+    connection.execute(delete(reply_table).where(reply_table.c.turn.in_(turns)))
 
 
 def replace_turns(connection: Connection, session_id: str, turns: Sequence[str]) -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection, delete, exists, func, literal, select, update
+from sqlalchemy import Connection, delete, exists, func, select, update
 
 from ssmd.sessions import checkpoints as checkpoint_rows
+from ssmd.sessions import tree
 from ssmd.sessions.checkpoint import Encoded
 from ssmd.sessions.checkpoints import Placed
 from ssmd.sessions.holding import (
@@ -29,7 +30,6 @@ from ssmd.sessions.holding import (
 )
 from ssmd.sessions.schema import checkpoint, checkpoint_segment, segment, turn, turn_checkpoint
 from ssmd.sessions.schema import session as session_table
-from ssmd.sessions.tree import above
 
 NEWEST = 2  # turns at the end of every path that keep all their checkpoints
 EVERYTHING, THINNED, NOTHING = 0, 1, 2  # session.retained: what retention has left of it since its last turn
@@ -37,9 +37,12 @@ PART_BYTES = 256 << 20  # that a collection frees in one transaction: as much go
 _COUNT_AT_ONCE = 4  # a session of so few turns is counted within its commit
 
 
-def ages(parents: Mapping[str, str | None]) -> dict[str, int]:
-    """For each turn, how many turns the shortest path below it has. parents: in the order of writing."""
-    found: dict[str, int] = {}
+def ages(parents: Mapping[str, str | None], ends: Collection[str] = ()) -> dict[str, int]:
+    """For each turn, how many turns the shortest path below it has. parents: in the order of writing.
+
+    ends: turns at which a conversation ends though others follow: those that forks begin at.
+    """
+    found: dict[str, int] = dict.fromkeys(ends, 0)
     for one in reversed(list(parents)):
         age = found.setdefault(one, 0)
         above = parents[one]
@@ -60,10 +63,8 @@ def kept_when_thin(age: int, depth: int) -> bool:
 
 def thinned(holding: Holding) -> list[Held]:
     """The checkpoints that a thinned session does without, the oldest first."""
-    old = ages(holding.parents)
-    deepest: dict[str, int] = {}
-    for held in holding.checkpoints:
-        deepest[held.turn] = max(held.position, deepest.get(held.turn, 0))
+    old = ages(holding.parents, holding.bases)
+    deepest = _deepest(holding)
 
     def stays(held: Held) -> bool:
         if held.kind == "system" or old[held.turn] < NEWEST:
@@ -76,13 +77,31 @@ def thinned(holding: Holding) -> list[Held]:
 
 
 def leaving(holding: Holding) -> list[Held]:
-    """All checkpoints in the order in which an emptied session gives them up: the likeliest to be resumed come last."""
+    """All checkpoints in the order in which an emptied session gives them up: the likeliest to be resumed come last.
+
+    Those are the ends of its current path and of what its forks began with.
+    """
+    ends = {holding.head, *holding.bases}
     current: set[str] = set()
-    at: str | None = holding.head
-    while at is not None and at in holding.parents:
-        current.add(at)
-        at = holding.parents[at]
-    return sorted(holding.checkpoints, key=lambda h: (h.turn in current, h.position))
+    for end in ends:
+        at: str | None = end
+        while at is not None and at in holding.parents and at not in current:
+            current.add(at)
+            at = holding.parents[at]
+    deepest = _deepest(holding)
+
+    def worth(held: Held) -> tuple[bool, bool, int]:
+        return held.turn in current, held.turn in ends and held.position == deepest[held.turn], held.position
+
+    return sorted(holding.checkpoints, key=worth)
+
+
+def _deepest(holding: Holding) -> dict[str, int]:
+    """For each turn, the position of the last checkpoint that was made for it."""
+    found: dict[str, int] = {}
+    for held in holding.checkpoints:
+        found[held.turn] = max(held.position, found.get(held.turn, 0))
+    return found
 
 
 class Ledger:
@@ -114,13 +133,13 @@ class Ledger:
         for held in thinned(holding):
             if self.freed >= needed:
                 return True
-            if held.id not in keep and self.gain(held):
+            if held.id not in keep and not held.pinned and self.gain(held):
                 self.let_go(held)
         return self.freed >= needed
 
     def empty(self, holding: Holding, needed: int, keep: Collection[int]) -> bool:
         """Let go of all, until `needed` bytes are free. False: nothing is left but `keep`, and not enough is free."""
-        left = [held for held in leaving(holding) if held.id not in keep]
+        left = [held for held in leaving(holding) if held.id not in keep and not held.pinned]
         while self.freed < needed:
             # A middle whose rows the next one lists frees nothing now: the end of the chain goes before it.
             best = next((held for held in left if self.gain(held)), None)
@@ -171,6 +190,20 @@ class Collected:
         )
 
 
+def reopen(connection: Connection, sessions: Collection[str]) -> None:
+    """These sessions may have something to give again, and other sizes."""
+    count_again(connection, sessions)
+    for some in batches(sorted(sessions)):
+        connection.execute(update(session_table).where(session_table.c.id.in_(some)).values(retained=EVERYTHING))
+
+
+def loosen(connection: Connection, session_id: str) -> None:
+    """A session is not pinned any more: nor is what it began with, if it is a fork."""
+    t = turn.c
+    owners = select(t.session).where(t.id.in_(tree.inherited(session_id)), t.session != session_id).distinct()
+    reopen(connection, list(connection.scalars(owners)))
+
+
 def collect(connection: Connection, quota: int | None, *, dry_run: bool) -> Collected:
     """One transaction's part of bringing the store down to the quota; with `dry_run` all of it, and then nothing."""
     before = stored_bytes(connection)
@@ -211,7 +244,6 @@ def _take(
 ) -> bool:
     """From one session. True if it has nothing more to give at this level."""
     holding = read_holding(connection, session_id)
-    keep = {*keep, *kept_for_forks(connection, holding)}
     ledger = Ledger(holding)
     enough = (ledger.thin if level == EVERYTHING else ledger.empty)(holding, needed, keep)
     mine = session_table.c.id == session_id
@@ -226,29 +258,6 @@ def _take(
         return False
     connection.execute(update(session_table).where(mine).values(retained=level + 1))
     return True
-
-
-def kept_for_forks(connection: Connection, holding: Holding) -> set[int]:
-    """Those of a session's checkpoints that pinned forks begin with."""
-    s = session_table.c
-    bases = connection.scalars(select(s.base).where(s.pinned.is_(True), s.base.is_not(None))).all()
-    kept: set[str] = set()
-    for base in bases:
-        at: str | None = base if base in holding.parents else _way_in(connection, base, holding)
-        while at is not None and at in holding.parents:
-            kept.add(at)
-            at = holding.parents[at]
-    return {held.id for held in holding.checkpoints if held.turn in kept} if kept else set()
-
-
-def _way_in(connection: Connection, base: str, holding: Holding) -> str | None:
-    """The deepest turn of the session above `base`, which is another session's."""
-    found = connection.execute(
-        select(turn.c.id)
-        .where(turn.c.id.in_(above(literal(base))), turn.c.session == holding.session)
-        .order_by(turn.c.depth.desc())
-    )
-    return found.scalars().first()
 
 
 def _unlink(connection: Connection, session_id: str, gone: Sequence[Held]) -> None:

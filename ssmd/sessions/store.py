@@ -151,6 +151,11 @@ class Store:
                 return None
             turn_rows.rewrite(connection, turn_id, ids, text)
             session_id = connection.execute(select(turn.c.session).where(turn.c.id == turn_id)).scalar_one()
+            strangers = checkpoint_rows.unlink_strangers(connection, turn_id, as_ids(ids))
+            holding.count_again(
+                connection, {session_id, *holding.sole_sharers(connection, strangers, session_id)} if strangers else ()
+            )
+            checkpoint_rows.sweep(connection, strangers)
             return retention.place(connection, [checkpoint], [turn_id], session_id, self.quota)[0]
 
     def is_leaf(self, turn_id: str) -> bool:
@@ -268,11 +273,13 @@ class Store:
         return _session(connection, self._session_row(connection, session_id))
 
     def pin(self, session_id: str, pinned: bool = True) -> Session:
-        """Exempt a session from retention, or no longer. Raises UnknownSession."""
+        """Exempt a session from retention, or no longer; of a fork also what it began with. Raises UnknownSession."""
         with database.writing(self._engine, self.file) as connection:
             self._session_row(connection, session_id)
             mine = session_table.c.id == session_id
             connection.execute(update(session_table).where(mine).values(pinned=pinned))
+            if not pinned:
+                retention.loosen(connection, session_id)
             return self.session_in(connection, session_id)
 
     def collect(self, quota: int | None = None, *, dry_run: bool = False) -> retention.Collected:
@@ -327,8 +334,11 @@ class Store:
         Turns that a fork of it stands on stay, as the fork's.
         """
         with database.writing(self._engine, self.file) as connection:
-            self._session_row(connection, session_id)
-            holding.count_again(connection, tree.hand_over(connection, session_id))
+            if self._session_row(connection, session_id).pinned:
+                retention.loosen(connection, session_id)
+            # Also replies of turns that stay: they hold words of choices that go.
+            reply_rows.forget(connection, select(turn.c.id).where(turn.c.session == session_id))
+            retention.reopen(connection, tree.hand_over(connection, session_id))
             linked = checkpoint_rows.linked_to(connection, select(turn.c.id).where(turn.c.session == session_id))
             holding.count_again(connection, holding.sole_sharers(connection, sorted(set(linked)), session_id))
             # Parents let go of their children first: SQLite follows a chain of 1,000 cascades, and then fails.

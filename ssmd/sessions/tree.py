@@ -69,6 +69,8 @@ def insert_fork(connection: Connection, origin: Any, turn_id: str, now: int) -> 
         "imported": origin.imported,
         "base": turn_id,
         "root": connection.execute(root).scalar_one(),
+        "own_nbytes": 0,
+        "shared_nbytes": 0,
     }
     connection.execute(insert(session_table).values(fork))
     return str(fork["id"])
@@ -77,7 +79,7 @@ def insert_fork(connection: Connection, origin: Any, turn_id: str, now: int) -> 
 def hand_over(connection: Connection, session_id: str) -> list[str]:
     """Before a session is removed: each of its turns that forks still stand on gets one of them as its owner.
 
-    The forks that may own more turns than before.
+    The forks that own more turns than before.
     """
     # Only trees that the session is a part of: those of its own roots, and of the one that it was forked from itself.
     roots = (
@@ -88,12 +90,13 @@ def hand_over(connection: Connection, session_id: str) -> list[str]:
     forks = connection.execute(
         select(_s.id, _s.base).where(_s.root.in_(roots), _s.id != session_id).order_by(_s.created_at, _s.id)
     )
-    heirs = forks.all()
-    for fork in heirs:
+    heirs = []
+    for fork in forks.all():
         path = above(literal(fork.base))
         moved = update(turn_table).where(_t.session == session_id, _t.id.in_(path)).values(session=fork.id)
-        connection.execute(moved)
-    return [fork.id for fork in heirs]
+        if connection.execute(moved).rowcount:
+            heirs.append(fork.id)
+    return heirs
 
 
 def resumable(connection: Connection, session_id: str) -> set[str]:
