@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,14 +53,21 @@ def list_sessions(data_dir: options.DataDir = None, as_json: options.Json = Fals
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("id", "model", "turns", "size", "shared", "last used", "", "title", box=None, pad_edge=False)
+    names = ("id", "model", "turns", "size", "shared", "last used", "")
+    rows = []
     for s in sessions:
         used = s.last_used_at.astimezone().strftime("%Y-%m-%d %H:%M")
-        # Text: what users and models wrote is not to be read as markup.
         sizes = _size(s.nbytes), _size(s.nbytes - s.own_nbytes) if s.nbytes > s.own_nbytes else ""
-        pinned = "pinned" if s.info.pinned else ""
-        table.add_row(s.id, Text(s.info.model), str(s.turns), *sizes, used, pinned, Text(plain(s.title)))
-    Console(soft_wrap=True).print(table)
+        rows.append((s.id, s.info.model, str(s.turns), *sizes, used, "pinned" if s.info.pinned else "", plain(s.title)))
+    table = Table(box=None, pad_edge=False)
+    for i, name in enumerate(names):
+        table.add_column(name, no_wrap=True, min_width=max(len(row[i]) for row in rows))
+    table.add_column("title", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))  # Text: what users and models wrote is not to be read as markup
+    # A file or a pipe gets whole lines; a narrow terminal loses titles first, ids never.
+    console = Console() if sys.stdout.isatty() else Console(width=1000)
+    console.print(table)
 
 
 @app.command("show")
