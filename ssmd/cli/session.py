@@ -61,7 +61,7 @@ def list_sessions(data_dir: options.DataDir = None, as_json: options.Json = Fals
         rows.append((s.id, s.info.model, str(s.turns), *sizes, used, "pinned" if s.info.pinned else "", plain(s.title)))
     table = Table(box=None, pad_edge=False)
     for i, name in enumerate(names):
-        table.add_column(name, no_wrap=True, min_width=max(len(row[i]) for row in rows))
+        table.add_column(name, no_wrap=True, min_width=max(len(name), *(len(row[i]) for row in rows)))
     table.add_column("title", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))  # Text: what users and models wrote is not to be read as markup
