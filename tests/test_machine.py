@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from keeping import _empty_database
 from recording import Recorder, fingerprint
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 from test_engine import Answer, ask, user
 
 from ssmd.artifact import Artifact
@@ -40,6 +40,7 @@ from ssmd.sessions.repair import check
 from ssmd.sessions.schema import checkpoint
 from ssmd.sessions.store import Store
 from ssmd.sessions.transfer import Local, export_session, import_session
+from ssmd.sessions.turns import read_tree
 from ssmd.text.messages import Message
 
 STEPS = int(os.environ.get("SSMD_STEPS", "2000"))
@@ -63,6 +64,10 @@ EVENTS = (
 def plain(messages: Talk) -> Talk:
     """As echoes are compared: an assistant's outer white space does not count."""
     return tuple(replace(m, content=m.content.strip()) if m.role == "assistant" else m for m in messages)
+
+
+def states_in(connection: Connection) -> list[tuple[bytes, str]]:
+    return [tuple(row) for row in connection.execute(select(checkpoint.c.ids, checkpoint.c.origin))]
 
 
 class Sessions(RuleBasedStateMachine):
@@ -199,8 +204,7 @@ class Sessions(RuleBasedStateMachine):
 
     def collect(self, rng: random.Random) -> None:
         quota = int(self.store.bytes_stored() * rng.random())
-        self.store.collect(quota)
-        assert self.store.bytes_stored() <= quota
+        assert self.store.collect(quota).left <= quota
         self.look(again=True)
 
     # How it is done, and what must be true.
@@ -266,18 +270,18 @@ class Sessions(RuleBasedStateMachine):
     def states(self) -> list[tuple[bytes, str]]:
         """The ids fed and the origin of all checkpoints."""
         with self.store.reading() as connection:
-            rows = connection.execute(select(checkpoint.c.ids, checkpoint.c.origin)).all()
-        return [(row.ids, row.origin) for row in rows]
+            return states_in(connection)
 
     def resumed(self, answer: Answer, stored: list[tuple[bytes, str]], n: int) -> None:
         """It began at the deepest state there was for it, and the next request finds one as deep as can be."""
         session = str(answer.usage.session)
         own = ("", self.store.session(session).info.imported)
-        turns = self.store.turns(session)[-n:]
+        with self.store.reading() as connection:  # of one moment: a repair may come at any
+            turns, now = read_tree(connection, session)[-n:], states_in(connection)
         prompt = turns[0].ids[: turns[0].prompt_tokens]
         fitting = [len(ids) // 4 for ids, origin in stored if origin in own and prompt[:-1].tobytes().startswith(ids)]
         assert answer.usage.cached_tokens >= max(fitting, default=0)  # more if a turn was repaired in between
-        there = {ids for ids, origin in self.states() if origin in own} if self.quota is None else None
+        there = {ids for ids, origin in now if origin in own} if self.quota is None else None
         for turn in turns:
             assert there is None or not there.isdisjoint({turn.ids.tobytes(), turn.ids[:-1].tobytes()})
 
