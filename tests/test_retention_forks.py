@@ -20,7 +20,7 @@ from test_retention import WIDE, check_sound, really_stored, resumed_at, talk
 
 from ssmd.sessions import tree
 from ssmd.sessions.checkpoint import NewCheckpoint, as_ids
-from ssmd.sessions.holding import read_holding
+from ssmd.sessions.holding import read_holding, write_sizes
 from ssmd.sessions.repair import check
 from ssmd.sessions.reply import NewReply, ReplyKey
 from ssmd.sessions.schema import checkpoint, checkpoint_segment, segment, turn, turn_checkpoint
@@ -128,6 +128,27 @@ def test_many_forks_are_listed_without_being_counted(store: Store) -> None:
     store.delete("s")
     assert sorted(s.own_nbytes for s in store.sessions())[:-1] == [0] * 4, "one of them owns all there is"
     assert 0 < store.bytes_stored() < whole
+
+
+def test_what_is_written_ahead_is_nobodys_yet(store: Store) -> None:
+    """Counted meanwhile, a session's size is what it is when the request comes to nothing, or to a turn."""
+    chat = talk(store, "s", 3)
+    size = store.session("s").own_nbytes
+    new, checkpoints = chat.make("s-3", "s-2", [user("more")], "sure")
+    first, second = (chat.encode(c) for c in checkpoints)
+    for _ in range(2):
+        assert store.keep(first).id is not None
+        with store.writing() as connection:
+            write_sizes(connection, "s")
+        assert store.session("s").own_nbytes == size
+        assert store.sweep() == 1
+        check_sound(store, HYBRID)
+    store.keep(first)
+    with store.writing() as connection:
+        write_sizes(connection, "s")
+    store.commit([new], [first.without_data(), second], session=chat.info)
+    assert store.session("s").own_nbytes == store.bytes_stored()
+    check_sound(store, HYBRID)
 
 
 class Histories:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, bindparam, exists, func, literal, select, update
@@ -91,12 +91,11 @@ _LISTED = _LISTED.order_by(_list.checkpoint, _list.segment)
 _USERS = select(_list.checkpoint).where(_list.segment == segment.c.id).limit(bindparam("most")).correlate(segment)
 _LINKED_USERS = _USERS.where(exists().where(_link.checkpoint == _list.checkpoint))
 _ROWS = select(
-    segment.c.id,
-    segment.c.nbytes,
-    *(
-        select(func.count()).select_from(some.subquery()).scalar_subquery().label(name)
-        for name, some in (("users", _USERS), ("linked", _LINKED_USERS))
-    ),
+    segment.c.id, segment.c.nbytes, select(func.count()).select_from(_USERS.subquery()).scalar_subquery().label("users")
+).where(segment.c.id.in_(_SOME))
+_LINKED_USERS = _USERS.where(exists().where(_link.checkpoint == _list.checkpoint))
+_LINKED_ROWS = select(
+    segment.c.id, select(func.count()).select_from(_LINKED_USERS.subquery()).scalar_subquery().label("linked")
 ).where(segment.c.id.in_(_SOME))
 _s = session_table.c
 _HEAD = select(_s.head).where(_s.id == _SESSION)
@@ -120,10 +119,7 @@ def read_holding(connection: Connection, session_id: str) -> Holding:
     for some in batches(numbers):
         for number, of in connection.execute(_LISTED, {"some": some}):
             lists[number].append(of)
-    segments: dict[int, Rows] = {}
-    for some in batches(sorted({of for listed in lists.values() for of in listed})):
-        for row in connection.execute(_ROWS, {"some": some, "most": len(numbers) + 1}):
-            segments[row.id] = Rows(row.nbytes, row.users, row.linked)
+    segments = _rows(connection, lists)
     pinned = _inherited_by_pinned(connection, session_id)
     held_fast = {row.id for row in rows if row.turn in pinned}
     return Holding(
@@ -138,6 +134,24 @@ def read_holding(connection: Connection, session_id: str) -> Holding:
         ),
         segments=segments,
     )
+
+
+def _rows(connection: Connection, lists: Mapping[int, Sequence[int]]) -> dict[int, Rows]:
+    """The segments that these checkpoints list."""
+    mine: dict[int, int] = {}
+    for listed in lists.values():
+        for number in listed:
+            mine[number] = mine.get(number, 0) + 1
+    most = len(lists) + 1
+    found: dict[int, Rows] = {}
+    for some in batches(sorted(mine)):
+        for row in connection.execute(_ROWS, {"some": some, "most": most}):
+            found[row.id] = Rows(row.nbytes, row.users, row.users)
+    others = [number for number, rows in found.items() if rows.users != mine[number]]
+    for some in batches(others):
+        for number, linked in connection.execute(_LINKED_ROWS, {"some": some, "most": most}):
+            found[number] = replace(found[number], linked=linked)
+    return found
 
 
 def _inherited_by_pinned(connection: Connection, session_id: str) -> set[str]:

@@ -246,9 +246,11 @@ def _echoed() -> tuple[Any, Any, Any]:
     # A fork begins as the request does, so its first turn is among the echoed ones: by that it is found.
     forks = select(s.id, s.base).join(first.id.table, first.id == s.root).where(first.chain.in_(chains))
     last_used = forks.order_by(s.last_used_at.desc()).limit(_MAX_FORKS).subquery()
-    walk = select(last_used.c.id.label("fork"), last_used.c.base.label("turn")).cte("walk", recursive=True)
-    walk = walk.union_all(select(walk.c.fork, t.parent).where(t.id == walk.c.turn, t.parent.is_not(None)))
-    inherited = columns.select_from(walk).join(turn_table, t.id == walk.c.turn).join(session_table, s.id == walk.c.fork)
+    bases = select(last_used.c.base.label("base"), last_used.c.base.label("turn")).distinct()
+    walk = bases.cte("walk", recursive=True)  # once for all forks that begin at the same turn
+    walk = walk.union_all(select(walk.c.base, t.parent).where(t.id == walk.c.turn, t.parent.is_not(None)))
+    inherited = columns.select_from(walk).join(turn_table, t.id == walk.c.turn)
+    inherited = inherited.join(last_used, last_used.c.base == walk.c.base).join(session_table, s.id == last_used.c.id)
     one = columns.join(session_table, s.id == bindparam("session")).where(tree.belongs(bindparam("session")))
     return best(columns.join(session_table, s.id == t.session)), best(inherited), best(one)
 
