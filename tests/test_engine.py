@@ -21,6 +21,7 @@ from ssmd.inflight import Generation
 from ssmd.metrics import Metrics
 from ssmd.runtime import Program, get_runtime
 from ssmd.sampling import SamplingParams
+from ssmd.sessions.checkpoints import Placed
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 
@@ -230,6 +231,16 @@ def test_the_prompt_is_written_while_the_answer_is_generated(
     assert store.sweep() == 0
     again = ask(engine, user("Go on and on"), answered(answer.text), user("More"))
     assert again.usage.resume == "exact"
+
+
+def test_what_could_not_be_written_ahead_comes_with_its_turn(
+    engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(store, "keep", lambda encoded: Placed(None, why_not="no room for it yet"))
+    first = ask(engine, user("Go on"))
+    again = ask(engine, user("Go on"))
+    assert (again.usage.resume, again.usage.cached_tokens) == ("exact", first.usage.prompt_tokens - 1)
 
 
 def test_short_buckets_are_warmed_up_when_nobody_comes(
