@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -216,6 +217,7 @@ class Sessions(RuleBasedStateMachine):
         return session, rng.choice([t for t in talks if len(t) <= DEPTH] or talks)
 
     def say(self, messages: Talk, seed: float, *, session: str | None = None, n: int = 1, **fields: Any) -> None:
+        self.quiet()
         wanted = self.places(messages) if session is None else {session}
         stored = self.states()
         self.recorder.begun.clear()
@@ -233,6 +235,20 @@ class Sessions(RuleBasedStateMachine):
             assert (answer.usage.session, answer.usage.stored) == (None, False)
         assert answer.usage.cached_tokens in self.recorder.begun, "what was cached is what was restored"
         self.look()
+
+    def quiet(self) -> None:
+        """Let the engine finish what nobody waits for, so that the same events always find the same store."""
+        repairs, writer = self.engine._repairs, self.engine._writer
+        assert repairs is not None
+        assert writer is not None
+        deadline = time.monotonic() + 60
+        while True:
+            with repairs._lock:
+                if not (self.engine._unfinished or repairs._waiting or repairs._turn):
+                    break
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        writer.flush()
 
     def places(self, messages: Talk) -> set[str]:
         """The sessions that a request may belong to: those that hold most of its history. Empty: a new one."""
@@ -279,7 +295,8 @@ class Sessions(RuleBasedStateMachine):
         with self.store.reading() as connection:  # of one moment: a repair may come at any
             turns, now = read_tree(connection, session)[-n:], states_in(connection)
         prompt = turns[0].ids[: turns[0].prompt_tokens]
-        fitting = [len(ids) // 4 for ids, origin in stored if origin in own and prompt[:-1].tobytes().startswith(ids)]
+        kept = [one for one in stored if one in set(now)]  # making room may have taken some
+        fitting = [len(ids) // 4 for ids, origin in kept if origin in own and prompt[:-1].tobytes().startswith(ids)]
         assert answer.usage.cached_tokens >= max(fitting, default=0)  # more if a turn was repaired in between
         there = {ids for ids, origin in now if origin in own} if self.quota is None else None
         for turn in turns:
@@ -294,6 +311,7 @@ class Sessions(RuleBasedStateMachine):
 
     def look(self, *, again: bool = False) -> None:
         """At everything stored. again: also at checkpoints that were looked at already."""
+        self.quiet()
         assert {s.id for s in self.store.sessions()} == set(self.model)
         if again:
             assert {s: self.conversations(s) for s in self.model} == self.model
