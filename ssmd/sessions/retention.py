@@ -249,10 +249,9 @@ def _take(
     mine = session_table.c.id == session_id
     if ledger.gone:
         _unlink(connection, session_id, ledger.gone)
-        less = {"own_nbytes": session_table.c.own_nbytes - ledger.freed}
-        connection.execute(update(session_table).where(mine).values(less))
-        if shared := [held.id for held in ledger.gone if held.shared]:
-            count_again(connection, {session_id, *sole_sharers(connection, shared, session_id)})
+        # Not subtracted: what became free may have been another session's too when it was counted.
+        shared = [held.id for held in ledger.gone if held.shared]
+        count_again(connection, {session_id, *sole_sharers(connection, shared, session_id)})
     freed.add(session_id, ledger)
     if enough or (level == THINNED and any(held.id in keep for held in holding.checkpoints)):
         return False
