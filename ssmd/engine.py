@@ -15,22 +15,19 @@ from functools import partial
 
 import numpy as np
 
-from ssmd import buckets, replay
+from ssmd import buckets
 from ssmd.artifact import Artifact
 from ssmd.generation import Done, Event, Failed, Rejected, Request
 from ssmd.inflight import Generation
+from ssmd.keeper import Keeper
 from ssmd.lane import Lane
-from ssmd.loader import Loader
 from ssmd.metrics import Metrics
 from ssmd.prompt import Planner
-from ssmd.repair import Repairs
-from ssmd.runtime import Handle, Logits, Program
-from ssmd.sessions.checkpoint import CheckpointKind, Ids, NewCheckpoint
+from ssmd.runtime import Logits, Program
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.store import Store
 from ssmd.text.template import ChatTemplate
 from ssmd.text.tokenizer import Tokenizer
-from ssmd.writer import Writer
 
 log = logging.getLogger(__name__)
 BUCKET_WHILE_OTHERS_DECODE = 64
@@ -59,15 +56,6 @@ class Engine:
         self._tokenizer = Tokenizer.open(artifact.file("tokenizer.json"), stop_tokens=manifest.stop_tokens)
         template = ChatTemplate(artifact.file("chat_template.jinja").read_text("utf-8"), manifest.special_tokens)
         self._planner = Planner(manifest, program, self._tokenizer, template, store)
-        self._store = store
-        scope, producer, spec = self._planner.scope, program.producer, program.spec
-        self._writer = None if store is None else Writer(store, metrics, scope=scope, producer=producer, spec=spec)
-        self._loader = None if store is None else Loader(self._planner, program, store)
-        self._repairs = None
-        if store is not None and self._writer is not None and self._loader is not None:
-            self._repairs = Repairs(
-                self._planner, program, store, self._writer, self._loader, build=manifest.build, wake=self._notify
-            )
         self._cold: list[Callable[[], object]] = []  # what is slower the first time; the last comes first
         self._max_running = max_running
         self._max_queue = max_queue
@@ -77,12 +65,17 @@ class Engine:
         self._running: list[Generation] = []
         self._unfinished = 0  # submitted and not yet told the end
         self._closing = False
+        self._keeper = None
+        if store is not None:
+            self._keeper = Keeper(
+                store, program, self._planner, self._tokenizer, metrics, build=manifest.build, wake=self._notify
+            )
         self._worker = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
 
     @property
     def keeps(self) -> bool:
         """Whether turns are written down here."""
-        return self._writer is not None
+        return self._keeper is not None
 
     def start(self, *, warm_up: bool = False) -> None:
         """warm_up: if nobody comes in the first moments, do once what takes longer the first time."""
@@ -108,11 +101,8 @@ class Engine:
         return generation
 
     def reply(self, key: ReplyKey) -> Reply | None:
-        """What a request was answered with. Blocks until all that ended before is written. Raises StoreError."""
-        if self._store is None or self._writer is None:
-            return None
-        self._writer.flush()
-        return self._store.reply(key)
+        """What a request was answered with before, if it was. Raises StoreError."""
+        return None if self._keeper is None else self._keeper.reply(key)
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), stop."""
@@ -123,23 +113,14 @@ class Engine:
             self._wake.notify_all()
         if self._worker.is_alive():
             self._worker.join()
-        if self._repairs is not None:
-            self._repairs.close()
-        if self._writer is not None:
-            self._writer.close()
-        if self._loader is not None:
-            self._loader.close()
+        if self._keeper is not None:
+            self._keeper.close()
 
     def _admissible(self) -> None:
         if self.draining:
-            raise Rejected("the server is shutting down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
+            raise _unavailable("the server is shutting down", "shutting_down")
         if len(self._waiting) >= self._max_queue:
-            raise Rejected(
-                f"{self._max_queue} requests are waiting already; try again later",
-                status=503,
-                code="queue_full",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            raise _unavailable(f"{self._max_queue} requests are waiting already; try again later", "queue_full")
 
     # The worker's thread, from here on.
 
@@ -155,12 +136,12 @@ class Engine:
                     self._idle()
                     continue
                 self._cold.clear()
-                if self._repairs is not None:
-                    self._repairs.pause()
+                if self._keeper is not None:
+                    self._keeper.repairs.pause()
                 self._step()
-            except Exception:  # of a request that is over already: the others go on
-                log.exception("a request could not be ended in order")
-        cut = Rejected("the server was shut down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
+            except Exception:  # of a request that is over already, or of none: the others go on
+                log.exception("the worker failed at a piece of work")
+        cut = _unavailable("the server was shut down", "shutting_down")
         for generation in [*self._running, *self._waiting]:
             generation.error = cut
             self._cancel(generation)
@@ -169,8 +150,8 @@ class Engine:
         """A piece of work that no request waits for; none of them takes longer than a bucket."""
         if self._cold:
             self._cold.pop()()
-        elif self._repairs is not None:
-            self._repairs.step()
+        elif self._keeper is not None:
+            self._keeper.repairs.step()
 
     def _warm_up(self, bucket: int) -> None:
         handle = self.program.new_state()
@@ -179,7 +160,7 @@ class Engine:
 
     def _awake(self) -> bool:
         at_work = bool(self._waiting or self._running or self._closing)
-        return at_work or (self._repairs is not None and self._repairs.ready())
+        return at_work or (self._keeper is not None and self._keeper.repairs.ready())
 
     def _admit(self) -> None:
         if not self._waiting:  # as at nearly every token
@@ -189,11 +170,9 @@ class Engine:
             if generation.cancelled:
                 self._finish(generation)
                 continue
-            found = generation.prompt.found
             generation.admitted = time.perf_counter()
-            if found is not None and self._loader is not None:
-                ids, info = generation.prompt.ids, generation.prompt.info
-                generation.loading = self._loader.begin(found, ids, None if info is None else info.id, self._notify)
+            if self._keeper is not None:
+                self._keeper.load(generation)
             self._running.append(generation)
         self.metrics.queue(len(self._waiting), len(self._running))
 
@@ -244,8 +223,8 @@ class Engine:
             self.program.prefill(g.handle, prompt.ids[g.position : g.position + n].tolist())
             g.position += n
             g.fed += n
-            if g.position == mark:
-                self._checkpoint(g, g.handle, "user" if mark == last else "system", prompt.ids[:mark])
+            if g.position == mark and self._keeper is not None:
+                self._keeper.checkpoint(g, g.handle, "user" if mark == last else "system", prompt.ids[:mark])
         else:
             logits = self.program.decode([g.handle], [int(prompt.ids[last])])[0]
             g.position += 1
@@ -316,28 +295,12 @@ class Engine:
         """Checkpoint the end of a turn whose text is what was fed, and give the handle back."""
         if lane.handle is None:
             return
-        if not lane.cut:
+        if self._keeper is not None and not lane.cut:
             fed = self.program.position(lane.handle)
             ids = np.concatenate([g.prompt.ids, np.array(lane.tokens, np.int32)])[:fed]
-            self._checkpoint(g, lane.handle, "turn", ids, lane.turn)
+            self._keeper.checkpoint(g, lane.handle, "turn", ids, lane.turn)
         self.program.release(lane.handle)
         lane.handle = None
-
-    def _checkpoint(
-        self, g: Generation, handle: Handle, kind: CheckpointKind, ids: Ids, turn: str | None = None
-    ) -> None:
-        if self._writer is None or g.prompt.info is None:
-            return
-        parent, since = g.parent
-        state = self.program.save(handle, since=since)
-        checkpoint = NewCheckpoint(kind, ids, state, parent, g.origin, turn)
-        pending = self._writer.encode(checkpoint)
-        if pending is None:
-            log.warning("request %s: a checkpoint is left out, the store is too far behind", g.id)
-            return
-        g.checkpoints.append(pending)
-        if kind != "turn":  # choices are siblings: each grows from the prompt
-            g.parent = (checkpoint, state.position)
 
     def _cancel(self, g: Generation) -> None:
         """End a request early: what was sent is its answer."""
@@ -357,22 +320,16 @@ class Engine:
         """Out of the running; the client hears the end after the commit."""
         if g in self._running:
             self._running.remove(g)
-        if g.loading is not None and self._loader is not None:
-            self._loader.discard(g.loading)
-            g.loading = None
+        if self._keeper is not None:
+            self._keeper.discard(g)
         if g.handle is not None:
             self.program.release(g.handle)
             g.handle = None
         self.metrics.queue(len(self._waiting), len(self._running))
-        kept = g.kept
-        if self._writer is None or g.prompt.info is None or not kept:
+        if self._keeper is None:
             self._tell(g, stored=False)
-            return
-        turns = [g.prompt.turn(lane, self._tokenizer.escape(lane.text)) for lane in kept]
-        key = g.request.key
-        reply = None if key is None else replay.keep(g, kept, key)
-        self._writer.commit(g.prompt.info, turns, tuple(g.checkpoints), partial(self._tell, g), reply)
-        g.checkpoints, g.parent = [], (None, 0)  # their states go as soon as they are written
+        else:
+            self._keeper.commit(g, partial(self._tell, g))
 
     def _tell(self, g: Generation, stored: bool) -> None:
         """The last event of a request. From the writer's thread, or the worker's when nothing is kept."""
@@ -384,8 +341,12 @@ class Engine:
         else:
             g.record(self.metrics, usage)
         self._send(g, Done(g.finish_reasons, usage) if g.error is None else Failed(g.error))
-        if stored and self._repairs is not None:
-            self._repairs.add(g)
+        if stored and self._keeper is not None:
+            self._keeper.repairs.add(g)
         with self._wake:
             self._unfinished -= 1
             self._wake.notify_all()
+
+
+def _unavailable(message: str, code: str) -> Rejected:
+    return Rejected(message, status=503, code=code, retry_after_s=RETRY_AFTER_S)

@@ -215,7 +215,7 @@ class Planner:
             text = self._beginning_of(conversation(path), info.clock)
         except Rejected:
             text = ""
-        return text, self._ids(text, path if info.lineage == self._manifest.lineage else ())
+        return text, self._ids(text, path)
 
     def continues(self, text: str, stored: str) -> bool:
         """Whether stored text can be told apart at the beginning of `text`, so that its ids can stand for it."""

@@ -145,7 +145,7 @@ class Writer:
             self._unsettled = True
             if placed is not None:
                 self._metrics.checkpoint(placed.nbytes, checkpoint.ms)
-                self._metrics.stored_bytes(self._store.bytes_stored())
+                self._metrics.stored_bytes(self._store.bytes_stored(), self._store.quota)
 
         self._work.put(work)
 

@@ -35,6 +35,7 @@ FLOORS = {
     "ssmd.prompt": 4,
     "ssmd.writer": 4,
     "ssmd.loader": 4,
+    "ssmd.keeper": 4,
     "ssmd.inflight": 4,
     "ssmd.repair": 4,
     "ssmd.replay": 4,

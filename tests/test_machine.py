@@ -238,9 +238,9 @@ class Sessions(RuleBasedStateMachine):
 
     def quiet(self) -> None:
         """Let the engine finish what nobody waits for, so that the same events always find the same store."""
-        repairs, writer = self.engine._repairs, self.engine._writer
-        assert repairs is not None
-        assert writer is not None
+        keeper = self.engine._keeper
+        assert keeper is not None
+        repairs = keeper.repairs
         deadline = time.monotonic() + 60
         while True:
             with repairs._lock:
@@ -248,7 +248,7 @@ class Sessions(RuleBasedStateMachine):
                     break
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        writer.flush()
+        keeper._writer.flush()
 
     def places(self, messages: Talk) -> set[str]:
         """The sessions that a request may belong to: those that hold most of its history. Empty: a new one."""

@@ -84,8 +84,9 @@ def repaired(store: Store, session: str) -> bool:
 
 
 def done(engine: Engine) -> bool:
-    repairs = engine._repairs
-    return repairs is not None and repairs._turn is None and not repairs.ready()
+    assert engine._keeper is not None
+    repairs = engine._keeper.repairs
+    return repairs._turn is None and not repairs.ready()
 
 
 def reference(program: Program, store: Store, sampling: SamplingParams, session: str) -> tuple[object, ...]:
@@ -203,7 +204,7 @@ def test_a_turn_that_was_continued_is_not_rewritten(loaded: tuple[Artifact, Prog
         soon(lambda: repaired(store, session))
         ask(engine, QUESTION, answered(cut.text), NEXT, max_tokens=4)
         parent, child = store.turns(session)
-        assert engine._writer is not None
+        assert engine._keeper is not None
         assert not store.is_leaf(parent.id)
         assert store.is_leaf(child.id)
         with sqlite3.connect(store.file) as raw:

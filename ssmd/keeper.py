@@ -1,0 +1,93 @@
+"""The keeper: what an engine with a store does beside computing: loads states, keeps new ones and turns, repairs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ssmd import replay
+from ssmd.inflight import Generation
+from ssmd.loader import Loader
+from ssmd.metrics import Metrics
+from ssmd.prompt import Planner
+from ssmd.repair import Repairs
+from ssmd.runtime import Handle, Program
+from ssmd.sessions.checkpoint import CheckpointKind, Ids, NewCheckpoint
+from ssmd.sessions.reply import Reply, ReplyKey
+from ssmd.sessions.store import Store
+from ssmd.text.tokenizer import Tokenizer
+from ssmd.writer import Writer
+
+log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Used by the engine's worker, but for `reply`. wake: called when a state is there, or something to be repaired."""
+
+    def __init__(
+        self,
+        store: Store,
+        program: Program,
+        planner: Planner,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        *,
+        build: str,
+        wake: Callable[[], None],
+    ) -> None:
+        self._store, self._program, self._tokenizer, self._wake = store, program, tokenizer, wake
+        self._writer = Writer(store, metrics, scope=planner.scope, producer=program.producer, spec=program.spec)
+        self._loader = Loader(planner, program, store)
+        self.repairs = Repairs(planner, program, store, self._writer, self._loader, build=build, wake=wake)
+
+    def load(self, g: Generation) -> None:
+        """Begin to load the state that a request starts from, if there is one."""
+        prompt = g.prompt
+        if prompt.found is not None:
+            session = None if prompt.info is None else prompt.info.id
+            g.loading = self._loader.begin(prompt.found, prompt.ids, session, self._wake)
+
+    def discard(self, g: Generation) -> None:
+        """The request ends before its state is there."""
+        if g.loading is not None:
+            self._loader.discard(g.loading)
+            g.loading = None
+
+    def checkpoint(
+        self, g: Generation, handle: Handle, kind: CheckpointKind, ids: Ids, turn: str | None = None
+    ) -> None:
+        """Save a handle's state on the way to the store. turn: whose end it is; None for all of the request."""
+        if g.prompt.info is None:
+            return
+        parent, since = g.parent
+        state = self._program.save(handle, since=since)
+        checkpoint = NewCheckpoint(kind, ids, state, parent, g.origin, turn)
+        pending = self._writer.encode(checkpoint)
+        if pending is None:
+            log.warning("request %s: a checkpoint is left out, the store is too far behind", g.id)
+            return
+        g.checkpoints.append(pending)
+        if kind != "turn":  # choices are siblings: each grows from the prompt
+            g.parent = (checkpoint, state.position)
+
+    def commit(self, g: Generation, then: Callable[[bool], None]) -> None:
+        """Write the turns of a request with its checkpoints; `then(stored)`, from whatever thread."""
+        kept = g.kept
+        if g.prompt.info is None or not kept:
+            then(False)
+            return
+        turns = [g.prompt.turn(lane, self._tokenizer.escape(lane.text)) for lane in kept]
+        reply = None if g.request.key is None else replay.keep(g, kept, g.request.key)
+        self._writer.commit(g.prompt.info, turns, tuple(g.checkpoints), then, reply)
+        g.checkpoints, g.parent = [], (None, 0)  # their states go as soon as they are written
+
+    def reply(self, key: ReplyKey) -> Reply | None:
+        """What a request was answered with. Blocks until all that ended before is written. Raises StoreError."""
+        self._writer.flush()
+        return self._store.reply(key)
+
+    def close(self) -> None:
+        """After the worker has stopped: write what waits."""
+        self.repairs.close()
+        self._writer.close()
+        self._loader.close()
