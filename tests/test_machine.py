@@ -37,8 +37,10 @@ from ssmd.runtime import Program, get_runtime
 from ssmd.sampling import SamplingParams
 from ssmd.sessions.check import examine
 from ssmd.sessions.database import FILE
+from ssmd.sessions.holding import read_holding
 from ssmd.sessions.repair import check
 from ssmd.sessions.schema import checkpoint
+from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.store import Store
 from ssmd.sessions.transfer import Local, export_session, import_session
 from ssmd.sessions.turns import read_tree
@@ -320,9 +322,13 @@ class Sessions(RuleBasedStateMachine):
             assert self.store.bytes_stored() <= self.quota
 
     def sound(self) -> None:
-        """What `ssmd session check` finds."""
+        """What `ssmd session check` finds, and that sizes that were added up are those that are counted."""
         with self.store.reading() as connection:
             assert not examine(connection).damages
+            s = session_table.c
+            known = select(s.id, s.own_nbytes, s.shared_nbytes).where(s.own_nbytes.is_not(None))
+            for name, *sizes in connection.execute(known).all():
+                assert tuple(sizes) == read_holding(connection, name).sizes()
 
     def look_at_checkpoints(self, *, again: bool = False) -> None:
         with self.store.reading() as connection:
@@ -350,6 +356,22 @@ def machine(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterato
     }
     yield type("Sessions", (Sessions,), dict(fields))
     program.close()
+
+
+COLLECTED = (
+    *[("go_on", 829), ("move", 0), *[("go_on", 0)] * 10, ("begin", 158), ("go_on", 0), ("edit", 139647)],
+    *[("go_on", 0), ("go_on", 0), ("go_on", 2690), ("remove", 515403), *[("go_on", 0)] * 5, ("restart", 0)],
+)
+
+
+def test_sessions_that_share_rows_are_collected(machine: type[Sessions]) -> None:
+    """A course of events after which one session once had less than no bytes."""
+    sessions = machine()
+    sessions.two_conversations(0)
+    for what, seed in COLLECTED:
+        getattr(sessions, what)(random.Random(seed))
+        sessions.sound()
+    sessions.teardown()
 
 
 def test_any_course_of_events(machine: type[Sessions]) -> None:

@@ -22,9 +22,9 @@ from sqlalchemy import event, func, select
 from ssmd.sessions.checkpoint import as_ids
 from ssmd.sessions.database import FILE
 from ssmd.sessions.holding import read_holding
-from ssmd.sessions.retention import ages, kept_when_thin, thinned
 from ssmd.sessions.schema import checkpoint, piece, segment
 from ssmd.sessions.store import Store
+from ssmd.sessions.thinning import ages, kept_when_thin, thinned
 from ssmd.sessions.turn import StoreError, UnknownSession
 from ssmd.state import StateSpec, TensorSpec
 

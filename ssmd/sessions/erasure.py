@@ -113,8 +113,8 @@ def _rewrite(cursor: Any) -> None:
         cursor.execute("BEGIN IMMEDIATE")
         for table in TEXT_TABLES:
             cursor.execute(f"CREATE TABLE rewritten AS SELECT * FROM {table}")  # noqa: S608 - names of our own
-            cursor.execute(f"DELETE FROM {table}")  # noqa: S608
-            cursor.execute(f"INSERT INTO {table} SELECT * FROM rewritten")  # noqa: S608
+            cursor.execute(f"DELETE FROM {table}")  # noqa: S608 - as above
+            cursor.execute(f"INSERT INTO {table} SELECT * FROM rewritten")  # noqa: S608 - as above
             cursor.execute("DROP TABLE rewritten")
         cursor.execute("COMMIT")
     finally:

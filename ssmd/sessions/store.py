@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from sqlalchemy import Connection, Engine, delete, insert, select, update
+from sqlalchemy import Connection, Engine, select
 
 from ssmd.sessions import checkpoints as checkpoint_rows
 from ssmd.sessions import database, erasure, holding, migrate, retention, tree
 from ssmd.sessions import replies as reply_rows
+from ssmd.sessions import sessions as session_rows
 from ssmd.sessions import turns as turn_rows
 from ssmd.sessions.blobs import joined
 from ssmd.sessions.checkpoint import Encoded, Found, Ids, Scope, as_ids
@@ -25,11 +25,10 @@ from ssmd.sessions.parts import read_parts
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.schema import turn
-from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn, UnknownSession, check_id
+from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn
 from ssmd.state import Part, State, StateSpec
 from ssmd.text.messages import Message
 
-_TITLE_CHARACTERS = 80
 _COUNTED_WHEN_IDLE = 100  # sessions; some milliseconds each
 
 
@@ -114,7 +113,7 @@ class Store:
         if strangers:
             raise StoreError(f"checkpoints belong to turns {sorted(map(str, strangers))} that are not of this commit")
         with database.writing(self._engine, self.file) as connection:
-            self._touch_session(connection, turns, session)
+            session_rows.touch_session(connection, turns, session)
             turn_rows.insert_turns(connection, turns, session.lineage)
             ids = [t.id for t in turns]
             placed = retention.place(connection, checkpoints, ids, session.id, self.quota)
@@ -171,7 +170,7 @@ class Store:
             if turn_rows.taken(connection, session.id, [t.id for t in turns]):
                 raise StoreError(f"session {session.id!r}, or one of its turns, is stored here already")
             now = datetime.now(UTC)
-            self._insert_session(connection, turns, session, head=head, now=turn_rows.to_micros(now))
+            session_rows.insert_session(connection, turns, session, head=head, now=turn_rows.to_micros(now))
             turn_rows.insert_turns(connection, turns, session.lineage)
             return Committed(tuple(retention.place(connection, checkpoints, [head], session.id, self.quota)))
 
@@ -179,46 +178,6 @@ class Store:
         """Whether one of these ids is in use, the session's also as the origin of checkpoints that outlived it."""
         with self.reading() as connection:
             return turn_rows.taken(connection, session_id, turn_ids)
-
-    def _touch_session(self, connection: Connection, turns: Sequence[NewTurn], info: SessionInfo) -> None:
-        now = max(turn_rows.to_micros(t.created_at) for t in turns)
-        s = session_table.c
-        there = connection.execute(select(s.turns, s.last_used_at).where(s.id == info.id)).one_or_none()
-        if there is not None:
-            values = {
-                "turns": there.turns + len(turns),
-                "last_used_at": max(now, there.last_used_at),  # a clock that was set back does not undo "last used"
-                "head": turns[0].id,
-                "model": info.model,
-                "lineage": info.lineage,
-            }
-            connection.execute(update(session_table).where(s.id == info.id).values(values))
-            return
-        if turns[0].parent is not None:
-            raise StoreError(f"session {info.id!r} was removed meanwhile")
-        self._insert_session(connection, turns, info, head=turns[0].id, now=now)
-
-    def _insert_session(
-        self, connection: Connection, turns: Sequence[NewTurn], info: SessionInfo, *, head: str, now: int
-    ) -> None:
-        if info.clock.tzinfo is None:
-            raise StoreError(f"the clock of session {info.id!r} has no time zone")
-        row = {
-            "id": check_id("session", info.id),
-            "created_at": min(now, *(turn_rows.to_micros(t.created_at) for t in turns)),
-            "last_used_at": now,
-            "model": info.model,
-            "lineage": info.lineage,
-            "clock": info.clock.isoformat(),
-            "head": head,
-            "turns": len(turns),
-            "title": _title(turns[0].messages),
-            "pinned": info.pinned,
-            "imported": info.imported or "",
-            "own_nbytes": 0,
-            "shared_nbytes": 0,
-        }
-        connection.execute(insert(session_table).values(row))
 
     def find(
         self, scope: Scope, ids: Sequence[int] | Ids, session: str | None = None, *, skip: Collection[int] = ()
@@ -249,7 +208,7 @@ class Store:
         """What match.match needs to know of the store for a request. Raises UnknownSession."""
         with self.reading() as connection:
             if session is not None:
-                self._session_row(connection, session)
+                session_rows.session_row(connection, session)
             return turn_rows.read_echoed(connection, messages, session)
 
     def reply(self, key: ReplyKey) -> Reply | None:
@@ -260,8 +219,7 @@ class Store:
     def sessions(self) -> list[Session]:
         """All sessions, the one used last first."""
         with self.reading() as connection:
-            rows = connection.execute(_SESSIONS.order_by(_s.last_used_at.desc())).all()
-            return [_session(connection, row) for row in rows]
+            return session_rows.read_sessions(connection)
 
     def session(self, session_id: str) -> Session:
         """Raises UnknownSession."""
@@ -270,16 +228,12 @@ class Store:
 
     def session_in(self, connection: Connection, session_id: str) -> Session:
         """As `session`, within a read transaction."""
-        return _session(connection, self._session_row(connection, session_id))
+        return session_rows.read_session(connection, session_id)
 
     def pin(self, session_id: str, pinned: bool = True) -> Session:
         """Exempt a session from retention, or no longer; of a fork also what it began with. Raises UnknownSession."""
         with database.writing(self._engine, self.file) as connection:
-            self._session_row(connection, session_id)
-            mine = session_table.c.id == session_id
-            connection.execute(update(session_table).where(mine).values(pinned=pinned))
-            if not pinned:
-                retention.loosen(connection, session_id)
+            session_rows.pin_session(connection, session_id, pinned)
             return self.session_in(connection, session_id)
 
     def collect(self, quota: int | None = None, *, dry_run: bool = False) -> retention.Collected:
@@ -303,7 +257,7 @@ class Store:
     def turns(self, session_id: str) -> list[Turn]:
         """The tree of a session: all its turns, parents before their children. Raises UnknownSession."""
         with self.reading() as connection:
-            self._session_row(connection, session_id)
+            session_rows.session_row(connection, session_id)
             return turn_rows.read_tree(connection, session_id)
 
     def path(self, turn_id: str) -> list[Turn]:
@@ -318,14 +272,14 @@ class Store:
         """
         now = turn_rows.to_micros(datetime.now(UTC))
         with database.writing(self._engine, self.file) as connection:
-            origin = self._session_row(connection, session_id)
+            origin = session_rows.session_row(connection, session_id)
             made = tree.insert_fork(connection, origin, origin.head if turn_id is None else turn_id, now)
             return self.session_in(connection, made)
 
     def resumable(self, session_id: str) -> set[str]:
         """Turns of a session whose end was kept as a state. Raises UnknownSession."""
         with self.reading() as connection:
-            self._session_row(connection, session_id)
+            session_rows.session_row(connection, session_id)
             return tree.resumable(connection, session_id)
 
     def delete(self, session_id: str) -> None:
@@ -334,19 +288,7 @@ class Store:
         Turns that a fork of it stands on stay, as the fork's.
         """
         with database.writing(self._engine, self.file) as connection:
-            if self._session_row(connection, session_id).pinned:
-                retention.loosen(connection, session_id)
-            # Also replies of turns that stay: they hold words of choices that go.
-            reply_rows.forget(connection, select(turn.c.id).where(turn.c.session == session_id))
-            retention.reopen(connection, tree.hand_over(connection, session_id))
-            linked = checkpoint_rows.linked_to(connection, select(turn.c.id).where(turn.c.session == session_id))
-            holding.count_again(connection, holding.sole_sharers(connection, sorted(set(linked)), session_id))
-            # Parents let go of their children first: SQLite follows a chain of 1,000 cascades, and then fails.
-            connection.execute(update(turn).where(turn.c.session == session_id).values(parent=None))
-            connection.execute(delete(turn).where(turn.c.session == session_id))
-            connection.execute(delete(session_table).where(session_table.c.id == session_id))
-            checkpoint_rows.sweep(connection, linked)
-            erasure.owe(connection)
+            session_rows.remove_session(connection, session_id)
         database.settle(self._engine, self.file, idle=False)
 
     def settle(self) -> None:
@@ -365,31 +307,3 @@ class Store:
         """Bytes of all checkpoints as they are stored."""
         with self.reading() as connection:
             return holding.stored_bytes(connection)
-
-    def _session_row(self, connection: Connection, session_id: str) -> Any:
-        row = connection.execute(_SESSIONS.where(_s.id == session_id)).one_or_none()
-        if row is None:
-            raise UnknownSession(f"there is no session {session_id!r}; `ssmd session list` shows those there are")
-        return row
-
-
-_s = session_table.c
-_SESSIONS = select(
-    *(_s.id, _s.model, _s.lineage, _s.clock, _s.pinned, _s.imported, _s.created_at, _s.last_used_at),
-    *(_s.head, _s.turns, _s.title, _s.own_nbytes, _s.shared_nbytes, _s.base),
-)
-
-
-def _session(connection: Connection, row: Any) -> Session:
-    """From a row of _SESSIONS. Taken apart in one go, as there may be 10,000: by name it takes twice as long."""
-    name, model, lineage, clock, pinned, imported, created_at, last_used_at, head, turns, title, own, shared, base = row
-    if own is None or shared is None:
-        own, shared = holding.read_holding(connection, name).sizes()
-    info = SessionInfo(name, model, lineage, datetime.fromisoformat(clock), pinned, imported or None)
-    moments = turn_rows.from_micros(created_at), turn_rows.from_micros(last_used_at)
-    return Session(info, *moments, head, turns, title, own + shared, own, base)
-
-
-def _title(messages: Sequence[Message]) -> str:
-    first = next((m.content for m in messages if m.role == "user"), "")
-    return " ".join(first.split())[:_TITLE_CHARACTERS].encode("utf-8", "replace").decode()
