@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ class Recorder:
         self.made: dict[bytes, tuple[Call, ...]] = {}  # fingerprint of a state that was saved -> all its calls
         self.begun: list[int] = []  # positions of handles at their first call
         self.fed: list[tuple[int, ...]] = []  # what was prefilled
+        self.tell: Callable[[tuple[bytes, tuple[Call, ...]]], object] | None = None  # of each that is added to `made`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
@@ -49,7 +50,10 @@ class Recorder:
         return self._program.decode(handles, tokens)
 
     def save(self, handle: Handle, since: int = 0) -> State:
-        self.made[fingerprint(self._program.save(handle))] = tuple(self._of(handle))
+        key, calls = fingerprint(self._program.save(handle)), tuple(self._of(handle))
+        self.made[key] = calls
+        if self.tell is not None:
+            self.tell((key, calls))
         return self._program.save(handle, since)
 
     def clone(self, handle: Handle) -> Handle:

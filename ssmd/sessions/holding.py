@@ -89,7 +89,6 @@ _LISTED = select(_list.checkpoint, _list.segment).where(_list.checkpoint.in_(_SO
 _LISTED = _LISTED.order_by(_list.checkpoint, _list.segment)
 # As many as the session can have and one more is enough: the rows of a system prompt may have thousands of users.
 _USERS = select(_list.checkpoint).where(_list.segment == segment.c.id).limit(bindparam("most")).correlate(segment)
-_LINKED_USERS = _USERS.where(exists().where(_link.checkpoint == _list.checkpoint))
 _ROWS = select(
     segment.c.id, segment.c.nbytes, select(func.count()).select_from(_USERS.subquery()).scalar_subquery().label("users")
 ).where(segment.c.id.in_(_SOME))
