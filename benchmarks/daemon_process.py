@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ssmd.config import Settings
 
@@ -54,19 +54,16 @@ def free_port() -> int:
             return port
 
 
-class DaemonProcess:
-    """`with DaemonProcess(model, data_dir) as d:` serves on a free port; `kill` is SIGKILL."""
+class ServerProcess:
+    """`command` serves chat completions on `port` of this machine; `kill` is SIGKILL."""
 
-    def __init__(self, model: str | Path, data_dir: Path, *args: str) -> None:
-        self.port = free_port()
-        self._command = [sys.executable, "-m", "ssmd", "serve", str(model), "--port", str(self.port), *args]
-        models_dir = str(Settings().models_dir)  # before it moves with the data dir
-        self._environment = {**os.environ, "SSMD_DATA_DIR": str(data_dir), "SSMD_MODELS_DIR": models_dir}
-        self._log = data_dir.parent / f"{data_dir.name}.log"
+    def __init__(self, command: Sequence[str], port: int, log: Path, environment: dict[str, str]) -> None:
+        self.port = port
+        self._command, self._log, self._environment = command, log, environment
         self.process: subprocess.Popen[bytes] | None = None
         self.healthy_ms = 0.0
 
-    def __enter__(self) -> DaemonProcess:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -74,7 +71,7 @@ class DaemonProcess:
         self.stop()
 
     def start(self) -> None:
-        """Returns when /health answers; raises with the daemon's last words if it ends before that."""
+        """Returns when /health answers; raises with the server's last words if it ends before that."""
         started = time.perf_counter()
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
@@ -86,7 +83,7 @@ class DaemonProcess:
                     self.healthy_ms = (time.perf_counter() - started) * 1e3
                     return
             time.sleep(0.01)
-        raise RuntimeError(f"the daemon did not start:\n{self._log.read_text()[-3000:]}")
+        raise RuntimeError(f"the server did not start:\n{self._log.read_text()[-3000:]}")
 
     def kill(self) -> None:
         assert self.process is not None
@@ -170,6 +167,17 @@ class DaemonProcess:
             if line.startswith("Rss")
         }
         return fields["RssAnon"] + fields["RssShmem"], fields["RssFile"]
+
+
+class DaemonProcess(ServerProcess):
+    """`with DaemonProcess(model, data_dir) as d:` serves on a free port."""
+
+    def __init__(self, model: str | Path, data_dir: Path, *args: str) -> None:
+        port = free_port()
+        command = [sys.executable, "-m", "ssmd", "serve", str(model), "--port", str(port), *args]
+        models_dir = str(Settings().models_dir)  # before it moves with the data dir
+        environment = {**os.environ, "SSMD_DATA_DIR": str(data_dir), "SSMD_MODELS_DIR": models_dir}
+        super().__init__(command, port, data_dir.parent / f"{data_dir.name}.log", environment)
 
 
 def conditions() -> str:

@@ -4,19 +4,24 @@ For each history: SIGKILL, restart, a second of rest, the request. TTFT by the c
 time for the tokens that were fed, measured in the same run: what is left is what resuming costs.
 
     benchmarks/sessions.py [MODEL [HISTORY…]]     default: smollm2 500 1900
+
+With `--llama-server BINARY --gguf FILE`, the same talk with that peer after each history, in a table of its own. FILE
+is the same model; what the peer does not restore it reads again. Built with OpenMP, its threads spin at every barrier:
+beside other work it is many times slower (OMP_WAIT_POLICY=PASSIVE spares some of that). Compare on a quiet machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from daemon_process import DaemonProcess, Reply, conditions
+from daemon_process import DaemonProcess, Reply, ServerProcess, conditions
+from llama_server import LlamaServer
 from resume import story
 
 from ssmd import buckets
@@ -25,9 +30,12 @@ from ssmd.config import Settings
 from ssmd.models import resolve
 from ssmd.runtime import Program, get_runtime
 from ssmd.text.tokenizer import Tokenizer
+from ssmd_litert.cpu import default_threads
 
 REPEATS = 5
 REST_S = 1.0
+LONG = 4000  # tokens of history that a peer reads again only once: it takes a minute
+WORD = " the"
 Messages = list[dict[str, str]]
 
 
@@ -67,7 +75,7 @@ def say(text: str) -> dict[str, str]:
 class Talk:
     """A conversation of about `history` tokens whose requests are repeated after a SIGKILL each."""
 
-    def __init__(self, daemon: DaemonProcess, history: int, bias: dict[str, int], salt: str) -> None:
+    def __init__(self, daemon: ServerProcess, history: int, bias: dict[str, int], salt: str) -> None:
         self.daemon, self.bias = daemon, bias
         # Two turns: a long one and a short one, which is what is edited.
         self.messages: Messages = [say(story(history - 130, f"Read this, {salt}."))]
@@ -82,7 +90,7 @@ class Talk:
         self.messages.append({"role": "assistant", "content": self.ask(self.messages).text})
 
 
-def restarted(daemon: DaemonProcess) -> None:
+def restarted(daemon: ServerProcess) -> None:
     daemon.kill()
     daemon.start()
     time.sleep(REST_S)
@@ -126,23 +134,61 @@ def operations(
     yield "fork", measure(daemon, bare, forked)
 
 
-def main(name: str, histories: list[int]) -> None:
+def beside(server: LlamaServer, history: int, ours: dict[str, float]) -> None:
+    """The same talk with a peer that restores where it is told to, as a table beside `ours`: TTFT ms by operation."""
+    talk = Talk(server, history, {WORD: 100}, f"number {history}")
+    save_ms, size = server.save("talk")
+    print(f"\nllama-server {server.producer()}; {conditions()}")
+    print(f"{size / 1e6:.1f} MB of a slot saved by hand in {save_ms:.0f} ms; its TTFT is without the restore by hand\n")
+    print("| history | operation | slot | runs | fed / cached | restore ms | TTFT ms | ssmd TTFT ms | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+
+    def more(i: int) -> Messages:
+        return [*talk.messages, say(story(40, f"More {i}."))]
+
+    def again(i: int) -> Messages:
+        return talk.messages[:-1]
+
+    for operation, restored, ask in (("append", True, more), ("regenerate", True, again), ("append", False, more)):
+        replies: list[Reply] = []
+        restores: list[float] = []
+        rereads = operation == "regenerate" or not restored
+        for i in range(1 if rereads and history > LONG else REPEATS):
+            restarted(server)
+            if restored:
+                restores.append(server.restore("talk"))
+            replies.append(talk.ask(ask(i)))
+        prompt, cached = tokens(replies[-1])
+        ttft = statistics.median(r.ttft_ms for r in replies)
+        slot, restore = ("restored", f"{statistics.median(restores):.0f}") if restores else ("not restored", "")
+        cells = [str(prompt), operation, slot, str(len(replies)), f"{prompt - cached} / {cached}", restore]
+        cells += [f"{ttft:.0f}", f"{ours[operation]:.0f}", f"{ttft / ours[operation]:.2f}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def tokens(reply: Reply) -> tuple[int, int]:
+    """(of the prompt, of those cached), as the server counts."""
+    return reply.usage["prompt_tokens"], reply.usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def main(name: str, histories: list[int], llama_server: Path | None, gguf: Path | None) -> None:
     path = Path(name) if Path(name).exists() else resolve(name, Settings().models_dir, "auto")
     artifact = Artifact.open(path)
     program = get_runtime(artifact.manifest.runtime).load(artifact)
     bare = Bare(program)
-    word = Tokenizer.open(artifact.file("tokenizer.json")).encode(" the")[0]
+    word = Tokenizer.open(artifact.file("tokenizer.json")).encode(WORD)[0]
     bias = {str(word): 100}  # one word for ever: every token has a text, whatever the weights
     print(f"# sessions: {artifact.manifest.name}, context {program.context}, {program.producer}; {conditions()};")
-    print(f"# medians of {REPEATS}, SIGKILL and restart and {REST_S:g} s of rest before each\n")
-    print("| history | operation | fed / cached | restore ms | TTFT ms | bare ms | resuming costs ms | limit |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(f"# medians of {REPEATS}, SIGKILL and restart and {REST_S:g} s of rest before each")
+    context = program.context or 12_288  # a pure state-space model has no limit, the peer wants one
     for history in histories:
+        ttfts: dict[str, float] = {}
+        print("\n| history | operation | fed / cached | restore ms | TTFT ms | bare ms | resuming costs ms | limit |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
         with tempfile.TemporaryDirectory() as folder, DaemonProcess(name, Path(folder) / "data") as daemon:
             for operation, found in operations(daemon, bare, history, bias):
-                usage = found[-1].reply.usage
-                prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
-                ttft = statistics.median(m.reply.ttft_ms for m in found)
+                prompt, cached = tokens(found[-1].reply)
+                ttfts[operation] = ttft = statistics.median(m.reply.ttft_ms for m in found)
                 restore = statistics.median(m.reply.usage["ssmd"]["restore_ms"] for m in found)
                 alone = statistics.median(m.bare_ms for m in found)
                 cost = statistics.median(m.reply.ttft_ms - m.bare_ms for m in found)
@@ -153,7 +199,22 @@ def main(name: str, histories: list[int]) -> None:
             sizes = daemon.get("/ssmd/v1/sessions")[1]["data"]
             for size in sizes:
                 print(f"{size['bytes'] / 1e6:.1f} MB of states in {size['turn_count']} turns")
+        if llama_server is None or gguf is None:
+            continue
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            LlamaServer(llama_server, gguf, Path(folder), context=context, threads=default_threads()) as server,
+        ):
+            beside(server, history, ttfts)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "smollm2", [int(h) for h in sys.argv[2:]] or [500, 1900])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("history", nargs="*", type=int, default=[500, 1900], help="tokens")
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's binary; needs --gguf")
+    parser.add_argument("--gguf", type=Path, help="the same model for it")
+    asked = parser.parse_args()
+    if (asked.llama_server is None) != (asked.gguf is None):
+        parser.error("--llama-server and --gguf go together")
+    main(asked.model, asked.history, asked.llama_server, asked.gguf)

@@ -1,0 +1,50 @@
+"""A real `llama-server` of llama.cpp in its own process: the peer that sessions are compared with.
+
+It keeps a slot's state on disk only where the client asks for it: `save`, and `restore` after a restart.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from daemon_process import ServerProcess, free_port
+
+
+class LlamaServer(ServerProcess):
+    """`with LlamaServer(binary, gguf, folder, …) as s:` serves one slot of `context` tokens; its files in `folder`."""
+
+    def __init__(self, binary: Path, gguf: Path, folder: Path, *, context: int, threads: int) -> None:
+        self._slots, self._threads, port = folder / "slots", threads, free_port()
+        self._slots.mkdir(parents=True)
+        options = {
+            "--model": gguf,
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--ctx-size": context,
+            "--parallel": 1,
+            "--threads": threads,
+            "--slot-save-path": self._slots,
+        }
+        command = [str(binary), *(str(part) for option in options.items() for part in option)]
+        super().__init__(command, port, folder / "llama-server.log", dict(os.environ))
+
+    def producer(self) -> str:
+        """Its build, file, context and threads, as it says itself."""
+        said = self.get("/props")[1]
+        context = said["default_generation_settings"]["n_ctx"]
+        return f"{said['build_info']}, {Path(said['model_path']).name}, context {context}, {self._threads} threads"
+
+    def save(self, name: str) -> tuple[float, int]:
+        """(ms by the client's clock, bytes of the file)"""
+        return self._slot("save", name), (self._slots / name).stat().st_size
+
+    def restore(self, name: str) -> float:
+        """ms by the client's clock"""
+        return self._slot("restore", name)
+
+    def _slot(self, action: str, name: str) -> float:
+        started = time.perf_counter()
+        self.post(f"/slots/0?action={action}", {"filename": name})
+        return (time.perf_counter() - started) * 1e3
