@@ -57,6 +57,7 @@ class Engine:
         template = ChatTemplate(artifact.file("chat_template.jinja").read_text("utf-8"), manifest.special_tokens)
         self._planner = Planner(manifest, program, self._tokenizer, template, store)
         self._cold: list[Callable[[], object]] = []  # what is slower the first time; the last comes first
+        self._patience = WARM_UP_AFTER_S  # how long nobody must have come before a piece of it is done
         self._max_running = max_running
         self._max_queue = max_queue
         self._stop_tokens = frozenset(manifest.stop_tokens)
@@ -127,7 +128,7 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(self._awake, timeout=WARM_UP_AFTER_S if self._cold else None)
+                self._wake.wait_for(self._awake, timeout=self._patience if self._cold else None)
                 if self._closing:
                     break
                 self._admit()
@@ -149,6 +150,7 @@ class Engine:
     def _idle(self) -> None:
         """A piece of work that no request waits for; none of them takes longer than a bucket."""
         if self._cold:
+            self._patience = 0.0  # the other pieces follow at once: a request waits for one of them at most
             self._cold.pop()()
         elif self._keeper is not None:
             self._keeper.repairs.step()
