@@ -1,4 +1,4 @@
-"""An artifact: a folder that one runtime can load. Format 1 is described in docs/artifact-format.md."""
+"""An artifact: a folder that one runtime can load. Format 2 is described in docs/artifact-format.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ssmd.state import StateError, StateSpec
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)  # in format 1 the context is the only tier
 MANIFEST = "artifact.json"
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 MAX_MANIFEST_BYTES = 8 << 20
@@ -60,6 +61,7 @@ class Manifest(BaseModel):
     quantization_recipe: dict[str, Any]
     buckets: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=32)]
     context: PositiveInt | None
+    tiers: Annotated[tuple[PositiveInt, ...], Field(max_length=8)] = ()
     vocabulary: PositiveInt
     special_tokens: SpecialTokens
     stop_tokens: tuple[TokenId, ...]
@@ -93,6 +95,8 @@ class Manifest(BaseModel):
             raise ValueError(str(err)) from err
         if spec.rows and self.context is None:
             raise ValueError("a model with attention needs a context")
+        if self.tiers and (list(self.tiers) != sorted(set(self.tiers)) or self.tiers[-1] != self.context):
+            raise ValueError(f"tiers {self.tiers} are not ascending up to the context of {self.context}")
         return self
 
     @property
@@ -159,9 +163,9 @@ def read_manifest(path: Path) -> Manifest:
         raise ArtifactError(f"{file} is not JSON ({err}); build the artifact again") from err
     if not isinstance(fields, dict):
         raise ArtifactError(f"{file} is not a JSON object")
-    if fields.get("format") != FORMAT:
+    if fields.get("format") not in READABLE:
         raise ArtifactError(
-            f"artifact {path} has format {fields.get('format')!r}, this ssmd reads format {FORMAT}: "
+            f"artifact {path} has format {fields.get('format')!r}, this ssmd reads up to format {FORMAT}: "
             "build it again with this version"
         )
     try:

@@ -20,12 +20,12 @@ CACHE = ROOT / ".cache" / "artifacts"
 CODE = ("ssmd/families/*.py", "ssmd/authoring/*.py", "runtimes/*/build.py")
 FILES = ("ssmd/source.py", "ssmd/state.py", "ssmd/artifact.py", "ssmd/cli/build.py", "tests/tiny.py")
 PACKAGES = ("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer")
-BUILT = {
-    "llama-f32": ("llama", "f32", "16,64"),
-    "llama-int8": ("llama", "int8", "16,64"),
-    "granite-f32": ("granite", "f32", "16,64"),
-    "granite-int8": ("granite", "int8", "16,64"),
-    "granite-groups-f32": ("granite-groups", "f32", "16"),
+BUILT = {  # variant, quantization, buckets, capacities
+    "llama-f32": ("llama", "f32", "16,64", "512"),
+    "llama-int8": ("llama", "int8", "16,64", "128,512"),
+    "granite-f32": ("granite", "f32", "16,64", "64,512"),
+    "granite-int8": ("granite", "int8", "16,64", "512"),
+    "granite-groups-f32": ("granite-groups", "f32", "16", "512"),
 }
 
 
@@ -39,7 +39,7 @@ class TinyArtifacts(Mapping[str, Path]):
     folder: Path
 
     def __getitem__(self, name: str) -> Path:
-        variant, quantization, buckets = BUILT[name]
+        variant, quantization, buckets, capacities = BUILT[name]
         path = self.folder / variant / f"litert-cpu-{quantization}"
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / ".lock").open("w") as lock:
@@ -49,7 +49,7 @@ class TinyArtifacts(Mapping[str, Path]):
                 source = self.folder / ".source" / variant
                 if not (source / "generation_config.json").exists():  # which is written last
                     _run("tests/tiny.py", str(source), variant)
-                asked = ("--quant", quantization, "--buckets", buckets, "--context", "512")
+                asked = ("--quant", quantization, "--buckets", buckets, "--context", capacities)
                 _run("-m", "ssmd", "build", str(source), *asked, "--models-dir", str(self.folder))
         return path
 

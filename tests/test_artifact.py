@@ -1,4 +1,4 @@
-"""Artifact format 1: what opens, and every lie that must not."""
+"""Artifact format 2: what opens, and every lie that must not."""
 
 from __future__ import annotations
 
@@ -101,6 +101,12 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], *, rehash:
     (folder / MANIFEST).write_text(json.dumps(whole))
 
 
+def test_format_1_opens(folder: Path) -> None:
+    seal(folder, fields())
+    rewrite(folder, lambda m: m.update(format=1))
+    assert Artifact.open(folder).manifest.tiers == ()
+
+
 def test_an_edited_manifest_is_refused(folder: Path) -> None:
     seal(folder, fields())
     rewrite(folder, lambda m: m.update(context=1024), rehash=False)
@@ -111,7 +117,7 @@ def test_an_edited_manifest_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda m: m.update(format=2), "format 2, this ssmd reads format 1"),
+        (lambda m: m.update(format=3), "format 3, this ssmd reads up to format 2"),
         (lambda m: m.update(name="../evil"), "name"),
         (lambda m: m.update(extra=1), "extra"),
         (lambda m: m.pop("lineage"), "lineage"),
@@ -119,6 +125,9 @@ def test_an_edited_manifest_is_refused(folder: Path) -> None:
         (lambda m: m.update(buckets=[]), "buckets"),
         (lambda m: m.update(buckets=[0]), "buckets"),
         (lambda m: m.update(context=None), "needs a context"),
+        (lambda m: m.update(tiers=[512, 64]), "not ascending"),
+        (lambda m: m.update(tiers=[64, 256]), "up to the context"),
+        (lambda m: m.update(tiers=[0, 512]), "tiers"),
         (lambda m: m.update(stop_tokens=[300]), "outside the vocabulary"),
         (lambda m: m.update(stop_tokens=[-1]), "stop_tokens"),
         (lambda m: m.update(vocabulary=1.5), "vocabulary"),

@@ -143,8 +143,10 @@ def large_constants(file: Path) -> list[int]:
         ({"buckets": [1, 16]}, "at least 2"),
         ({"buckets": [-16]}, "at least 2"),
         ({"buckets": [100]}, "multiples of 64"),
-        ({"buckets": [256], "context": 128}, "does not hold the largest bucket"),
-        ({"context": 4096}, "max_position_embeddings = 2048"),
+        ({"buckets": [256], "tiers": [128, 512]}, "128 tokens does not hold the largest bucket"),
+        ({"tiers": []}, "capacities"),
+        ({"tiers": [512, 512]}, "capacities"),
+        ({"tiers": [512, 4096]}, "max_position_embeddings = 2048"),
     ],
 )
 def test_what_cannot_be_built_is_refused_at_once(
@@ -175,6 +177,7 @@ def test_an_artifact_is_not_overwritten(source: Path, tmp_path: Path) -> None:
     ("asked", "message"),
     [
         ({"buckets": "16;64"}, "--buckets '16;64'"),
+        ({"context": "8k"}, "--context '8k'"),
         ({"runtime": "tpu"}, "no runtime is named 'tpu'"),
         ({"name": "../x"}, "'../x' cannot be a model's name"),
         ({"name": "taken"}, "--force"),

@@ -156,7 +156,9 @@ def conversation_state(program: LiteRTProgram, handle: Any) -> tuple[int, ...]:
     ("changed", "message"),
     [
         ({"buckets": [16, 32, 64]}, "no signature 'prefill_32'"),
-        ({"context": 511}, "'key_2' is"),
+        ({"context": 511, "tiers": [63, 511]}, "'key_2' is"),
+        ({"tiers": [64, 128, 512]}, "no signature 'decode_128'"),
+        ({"tiers": []}, "'key_2' is"),
         ({"vocabulary": 383}, "'logits' is"),
     ],
 )
@@ -316,3 +318,65 @@ def _no_cycles() -> Iterator[None]:
     """Programs of a test give their memory back before the next one."""
     yield
     gc.collect()
+
+
+def test_a_conversation_moves_up_by_itself(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step runs in the smallest tier that has room for it, whatever happened before: a restore, a clone."""
+    assert granite.manifest.tiers == (64, 512)
+    program, ids = LiteRTRuntime().load(granite), list(range(40)) * 3
+    run: list[str] = []
+    bind = program.graph.bind
+
+    def watched(signature: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
+        run.append(signature)
+        return bind(signature, inputs, outputs)
+
+    monkeypatch.setattr(program.graph, "bind", watched)
+    handle = program.new_state()
+    program.prefill(handle, ids[:60])
+    program.decode([handle], [1])
+    assert run == ["prefill_64", "decode"]
+    at_61, twin = program.save(handle), program.clone(handle)
+    logits = [program.prefill(handle, ids[61:70]), program.decode([handle], [2])]
+    assert run[2:] == ["prefill_16_512", "decode_512"]
+    for other in (twin, program.restore(at_61)):
+        again = [program.prefill(other, ids[61:70]), program.decode([other], [2])]
+        assert [a.tobytes() for a in again] == [a.tobytes() for a in logits]
+        assert conversation_state(program, other) == conversation_state(program, handle)
+        program.release(other)
+    beyond = program.restore(program.save(handle))
+    assert program.decode([beyond], [3]).tobytes() == program.decode([handle], [3]).tobytes()
+    assert not [name for name in run[4:] if not name.endswith("_512")]
+
+
+def test_a_released_handle_leaves_the_larger_tier(granite: Artifact) -> None:
+    program = LiteRTRuntime().load(granite)
+    fresh = conversation(program)
+    small = sum(slot.nbytes for slot in program._spare)
+    handle = program.new_state()
+    for _ in range(8):
+        program.prefill(handle, [9] * 60)
+    assert sum(slot.nbytes for slot in program._slots) > small
+    program.release(handle)
+    assert sum(slot.nbytes for slot in program._spare) == small
+    assert conversation(program) == fresh
+
+
+def test_a_handle_that_finds_no_memory_to_move_up_is_unharmed(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = LiteRTRuntime().load(granite)
+    handle = program.new_state()
+    program.prefill(handle, [7] * 60)
+    before = conversation_state(program, handle)
+
+    def none(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ssmd_litert.slot.stack", none)
+        with pytest.raises(MemoryError):
+            program.prefill(handle, [8] * 10)
+    assert conversation_state(program, handle) == before
+    expected = program.decode([program.restore(program.save(handle))], [3])
+    assert program.decode([handle], [3]).tobytes() == expected.tobytes()

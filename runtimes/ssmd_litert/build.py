@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ssmd.artifact import Artifact, SpecialTokens, seal
 from ssmd.families.registry import Family, family_of
 from ssmd.source import Source
+from ssmd_litert.signatures import signature_name
 
 Quantization = Literal["int8", "f32"]
 Progress = Callable[[str], None]
@@ -47,13 +48,14 @@ def build(
     name: str,
     quantization: Quantization = "int8",
     buckets: Sequence[int] = (16, 64, 256),
-    context: int = 2048,
+    tiers: Sequence[int] = (2048,),
     replace: bool = False,
     progress: Progress = lambda line: None,
 ) -> Artifact:
     """Build the artifact folder `out`; it appears whole or not at all. One that exists is refused unless `replace`.
 
-    `buckets` are prefill lengths, `context` the KV capacity, both in tokens. `progress` gets lines of text.
+    `buckets` are prefill lengths, `tiers` capacities of the KV caches, both in tokens: the largest is the context, the
+    smaller ones make short conversations fast, as a step attends over all of its cache. `progress` gets lines of text.
     Raises BuildError, SourceError or FamilyError before anything is converted if something does not fit.
     """
     if out.exists() and not replace:
@@ -63,7 +65,7 @@ def build(
         raise BuildError(f"building needs {', '.join(missing)}: pip install 'ssmd-daemon[build]'")
     family = family_of(source.config)
     config = family.parse(source.config)
-    _check(source, config, buckets, context)
+    _check(source, config, buckets, tiers)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     made = folder / "artifact"
@@ -71,7 +73,7 @@ def build(
     try:
         with _stage(progress, "hash the source"):
             lineage = source.lineage
-        _write(source, family, config, made, quantization, buckets, context, progress)
+        _write(source, family, config, made, quantization, buckets, tiers, progress)
         spec = family.state_spec(config, "float16" if quantization == "int8" else "float32")
         with _stage(progress, "seal"):
             seal(
@@ -85,7 +87,8 @@ def build(
                     "quantization": quantization,
                     "quantization_recipe": {"ops": _recipe()} if quantization == "int8" else {},
                     "buckets": sorted(buckets),
-                    "context": context if spec.rows else None,
+                    "context": max(tiers) if spec.rows else None,
+                    "tiers": sorted(tiers) if spec.rows else [],
                     "vocabulary": config.vocabulary,
                     "special_tokens": SpecialTokens(**source.special_tokens).model_dump(),
                     "stop_tokens": list(source.stop_tokens),
@@ -103,14 +106,17 @@ def build(
     return Artifact.open(out)
 
 
-def _check(source: Source, config: Any, buckets: Sequence[int], context: int) -> None:
+def _check(source: Source, config: Any, buckets: Sequence[int], tiers: Sequence[int]) -> None:
     """All that can be refused before minutes of work."""
     if not buckets or len(set(buckets)) != len(buckets) or min(buckets) < 2:
         raise BuildError(f"buckets {list(buckets)} must be different lengths of at least 2 tokens")
     if any(b > 64 and b % 64 for b in buckets):
         raise BuildError(f"buckets {list(buckets)}: those above 64 must be multiples of 64")
-    if context < max(buckets):
-        raise BuildError(f"a context of {context} tokens does not hold the largest bucket, {max(buckets)}")
+    if not tiers or len(set(tiers)) != len(tiers):
+        raise BuildError(f"capacities {list(tiers)} must be different numbers of tokens")
+    if min(tiers) < max(buckets):
+        raise BuildError(f"a context of {min(tiers)} tokens does not hold the largest bucket, {max(buckets)}")
+    context = max(tiers)
     if context > config.max_position:
         raise BuildError(
             f"a context of {context} tokens is more than the model was made for: config.json says "
@@ -128,7 +134,7 @@ def _write(
     folder: Path,
     quantization: Quantization,
     buckets: Sequence[int],
-    context: int,
+    tiers: Sequence[int],
     progress: Progress,
 ) -> None:
     with _stage(progress, "load PyTorch and the converter"):
@@ -141,14 +147,16 @@ def _write(
         (folder / "chat_template.jinja").write_text(source.chat_template)
     with _stage(progress, "bind the weights"):
         bound = {parameter: binding(source) for parameter, binding in family.bindings(config).items()}
-        module = author(family.name, config, bound, context)
+        module = author(family.name, config, bound, max(tiers))
         shapes = {parameter: array.shape for parameter, array in bound.items()}
         del bound
     with _stage(progress, "compute golden values"):
         _golden(module, _golden_tokens(source, config.vocabulary), folder / "golden.safetensors")
     exported = folder / (MODEL + ".f32")
-    with _stage(progress, f"export decode and {len(buckets)} prefill lengths"):
-        _export(module, sorted(buckets), exported)
+    capacities = sorted(tiers) if module.spec.rows else [0]
+    count = f", each for {len(capacities)} capacities" if len(capacities) > 1 else ""
+    with _stage(progress, f"export decode and {len(buckets)} prefill lengths{count}"):
+        _export(module, sorted(buckets), capacities, exported)
         del module
     if quantization == "int8":
         with _stage(progress, "quantize"):
@@ -156,25 +164,26 @@ def _write(
             exported.unlink()
     else:
         exported.rename(folder / MODEL)
-    _weights_stand_once(folder / MODEL, shapes, quantization, buckets)
+    _weights_stand_once(folder / MODEL, shapes, quantization, len(capacities) * (1 + len(buckets)), buckets)
 
 
-def _export(module: Any, buckets: Sequence[int], file: Path) -> None:
+def _export(module: Any, buckets: Sequence[int], capacities: Sequence[int], file: Path) -> None:
     import litert_torch
     import torch
 
     from ssmd.authoring.host import graph_shapes
 
     converter: Any = litert_torch
-    for length in (1, *buckets):
-        inputs = {
-            "tokens": torch.zeros(1, length, dtype=torch.int32),
-            "pos": torch.zeros(1, dtype=torch.int32),
-            "n_valid": torch.ones(1, dtype=torch.int32),
-            **{n: torch.zeros(s) for n, s in graph_shapes(module.spec, module.context).items()},
-        }
-        signature = "decode" if length == 1 else f"prefill_{length}"
-        converter = converter.signature(signature, module, sample_kwargs=inputs)
+    for capacity in capacities:
+        for length in (1, *buckets):
+            inputs = {
+                "tokens": torch.zeros(1, length, dtype=torch.int32),
+                "pos": torch.zeros(1, dtype=torch.int32),
+                "n_valid": torch.ones(1, dtype=torch.int32),
+                **{n: torch.zeros(s) for n, s in graph_shapes(module.spec, capacity).items()},
+            }
+            signature = signature_name(length, capacity, capacities[0])
+            converter = converter.signature(signature, module, sample_kwargs=inputs)
     # A lightweight conversion shares one copy of the weights among the signatures.
     converter.convert(lightweight_conversion=True).export(str(file))
 
@@ -246,7 +255,7 @@ def _golden(module: Any, tokens: list[int], file: Path) -> None:
 
 
 def _weights_stand_once(
-    file: Path, shapes: Mapping[str, tuple[int, ...]], quantization: Quantization, buckets: Sequence[int]
+    file: Path, shapes: Mapping[str, tuple[int, ...]], quantization: Quantization, graphs: int, buckets: Sequence[int]
 ) -> None:
     """Raises BuildError if the file is larger than one copy of the weights and the graphs around it can be."""
     weights = 0
@@ -256,9 +265,9 @@ def _weights_stand_once(
         weights += elements + 4 * shape[0] if quantized else 4 * elements
     # Graphs: operators and tensors of every layer, quantization scales by signature; masks of 4 heads for each bucket.
     rows = sum(shape[0] for shape in shapes.values())
-    graphs = (1 + len(buckets)) * (len(shapes) * 6000 + 12 * rows) + sum(4 * 4 * b * b for b in buckets) + (2 << 20)
+    around = graphs * (len(shapes) * 6000 + 12 * rows) + sum(4 * 4 * b * b for b in buckets) + (2 << 20)
     size = file.stat().st_size
-    if size > weights + graphs:
+    if size > weights + around:
         raise BuildError(
             f"{file.name} has {size} bytes, one copy of the weights has {weights}: the converter has stored some of "
             "them more than once"

@@ -2,13 +2,17 @@
 
 A step reads a handle's recurrent state from one arena and writes it into the other; committing the step swaps them, so
 nothing is copied. Attention layers put out only their new rows, which the host appends to the caches.
+
+There may be signatures for several capacities of the caches (tiers), as each attends over all slots of its own: a step
+runs in the smallest one that has room for the tokens after it. A conversation moves up by having its rows copied, and
+which signature computes a token depends on nothing but its position and its call.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.runtime import Handle, Logits, ProgramError
-from ssmd.state import Part, State, StateError, StateSpec
+from ssmd.state import Part, State, StateError
 from ssmd_litert.buffers import Snapshots, carve
-from ssmd_litert.graph import Array, Call, Graph, GraphError, Signature, Tensor
-from ssmd_litert.slot import NewRows, RowGroup, Slot, graph_shape, recurrent_tensors, row_groups
+from ssmd_litert.graph import Array, Call, Graph, GraphError, Tensor
+from ssmd_litert.signatures import check_signatures, signature_name
+from ssmd_litert.slot import NewRows, RowGroup, Slot, recurrent_tensors, row_groups
 
 if TYPE_CHECKING:
     from ssmd.artifact import Manifest
@@ -30,31 +35,10 @@ _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
 
 
-def _check_signatures(signatures: Mapping[str, Signature], manifest: Manifest, spec: StateSpec) -> None:
-    """Raises ProgramError unless the graph has every bucket of the manifest, with the tensors of its state."""
-    context = manifest.context or 1
-    for name, length in {"decode": 1, **{f"prefill_{b}": b for b in manifest.buckets}}.items():
-        signature = signatures.get(name)
-        if signature is None:
-            raise ProgramError(f"the model has no signature {name!r}, it has {sorted(signatures)}; build it again")
-        inputs = {t.name: Tensor(graph_shape(t, context), _FLOAT32) for t in spec.tensors}
-        inputs |= {"tokens": Tensor((1, length), _INT32), "pos": Tensor((1,), _INT32), "n_valid": Tensor((1,), _INT32)}
-        outputs = {t.name: Tensor(graph_shape(t, length), _FLOAT32) for t in spec.tensors}
-        outputs |= {"logits": Tensor((1, manifest.vocabulary), _FLOAT32)}
-        for side, found, wanted in (("input", signature.inputs, inputs), ("output", signature.outputs, outputs)):
-            for key in sorted(found.keys() | wanted.keys()):
-                if found.get(key) != wanted.get(key):
-                    raise ProgramError(
-                        f"signature {name!r}: {side} {key!r} is {found.get(key)}, the manifest says {wanted.get(key)}; "
-                        "build the artifact again"
-                    )
-
-
 class _Step:
-    """The tensors of one signature that all handles share."""
+    """The tensors of the signatures of one length that all handles share."""
 
-    def __init__(self, signature: str, length: int, vocabulary: int, groups: tuple[RowGroup, ...]) -> None:
-        self.signature = signature
+    def __init__(self, length: int, vocabulary: int, groups: tuple[RowGroup, ...]) -> None:
         self.length = length
         tensors = {
             "tokens": Tensor((1, length), _INT32),
@@ -107,11 +91,11 @@ class LiteRTProgram:
         self.pad_token = 0
         if len({t.dtype for t in self.spec.rows}) > 1:
             raise ProgramError("keys and values of more than one dtype are not supported; build the artifact again")
-        _check_signatures(graph.signatures, manifest, self.spec)
+        self._tiers = manifest.tiers or (manifest.context or 1,)
+        check_signatures(graph.signatures, manifest, self.spec, self._tiers)
         self.graph = graph
         self._groups = row_groups(self.spec)
-        self._steps = [_Step("decode", 1, self.vocabulary, self._groups)]
-        self._steps += [_Step(f"prefill_{b}", b, self.vocabulary, self._groups) for b in self.buckets if b > 1]
+        self._steps = [_Step(length, self.vocabulary, self._groups) for length in sorted({1, *self.buckets})]
         self._lock = threading.Lock()
         self._closed = False
         self._slots: set[Slot] = set()  # of live handles
@@ -189,7 +173,8 @@ class LiteRTProgram:
         if position < 0 or (self.context is not None and position > self.context):
             raise StateError(f"the state has {position} tokens, the context is {self.context}")
         with self._lock:
-            handle = self._new_handle()[0]
+            handle, slot = self._new_handle()
+            self._make_room(slot, position, 0)
             handle.position = position if not self.spec.rows else 0
             handle.missing = _Missing(position, {t.name for t in self.spec.recurrent})
             return handle
@@ -225,6 +210,7 @@ class LiteRTProgram:
         with self._lock:
             slot = self._check_handle(handle, 0)
             twin, copy = self._new_handle()
+            self._make_room(copy, handle.position, 0)
             np.copyto(copy.arenas[0], slot.arenas[handle.side])
             copy.copy_rows(slot, handle.position)
             twin.position = handle.position
@@ -238,6 +224,7 @@ class LiteRTProgram:
             if slot is None:
                 return
             self._slots.discard(slot)
+            self._resize(slot, self._tiers[0], rows=0)
             if (len(self._spare) + 1) * slot.nbytes <= max(_SPARE_SLOT_BYTES, slot.nbytes):
                 slot.clear()
                 self._spare.append(slot)
@@ -281,7 +268,7 @@ class LiteRTProgram:
         return handle.slot
 
     def _make_slot(self) -> Slot:
-        return Slot(self.spec, self._groups, self.context or 0)
+        return Slot(self.spec, self._groups, self.context or 0, self._tiers[0] if self.spec.rows else 0)
 
     def _new_handle(self) -> tuple[_Handle, Slot]:
         if self._closed:
@@ -290,6 +277,16 @@ class LiteRTProgram:
         self._slots.add(slot)
         return _Handle(self, slot), slot
 
+    def _make_room(self, slot: Slot, tokens: int, rows: int) -> None:
+        """Move a slot, with its first `rows` rows, up to the smallest tier that has room for `tokens` in all."""
+        if self.spec.rows and tokens > slot.capacity:
+            self._resize(slot, next(t for t in self._tiers if t >= tokens), rows)
+
+    def _resize(self, slot: Slot, capacity: int, rows: int) -> None:
+        if self.spec.rows and capacity != slot.capacity:
+            for block in slot.resize(capacity, rows):
+                self.graph.forget(block)
+
     def _forget(self, slot: Slot) -> None:
         slot.calls.clear()
         for block in slot.blocks:
@@ -297,12 +294,15 @@ class LiteRTProgram:
 
     def _call(self, step: _Step, slot: Slot, side: int) -> Call:
         """The signature bound to a slot, reading recurrent state on `side` and writing it on the other. Made once."""
-        key = (step.signature, side)
+        key = (step.length, side)
         if key not in slot.calls:
             inputs = {**step.arrays, **slot.recurrent[side], **slot.caches}
             outputs = {**step.arrays, **slot.recurrent[1 - side], **step.rows.arrays}
-            slot.calls[key] = self.graph.bind(step.signature, inputs, outputs)
+            slot.calls[key] = self.graph.bind(self._signature(step, slot), inputs, outputs)
         return slot.calls[key]
+
+    def _signature(self, step: _Step, slot: Slot) -> str:
+        return signature_name(step.length, slot.capacity or self._tiers[0], self._tiers[0])
 
     def _run(self, step: _Step, handle: _Handle, slot: Slot, ids: NDArray[np.int32]) -> None:
         """Compute a step without committing it: until then the handle is what it was."""
@@ -312,6 +312,7 @@ class LiteRTProgram:
             step.tokens[count:] = self.pad_token
         step.pos[0] = handle.position
         step.n_valid[0] = count
+        self._make_room(slot, handle.position + count, handle.position)
         self._call(step, slot, handle.side).run()
         slot.append(step.rows, handle.position, count)
 
@@ -338,7 +339,7 @@ class LiteRTProgram:
                 for array in outputs.values():
                     array.fill(np.nan)
                 call.run()
-            for name, expected in self.graph.run_managed(step.signature, known).items():
+            for name, expected in self.graph.run_managed(self._signature(step, slot), known).items():
                 if not np.array_equal(expected, outputs[name]):
                     raise GraphError(f"the self-test of shared memory failed at {name!r}")
         finally:

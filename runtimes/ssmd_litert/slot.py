@@ -1,6 +1,6 @@
 """The memory of one handle: two arenas of recurrent state, caches of keys and values, and the canonical rows.
 
-Shapes as the graph has them (L layers of one shape, S = context, T = bucket):
+Shapes as the graph has them (L layers of one shape, S = capacity of the caches, T = bucket):
 
     conv   (1, K-1, C)      ssm    (1, H, P, N)
     key    (Hkv, S, D)      new rows of a step: (Hkv, T, D)
@@ -101,20 +101,16 @@ class NewRows:
 class Slot:
     """Memory that one handle owns until its release, and another one afterwards."""
 
-    def __init__(self, spec: StateSpec, groups: tuple[RowGroup, ...], context: int) -> None:
+    def __init__(self, spec: StateSpec, groups: tuple[RowGroup, ...], context: int, capacity: int) -> None:
+        """`context`: the most tokens there can be; `capacity`: those that the caches have room for at first."""
         self.groups = groups
         self._context = context
         self._used = 0  # rows that may hold something else than zero
         pairs = [carve(recurrent_tensors(spec)) for _ in range(2)]
         self.arenas: list[Memory] = [memory for memory, _ in pairs]
         self.recurrent: list[dict[str, Array]] = [arrays for _, arrays in pairs]
-        stacks = [stack(len(g.names), g.shape(context)) for g in groups]
-        self._caches = [array for _, array in stacks]
-        self.caches: dict[str, Array] = {
-            n: c[i] for g, c in zip(groups, self._caches, strict=True) for i, n in enumerate(g.names)
-        }
-        self.blocks: list[Memory] = [*self.arenas, *(memory for memory, _ in stacks)]
-        self.calls: dict[tuple[str, int], Call] = {}
+        self.calls: dict[tuple[int, int], Call] = {}  # by length and the side that is read
+        self._make_caches(capacity)
         # Canonical rows (S, values of a row), in the dtype of the state, from `_kept_from` on; never written twice
         # while a view that `save` handed out is alive: a save copies no rows.
         self._spec = spec
@@ -125,8 +121,36 @@ class Slot:
         self._new_store()
 
     @property
+    def blocks(self) -> list[Memory]:
+        """All memory that calls are bound to."""
+        return [*self.arenas, *self._cache_blocks]
+
+    @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks) + self._store.nbytes
+        """Of the memory that a slot keeps when it is clear."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def _make_caches(self, capacity: int) -> None:
+        stacks = [stack(len(g.names), g.shape(capacity)) for g in self.groups]
+        self.capacity = capacity  # not before there is memory for it
+        self._cache_blocks = [memory for memory, _ in stacks]
+        self._caches = [array for _, array in stacks]
+        self.caches: dict[str, Array] = {
+            n: c[i] for g, c in zip(self.groups, self._caches, strict=True) for i, n in enumerate(g.names)
+        }
+
+    def resize(self, capacity: int, rows: int) -> list[Memory]:
+        """Move, with the first `rows` rows, into caches of another capacity.
+
+        Returns the memory that was left, to which no call is bound any more.
+        """
+        left, old = self._cache_blocks, self._caches
+        self._make_caches(capacity)
+        self.calls.clear()
+        self._used = rows
+        for cache, before, group in zip(self._caches, old, self.groups, strict=True):
+            group.tokens(cache, 0, rows)[...] = group.tokens(before, 0, rows)
+        return left
 
     def _new_store(self) -> None:
         """Memory that is not there before it is written: a handle that was restored writes its new rows only."""
@@ -143,7 +167,7 @@ class Slot:
 
     def prepare(self) -> None:
         """Have the system provide the memory of the caches now: a first restore takes half as long then."""
-        populate(self.blocks[len(self.arenas) :])
+        populate(self._cache_blocks)
 
     def clear(self) -> None:
         """As if new: nothing of the last conversation is left where a graph reads before it writes."""
@@ -207,7 +231,7 @@ class Slot:
                 target[layer] = wide if group.kind == "key" else wide.transpose(0, 2, 1)
 
     def copy_rows(self, other: Slot, count: int) -> None:
-        """Take over rows [0, count) of another slot of the program. This slot must be clear."""
+        """Take over rows [0, count) of another slot of the program. This slot must be clear and have room for them."""
         self._used = self._kept_from = count
         for group, cache, theirs in zip(self.groups, self._caches, other._caches, strict=True):
             group.tokens(cache, 0, count)[...] = group.tokens(theirs, 0, count)

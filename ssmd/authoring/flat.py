@@ -26,7 +26,8 @@ from ssmd.state import StateSpec
 
 class FlatModule(nn.Module):
     """Its parameters are exactly `parameters`, which a family's bindings made; a forward adds no other constants
-    than masks and the tables of RoPE. `context` is S, the capacity of the KV caches in tokens."""
+    than masks and the tables of RoPE. `context` is the most tokens there can be: the length of those tables. The
+    caches that a forward is given may have room for fewer (S)."""
 
     def __init__(
         self,
@@ -52,6 +53,10 @@ class FlatModule(nn.Module):
 
     def linear(self, layer: int, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.weight(layer, name), getattr(self, f"layer{layer}_{name}_bias", None))
+
+    def capacity(self, states: Mapping[str, Tensor]) -> int:
+        """S: the slots of the KV caches that a forward was given; 0 without attention."""
+        return next((states[t.name].shape[1] for t in self.spec.rows if t.kind == "key"), 0)
 
     def rotation(self, pos: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the T positions from `pos` on, each (T, 1, D/2)."""

@@ -57,7 +57,7 @@ class GraniteMoeHybrid(FlatModule):
         valid = ops.valid_rows(n_valid, length) if length > 1 else None
         tail = ops.tail_rows(n_valid, length, c.mamba_conv) if length > 1 else None
         rotation = None if c.rope is None else self.rotation(pos, length)
-        masks = ops.slot_mask(pos, self.context), ops.causal_mask(length, c.heads // c.kv_heads)
+        masks = ops.slot_mask(pos, self.capacity(states)), ops.causal_mask(length, c.heads // c.kv_heads)
         out: dict[str, Tensor] = {}
         for i, kind in enumerate(c.layers):
             x = ops.rms_norm(h, self.weight(i, "norm1"), c.eps)

