@@ -487,6 +487,17 @@ def test_the_same_checkpoint_twice(good: Path, there: Store) -> None:
     refused(there, rewrite(good, doc=double, tensors=copy), "stands in it twice")
 
 
+def test_a_checkpoint_of_no_tokens(good: Path, there: Store) -> None:
+    def more(said: Any) -> None:
+        said["checkpoints"].append(said["checkpoints"][0] | {"rows": []})
+
+    def copy(arrays: dict[str, Any]) -> None:
+        arrays |= {n.replace("checkpoint.0", "checkpoint.2"): a for n, a in arrays.items() if "checkpoint.0" in n}
+        arrays["checkpoint.2.ids"] = np.empty(0, np.int32)
+
+    refused(there, rewrite(good, doc=more, tensors=copy), "checkpoint 2 has no ids")
+
+
 def _tensor(name: str, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
     def change(arrays: dict[str, Any]) -> None:
         arrays[name] = value(arrays[name].copy())

@@ -139,6 +139,8 @@ def _checkpoints(reader: SessionFileReader, spec: StateSpec, vocabulary: int | N
         if entry.turn not in turn_ids:
             raise reader.error(f"checkpoint {i} belongs to the turn {entry.turn!r}, which is not in it")
         _rows_are_whole(reader, i, entry, len(ids[i]) if spec.rows else 0)
+        if not len(ids[i]):
+            raise reader.error(f"checkpoint {i} has no ids: before the first token there is no state")
         parent = _parent_among(made, entry, ids[i]) if spec.rows else None
         since = parent.state.position if parent else 0
         chunks = [k for k in entry.rows if document.rows[k].first >= since]
