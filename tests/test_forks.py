@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import join, seal, split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keeping import HYBRID, LINEAGE, VOCABULARY, Chat, answer, assert_same, new_store, state_of, user
@@ -211,6 +214,23 @@ def test_imported_states_serve_the_fork_too(store: Store, chat: Chat, tmp_path: 
     other.delete("s")
     assert other.find(chat.scope, ids, made.id) == found
     assert other.taken("s"), "its id stays that of the import"
+    other.close()
+
+
+def test_a_later_import_of_the_same_id_serves_no_fork_of_the_first(store: Store, chat: Chat, tmp_path: Path) -> None:
+    export_session(store, "s", tmp_path / "text.ssmd", states="none")
+    export_session(store, "s", tmp_path / "forged.ssmd")
+    other = new_store(tmp_path / "other")
+    import_session(other, tmp_path / "text.ssmd")
+    made = other.fork("s", "t2b")
+    other.delete("s")
+    parts = split((tmp_path / "forged.ssmd").read_bytes())
+    document = re.sub(r'"(t\d\w?)"', r'"x\1"', json.dumps(parts.document))  # turns of other names
+    (tmp_path / "forged.ssmd").write_bytes(seal(join(replace(parts, document=json.loads(document)))))
+    done = import_session(other, tmp_path / "forged.ssmd")
+    assert done.checkpoints
+    assert done.renamed, "the fork would take its states for those that it began with"
+    assert other.find(chat.scope, [*chat.turns["t3"].ids.tolist(), 1], made.id) is None
     other.close()
 
 

@@ -285,9 +285,13 @@ def read_echoed(connection: Connection, messages: Sequence[Message], session: st
 
 
 def taken(connection: Connection, session_id: str, turn_ids: Sequence[str]) -> bool:
-    """Whether a session, an import or a turn of these ids is stored."""
+    """Whether a session, an import or a turn of these ids is stored.
+
+    An import's id is in use as long as a fork of it is there, to which states of that origin are given.
+    """
     queries = [
         select(session_table.c.id).where(session_table.c.id == session_id),
+        select(session_table.c.id).where(session_table.c.imported == session_id),
         select(checkpoint_table.c.id).where(checkpoint_table.c.origin == session_id),
     ]
     for at in range(0, len(turn_ids), _MAX_CHAINS):
