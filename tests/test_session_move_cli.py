@@ -113,6 +113,18 @@ def test_ids_that_only_capitals_tell_apart(ssmd: Ssmd, chats: Store) -> None:
     assert "capitals" in ssmd("export", "--all", "--into", "out", "--force", code=1).stderr
 
 
+def test_a_file_cannot_steer_the_terminal(ssmd: Ssmd, chats: Store, tmp_path: Path) -> None:
+    ssmd("export", "ses_1", "chat.ssmd")
+    parts = split((tmp_path / "chat.ssmd").read_bytes())
+    parts.document["session"] |= {"model": "granite\x1b]0;owned\x07\x9b2J", "id": "ses_steers"}
+    (tmp_path / "forged.ssmd").write_bytes(seal(join(parts)))
+    done = ssmd.json("import", "forged.ssmd")["id"]
+    for command in (("list",), ("show", done), ("tree", done)):
+        shown = ssmd(*command).stdout
+        assert "granite\ufffd]0;owned\ufffd\ufffd2J" in shown
+        assert not set(shown) & {"\x1b", "\x07", "\x9b"}, command
+
+
 def test_a_newer_format(ssmd: Ssmd, chats: Store) -> None:
     ssmd("export", "ses_1", "x.ssmd")
     parts = split(Path("x.ssmd").read_bytes())

@@ -58,7 +58,8 @@ def list_sessions(data_dir: options.DataDir = None, as_json: options.Json = Fals
     for s in sessions:
         used = s.last_used_at.astimezone().strftime("%Y-%m-%d %H:%M")
         sizes = _size(s.nbytes), _size(s.nbytes - s.own_nbytes) if s.nbytes > s.own_nbytes else ""
-        rows.append((s.id, s.info.model, str(s.turns), *sizes, used, "pinned" if s.info.pinned else "", plain(s.title)))
+        pinned = "pinned" if s.info.pinned else ""
+        rows.append((s.id, plain(s.info.model), str(s.turns), *sizes, used, pinned, plain(s.title)))
     table = Table(box=None, pad_edge=False)
     for i, name in enumerate(names):
         table.add_column(name, no_wrap=True, min_width=max(len(name), *(len(row[i]) for row in rows)))
@@ -83,7 +84,8 @@ def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
         return
     branches = f", {session.turns - len(path)} on other branches" if session.turns > len(path) else ""
     imported = ", imported" if session.info.imported else ""
-    typer.echo(f"{session.id}  {session.info.model}  {len(path)} turns{branches}{imported}, {_size(session.nbytes)}")
+    model = plain(session.info.model)
+    typer.echo(f"{session.id}  {model}  {len(path)} turns{branches}{imported}, {_size(session.nbytes)}")
     for turn in path:
         for message in turn.messages:
             typer.echo(f"\n{message.role}: {plain(message.content, lines=True)}")
@@ -145,5 +147,5 @@ def _size(nbytes: int) -> str:
 
 
 def plain(text: str, *, lines: bool = False) -> str:
-    """Without control characters: a stored reply must not be able to steer the terminal."""
+    """Without control characters: a stored reply, or an imported file, must not be able to steer the terminal."""
     return "".join(c if c.isprintable() or (lines and c in "\n\t") else "\ufffd" for c in text)

@@ -35,7 +35,7 @@ def tree(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
     fork = f", forked at {short[session.base]}" if session.base else ""
     many = "branch" if branches == 1 else "branches"
     count = f"{len(turns)} {'turn' if len(turns) == 1 else 'turns'}, {branches} {many}"
-    typer.echo(f"{session.id}  {session.info.model}  {count}{fork}")
+    typer.echo(f"{session.id}  {plain(session.info.model)}  {count}{fork}")
     for rails, turn in _drawn(turns):
         marks = ("*" if turn.id == session.head else "-") + ("+" if turn.id in kept else " ")
         typer.echo(f"{rails}{marks} {short[turn.id]}  {_said(turn)}")
