@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import sqlite3
 import stat
 import subprocess
@@ -23,6 +24,7 @@ from serving import Served
 from test_server import environment, running
 from test_session_cli import Ssmd
 
+from ssmd.sessions import transfer
 from ssmd.sessions.database import FILE
 from ssmd.sessions.store import Store
 from ssmd.text.tokenizer import Tokenizer
@@ -191,6 +193,25 @@ def test_no_copy_stays_in_the_free_part_of_a_page(tmp_path: Path) -> None:
 def test_what_a_killed_import_left(artifact: Path, tmp_path: Path) -> None:
     Store.open(tmp_path / "data").close()
     (tmp_path / "data" / ".transfer-00.ssmd").write_text(SECRET)
+    with daemon(artifact, tmp_path / "data"):
+        assert traces(tmp_path, SECRET) == []
+
+
+def test_what_a_killed_export_left(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object, **__: object) -> None:
+        for file in (tmp_path / "data").glob("*.tmp"):  # as it is when the power goes
+            (tmp_path / "stays").mkdir()
+            shutil.copy(file, tmp_path / "stays" / file.name)
+        raise OSError
+
+    with daemon(artifact, tmp_path / "data") as one:
+        _, session = chat(one.served, one.model, ("user", SECRET))
+        monkeypatch.setattr(transfer, "_publish", killed)
+        one.served.ask("GET", f"/ssmd/v1/sessions/{session}/export")
+        one.served.ask("DELETE", f"/ssmd/v1/sessions/{session}")
+    for file in (tmp_path / "stays").iterdir():
+        file.rename(tmp_path / "data" / file.name)
+    assert [name for name, _ in traces(tmp_path, SECRET)] != []
     with daemon(artifact, tmp_path / "data"):
         assert traces(tmp_path, SECRET) == []
 

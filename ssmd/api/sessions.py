@@ -58,7 +58,8 @@ class _Sessions:
     def __init__(self, engine: Engine, store: Store | None) -> None:
         manifest = engine.artifact.manifest
         self._kept = store
-        for left in () if store is None else store.file.parent.glob(f"{_SCRATCH}*"):  # by a process that was killed
+        # By a process that was killed: what it took in or was to send, and with another point what it was writing.
+        for left in () if store is None else store.file.parent.glob(f"*{_SCRATCH}*"):
             left.unlink(missing_ok=True)
         self._local = {manifest.lineage: Local(manifest.name, manifest.spec, manifest.vocabulary)}
 
