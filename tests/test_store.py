@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +107,17 @@ def test_rows_are_stored_once(store: Store) -> None:
         rows = connection.execute(select(segment.c.first, segment.c.last).order_by(segment.c.first)).all()
     assert [r.first for r in rows] == [0, *(r.last for r in rows[:-1])], "each row lies in exactly one segment"
     assert rows[-1].last == len(chat.turns["t5"].ids) - 1
+
+
+def test_whoever_stops_in_the_middle_of_a_state_leaves_no_reader(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs_module, "BLOB_BYTES", 64)
+    chat = Chat(store, "s")
+    made = chat.say("t1", None, "hi", "hello").checkpoints[-1].id
+    assert made is not None
+    with store.parts(made, HYBRID) as (_, parts):
+        next(parts)
+    assert "ssmd-read" not in {thread.name for thread in threading.enumerate()}, "it reads on a connection given back"
+    assert list(parts) == []
 
 
 def test_a_checkpoint_written_ahead_is_only_linked_later(store: Store, spec: StateSpec) -> None:

@@ -35,7 +35,7 @@ _Job = Callable[[], Part | Array]
 
 def read_parts(
     connection: Connection, checkpoint_id: int, spec: StateSpec, threads: Executor
-) -> tuple[int, Iterator[Part]]:
+) -> tuple[int, Generator[Part]]:
     """(position, the parts of its state in order). A thread reads, `threads` verify, while the caller works.
 
     Raises StoreError naming what is missing or was altered, at the latest after the last part. The connection may be
@@ -50,7 +50,9 @@ def read_parts(
     return head.position, _parts(connection, checkpoint_id, head, spec, threads)
 
 
-def _parts(connection: Connection, checkpoint_id: int, head: Any, spec: StateSpec, threads: Executor) -> Iterator[Part]:
+def _parts(
+    connection: Connection, checkpoint_id: int, head: Any, spec: StateSpec, threads: Executor
+) -> Generator[Part]:
     segments: list[Digested] = []
     pieces: list[Digested] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -197,7 +197,9 @@ class Store:
         it sure that they belong together.
         """
         with self.reading() as connection:
-            yield read_parts(connection, checkpoint_id, spec, self._threads)
+            position, parts = read_parts(connection, checkpoint_id, spec, self._threads)
+            with closing(parts):  # a thread reads ahead: it must be done with the connection, however this ends
+                yield position, parts
 
     def load(self, checkpoint_id: int, spec: StateSpec) -> State:
         """The whole state of a checkpoint, in the dtypes of `spec`; every stored byte was verified."""
