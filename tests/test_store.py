@@ -330,12 +330,15 @@ class TestCommit:
             store.commit([turn], [wrong], session=two.info)
         assert [t.id for t in store.turns("s2")] == ["u1"], "all or nothing"
 
-    def test_session_removed_meanwhile(self, store: Store) -> None:
+    @pytest.mark.parametrize("parent", ["t1", None])
+    def test_session_removed_meanwhile(self, store: Store, parent: str | None) -> None:
+        """Neither is a turn written without those above it, nor does a new first one bring the session back."""
         chat = Chat(store, "s")
         chat.say("t1", None, "hi", "hello")
+        chat.info = store.session("s").info
         store.delete("s")
         with pytest.raises(StoreError, match="removed meanwhile"):
-            chat.say("t2", "t1", "more", "sure")
+            chat.say("t2", parent, "more", "sure")
         assert store.sessions() == []
         assert not any(n for name, n in counts(store).items() if name != "layout")
 

@@ -49,7 +49,7 @@ def _session(connection: Connection, row: Any) -> Session:
     name, model, lineage, clock, pinned, imported, created_at, last_used_at, head, turns, title, own, shared, base = row
     if own is None or shared is None:
         own, shared = holding.read_holding(connection, name).sizes()
-    info = SessionInfo(name, model, lineage, datetime.fromisoformat(clock), pinned, imported or None)
+    info = SessionInfo(name, model, lineage, datetime.fromisoformat(clock), pinned, imported or None, known=True)
     return Session(
         info, from_micros(created_at), from_micros(last_used_at), head, turns, title, own + shared, own, base
     )
@@ -69,7 +69,7 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
         }
         connection.execute(update(session_table).where(_s.id == info.id).values(values))
         return
-    if turns[0].parent is not None:
+    if info.known or turns[0].parent is not None:
         raise StoreError(f"session {info.id!r} was removed meanwhile")
     insert_session(connection, turns, info, head=turns[0].id, now=now)
 

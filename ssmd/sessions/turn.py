@@ -32,7 +32,7 @@ class SessionInfo:
     """What a new session is.
 
     model, lineage: of what answered last. clock: the moment its templates see, frozen. imported: the import it descends
-    from.
+    from. known: it was read from the store, so that a turn of it is none of a new session.
     """
 
     id: str
@@ -41,6 +41,7 @@ class SessionInfo:
     clock: datetime
     pinned: bool = False
     imported: str | None = None
+    known: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
