@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,11 +20,12 @@ from sqlalchemy import func, select
 from starlette.datastructures import Headers
 from test_server import running
 
+from ssmd import writer as writer_module
 from ssmd.api import idempotency
 from ssmd.config import Settings
 from ssmd.server import create_app
 from ssmd.sessions.schema import reply
-from ssmd.sessions.store import Store
+from ssmd.sessions.store import Committed, Store
 
 RETRY = {"x-stainless-retry-count": "1"}
 RANDOM = {"temperature": 1, "max_tokens": 8}  # an answer that another run would not give
@@ -321,8 +323,42 @@ def test_an_answer_that_could_not_be_stored_is_not_an_earlier_one(artifact: Path
         other = sqlite3.connect(one.store.file, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         lost = ask(one, "locked")
+        assert one.engine._keeper is not None
+        one.engine._keeper._writer.flush()  # until it gave up: it waits a little longer than the client
         other.close()
         assert lost.json["usage"]["ssmd"]["stored"] is False
         again = ask(one, "locked", RETRY)
         assert again.json["id"] not in (earlier.json["id"], lost.json["id"])
         assert again.json["usage"]["ssmd"]["stored"] is True
+
+
+def test_a_retry_of_an_answer_that_was_stored_late(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client was told that it is not stored, and lost the answer; then it was stored after all."""
+    with daemon(artifact, tmp_path / "data") as one:
+        assert one.store is not None
+        commit = one.store.commit
+
+        def slowly(*args: Any, **fields: Any) -> Committed:
+            time.sleep(0.5)
+            return commit(*args, **fields)
+
+        monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 0.05)
+        monkeypatch.setattr(one.store, "commit", slowly)
+        first = ask(one, "slow disk")
+        assert first.json["usage"]["ssmd"]["stored"] is False
+        again = ask(one, "slow disk", RETRY)
+        assert again.json["id"] == first.json["id"]
+        assert [s.turns for s in one.store.sessions()] == [1]
+
+
+def test_a_failure_inside_does_not_use_up_the_name(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("as a bug would")
+
+    monkeypatch.setattr(tiny.engine, "submit", fails)
+    assert ask(tiny, "a bug", named("bug")).status == 500
+    monkeypatch.undo()
+    body = tiny.body("a bug", **RANDOM)
+    assert tiny.served.ask("POST", CHAT, body, named("bug"), timeout=15).status == 200

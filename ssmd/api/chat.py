@@ -90,13 +90,14 @@ class ChatCompletions:
             attempt.end()
             delivery.replay(events(reply))
             return body, Head(reply.answer["id"], reply.answer["created"], reply.session, replayed=True)
-        attempt.follow(delivery)
         try:
             request = in_place_of(request, mark, reply)
-            return body, _head(await asyncio.to_thread(self._engine.submit, request, delivery))
-        except Rejected as err:
-            attempt.end(err)
+            generation = await asyncio.to_thread(self._engine.submit, request, delivery)
+        except BaseException as err:  # whatever it is: who repeats the request must not wait for this one
+            attempt.end(err if isinstance(err, Rejected) else INTERNAL)
             raise
+        attempt.follow(delivery, generation.id)
+        return body, _head(generation)
 
     def _read(self, raw: bytes) -> tuple[ChatBody, Request]:
         body = read_chat(parse_object(raw))
