@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 COMMIT_PATIENCE_S = 2.0
 MAX_QUEUED_BYTES = 1 << 30
 IDLE_S = 0.5
+LOOK_S = 60.0  # how often an idle daemon looks for what others left to be done
 AHEAD_BYTES = 4 << 20  # a checkpoint of the prompt from this size on is written while the answer is still generated
 
 
@@ -169,7 +170,7 @@ class Writer:
         trim()  # after loading the model
         while True:
             try:
-                work = self._work.get(timeout=IDLE_S if self._unsettled else None)
+                work = self._work.get(timeout=IDLE_S if self._unsettled else LOOK_S)
             except queue.Empty:
                 work = self._settle
             if work is None:
@@ -186,9 +187,9 @@ class Writer:
             self._settle()
 
     def _settle(self) -> None:
-        """Nobody waits: move what was committed from the log into the database file."""
+        """Nobody waits: move what was committed from the log into the database file, and do what is still owed."""
         self._unsettled = False
         try:
-            self._store.settle()
+            self._unsettled = self._store.settle()
         except StoreError as err:
             log.warning("the store's log was not moved into its file: %s", err)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TinyArtifacts
+from sqlalchemy import func, select, update
 
 from ssmd import writer as writer_module
 from ssmd.artifact import Artifact
@@ -21,7 +22,9 @@ from ssmd.inflight import Generation
 from ssmd.metrics import Metrics
 from ssmd.runtime import Program, get_runtime
 from ssmd.sampling import SamplingParams
+from ssmd.sessions import store as store_module
 from ssmd.sessions.checkpoints import Placed
+from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 
@@ -241,6 +244,26 @@ def test_what_could_not_be_written_ahead_comes_with_its_turn(
     first = ask(engine, user("Go on"))
     again = ask(engine, user("Go on"))
     assert (again.usage.resume, again.usage.cached_tokens) == ("exact", first.usage.prompt_tokens - 1)
+
+
+def test_all_sizes_are_counted_when_nobody_comes(engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an upgrade, where none is known."""
+    monkeypatch.setattr(store_module, "_COUNTED_WHEN_IDLE", 2)
+    for i in range(5):
+        ask(engine, user(f"Hello {i}"))
+    with store.writing() as connection:
+        connection.execute(update(session_table).values(own_nbytes=None))
+    ask(engine, user("One more"))
+    deadline = time.monotonic() + 20
+
+    def unknown() -> int:
+        with store.reading() as connection:
+            query = select(func.count()).where(session_table.c.own_nbytes.is_(None))
+            return int(connection.execute(query).scalar_one())
+
+    while unknown():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_short_buckets_are_warmed_up_when_nobody_comes(

@@ -11,6 +11,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import TinyArtifacts
-from daemon import CHAT, daemon
+from daemon import CHAT, daemon, soon
 from keeping import Chat, new_store, user
 from serving import Served
 from test_server import environment, running
@@ -139,6 +140,23 @@ def test_removed_by_the_command(artifact: Path, tmp_path: Path) -> None:
         done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert traces(tmp_path, SECRET) == []
+
+
+def test_the_daemon_erases_what_a_removal_left_undone(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks it for anything any more."""
+    monkeypatch.setattr("ssmd.writer.LOOK_S", 0.1)
+    with daemon(artifact, tmp_path / "data") as one:
+        _, session = chat(one.served, one.model, ("user", SECRET))
+        reader = sqlite3.connect(tmp_path / "data" / FILE, isolation_level=None)
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM turn").fetchall()
+        assert one.served.ask("DELETE", f"/ssmd/v1/sessions/{session}").status == 200
+        time.sleep(1)  # it has nothing to do
+        assert traces(tmp_path, SECRET) != []
+        reader.close()
+        soon(lambda: traces(tmp_path, SECRET) == [])
 
 
 def test_a_reader_in_the_way_only_puts_it_off(tmp_path: Path) -> None:

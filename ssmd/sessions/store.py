@@ -293,17 +293,21 @@ class Store:
             session_rows.remove_session(connection, session_id)
         database.settle(self._engine, self.file, idle=False)
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Move what was committed from the log into the file, count what sharing changed in sessions' sizes, and erase
         for good what was removed if that was not possible at once: when nobody waits for it.
+
+        Whether sessions are left to be counted.
         """
         with self.reading() as connection:
             unknown = select(session_table.c.id).where(session_table.c.own_nbytes.is_(None)).limit(1)
             some = connection.execute(unknown).first() is not None
+        counted = 0
         if some:
             with database.writing(self._engine, self.file) as connection:
-                holding.count_sizes(connection, at_most=_COUNTED_WHEN_IDLE)
+                counted = holding.count_sizes(connection, at_most=_COUNTED_WHEN_IDLE)
         database.settle(self._engine, self.file, idle=True)
+        return counted == _COUNTED_WHEN_IDLE
 
     def bytes_stored(self) -> int:
         """Bytes of all checkpoints as they are stored."""
