@@ -74,6 +74,7 @@ class Keeper:
         """Write the turns of a request with its checkpoints; `then(stored)`, from whatever thread."""
         kept = g.kept
         if g.prompt.info is None or not kept:
+            self._writer.abandon(g.checkpoints)
             then(False)
             return
         turns = [g.prompt.turn(lane, self._tokenizer.escape(lane.text)) for lane in kept]

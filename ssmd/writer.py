@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ssmd.memory import trim
@@ -20,7 +21,8 @@ log = logging.getLogger(__name__)
 COMMIT_PATIENCE_S = 2.0
 MAX_QUEUED_BYTES = 1 << 30
 IDLE_S = 0.5
-LOOK_S = 60.0  # how often an idle daemon looks for what others left to be done
+LOOK_S = 60.0  # how often to look for what others left to be done
+LOOSE_S = 600.0  # how long a state that was written ahead of a turn stays if that does not come: for who asks again
 AHEAD_BYTES = 4 << 20  # a checkpoint of the prompt from this size on is written while the answer is still generated
 
 
@@ -33,6 +35,7 @@ class Pending:
         self.encoded: Encoded | None = None
         self.ms = 0.0  # spent on encoding
         self.ahead = False  # written before its turn
+        self.stored: int | None = None  # the id under which it waits for its turn
 
 
 class Writer:
@@ -49,6 +52,8 @@ class Writer:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
+        self._ahead: Counter[int] = Counter()  # ids of those whose turns are awaited
+        self._swept = -LOOK_S  # when
         self._unsettled = True  # what the last process could not do
         self._garbage = False  # memory to give back
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
@@ -88,6 +93,8 @@ class Writer:
         self._unsettled = True
         if placed.id is not None:
             pending.encoded = encoded.without_data()
+            pending.stored = placed.id
+            self._ahead[placed.id] += 1
         if placed.nbytes:
             pending.ahead = True
             self._metrics.checkpoint(placed.nbytes, pending.ms)
@@ -109,6 +116,7 @@ class Writer:
                 then(stored)
 
         def work() -> None:
+            self._forget(checkpoints)
             try:
                 encoded = [p.encoded for p in checkpoints if p.encoded is not None]
                 placed = self._store.commit(turns, encoded, session=session, reply=reply).checkpoints
@@ -131,6 +139,16 @@ class Writer:
         timer.daemon = True
         timer.start()
         self._work.put(work)
+
+    def abandon(self, checkpoints: Sequence[Pending]) -> None:
+        """No turn comes to these."""
+        self._work.put(lambda: self._forget(checkpoints))
+
+    def _forget(self, checkpoints: Sequence[Pending]) -> None:
+        for number in (p.stored for p in checkpoints if p.stored is not None):
+            self._ahead[number] -= 1
+            if not self._ahead[number]:
+                del self._ahead[number]
 
     def repair(self, turn: str, ids: Ids, text: str, checkpoint: Pending) -> None:
         """Write the state after a turn as later requests render it. Nobody waits for that, and nothing needs it."""
@@ -163,10 +181,6 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
-            self._store.sweep()
-        except StoreError as err:
-            log.warning("what a killed daemon left in the store was not removed: %s", err)
         trim()  # after loading the model
         while True:
             try:
@@ -190,6 +204,9 @@ class Writer:
         """Nobody waits: move what was committed from the log into the database file, and do what is still owed."""
         self._unsettled = False
         try:
+            if time.monotonic() - self._swept >= LOOK_S:
+                self._swept = time.monotonic()
+                self._store.sweep(LOOSE_S, keep=self._ahead)
             self._unsettled = self._store.settle()
         except StoreError as err:
             log.warning("the store's log was not moved into its file: %s", err)

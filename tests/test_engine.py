@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
@@ -19,6 +20,7 @@ from ssmd.artifact import Artifact
 from ssmd.engine import Engine
 from ssmd.generation import Delta, Done, Event, Failed, Rejected, Request, TokenLogprob, Usage
 from ssmd.inflight import Generation
+from ssmd.keeper import Keeper
 from ssmd.metrics import Metrics
 from ssmd.runtime import Program, get_runtime
 from ssmd.sampling import SamplingParams
@@ -234,6 +236,49 @@ def test_the_prompt_is_written_while_the_answer_is_generated(
     assert store.sweep() == 0
     again = ask(engine, user("Go on and on"), answered(answer.text), user("More"))
     assert again.usage.resume == "exact"
+
+
+def test_a_state_whose_turn_does_not_come_is_for_who_asks_again(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes after a while, though the daemon is never started again."""
+    for name, value in (("AHEAD_BYTES", 1), ("LOOK_S", 0.1), ("LOOSE_S", 3.0)):
+        monkeypatch.setattr(writer_module, name, value)
+    engine = Engine(*loaded, store, metrics=Metrics())
+    checkpoint = Keeper.checkpoint
+
+    def hang_up(self: Keeper, g: Generation, *args: Any) -> None:
+        checkpoint(self, g, *args)
+        g.cancel()
+
+    monkeypatch.setattr(Keeper, "checkpoint", hang_up)
+    engine.start()
+    assert not ask(engine, user("Are you there?")).usage.stored
+    monkeypatch.setattr(Keeper, "checkpoint", checkpoint)
+    engine._keeper._writer.flush()  # type: ignore[union-attr]  # it has a store
+    assert store.bytes_stored() > 0
+    assert store.sessions() == []
+    time.sleep(1)
+    again = ask(engine, user("Are you there?"), store=False)
+    assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
+    deadline = time.monotonic() + 20
+    while store.bytes_stored():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    engine.shutdown(0)
+
+
+def test_a_long_answer_does_not_lose_what_was_written_ahead_of_it(
+    loaded: tuple[Artifact, Program], store: Store, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("AHEAD_BYTES", 1), ("IDLE_S", 0.01), ("LOOK_S", 0.01), ("LOOSE_S", 0.01)):
+        monkeypatch.setattr(writer_module, name, value)
+    engine = Engine(*loaded, store, metrics=Metrics())
+    engine.start()
+    first = ask(engine, user("Go on and on"), sampling=endless, max_tokens=200)
+    again = ask(engine, user("Go on and on"))
+    assert again.usage.cached_tokens == first.usage.prompt_tokens - 1
+    engine.shutdown(0)
 
 
 def test_what_could_not_be_written_ahead_comes_with_its_turn(

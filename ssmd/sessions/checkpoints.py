@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, false, func, insert, or_, select, update
 
 from ssmd.sessions.blobs import dtype_of
 from ssmd.sessions.checkpoint import Encoded, Found, Ids, Scope, anchors, as_ids, digest, prefix_keys
@@ -248,10 +248,12 @@ def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now:
     connection.execute(update(checkpoint).where(checkpoint.c.id == checkpoint_id).values(last_used_at=now))
 
 
-def unlinked(connection: Connection) -> list[int]:
-    """Checkpoints that no turn links to."""
+def unlinked(connection: Connection, unused_s: float = 0.0) -> list[int]:
+    """Checkpoints that no turn links to, and that nobody wrote in the last `unused_s` seconds."""
     links = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint == _c.id)
-    return list(connection.scalars(select(_c.id).where(~links.exists())))
+    now, margin = time.time_ns() // 1000, int(unused_s * 1e6)
+    fresh = _c.last_used_at.between(now - margin, now + margin) if margin else false()  # a clock may be set back
+    return list(connection.scalars(select(_c.id).where(~links.exists(), ~fresh)))
 
 
 def linked_to(connection: Connection, turns: Any) -> list[int]:

@@ -131,10 +131,17 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             return retention.place_ahead(connection, checkpoint, self.quota)
 
-    def sweep(self) -> int:
-        """Remove checkpoints that no turn links to, of requests that came to nothing. Returns how many."""
+    def sweep(self, unused_s: float = 0.0, *, keep: Collection[int] = ()) -> int:
+        """Remove checkpoints that no turn links to, of requests that came to nothing. Returns how many.
+
+        unused_s: those that were written in the last so many seconds stay: whoever repeats such a request goes on from
+        them. keep: ids of those whose turn may still come.
+        """
+        with self.reading() as connection:
+            if not set(checkpoint_rows.unlinked(connection, unused_s)) - set(keep):
+                return 0
         with database.writing(self._engine, self.file) as connection:
-            loose = checkpoint_rows.unlinked(connection)
+            loose = set(checkpoint_rows.unlinked(connection, unused_s)) - set(keep)
             checkpoint_rows.sweep(connection, loose)
             if loose:  # their ids are text
                 erasure.owe(connection)
