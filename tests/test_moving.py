@@ -22,6 +22,7 @@ from sqlalchemy import select
 
 from ssmd.artifact import Artifact
 from ssmd.runtime import get_runtime
+from ssmd.sessions import sessionfile
 from ssmd.sessions.checkpoint import Scope
 from ssmd.sessions.database import FILE
 from ssmd.sessions.match import Conversation, match
@@ -359,6 +360,22 @@ def test_with_and_without_states_over_http(artifacts: TinyArtifacts, tmp_path: P
             assert (answer.status, answer.error["code"]) == (400, code)
         assert imported(one, b"x", "?reread=maybe").error["param"] == "reread"
         assert imported(one, b"x", "?reread=true").error["code"] == "invalid_session_file"
+
+
+def test_a_session_that_fits_no_file(artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with daemon(artifacts["llama-f32"], tmp_path / "a") as one:
+        path = f"/ssmd/v1/sessions/{session_of(talk(one, 1)[1][0])}/export"
+        monkeypatch.setattr(sessionfile, "MAX_HEADER_BYTES", 100)
+        refused = one.served.ask("GET", path)
+        assert (refused.status, refused.error["code"]) == (507, "storage_error")
+        assert "too long for one file" in refused.error["message"]
+        monkeypatch.undo()
+        assert one.store is not None
+        with one.store.writing() as connection:
+            connection.exec_driver_sql("UPDATE turn SET finish = 'no such end!'")
+        refused = one.served.ask("GET", path)
+        assert (refused.status, refused.error["code"]) == (507, "storage_error")
+        assert "fits into no session file: finish" in refused.error["message"]
 
 
 def test_while_the_daemon_runs(artifacts: TinyArtifacts, tmp_path: Path) -> None:

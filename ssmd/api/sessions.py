@@ -95,7 +95,11 @@ class _Sessions:
         choices: dict[str, States] = {"true": "newest", "false": "none", "all": "all"}
         states = _choice(request, "state", choices, "true")
         file = _scratch(store)
-        await _ask(lambda: export_session(store, wanted, file, states=states))
+        try:
+            await _ask(lambda: export_session(store, wanted, file, states=states))
+        except SessionFileError as err:  # no room on the disk, or more than one file can hold
+            said = str(err).replace(str(file), "the file")
+            raise Rejected(said, status=507, code="storage_error") from err
         return _PassingFile(file, filename=f"{wanted}.ssmd", media_type="application/octet-stream")
 
     async def import_(self, request: Request) -> JSONResponse:

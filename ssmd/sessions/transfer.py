@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from pydantic import ValidationError
 
 from ssmd.sessions import contents
 from ssmd.sessions.checkpoint import Encoded
@@ -71,6 +72,10 @@ def export_session(
                 temporary.unlink()
     except OSError as err:
         raise SessionFileError(f"{file} cannot be written: {err.strerror or err}") from err
+    except ValidationError as err:  # more turns than a file may have, say, or one that was damaged
+        why = err.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, why["loc"]))
+        raise SessionFileError(f"session {session_id!r} fits into no session file: {where}: {why['msg']}") from err
     return result
 
 
