@@ -9,7 +9,9 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from sqlalchemy import select
 from ssmd.sessions.checkpoint import as_ids
 from ssmd.sessions.database import FILE, PAGE_BYTES
 from ssmd.sessions.repair import Checked, check, repair
+from ssmd.sessions.salvage import salvage
 from ssmd.sessions.schema import checkpoint
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -322,6 +325,24 @@ class TestTheFile:
         assert turns(data) == ALL, "only states were in that table"
         assert check(data).damages == ()
         assert not (data / "salvage").exists()
+
+
+def test_a_salvage_that_breaks_off_leaves_a_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next start would make an empty one, as if nothing had ever been said."""
+    moves = {name: getattr(os, name) for name in ("rename", "replace")}
+
+    def until_the_last(name: str, source: Any, target: Any) -> None:
+        if Path(target) == data / FILE:
+            raise OSError("the power goes")
+        moves[name](source, target)
+
+    for name in moves:
+        monkeypatch.setattr(os, name, partial(until_the_last, name))
+    with pytest.raises(OSError, match="power"):
+        salvage(data, 100)
+    monkeypatch.undo()
+    assert turns(data) == ALL
+    assert check(data).damages == ()
 
 
 def test_a_repair_that_cannot_succeed_changes_nothing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

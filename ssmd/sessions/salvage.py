@@ -29,13 +29,22 @@ def salvage(data_dir: Path, busy_ms: int) -> tuple[Path, list[Damage]]:
         Store.open(fresh, busy_ms=busy_ms).close()
         lost = _copy_all(file, fresh / database.FILE)
         kept = next(p for n in range(1, 1000) if not (p := data_dir / f"{database.FILE}.damaged-{n}").exists())
-        for side in ("-wal", "-shm", ""):
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(f"{file}{side}", f"{kept}{side}")
-        os.rename(fresh / database.FILE, file)
+        _put_aside(file, kept)
+        os.replace(fresh / database.FILE, file)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return kept, lost
+
+
+def _put_aside(file: Path, kept: Path) -> None:
+    """Under another name too, so that at no moment there is no file: then the next start would make an empty one."""
+    with contextlib.suppress(OSError):  # a file system without hard links
+        os.link(file, kept)
+    for side in ("-wal", "-shm"):  # the new file must not find them
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(f"{file}{side}", f"{kept}{side}")
+    if not kept.exists():
+        os.rename(file, kept)
 
 
 def _copy_all(file: Path, new_file: Path) -> list[Damage]:
