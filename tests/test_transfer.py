@@ -415,6 +415,8 @@ def _drop(*path: Any) -> Callable[[Any], None]:
         (_set("turns", 1, "prompt_tokens", 1.5), "prompt_tokens"),
         (_set("turns", 1, "prompt_tokens", 10**40), "prompt_tokens"),
         (_set("turns", 1, "created_at", "0001-01-01T00:00:00+23:59"), "no time"),
+        (_set("turns", 1, "created_at", "1970-01-01T00:00:00+23:59"), "no time"),
+        (_set("turns", 1, "created_at", "9998-12-31T23:59:00-23:59"), "no time"),
         (_set("turns", 3, "text", "\ud800"), "text"),
         (_set("turns", 1, "messages", 0, "role", "dog"), "role"),
         (_set("turns", 1, "messages", 0, "content", None), "content"),

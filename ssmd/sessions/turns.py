@@ -20,6 +20,7 @@ from ssmd.sessions.turn import NewTurn, StoreError, Turn, UnknownSession, check_
 from ssmd.text.messages import Message
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_END = (datetime(9999, 1, 1, tzinfo=UTC) - _EPOCH) // timedelta(microseconds=1)
 _MAX_TRIED = 64  # stored conversations that are compared with a request
 _MAX_FORKS = 1000  # that have its beginning from elsewhere, those used last
 _MAX_CHAINS = 1000  # answers of one request that are looked up, the last ones: enough to find the deepest
@@ -29,9 +30,10 @@ def to_micros(moment: datetime) -> int:
     """Microseconds since 1970. Raises StoreError on a time without a zone, as it would mean another one elsewhere."""
     if moment.tzinfo is None:
         raise StoreError(f"time {moment.isoformat()} has no time zone")
-    if not 1970 <= moment.year < 9999:
+    micros = (moment - _EPOCH) // timedelta(microseconds=1)
+    if not 0 <= micros < _END:
         raise StoreError(f"time {moment.isoformat()} cannot be; is the clock set?")
-    return (moment - _EPOCH) // timedelta(microseconds=1)
+    return micros
 
 
 def from_micros(micros: int) -> datetime:
