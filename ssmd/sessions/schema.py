@@ -51,7 +51,7 @@ session = Table(
     Column("root", String(64), index=True),
     Column("own_nbytes", BigInteger),  # of its checkpoints, what nobody else needs; NULL: to be counted
     Column("shared_nbytes", BigInteger),  # and what others need too
-    Column("retained", Integer, nullable=False, server_default=text("0")),  # retention.Retained
+    Column("retained", Integer, nullable=False, server_default=text("0")),  # retention.EVERYTHING, THINNED or NOTHING
     Index("ix_session_pinned_retained_last_used_at", "pinned", "retained", "last_used_at"),
 )
 
