@@ -97,6 +97,7 @@ def test_preflight_answers_allowed_origins_only(locked: Served) -> None:
     allowed = locked.ask("OPTIONS", "/echo", headers={"origin": "https://chat.example", **asked})
     assert allowed.status == 204
     assert allowed.headers["access-control-allow-headers"] == "authorization, content-type"
+    assert allowed.headers["access-control-allow-methods"] == "GET, POST, PATCH, DELETE"  # all that any route has
     assert locked.ask("OPTIONS", "/echo", headers={"origin": "https://evil.example", **asked}).status == 403
 
 

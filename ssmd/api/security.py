@@ -218,7 +218,7 @@ def _host_name(host: str) -> str | None:
 def _preflight(headers: Headers) -> Response:
     asked = headers.get("access-control-request-headers", "")
     allowed = {
-        "access-control-allow-methods": "GET, POST, DELETE",
+        "access-control-allow-methods": "GET, POST, PATCH, DELETE",
         "access-control-max-age": str(PREFLIGHT_MAX_AGE_S),
     }
     if _HEADER_NAMES.fullmatch(asked):
