@@ -101,7 +101,8 @@ def test_rope_in_both_spellings() -> None:
 
 def test_an_unlimited_time_step_in_every_spelling() -> None:
     for value in (None, [0.0, float("inf")], [0, {"__float__": "Infinity"}]):
-        assert granitemoehybrid.Config.parse({**GRANITE, "time_step_limit": value}).time_step_limit == (0, np.inf)
+        mixer = granitemoehybrid.Config.parse({**GRANITE, "time_step_limit": value}).mixer
+        assert mixer.time_step_limit == (0, np.inf)
 
 
 def test_state_of_granite_350m_weighs_what_it_should() -> None:

@@ -47,23 +47,19 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-    """Mamba-2's norm after gating, each of `groups` parts of the last axis for itself. x, gate (1, T, inner)."""
-    gated = x * silu(gate)
+def group_rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    """Mamba-2's norm: each of `groups` parts of the last axis for itself. x (1, T, inner)."""
     if groups == 1:
-        return rms_norm(gated, weight, eps)
+        return rms_norm(x, weight, eps)
     _, length, inner = x.shape
-    parts = gated.reshape(length, groups, inner // groups)
+    parts = x.reshape(length, groups, inner // groups)
     parts = parts * torch.rsqrt((parts * parts).mean(-1, keepdim=True) + eps)
     return parts.reshape(1, length, inner) * weight
 
 
-def gated_rms_norm_ref(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-    parts = [
-        rms_norm_ref(part, w, eps)
-        for part, w in zip((x * F.silu(gate)).chunk(groups, -1), weight.chunk(groups), strict=True)
-    ]
-    return torch.cat(parts, -1)
+def group_rms_norm_ref(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    parts = zip(x.chunk(groups, -1), weight.chunk(groups), strict=True)
+    return torch.cat([rms_norm_ref(part, w, eps) for part, w in parts], -1)
 
 
 def causal_conv(conv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

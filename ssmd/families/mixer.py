@@ -1,0 +1,174 @@
+"""Mamba-2's mixer (arXiv:2405.21060, section 7): its sizes in a config.json, its bindings and its state.
+
+Parameters, (out, in) where they are matrices:
+    in, out        (inner + C + H, hidden), (hidden, inner); rows of `in`: gate, conv input (x, B, C), dt
+    conv           (K, 1, C)
+    A, D, dt_bias  (H,); A = -exp(A_log)
+    gated_norm     (inner,), unless there is no norm
+    conv_bias, in_bias, out_bias  where the config has them
+
+Glossary: H heads, P head_dim and N d_state, G groups, K conv width, inner = H P, C = inner + 2 G N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ssmd.families.fields import FamilyError, Fields, divides
+from ssmd.families.weights import Array, Binding, mapped, tensor
+from ssmd.state import TensorSpec
+
+Norm = Literal["after the gate", "before the gate", "none"]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a family's config.json calls the mixer's fields, and the sizes of transformers' config without them."""
+
+    heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    d_state: str = "mamba_d_state"
+    groups: str = "mamba_n_groups"
+    d_conv: str = "mamba_d_conv"
+    expand: str = "mamba_expand"
+    conv_bias: str = "mamba_conv_bias"
+    bias: str = "mamba_proj_bias"
+    default_d_state: int = 256
+    default_groups: int = 1
+
+
+HYBRID = Names()  # the hybrid families agree
+
+
+@dataclass(frozen=True)
+class Mamba2Mixer:
+    hidden: int
+    heads: int
+    head_dim: int
+    d_state: int
+    groups: int
+    d_conv: int
+    conv_bias: bool
+    in_bias: bool
+    out_bias: bool
+    norm: Norm
+    eps: float
+    time_step_limit: tuple[float, float]
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return self.inner + 2 * self.groups * self.d_state
+
+    @staticmethod
+    def parse(
+        f: Fields,
+        eps: float,
+        names: Names = HYBRID,
+        *,
+        inner: tuple[str, int] | None = None,
+        norm: Norm = "after the gate",
+        out_bias: bool | None = None,
+    ) -> Mamba2Mixer:
+        """`inner`: what decides it and its value, else expand * hidden_size; `out_bias`: else as for `in`.
+
+        Raises FamilyError naming the field.
+        """
+        hidden = f.size("hidden_size")
+        source, size = inner or (f"{names.expand} * hidden_size", f.size(names.expand, 2) * hidden)
+        heads, groups = f.size(names.heads, 128), f.size(names.groups, names.default_groups)
+        head_dim = divides(heads, size, names.heads, source)
+        if f.get(names.head_dim) not in (None, "auto") and f.size(names.head_dim) != head_dim:
+            raise FamilyError(
+                f"config.json: {names.head_dim} is {f.get(names.head_dim)}, but {source} / {names.heads} is {head_dim}"
+            )
+        divides(groups, heads, names.groups, names.heads)
+        d_conv = f.size(names.d_conv, 4)
+        if d_conv < 2:
+            raise FamilyError(f"config.json: {names.d_conv} is {d_conv}, expected at least 2")
+        in_bias = f.flag(names.bias, False)
+        return Mamba2Mixer(
+            hidden=hidden,
+            heads=heads,
+            head_dim=head_dim,
+            d_state=f.size(names.d_state, names.default_d_state),
+            groups=groups,
+            d_conv=d_conv,
+            conv_bias=f.flag(names.conv_bias, True),
+            in_bias=in_bias,
+            out_bias=in_bias if out_bias is None else out_bias,
+            norm=norm,
+            eps=eps,
+            time_step_limit=_time_step_limit(f),
+        )
+
+    def state(self, layer: int) -> tuple[TensorSpec, ...]:
+        """conv and ssm of `layer`, always float32."""
+        return (
+            TensorSpec(f"conv_{layer}", "conv", layer, (self.channels, self.d_conv - 1)),
+            TensorSpec(f"ssm_{layer}", "ssm", layer, (self.heads, self.head_dim, self.d_state)),
+        )
+
+    def bindings(
+        self, source: str, *, into: float = 1.0, parts: Sequence[float] = (1.0,) * 5, out: float = 1.0
+    ) -> dict[str, Binding]:
+        """From the tensors `source`in_proj and so on. Factors on the mixer's input (`into`, which no bias sees), on
+        what `in` gives (`parts`: gate, x, B, C, dt) and on the mixer's output (`out`)."""
+        rows = self.inner + self.channels + self.heads
+        made = {
+            "in": self._parts(tensor(source + "in_proj.weight", rows, self.hidden, scale=into), parts),
+            "out": tensor(source + "out_proj.weight", self.hidden, self.inner, scale=out),
+            "conv": mapped(
+                lambda w: w.transpose(2, 1, 0), tensor(source + "conv1d.weight", self.channels, 1, self.d_conv)
+            ),
+            "A": mapped(lambda a: -np.exp(a), tensor(source + "A_log", self.heads)),
+            "D": tensor(source + "D", self.heads),
+            "dt_bias": tensor(source + "dt_bias", self.heads),
+        }
+        if self.norm != "none":
+            made["gated_norm"] = tensor(source + "norm.weight", self.inner)
+        if self.conv_bias:
+            made["conv_bias"] = tensor(source + "conv1d.bias", self.channels)
+        if self.in_bias:
+            made["in_bias"] = self._parts(tensor(source + "in_proj.bias", rows), parts)
+        if self.out_bias:
+            made["out_bias"] = tensor(source + "out_proj.bias", self.hidden, scale=out)
+        return made
+
+    def _parts(self, part: Binding, factors: Sequence[float]) -> Binding:
+        """The rows of `in`, or its bias, times the factor of the part that they belong to."""
+        if all(f == 1.0 for f in factors):
+            return part
+        states = self.groups * self.d_state
+        rows = np.repeat(np.array(factors, np.float32), [self.inner, self.inner, states, states, self.heads])
+
+        def scaled(w: Array) -> Array:
+            return w * rows.reshape(-1, *[1] * (w.ndim - 1))
+
+        return mapped(scaled, part)
+
+
+def _time_step_limit(f: Fields) -> tuple[float, float]:
+    value = f.get("time_step_limit")
+    if value is None:
+        return (0.0, math.inf)
+    limits = [_float(v) for v in value] if isinstance(value, list) else []
+    if len(limits) != 2 or not 0 <= limits[0] < limits[1]:
+        raise FamilyError(f"config.json: time_step_limit is {value!r}, expected two numbers, 0 <= low < high")
+    return (limits[0], limits[1])
+
+
+def _float(value: object) -> float:
+    """A number, or how transformers writes one that JSON has not: {"__float__": "Infinity"}. Else nan."""
+    if isinstance(value, dict):
+        value = {"Infinity": math.inf}.get(str(value.get("__float__")))
+    return math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
