@@ -66,6 +66,55 @@ GRANITE: dict[str, Any] = {
     "position_embedding_type": None,
 }
 ROPE = {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+MAMBA2: dict[str, Any] = {
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_heads": 12,
+    "head_dim": 16,
+    "state_size": 32,
+    "n_groups": 1,
+    "chunk_size": 32,
+    "initializer_range": 0.02,
+    "time_step_min": 0.01,
+    "time_step_max": 2.0,
+    "tie_word_embeddings": True,
+}
+BAMBA: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "attn_layer_indices": [2],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 12,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 32,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+}
+FALCON_H1: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 32,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "embedding_multiplier": 5.6,
+    "lm_head_multiplier": 0.4,
+    "mlp_multipliers": [0.9, 0.6],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.3,
+    "ssm_multipliers": [0.6, 1.4, 0.7, 0.8, 0.5],
+    "ssm_out_multiplier": 0.9,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama-untied": ("llama", LLAMA | {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
@@ -74,6 +123,51 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-groups": ("granitemoehybrid", GRANITE | {"mamba_n_groups": 2, "mamba_conv_bias": False}),
     "granite-rope": ("granitemoehybrid", GRANITE | ROPE | {"mamba_n_groups": 3, "tie_word_embeddings": False}),
     "granite-biases": ("granitemoehybrid", GRANITE | {"mamba_proj_bias": True, "attention_bias": True}),
+    "mamba2": ("mamba2", MAMBA2),
+    "mamba2-groups": (
+        "mamba2",
+        MAMBA2 | {"n_groups": 2, "use_conv_bias": False, "tie_word_embeddings": False, "vocab_size": 397},
+    ),
+    "mamba2-odd": (
+        "mamba2",
+        MAMBA2
+        | {"hidden_size": 60, "num_heads": 5, "head_dim": 24, "state_size": 9, "n_groups": 5, "conv_kernel": 3}
+        | {"use_bias": True, "residual_in_fp32": False, "layer_norm_epsilon": 0.1},
+    ),
+    "bamba": ("bamba", BAMBA),
+    "bamba-first": (
+        "bamba",
+        BAMBA
+        | {"attn_layer_indices": [0], "hidden_size": 100, "num_attention_heads": 5, "num_key_value_heads": 5}
+        | {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_conv_bias": False, "vocab_size": 397}
+        | {"tie_word_embeddings": False, "num_hidden_layers": 2},
+    ),
+    "bamba-last": (
+        "bamba",
+        BAMBA
+        | {"attn_layer_indices": [1, 3], "num_key_value_heads": 3, "mamba_n_groups": 3, "attention_bias": True}
+        | {"mamba_proj_bias": True, "mlp_bias": True, "rms_norm_eps": 0.1}
+        | {"rope_parameters": LLAMA3_ROPE | {"partial_rotary_factor": 0.25}},
+    ),
+    "bamba-none": ("bamba", BAMBA | {"attn_layer_indices": None, "num_hidden_layers": 2, "mamba_d_conv": 2}),
+    "falcon-h1": ("falcon_h1", FALCON_H1),
+    "falcon-h1-norm": (
+        "falcon_h1",
+        FALCON_H1
+        | {"mamba_rms_norm": True, "mamba_n_groups": 2, "mamba_conv_bias": False, "tie_word_embeddings": True}
+        | {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 14, "vocab_size": 397},
+    ),
+    "falcon-h1-biases": (
+        "falcon_h1",
+        FALCON_H1
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_ssm": None, "mamba_n_groups": 4}
+        | {"projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True}
+        | {"num_hidden_layers": 2, "rms_norm_eps": 0.1},
+    ),
+    "falcon-h1-out-bias": (
+        "falcon_h1",
+        FALCON_H1 | {"projectors_bias": True, "num_key_value_heads": 3, "num_hidden_layers": 1, "mamba_d_conv": 3},
+    ),
 }
 
 
@@ -90,14 +184,13 @@ def official(variant: str, vocabulary: int, seed: int = 0) -> Any:
     import transformers
 
     family, fields = VARIANTS[variant]
-    names = {"llama": "Llama", "granitemoehybrid": "GraniteMoeHybrid"}
-    config = getattr(transformers, names[family] + "Config")(vocab_size=vocabulary, **fields)
+    config = transformers.AutoConfig.for_model(family, **{"vocab_size": vocabulary, **fields})
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    model = getattr(transformers, names[family] + "ForCausalLM")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.endswith(("dt_bias", ".D", "A_log", "norm.weight", "layernorm.weight")):
+            if name.endswith(("dt_bias", ".D", "A_log", "norm.weight", "norm_f.weight")):
                 p.add_(torch.randn_like(p) * 0.2)
             elif name.endswith("bias"):
                 p.copy_(torch.randn_like(p) * 0.1)
@@ -106,6 +199,21 @@ def official(variant: str, vocabulary: int, seed: int = 0) -> Any:
             else:
                 p.mul_(4.0)
     return model
+
+
+def oracle(model: Any, ids: list[int], cache: Any = None, position: int = 0) -> tuple[Any, Any]:
+    """transformers' logits (n, V) of the ids from `position` on, a numpy array, and its cache after them."""
+    import torch
+
+    name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+    asked: dict[str, Any] = {name: cache, "use_cache": True}
+    if model.config.model_type == "bamba":
+        asked["position_ids"] = torch.arange(position, position + len(ids)).unsqueeze(0)  # else 0 on, in every call
+        if not model.config.attn_layer_indices:  # else it fails to ask its cache, which has no rows, for their number
+            asked["attention_mask"] = {"full_attention": None, "linear_attention": None}
+    with torch.no_grad():
+        out = model(torch.tensor([ids]), **asked)
+    return out.logits[0].numpy(), out[name]
 
 
 def write_tokenizer(folder: Path) -> int:

@@ -45,7 +45,7 @@ class FlatModule(nn.Module):
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
         if rope is not None:
             cos, sin = rope[0].tables(rope[1], context)
-            self.register_buffer("cos", torch.from_numpy(cos), persistent=False)  # (S, D/2)
+            self.register_buffer("cos", torch.from_numpy(cos), persistent=False)  # (S, R/2)
             self.register_buffer("sin", torch.from_numpy(sin), persistent=False)
 
     def weight(self, layer: int, name: str) -> Tensor:
@@ -59,7 +59,7 @@ class FlatModule(nn.Module):
         return next((states[t.name].shape[1] for t in self.spec.rows if t.kind == "key"), 0)
 
     def rotation(self, pos: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the T positions from `pos` on, each (T, 1, D/2)."""
+        """Cosines and sines of the T positions from `pos` on, each (T, 1, R/2)."""
         # Pads may stand beyond the context: an index outside the table would be an error in some runtimes.
         rows = torch.clamp(pos + torch.arange(length, dtype=torch.int32), max=self.context - 1)
         cos, sin = (torch.index_select(t, 0, rows).reshape(length, 1, -1) for t in (self.cos, self.sin))

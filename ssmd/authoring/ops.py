@@ -180,16 +180,20 @@ def ssd_ref(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, s
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of the last axis (arXiv:2104.09864). x (T, heads, D), cos and sin (T, 1, D/2)."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    """Rotate the halves of the first values of each head (arXiv:2104.09864), all of them or `2 * cos.shape[-1]`.
+
+    x (T, heads, D), cos and sin (T, 1, R/2).
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*turned, rest] if rest.shape[-1] else turned, -1)
 
 
 def rope_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos, sin)
-    return torch.cat([turned.real, turned.imag], -1)
+    half = cos.shape[-1]
+    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin)
+    return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1)
 
 
 def slot_mask(pos: Tensor, context: int) -> Tensor:

@@ -8,11 +8,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.authoring.bamba import Bamba
+from ssmd.authoring.falcon_h1 import FalconH1
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.granitemoehybrid import GraniteMoeHybrid
 from ssmd.authoring.llama import Llama
+from ssmd.authoring.mamba2 import Mamba2
 
-MODULES: dict[str, Any] = {"llama": Llama, "granitemoehybrid": GraniteMoeHybrid}
+MODULES: dict[str, Any] = {
+    "llama": Llama,
+    "granitemoehybrid": GraniteMoeHybrid,
+    "mamba2": Mamba2,
+    "bamba": Bamba,
+    "falcon_h1": FalconH1,
+}
 
 
 def author(family: str, config: Any, parameters: Mapping[str, NDArray[np.float32]], context: int) -> FlatModule:

@@ -33,9 +33,16 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """A positive, finite number."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not _positive(value):
             raise FamilyError(f"config.json: {name} is {value!r}, expected a positive number")
         return float(value)
+
+    def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """As many positive, finite numbers as the default has."""
+        value = self._value(name, list(default))
+        if not isinstance(value, list) or len(value) != len(default) or not all(map(_positive, value)):
+            raise FamilyError(f"config.json: {name} is {value!r}, expected {len(default)} positive numbers")
+        return tuple(map(float, value))
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._value(name, default)
@@ -55,6 +62,10 @@ class Fields:
         if value is None:
             raise FamilyError(f"config.json: {name} is missing")
         return value
+
+
+def _positive(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value < math.inf
 
 
 def divides(part: int, whole: int, part_name: str, whole_name: str) -> int:

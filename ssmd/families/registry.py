@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ssmd.families import granitemoehybrid, llama
+from ssmd.families import bamba, falcon_h1, granitemoehybrid, llama, mamba2
 from ssmd.families.fields import FamilyError
 from ssmd.families.weights import Binding
 from ssmd.state import StateSpec
@@ -32,6 +32,9 @@ FAMILIES = {
             granitemoehybrid.state_spec,
             granitemoehybrid.bindings,
         ),
+        Family("mamba2", mamba2.Config.parse, mamba2.state_spec, mamba2.bindings),
+        Family("bamba", bamba.Config.parse, bamba.state_spec, bamba.bindings),
+        Family("falcon_h1", falcon_h1.Config.parse, falcon_h1.state_spec, falcon_h1.bindings),
     )
 }
 

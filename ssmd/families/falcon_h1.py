@@ -1,0 +1,138 @@
+"""Falcon-H1 (arXiv:2507.22448): attention and Mamba-2 side by side in every layer (`FalconH1ForCausalLM`).
+
+Parameters (weights are (out, in)): embedding, norm, head unless tied, and for each layer i `layer{i}_` +
+    norm1, norm2            (hidden,)
+    those of swiglu.py
+    those of mixer.py
+    those of attention.py   the factor 1/sqrt(head_dim) stands in q
+All multipliers stand in parameters. That of the embedding stands in it though the head may be the same tensor: norm is
+then divided by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ssmd.families.attention import Attention
+from ssmd.families.fields import Fields, divides
+from ssmd.families.mixer import Mamba2Mixer, Norm
+from ssmd.families.rope import Rope
+from ssmd.families.swiglu import swiglu
+from ssmd.families.weights import Binding, tensor
+from ssmd.state import StateSpec
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """`gate` and `down` of the MLP; `ssm` on the mixer's gate, x, B, C, dt."""
+
+    embedding: float
+    head: float
+    gate: float
+    down: float
+    key: float
+    attention_in: float
+    attention_out: float
+    ssm_in: float
+    ssm: tuple[float, ...]
+    ssm_out: float
+
+    @staticmethod
+    def parse(f: Fields) -> Multipliers:
+        gate, down = f.numbers("mlp_multipliers", (1.0, 1.0))
+        return Multipliers(
+            embedding=f.number("embedding_multiplier", 1.0),
+            head=f.number("lm_head_multiplier", 1.0),
+            gate=gate,
+            down=down,
+            key=f.number("key_multiplier", 1.0),
+            attention_in=f.number("attention_in_multiplier", 1.0),
+            attention_out=f.number("attention_out_multiplier", 1.0),
+            ssm_in=f.number("ssm_in_multiplier", 1.0),
+            ssm=f.numbers("ssm_multipliers", (1.0,) * 5),
+            ssm_out=f.number("ssm_out_multiplier", 1.0),
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    mixer: Mamba2Mixer
+    attention: Attention
+    multipliers: Multipliers
+    eps: float
+    rope: Rope
+    tied: bool
+    mlp_bias: bool
+    max_position: int
+
+    @staticmethod
+    def parse(config: Mapping[str, Any]) -> Config:
+        """From config.json. Raises FamilyError naming the field."""
+        f = Fields(config)
+        f.only("hidden_act", "silu", "silu")
+        hidden, eps = f.size("hidden_size"), f.number("rms_norm_eps", 1e-5)
+        attention = Attention.parse(f, kv_heads=8)
+        divides(2, attention.head_dim, "2", "head_dim")
+        norm: Norm = "none"
+        if f.flag("mamba_rms_norm", False):
+            norm = "before the gate" if f.flag("mamba_norm_before_gate", True) else "after the gate"
+        return Config(
+            vocabulary=f.size("vocab_size"),
+            hidden=hidden,
+            intermediate=f.size("intermediate_size"),
+            layers=f.size("num_hidden_layers"),
+            mixer=Mamba2Mixer.parse(f, eps, inner=_inner(f), norm=norm, out_bias=f.flag("projectors_bias", False)),
+            attention=attention,
+            multipliers=Multipliers.parse(f),
+            eps=eps,
+            rope=Rope.parse(f),
+            tied=f.flag("tie_word_embeddings", False),
+            mlp_bias=f.flag("mlp_bias", False),
+            max_position=f.size("max_position_embeddings", 8192),
+        )
+
+
+def _inner(f: Fields) -> tuple[str, int] | None:
+    """`mamba_d_ssm`; where it is null, the mixer is mamba_expand times as wide as the model."""
+    if "mamba_d_ssm" in f.config and f.get("mamba_d_ssm") is None:
+        return None
+    return "mamba_d_ssm", f.size("mamba_d_ssm", 1024)
+
+
+def state_spec(config: Config, kv_dtype: str = "float32") -> StateSpec:
+    """conv, ssm (always float32), key and value of every layer."""
+    c = config
+    return StateSpec(tuple(t for i in range(c.layers) for t in (*c.mixer.state(i), *c.attention.state(i, kv_dtype))))
+
+
+def bindings(config: Config) -> dict[str, Binding]:
+    c, m = config, config.multipliers
+    made: dict[str, Binding] = {
+        "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden, scale=m.embedding),
+        "norm": tensor("model.final_layernorm.weight", c.hidden, scale=m.head / (m.embedding if c.tied else 1.0)),
+    }
+    if not c.tied:
+        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
+    for i in range(c.layers):
+        source = f"model.layers.{i}."
+        layer = {
+            "norm1": tensor(source + "input_layernorm.weight", c.hidden),
+            "norm2": tensor(source + "pre_ff_layernorm.weight", c.hidden),
+            **c.mixer.bindings(source + "mamba.", into=m.ssm_in, parts=m.ssm, out=m.ssm_out),
+            **c.attention.bindings(
+                source + "self_attn.",
+                q=c.attention.head_dim**-0.5,
+                k=m.key,
+                o=m.attention_out,
+                into=m.attention_in,
+            ),
+            **swiglu(source + "feed_forward.", c.hidden, c.intermediate, c.mlp_bias, gate=m.gate, down=m.down),
+        }
+        made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
+    return made

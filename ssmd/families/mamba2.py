@@ -1,0 +1,82 @@
+"""Mamba-2 (arXiv:2405.21060): nothing but mixers (transformers' `Mamba2ForCausalLM`).
+
+Parameters (weights are (out, in)): embedding, norm, head unless tied, and for each layer i `layer{i}_` +
+    norm                 (hidden,)
+    those of mixer.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ssmd.families.fields import Fields
+from ssmd.families.mixer import Mamba2Mixer, Names
+from ssmd.families.weights import Binding, tensor
+from ssmd.state import StateSpec
+
+NAMES = Names(
+    heads="num_heads",
+    head_dim="head_dim",
+    d_state="state_size",
+    groups="n_groups",
+    d_conv="conv_kernel",
+    expand="expand",
+    conv_bias="use_conv_bias",
+    bias="use_bias",
+    default_d_state=128,
+    default_groups=8,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    vocabulary: int
+    hidden: int
+    layers: int
+    mixer: Mamba2Mixer
+    eps: float
+    tied: bool
+    max_position: int = sys.maxsize  # no layer knows a position
+
+    @staticmethod
+    def parse(config: Mapping[str, Any]) -> Config:
+        """From config.json. Raises FamilyError naming the field.
+
+        `norm_before_gate`, which published configs have, is not read: transformers gates first whatever it says, and
+        so were the published weights trained. `residual_in_fp32` is no choice here: everything is float32.
+        """
+        f = Fields(config)
+        f.only("hidden_act", "silu", "silu")
+        f.only("rms_norm", True, True)
+        eps = f.number("layer_norm_epsilon", 1e-5)
+        return Config(
+            vocabulary=f.size("vocab_size"),
+            hidden=f.size("hidden_size"),
+            layers=f.size("num_hidden_layers"),
+            mixer=Mamba2Mixer.parse(f, eps, NAMES),
+            eps=eps,
+            tied=f.flag("tie_word_embeddings", False),
+        )
+
+
+def state_spec(config: Config, kv_dtype: str = "float32") -> StateSpec:
+    """conv and ssm of every layer, always float32; there are no KV rows for `kv_dtype`."""
+    return StateSpec(tuple(t for i in range(config.layers) for t in config.mixer.state(i)))
+
+
+def bindings(config: Config) -> dict[str, Binding]:
+    c = config
+    made: dict[str, Binding] = {
+        "embedding": tensor("backbone.embeddings.weight", c.vocabulary, c.hidden),
+        "norm": tensor("backbone.norm_f.weight", c.hidden),
+    }
+    if not c.tied:
+        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
+    for i in range(c.layers):
+        source = f"backbone.layers.{i}."
+        made[f"layer{i}_norm"] = tensor(source + "norm.weight", c.hidden)
+        made |= {f"layer{i}_{name}": binding for name, binding in c.mixer.bindings(source + "mixer.").items()}
+    return made
