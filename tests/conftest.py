@@ -26,6 +26,9 @@ BUILT = {  # variant, quantization, buckets, capacities
     "granite-f32": ("granite", "f32", "16,64", "64,512"),
     "granite-int8": ("granite", "int8", "16,64", "512"),
     "granite-groups-f32": ("granite-groups", "f32", "16", "512"),
+    "mamba2-groups-f32": ("mamba2-groups", "f32", "16", "512"),
+    "bamba-last-f32": ("bamba-last", "f32", "16", "512"),
+    "falcon-h1-norm-f32": ("falcon-h1-norm", "f32", "16", "512"),
 }
 
 

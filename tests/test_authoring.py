@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 import tiny
 import torch
@@ -86,28 +87,11 @@ def feed(host: Host, ids: Sequence[int], split: Sequence[tuple[int, int]], pad: 
     return logits
 
 
-def official_states(cache: Any) -> dict[str, NDArray[np.float32]]:
-    """transformers' cache in canonical form; of its K conv columns the oldest is never used again."""
-    states = {}
-    for i, layer in enumerate(cache.layers):
-        for name, attribute in (
-            ("key", "keys"),
-            ("value", "values"),
-            ("conv", "conv_states"),
-            ("ssm", "recurrent_states"),
-        ):
-            value = getattr(layer, attribute, None)
-            value = value[0] if isinstance(value, dict) else value
-            if isinstance(value, torch.Tensor):
-                states[f"{name}_{i}"] = value[0].detach().numpy()
-    return states
-
-
 @pytest.mark.parametrize("split", SPLITS)
 def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, FlatModule], split: str) -> None:
     official, module = pair
     ids = prompt(official)
-    expected, cache = tiny.oracle(official, ids)
+    expected, cache = oracle.continued(official, ids)
     host = Host(module)
     logits = feed(host, ids, SPLITS[split], pad=7)
     assert host.position == TOKENS
@@ -115,10 +99,10 @@ def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, FlatModule
         assert relative(row, expected[position]) < RELATIVE, position
     state = host.state()
     state.check(module.spec)
-    theirs = official_states(cache)
+    theirs = oracle.state(cache, TOKENS).tensors
     assert set(theirs) == set(state.tensors)
     for name, ours in state.tensors.items():
-        reference = theirs[name][:, 1:] if theirs[name].shape[-1] == ours.shape[-1] + 1 else theirs[name]
+        reference = theirs[name]
         assert ours.shape == reference.shape
         assert relative(ours, reference) < RELATIVE, name
 
@@ -128,11 +112,11 @@ def test_64_greedy_tokens_are_those_of_transformers(pair: tuple[Any, FlatModule]
     ids = prompt(official)[:21]
     host = Host(module)
     row = host.feed(ids, 64)
-    theirs, cache = tiny.oracle(official, ids)
+    theirs, cache = oracle.continued(official, ids)
     for _ in range(64):
         assert relative(row, theirs[-1]) < RELATIVE
         token = int(theirs[-1].argmax())
-        theirs, cache = tiny.oracle(official, [token], cache, host.position)
+        theirs, cache = oracle.continued(official, [token], cache, host.position)
         row = host.feed([token], 1)
 
 
@@ -169,7 +153,7 @@ def test_a_prompt_may_end_at_the_end_of_the_context(pair: tuple[Any, FlatModule]
     """The pads of the last bucket then stand beyond it."""
     official, module = pair
     ids = (prompt(official) * 2)[:CONTEXT]
-    expected = tiny.oracle(official, ids)[0][-1]
+    expected = oracle.continued(official, ids)[0][-1]
     host = Host(module)
     host.feed(ids[:249], 256)
     assert relative(host.feed(ids[249:], 16), expected) < RELATIVE
@@ -188,7 +172,7 @@ def test_time_step_limit(tmp_path: Path, variant: str) -> None:
     official = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     module = authored(folder)
     ids = prompt(official)
-    expected = tiny.oracle(official, ids)[0][-1]
+    expected = oracle.continued(official, ids)[0][-1]
     unlimited = authored(tiny.write_source(tmp_path / "unlimited", variant))
     assert relative(Host(unlimited).feed(ids, 256), expected) > 1e-2
     for split in ("one shot", "uneven", "single"):

@@ -10,18 +10,21 @@ import numpy as np
 import pytest
 import tiny
 
-from ssmd.families import granitemoehybrid, llama
+from ssmd.families import bamba, falcon_h1, granitemoehybrid, llama, mamba2
 from ssmd.families.fields import FamilyError
 from ssmd.families.registry import FAMILIES, family_of
 from ssmd.source import Source, SourceError
 
 LLAMA = {"model_type": "llama", "vocab_size": 384, **tiny.LLAMA}
 GRANITE = {"model_type": "granitemoehybrid", "vocab_size": 384, **tiny.GRANITE}
+MAMBA2 = {"model_type": "mamba2", "vocab_size": 384, **tiny.MAMBA2}
+BAMBA = {"model_type": "bamba", "vocab_size": 384, **tiny.BAMBA}
+FALCON_H1 = {"model_type": "falcon_h1", "vocab_size": 384, **tiny.FALCON_H1}
 
 
 @pytest.mark.parametrize("model_type", [None, "", "gpt2", 7, ["llama"]])
 def test_an_unknown_model_type_is_refused_with_the_list(model_type: Any) -> None:
-    with pytest.raises(FamilyError, match=r"model_type is .*supported: granitemoehybrid, llama"):
+    with pytest.raises(FamilyError, match=r"model_type is .*supported: .*granitemoehybrid, .*llama"):
         family_of({"model_type": model_type})
 
 
@@ -80,6 +83,103 @@ def test_granite_refuses_by_field(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(FamilyError) as failure:
         granitemoehybrid.Config.parse({**GRANITE, **fields})
     assert named in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_heads": 7}, "expand * hidden_size = 192 is not a multiple of num_heads = 7"),
+        ({"num_heads": 24}, "head_dim is 16, but expand * hidden_size / num_heads is 8"),
+        ({"n_groups": 5}, "num_heads = 12 is not a multiple of n_groups = 5"),
+        ({"n_groups": None}, "num_heads = 12 is not a multiple of n_groups = 8"),
+        ({"state_size": 0}, "state_size is 0"),
+        ({"conv_kernel": 1}, "conv_kernel is 1"),
+        ({"expand": 1.5}, "expand is 1.5"),
+        ({"use_bias": "no"}, "use_bias is 'no'"),
+        ({"use_conv_bias": 0}, "use_conv_bias is 0"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"rms_norm": False}, "rms_norm is False; only True is supported"),
+        ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon is 0.0"),
+        ({"time_step_limit": [0.0, "inf"]}, "time_step_limit"),
+    ],
+)
+def test_mamba2_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    mamba2.Config.parse(MAMBA2)
+    with pytest.raises(FamilyError) as failure:
+        mamba2.Config.parse({**MAMBA2, **fields})
+    assert named in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"attn_layer_indices": [4]}, "attn_layer_indices is [4], expected a list of numbers below num_hidden_layers"),
+        ({"attn_layer_indices": [-1]}, "attn_layer_indices is [-1]"),
+        ({"attn_layer_indices": "2"}, "attn_layer_indices is '2'"),
+        ({"attn_layer_indices": [True]}, "attn_layer_indices is [True]"),
+        ({"layers_block_type": ["mamba"] * 4}, "attn_layer_indices is [2], but the list of layer types"),
+        ({"layer_types": ["mamba", "sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
+        ({"attn_rotary_emb": 16}, "attn_rotary_emb is 16; only 8 is supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 2.0}}, "partial_rotary_factor 2.0 of head_dim = 16 is 32"),
+        ({"rope_parameters": {"partial_rotary_factor": "1"}}, "partial_rotary_factor is '1'"),
+        ({"head_dim": 6}, "partial_rotary_factor 0.5 of head_dim = 6 is 3"),
+        ({"mamba_d_head": 8}, "mamba_d_head is 8"),
+        ({"mlp_bias": "yes"}, "mlp_bias is 'yes'"),
+        ({"num_key_value_heads": 4}, "num_attention_heads = 6 is not a multiple of num_key_value_heads = 4"),
+    ],
+)
+def test_bamba_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    bamba.Config.parse(BAMBA)
+    with pytest.raises(FamilyError) as failure:
+        bamba.Config.parse({**BAMBA, **fields})
+    assert named in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"mamba_d_ssm": 100}, "mamba_d_ssm = 100 is not a multiple of mamba_n_heads = 8"),
+        ({"mamba_d_head": 8}, "mamba_d_head is 8, but mamba_d_ssm / mamba_n_heads is 16"),
+        ({"mamba_n_groups": 3}, "mamba_n_heads = 8 is not a multiple of mamba_n_groups = 3"),
+        ({"mlp_multipliers": [1.0]}, "mlp_multipliers is [1.0], expected 2 positive numbers"),
+        ({"mlp_multipliers": 1.0}, "mlp_multipliers is 1.0"),
+        ({"ssm_multipliers": [1.0, 1.0, 1.0, 1.0, float("inf")]}, "ssm_multipliers is"),
+        ({"ssm_multipliers": [1.0, 1.0, 1.0, 1.0, True]}, "ssm_multipliers is"),
+        ({"ssm_in_multiplier": -1.0}, "ssm_in_multiplier is -1.0"),
+        ({"lm_head_multiplier": "1"}, "lm_head_multiplier is '1'"),
+        ({"head_dim": 15}, "head_dim = 15"),
+        ({"mamba_rms_norm": 1}, "mamba_rms_norm is 1"),
+        ({"mamba_rms_norm": True, "mamba_norm_before_gate": "no"}, "mamba_norm_before_gate is 'no'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"projectors_bias": 0}, "projectors_bias is 0"),
+    ],
+)
+def test_falcon_h1_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    falcon_h1.Config.parse(FALCON_H1)
+    with pytest.raises(FamilyError) as failure:
+        falcon_h1.Config.parse({**FALCON_H1, **fields})
+    assert named in str(failure.value)
+
+
+def test_a_field_that_is_absent_is_not_one_that_is_null() -> None:
+    """In transformers its default is a number, null something else."""
+
+    def without(config: dict[str, Any], name: str) -> dict[str, Any]:
+        return {k: v for k, v in config.items() if k != name}
+
+    heads = {"num_attention_heads": 24, "head_dim": 4}
+    for parse, config in ((bamba.Config.parse, {**BAMBA, **heads}), (falcon_h1.Config.parse, {**FALCON_H1, **heads})):
+        assert parse(without(config, "num_key_value_heads")).attention.kv_heads == 8
+        assert parse({**config, "num_key_value_heads": None}).attention.kv_heads == 24
+    assert falcon_h1.Config.parse(without(FALCON_H1, "mamba_d_ssm")).mixer.inner == 1024
+    assert falcon_h1.Config.parse({**FALCON_H1, "mamba_d_ssm": None}).mixer.inner == 2 * 96
+
+
+def test_bamba_by_lists_of_layers() -> None:
+    kinds = ["mamba", "mamba", "attention", "mamba"]
+    for fields in ({"layers_block_type": kinds}, {"attn_layer_indices": None, "layers_block_type": kinds}):
+        assert bamba.Config.parse({**BAMBA, **fields}) == bamba.Config.parse(BAMBA)
+    assert bamba.Config.parse({**BAMBA, "attn_layer_indices": []}).layers == ("mamba",) * 4
 
 
 def test_layer_kinds_in_every_spelling() -> None:

@@ -24,7 +24,7 @@ class Bamba(FlatModule):
         h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
         rows = mixer.rows(c.mixer, n_valid, length)
         rotation = self.rotation(pos, length)
-        masks = ops.slot_mask(pos, self.context), ops.causal_mask(length, c.attention.each)
+        masks = ops.slot_mask(pos, self.capacity(states)), ops.causal_mask(length, c.attention.each)
         out: dict[str, Tensor] = {}
         for i, kind in enumerate(c.layers):
             x = ops.rms_norm(h, self.weight(i, "norm1"), c.eps)

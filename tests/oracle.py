@@ -1,0 +1,48 @@
+"""transformers as the oracle: logits that continue a cache, and what its cache holds in canonical form.
+
+Known to be wrong in transformers 5.23, and gone round here:
+
+- Bamba begins at position 0 in every call: positions are passed.
+- A cache of recurrent layers only does not know how many tokens it has seen, and Bamba asks it: masks are passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ssmd.state import State
+
+CACHE_PARAMS = ("mamba2",)  # what these call cache_params is past_key_values elsewhere
+ATTRIBUTES = {"key": "keys", "value": "values", "conv": "conv_states", "ssm": "recurrent_states"}
+
+
+def continued(model: Any, ids: Sequence[int], cache: Any = None, position: int = 0) -> tuple[NDArray[np.float32], Any]:
+    """Logits (n, V) after every one of the ids, and the cache with them. `position`: tokens that `cache` holds."""
+    config = model.config
+    name = "cache_params" if config.model_type in CACHE_PARAMS else "past_key_values"
+    asked: dict[str, Any] = {name: cache, "use_cache": True}
+    asked["position_ids"] = torch.arange(position, position + len(ids)).unsqueeze(0)
+    if config.model_type == "bamba" and not config.attn_layer_indices:
+        asked["attention_mask"] = {"full_attention": None, "linear_attention": None}
+    with torch.no_grad():
+        out = model(torch.tensor([list(ids)]), **asked)
+    logits: NDArray[np.float32] = out.logits[0].numpy()
+    return logits, out[name]
+
+
+def state(cache: Any, position: int) -> State:
+    """A canonical copy of transformers' cache; of its K conv columns the oldest is never used again."""
+    tensors: dict[str, NDArray[Any]] = {}
+    for i, layer in enumerate(cache.layers):
+        for kind, attribute in ATTRIBUTES.items():
+            value = getattr(layer, attribute, None)
+            value = value[0] if isinstance(value, dict) else value
+            if isinstance(value, torch.Tensor):
+                array = value[0].numpy().copy()
+                tensors[f"{kind}_{i}"] = array[:, 1:] if kind == "conv" else array
+    return State(position, 0, tensors)
