@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 Kind = Literal["conv", "ssm", "key", "value"]
 KINDS: tuple[Kind, ...] = ("conv", "ssm", "key", "value")
+AXES: dict[Kind, tuple[int, ...]] = {"conv": (2,), "ssm": (2, 3), "key": (2,), "value": (2,)}  # how many can be
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 LAYOUT_VERSION = 1
 
@@ -45,13 +46,19 @@ class TensorSpec:
             raise StateError(f"state tensor {self.name!r}: unknown kind {self.kind!r}, expected one of {KINDS}")
         if self.dtype not in DTYPES:
             raise StateError(f"state tensor {self.name!r}: dtype {self.dtype!r}, expected one of {sorted(DTYPES)}")
-        if not self.shape or any(d < 1 for d in self.shape) or (not self.recurrent and len(self.shape) != 2):
+        if len(self.shape) not in AXES[self.kind] or any(d < 1 for d in self.shape):
             raise StateError(f"state tensor {self.name!r}: shape {self.shape} is not possible for a {self.kind}")
 
     @property
     def recurrent(self) -> bool:
         """True for tensors of fixed size (conv, ssm); False for those that grow by a row a token (key, value)."""
         return self.kind in ("conv", "ssm")
+
+    @property
+    def channels_first(self) -> bool:
+        """True for conv [C, K-1] and Mamba-1's ssm [D, N]. Graphs hold these the other way round, channels last, so
+        that what they do to every channel runs along memory."""
+        return self.recurrent and len(self.shape) == 2
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import tiny
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "artifacts"
@@ -20,15 +22,16 @@ CACHE = ROOT / ".cache" / "artifacts"
 CODE = ("ssmd/families/*.py", "ssmd/authoring/*.py", "runtimes/*/build.py")
 FILES = ("ssmd/source.py", "ssmd/state.py", "ssmd/artifact.py", "ssmd/cli/build.py", "tests/tiny.py")
 PACKAGES = ("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer")
-BUILT = {  # variant, quantization, buckets, capacities
-    "llama-f32": ("llama", "f32", "16,64", "512"),
+ONE_EACH = (
+    *("llama", "granite", "granite-groups", "qwen3", "mamba", "falcon-mamba", "lfm2"),
+    *("mamba2-groups", "bamba-last", "falcon-h1-norm"),
+)
+VARIANTS = tuple(tiny.VARIANTS) if os.environ.get("SSMD_FULL") else ONE_EACH  # which `scripts/test --full` sets
+BUILT = {f"{variant}-f32": (variant, "f32", "16,64", "512") for variant in VARIANTS}
+BUILT |= {f"{variant}-int8": (variant, "int8", "16,64", "512") for variant in ("llama", "granite")}
+BUILT |= {  # with more than one KV tier
     "llama-int8": ("llama", "int8", "16,64", "128,512"),
     "granite-f32": ("granite", "f32", "16,64", "64,512"),
-    "granite-int8": ("granite", "int8", "16,64", "512"),
-    "granite-groups-f32": ("granite-groups", "f32", "16", "512"),
-    "mamba2-groups-f32": ("mamba2-groups", "f32", "16", "512"),
-    "bamba-last-f32": ("bamba-last", "f32", "16", "512"),
-    "falcon-h1-norm-f32": ("falcon-h1-norm", "f32", "16", "512"),
 }
 
 

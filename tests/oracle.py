@@ -2,8 +2,10 @@
 
 Known to be wrong in transformers 5.23, and gone round here:
 
-- Bamba begins at position 0 in every call: positions are passed.
-- A cache of recurrent layers only does not know how many tokens it has seen, and Bamba asks it: masks are passed.
+- Mamba and FalconMamba begin every call of several tokens at a state of zero: `continued` steps them one at a time.
+- A cache of recurrent layers only does not know how many tokens it has seen, and LFM2 and Bamba ask it: positions are
+  passed, and the masks that it is asked for.
+- Bamba begins at position 0 in every call: again, positions are passed.
 """
 
 from __future__ import annotations
@@ -17,17 +19,25 @@ from numpy.typing import NDArray
 
 from ssmd.state import State
 
-CACHE_PARAMS = ("mamba2",)  # what these call cache_params is past_key_values elsewhere
+STEPPED = ("mamba", "falcon_mamba")
+CACHE_PARAMS = (*STEPPED, "mamba2")  # what these call cache_params is past_key_values elsewhere
 ATTRIBUTES = {"key": "keys", "value": "values", "conv": "conv_states", "ssm": "recurrent_states"}
 
 
 def continued(model: Any, ids: Sequence[int], cache: Any = None, position: int = 0) -> tuple[NDArray[np.float32], Any]:
     """Logits (n, V) after every one of the ids, and the cache with them. `position`: tokens that `cache` holds."""
-    config = model.config
-    name = "cache_params" if config.model_type in CACHE_PARAMS else "past_key_values"
+    if cache is not None and len(ids) > 1 and model.config.model_type in STEPPED:
+        rows = []
+        for at, token in enumerate(ids):
+            row, cache = continued(model, [token], cache, position + at)
+            rows.append(row)
+        return np.concatenate(rows), cache
+    name = "cache_params" if model.config.model_type in CACHE_PARAMS else "past_key_values"
     asked: dict[str, Any] = {name: cache, "use_cache": True}
     asked["position_ids"] = torch.arange(position, position + len(ids)).unsqueeze(0)
-    if config.model_type == "bamba" and not config.attn_layer_indices:
+    if model.config.model_type == "lfm2" and "full_attention" not in model.config.layer_types:
+        asked["attention_mask"] = {"conv": None}
+    if model.config.model_type == "bamba" and not model.config.attn_layer_indices:
         asked["attention_mask"] = {"full_attention": None, "linear_attention": None}
     with torch.no_grad():
         out = model(torch.tensor([list(ids)]), **asked)

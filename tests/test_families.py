@@ -10,21 +10,24 @@ import numpy as np
 import pytest
 import tiny
 
-from ssmd.families import bamba, falcon_h1, granitemoehybrid, llama, mamba2
+from ssmd.families import bamba, falcon_h1, falcon_mamba, granitemoehybrid, lfm2, llama, mamba, mamba2, qwen3
 from ssmd.families.fields import FamilyError
 from ssmd.families.registry import FAMILIES, family_of
 from ssmd.source import Source, SourceError
 
 LLAMA = {"model_type": "llama", "vocab_size": 384, **tiny.LLAMA}
-GRANITE = {"model_type": "granitemoehybrid", "vocab_size": 384, **tiny.GRANITE}
+QWEN3 = {"model_type": "qwen3", "vocab_size": 384, **tiny.QWEN3}
+MAMBA = {"model_type": "mamba", "vocab_size": 384, **tiny.MAMBA}
+LFM2 = {"model_type": "lfm2", "vocab_size": 384, **tiny.LFM2}
 MAMBA2 = {"model_type": "mamba2", "vocab_size": 384, **tiny.MAMBA2}
 BAMBA = {"model_type": "bamba", "vocab_size": 384, **tiny.BAMBA}
 FALCON_H1 = {"model_type": "falcon_h1", "vocab_size": 384, **tiny.FALCON_H1}
+GRANITE = {"model_type": "granitemoehybrid", "vocab_size": 384, **tiny.GRANITE}
 
 
 @pytest.mark.parametrize("model_type", [None, "", "gpt2", 7, ["llama"]])
 def test_an_unknown_model_type_is_refused_with_the_list(model_type: Any) -> None:
-    with pytest.raises(FamilyError, match=r"model_type is .*supported: .*granitemoehybrid, .*llama"):
+    with pytest.raises(FamilyError, match=r"model_type is .*supported: .*llama, mamba.*"):
         family_of({"model_type": model_type})
 
 
@@ -83,6 +86,107 @@ def test_granite_refuses_by_field(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(FamilyError) as failure:
         granitemoehybrid.Config.parse({**GRANITE, **fields})
     assert named in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types is"),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "use_sliding_window is true from"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window is true from"),
+        ({"use_sliding_window": "no"}, "use_sliding_window is 'no'"),
+        ({"num_key_value_heads": None}, "num_key_value_heads is missing"),
+        ({"head_dim": 15}, "head_dim = 15"),
+    ],
+)
+def test_qwen3_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    qwen3.parse(QWEN3)
+    with pytest.raises(FamilyError) as failure:
+        qwen3.parse({**QWEN3, **fields})
+    assert named in str(failure.value)
+
+
+def test_qwen3_beside_llama() -> None:
+    without_window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
+    assert qwen3.parse({**QWEN3, **without_window}) == qwen3.parse(QWEN3)
+    assert qwen3.parse({**QWEN3, "head_dim": None}).head_dim == 128
+    assert not llama.Config.parse(LLAMA).qk_norm
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"conv_kernel": 1}, "conv_kernel is 1"),
+        ({"state_size": 0}, "state_size is 0"),
+        ({"time_step_rank": "all"}, "time_step_rank is 'all'"),
+        ({"intermediate_size": -96}, "intermediate_size is -96"),
+        ({"expand": 2.5}, "expand is 2.5"),
+        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0"),
+        ({"mixer_rms_eps": "tiny"}, "mixer_rms_eps is 'tiny'"),
+    ],
+)
+def test_mamba_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    falcon_mamba.parse(MAMBA)
+    with pytest.raises(FamilyError) as failure:
+        falcon_mamba.parse({**MAMBA, **fields})
+    assert named in str(failure.value)
+
+
+def test_sizes_of_mamba() -> None:
+    """mamba-130m: 2.8 MB; falcon-mamba-7b, whose `expand` of 16 is not its own: 39.8 MB."""
+    small = mamba.Config.parse({"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 24})
+    assert (small.inner, small.rank, small.states, small.tied) == (1536, 48, 16, True)
+    assert mamba.state_spec(small).nbytes_at(1000) == 24 * 1536 * (16 + 3) * 4 == 2_801_664
+    large = {"vocab_size": 65024, "hidden_size": 4096, "num_hidden_layers": 64, "time_step_rank": 256}
+    falcon = falcon_mamba.parse({**large, "expand": 16, "intermediate_size": 8192})
+    assert mamba.state_spec(falcon).nbytes_at(0) == 39_845_888
+    assert (falcon.mixer_eps, small.mixer_eps) == (1e-6, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layer_types": ["conv"]}, "num_hidden_layers = 4"),
+        ({"layer_types": ["conv", "conv", "mamba", "conv"]}, "layer_types has 'mamba'"),
+        ({"layer_types": None}, "full_attn_idxs is None"),
+        ({"layer_types": None, "full_attn_idxs": [4]}, "full_attn_idxs is [4]"),
+        ({"conv_L_cache": 1}, "conv_L_cache is 1"),
+        ({"block_multiple_of": 0}, "block_multiple_of is 0"),
+        ({"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier is -1.0"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size = 64"),
+        ({"norm_eps": None, "rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+    ],
+)
+def test_lfm2_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    lfm2.Config.parse(LFM2)
+    with pytest.raises(FamilyError) as failure:
+        lfm2.Config.parse({**LFM2, **fields})
+    assert named in str(failure.value)
+
+
+def test_lfm2_in_the_older_spelling() -> None:
+    """As LFM2-350M is published."""
+    old = {
+        "vocab_size": 65536,
+        "hidden_size": 1024,
+        "block_ff_dim": 6656,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "tie_embedding": True,
+    }
+    c = lfm2.Config.parse(old)
+    assert (c.intermediate, c.tied, c.rope.theta, c.conv) == (4608, True, 1e6, 3)
+    assert [i for i, kind in enumerate(c.layers) if kind == "attention"] == old["full_attn_idxs"]
+    assert not lfm2.Config.parse({**old, "tie_embedding": False}).tied
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "lfm2_moe", "granitemoe", "mixtral"])
+def test_mixtures_of_experts_are_refused_with_the_list(name: str) -> None:
+    with pytest.raises(FamilyError, match=rf"{name}.*mixture of experts.*supported: .*llama"):
+        family_of({"model_type": name})
 
 
 @pytest.mark.parametrize(
@@ -201,8 +305,7 @@ def test_rope_in_both_spellings() -> None:
 
 def test_an_unlimited_time_step_in_every_spelling() -> None:
     for value in (None, [0.0, float("inf")], [0, {"__float__": "Infinity"}]):
-        mixer = granitemoehybrid.Config.parse({**GRANITE, "time_step_limit": value}).mixer
-        assert mixer.time_step_limit == (0, np.inf)
+        assert granitemoehybrid.Config.parse({**GRANITE, "time_step_limit": value}).mixer.time_step_limit == (0, np.inf)
 
 
 def test_state_of_granite_350m_weighs_what_it_should() -> None:

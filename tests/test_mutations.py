@@ -18,7 +18,7 @@ import tiny
 import torch
 from numpy.typing import NDArray
 
-from ssmd.authoring import ops
+from ssmd.authoring import ops, scan
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host
 from ssmd.authoring.registry import author
@@ -63,14 +63,14 @@ def unweighted(name: str) -> Mutation:
     return changed(name, torch.ones_like)
 
 
-def wrapped(*names: str) -> Callable[[Callable[..., Any]], Mutation]:
+def wrapped(*names: str, place: Any = ops) -> Callable[[Callable[..., Any]], Mutation]:
     """Operations, by a function that gets the original and its arguments."""
 
     def made(function: Callable[..., Any]) -> Mutation:
         def mutate(_: FlatModule, patch: pytest.MonkeyPatch) -> None:
             for name in names:
-                original = getattr(ops, name)
-                patch.setattr(ops, name, lambda *args, original=original: function(original, *args))
+                original = getattr(place, name)
+                patch.setattr(place, name, lambda *args, original=original: function(original, *args))
 
         return mutate
 
@@ -133,27 +133,43 @@ def neighbours(rope: Any, x: Any, cos: Any, sin: Any) -> Any:
     return rope(x[..., order], cos, sin)[..., np.argsort(order)]
 
 
+def swapped(recurrence: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, *rest: Any) -> Any:
+    return recurrence(x, dt, a, c, b, *rest)
+
+
 SSD = wrapped("ssd_chunked", "ssd_step")
 # The variants that stand for the families: each has every part of its family, where not another is named.
 MIXERS = ("granite-rope", "mamba2-odd", "bamba-last", "falcon-h1-biases")
-ATTENTION = ("llama", "granite-rope", "bamba-last", "falcon-h1-biases")
-BIASED = ("granite-biases", "mamba2-odd", "bamba-last", "falcon-h1-biases")
+SCANS = ("mamba-biases", "falcon-mamba")
+RECURRENT = (*MIXERS, *SCANS)
+CONVS = (*RECURRENT, "lfm2-first")
+SCALED = ("llama", "granite-rope", "bamba-last", "falcon-h1-biases")  # in the queries
+NORMED = ("qwen3", "lfm2-first")  # queries and keys
+ATTENTION = (*SCALED, *NORMED)
+BIASED = ("granite-biases", "mamba2-odd", "bamba-last", "falcon-h1-biases", "mamba-biases", "lfm2-first")
 MUTATIONS: dict[str, tuple[Mutation, tuple[str, ...]]] = {
-    "D dropped": (dropped("D"), MIXERS),
-    "dt bias dropped": (dropped("dt_bias"), MIXERS),
-    "softplus forgotten": (wrapped("softplus")(lambda _, x: torch.relu(x)), MIXERS),
+    "D dropped": (dropped("D"), RECURRENT),
+    "dt bias dropped": (dropped("dt_bias"), RECURRENT),
+    "softplus forgotten": (wrapped("softplus")(lambda _, x: torch.relu(x)), RECURRENT),
     "another time step limit": (mixer(time_step_limit=(0.5, 0.6)), MIXERS),
-    "A without exp": (changed("A", lambda a: -torch.log(-a).abs()), MIXERS),
-    "decay dropped": (dropped("A"), MIXERS),
-    "B and C swapped": (SSD(lambda ssd, x, dt, a, b, c, *rest: ssd(x, dt, a, c, b, *rest)), MIXERS),
+    "A without exp": (changed("A", lambda a: -torch.log(-a).abs()), RECURRENT),
+    "decay dropped": (dropped("A"), RECURRENT),
+    "B and C swapped": (SSD(swapped), MIXERS),
+    "B and C swapped in the scan": (wrapped("step", "blocked", place=scan)(swapped), SCANS),
+    "norms of B, C and dt forgotten": (
+        wrapped("rms_norm")(lambda norm, x, w, eps: x if w is None else norm(x, w, eps)),
+        ("falcon-mamba",),
+    ),
     "B of the next group": (SSD(next_group), MIXERS),
     "gate taken for x": (gate_for_x, MIXERS),
-    "pads move the state": (wrapped("valid_rows")(lambda rows, *args: torch.ones_like(rows(*args))), MIXERS),
-    "conv off by one tap": (changed("conv", lambda w: w.roll(1, 0)), MIXERS),
-    "conv the wrong way round": (changed("conv", lambda w: w.flip(0)), MIXERS),
-    "conv bias dropped": (dropped("conv_bias"), MIXERS),
-    "conv not activated": (wrapped("causal_conv")(unactivated), MIXERS),
-    "conv state a token late": (wrapped("tail_rows")(lambda rows, *args: rows(*args).roll(-1, -1)), MIXERS),
+    "gate and x swapped": (changed("in", lambda w: w.roll(w.shape[0] // 2, 0)), SCANS),
+    "gate, x and B in another order": (changed("in", lambda w: w.roll(w.shape[0] // 3, 0)), ("lfm2-first",)),
+    "pads move the state": (wrapped("valid_rows")(lambda rows, *args: torch.ones_like(rows(*args))), RECURRENT),
+    "conv off by one tap": (changed("conv", lambda w: w.roll(1, 0)), CONVS),
+    "conv the wrong way round": (changed("conv", lambda w: w.flip(0)), CONVS),
+    "conv bias dropped": (dropped("conv_bias"), CONVS),
+    "conv not activated": (wrapped("causal_conv")(unactivated), RECURRENT),
+    "conv state a token late": (wrapped("tail_rows")(lambda rows, *args: rows(*args).roll(-1, -1)), CONVS),
     "in bias dropped": (dropped("in_bias"), BIASED),
     "out bias dropped": (dropped("out_bias"), BIASED),
     "mixer's norm forgotten": (unnormed("gated_norm"), (*MIXERS, "falcon-h1-norm")),
@@ -164,7 +180,12 @@ MUTATIONS: dict[str, tuple[Mutation, tuple[str, ...]]] = {
     ),
     "mixer's norm before the gate": (mixer(norm="before the gate"), MIXERS),
     "mixer's norm after the gate": (mixer(norm="after the gate"), ("falcon-h1-norm",)),
-    "query scale forgotten": (changed("q", lambda w: w * 4), ATTENTION),
+    "query scale forgotten": (changed("q", lambda w: w * 4), SCALED),
+    "query's norm without scale": (changed("q_norm", lambda w: w * 4), NORMED),
+    "query's norm without weight": (changed("q_norm", lambda w: torch.full_like(w, float(w.mean()))), NORMED),
+    "query's norm forgotten": (unnormed("q_norm"), NORMED),
+    "key's norm forgotten": (unnormed("k_norm"), NORMED),
+    "key's norm without weight": (unweighted("k_norm"), NORMED),
     "KV heads mixed": (wrapped("attention")(mixed_heads), ATTENTION),
     "keys a few rows off": (changed("k", lambda w: w.roll(8, 0)), ATTENTION),
     "values a few rows off": (changed("v", lambda w: w.roll(8, 0)), ATTENTION),
@@ -176,8 +197,8 @@ MUTATIONS: dict[str, tuple[Mutation, tuple[str, ...]]] = {
     "norm1 without weight": (unweighted("norm1"), ATTENTION),
     "norm2 forgotten": (unnormed("norm2"), ATTENTION),
     "norm2 without weight": (unweighted("norm2"), ATTENTION),
-    "last norm forgotten": (unnormed("norm"), (*ATTENTION, "mamba2-odd")),
-    "last norm without weight": (unweighted("norm"), (*ATTENTION, "mamba2-odd")),
+    "last norm forgotten": (unnormed("norm"), (*ATTENTION, "mamba2-odd", *SCANS)),
+    "last norm without weight": (unweighted("norm"), (*ATTENTION, "mamba2-odd", *SCANS)),
     "gate and up swapped": (changed("gate_up", lambda w: w.roll(w.shape[0] // 2, 0)), ATTENTION),
 }
 CASES = [(name, variant) for name, (_, variants) in MUTATIONS.items() for variant in variants]

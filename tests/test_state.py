@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ssmd.state import State, StateError, StateSpec, TensorSpec
+from ssmd.state import Kind, State, StateError, StateSpec, TensorSpec
 
 SPEC = StateSpec(
     (
@@ -60,6 +60,21 @@ def test_json_round_trip() -> None:
     assert StateSpec.from_json(SPEC.to_json()) == SPEC
     with pytest.raises(StateError, match="malformed"):
         StateSpec.from_json([{"name": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("conv", (8,)), ("conv", (8, 3, 1)), ("ssm", (8,)), ("ssm", (1, 2, 4, 8)), ("ssm", (8, 0)), ("key", (2, 16, 1))],
+)
+def test_shapes_that_cannot_be(kind: Kind, shape: tuple[int, ...]) -> None:
+    with pytest.raises(StateError, match="not possible"):
+        TensorSpec("x", kind, 0, shape)
+
+
+def test_which_tensors_have_their_channels_first() -> None:
+    """Mamba-1's ssm is [D, N], Mamba-2's [H, P, N]; key and value have two axes too, but none for tokens."""
+    assert [t.channels_first for t in SPEC.tensors] == [True, False, False, False]
+    assert TensorSpec("ssm_0", "ssm", 0, (8, 4)).channels_first
 
 
 @pytest.mark.parametrize(

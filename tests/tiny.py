@@ -66,6 +66,29 @@ GRANITE: dict[str, Any] = {
     "position_embedding_type": None,
 }
 ROPE = {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+QWEN3: dict[str, Any] = LLAMA | {"head_dim": 24, "intermediate_size": 160}
+MAMBA: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "state_size": 16,
+    "time_step_min": 0.01,
+    "time_step_max": 2.0,
+    "time_step_scale": 0.25,
+    "initializer_range": 0.02,  # at the default of 0.1 transformers itself is 5e-5 away from its float64 run
+    "tie_word_embeddings": True,
+}
+LFM2: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "block_multiple_of": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+}
 MAMBA2: dict[str, Any] = {
     "hidden_size": 96,
     "num_hidden_layers": 3,
@@ -123,6 +146,55 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-groups": ("granitemoehybrid", GRANITE | {"mamba_n_groups": 2, "mamba_conv_bias": False}),
     "granite-rope": ("granitemoehybrid", GRANITE | ROPE | {"mamba_n_groups": 3, "tie_word_embeddings": False}),
     "granite-biases": ("granitemoehybrid", GRANITE | {"mamba_proj_bias": True, "attention_bias": True}),
+    "qwen3": ("qwen3", QWEN3),
+    "qwen3-untied": ("qwen3", QWEN3 | {"tie_word_embeddings": False, "attention_bias": True, "num_hidden_layers": 1}),
+    "qwen3-odd": (
+        "qwen3",
+        QWEN3
+        | {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 14, "vocab_size": 397},
+    ),
+    "mamba": ("mamba", MAMBA),
+    "mamba-biases": (
+        "mamba",
+        MAMBA
+        | {"tie_word_embeddings": False, "use_bias": True, "conv_kernel": 3, "state_size": 5, "time_step_rank": 7}
+        | {"time_step_min": 0.001, "time_step_max": 0.1},
+    ),
+    "mamba-odd": (
+        "mamba",
+        MAMBA
+        | {"hidden_size": 40, "expand": 16, "intermediate_size": 72, "use_conv_bias": False, "num_hidden_layers": 2}
+        | {"layer_norm_epsilon": 1e-3, "vocab_size": 397, "residual_in_fp32": False, "state_size": 1},
+    ),
+    "falcon-mamba": ("falcon_mamba", MAMBA),
+    "falcon-mamba-untied": (
+        "falcon_mamba",
+        MAMBA | {"tie_word_embeddings": False, "expand": 16, "intermediate_size": 80, "mixer_rms_eps": 0.3},
+    ),
+    "falcon-mamba-odd": (
+        "falcon_mamba",
+        MAMBA
+        | {"vocab_size": 397, "use_bias": True, "use_conv_bias": False, "state_size": 7, "time_step_rank": 3}
+        | {"num_hidden_layers": 1},
+    ),
+    "lfm2": ("lfm2", LFM2),
+    "lfm2-first": (
+        "lfm2",
+        LFM2
+        | {"layer_types": ["full_attention", "conv", "full_attention"], "num_hidden_layers": 3, "conv_L_cache": 4}
+        | {"tie_word_embeddings": False, "conv_bias": True, "block_ffn_dim_multiplier": 1.3},
+    ),
+    "lfm2-none": (
+        "lfm2",
+        LFM2
+        | {"layer_types": ["conv"] * 3, "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-3},
+    ),
+    "lfm2-odd": (
+        "lfm2",
+        LFM2
+        | {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 397, "conv_L_cache": 2}
+        | {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    ),
     "mamba2": ("mamba2", MAMBA2),
     "mamba2-groups": (
         "mamba2",
@@ -190,11 +262,11 @@ def official(variant: str, vocabulary: int, seed: int = 0) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.endswith(("dt_bias", ".D", "A_log", "norm.weight", "norm_f.weight")):
+            if name.endswith(("dt_bias", "dt_proj.bias", ".D", "A_log", "norm.weight", "norm_f.weight")):
                 p.add_(torch.randn_like(p) * 0.2)
             elif name.endswith("bias"):
                 p.copy_(torch.randn_like(p) * 0.1)
-            elif "conv1d" in name:
+            elif "conv1d" in name or name.endswith("conv.weight"):
                 p.copy_(torch.randn_like(p) * 0.3)
             else:
                 p.mul_(4.0)

@@ -155,7 +155,7 @@ class LiteRTProgram:
                 arrays = carve(recurrent_tensors(self.spec), copy)[1]
                 for t in self.spec.recurrent:
                     array = arrays[t.name][0]
-                    tensors[t.name] = array.T if t.kind == "conv" else array
+                    tensors[t.name] = array.T if t.channels_first else array
                     tensors[t.name].flags.writeable = False
             return State(position, since, tensors)
 
@@ -198,7 +198,7 @@ class LiteRTProgram:
             for t in self.spec.recurrent:
                 if t.name in recurrent:
                     array = part.tensors[t.name]
-                    slot.recurrent[0][t.name][0] = array.T if t.kind == "conv" else array
+                    slot.recurrent[0][t.name][0] = array.T if t.channels_first else array
             if has_rows:
                 slot.load_rows(part.tensors, part.first, part.last)
                 handle.position = part.last

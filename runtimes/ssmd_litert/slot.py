@@ -2,7 +2,7 @@
 
 Shapes as the graph has them (L layers of one shape, S = capacity of the caches, T = bucket):
 
-    conv   (1, K-1, C)      ssm    (1, H, P, N)
+    conv   (1, K-1, C)      ssm    (1, H, P, N); Mamba-1: (1, N, D)
     key    (Hkv, S, D)      new rows of a step: (Hkv, T, D)
     value  (Hkv, D, S)      new rows of a step: (Hkv, D, T)
 """
@@ -27,7 +27,7 @@ _FLOAT16_MAX = np.float32(65504.0)
 
 def graph_shape(tensor: TensorSpec, rows: int) -> tuple[int, ...]:
     """The shape of a state tensor in the graph, when its token axis is `rows` long."""
-    if tensor.kind == "conv":
+    if tensor.channels_first:
         channels, width = tensor.shape
         return (1, width, channels)
     if tensor.kind == "ssm":

@@ -4,7 +4,7 @@ in   tokens i32[1, T], pos i32[1], n_valid i32[1], and each state tensor by its 
 out  logits f32[1, V] of the last valid token, and each state tensor by its name
 
 conv   f32[1, K-1, C]   in and out whole (canonical: [C, K-1])
-ssm    f32[1, H, P, N]  in and out whole
+ssm    f32[1, H, P, N]  in and out whole; Mamba-1: f32[1, N, D] (canonical: [D, N])
 key    f32[G, S, D]     in: the cache; out: only the T new rows, f32[G, T, D]
 value  f32[G, D, S]     in: the cache, transposed; out: only the T new columns, f32[G, D, T]
 """
@@ -73,12 +73,18 @@ class FlatModule(nn.Module):
         value: Tensor,
         masks: tuple[Tensor, Tensor],
         rotation: tuple[Tensor, Tensor] | None,
+        qk_eps: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (1, T, hidden) -> (1, T, hidden) and the new rows of key and value. Masks: slots and causal."""
+        """x (1, T, hidden) -> (1, T, hidden) and the new rows of key and value. Masks: slots and causal.
+
+        `qk_eps`: of the norms of each head's query and key before RoPE, where the family has them.
+        """
         length, groups, size = x.shape[1], key.shape[0], key.shape[2]
         q = self.linear(layer, "q", x).reshape(length, -1, size)  # (T, G R, D)
         k = self.linear(layer, "k", x).reshape(length, groups, size)
         v = self.linear(layer, "v", x).reshape(length, groups, size)
+        if qk_eps is not None:
+            q, k = (ops.rms_norm(x, self.weight(layer, n), qk_eps) for x, n in ((q, "q_norm"), (k, "k_norm")))
         if rotation is not None:
             q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
         q = q.reshape(length, groups, -1, size)  # (T, G, R, D)

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssmd.authoring.flat import FlatModule
-from ssmd.state import State, StateSpec
+from ssmd.state import State, StateError, StateSpec
 
 
 def graph_shapes(spec: StateSpec, context: int) -> dict[str, tuple[int, ...]]:
     """The state inputs of a graph, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for t in spec.tensors:
-        if t.kind == "conv":
-            shapes[t.name] = (1, t.shape[1], t.shape[0])  # (1, K-1, C)
+        if t.channels_first:
+            shapes[t.name] = (1, t.shape[1], t.shape[0])  # (1, K-1, C), (1, N, D)
         elif t.kind == "ssm":
             shapes[t.name] = (1, *t.shape)  # (1, H, P, N)
         else:
@@ -62,11 +62,28 @@ class Host:
     def state(self) -> State:
         """A canonical copy."""
         n = self.position
-        canonical = {
-            "conv": lambda x: x[0].T,
-            "ssm": lambda x: x[0],
-            "key": lambda x: x[:, :n],
-            "value": lambda x: x[..., :n].transpose(1, 2),
-        }
-        tensors = {t.name: canonical[t.kind](self.states[t.name]).numpy().copy() for t in self.module.spec.tensors}
+        tensors = {}
+        for t in self.module.spec.tensors:
+            x = self.states[t.name]
+            if t.recurrent:
+                x = x[0].T if t.channels_first else x[0]
+            else:
+                x = x[:, :n] if t.kind == "key" else x[..., :n].transpose(1, 2)
+            tensors[t.name] = x.numpy().copy()
         return State(n, 0, tensors)
+
+    def restore(self, state: State) -> None:
+        """Go on from a canonical state. Raises StateError if it is not one of this module."""
+        state.check(self.module.spec)
+        if state.since or state.position > self.module.context:
+            raise StateError(f"rows [{state.since}, {state.position}) are not a whole state within the context")
+        self.position = state.position
+        for t in self.module.spec.tensors:
+            array = torch.from_numpy(state.tensors[t.name].astype(np.float32))  # a copy
+            held = self.states[t.name].zero_()
+            if t.recurrent:
+                held[0] = array.T if t.channels_first else array
+            elif t.kind == "key":
+                held[:, : state.position] = array
+            else:
+                held[..., : state.position] = array.transpose(1, 2)

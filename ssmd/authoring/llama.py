@@ -1,4 +1,4 @@
-"""Llama as a flat-IO module; parameters and glossary in ssmd/families/llama.py."""
+"""Llama and Qwen3 as a flat-IO module; parameters and glossary in ssmd/families/llama.py."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Llama(FlatModule):
 
     def forward(self, tokens: Tensor, pos: Tensor, n_valid: Tensor, **states: Tensor) -> dict[str, Tensor]:
         c, length = self.config, tokens.shape[1]
+        qk_eps = c.eps if c.qk_norm else None
         h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
         rotation = self.rotation(pos, length)
         masks = ops.slot_mask(pos, self.capacity(states)), ops.causal_mask(length, c.heads // c.kv_heads)
@@ -28,7 +29,7 @@ class Llama(FlatModule):
         for i in range(c.layers):
             key, value = f"key_{i}", f"value_{i}"
             x = ops.rms_norm(h, self.weight(i, "norm1"), c.eps)
-            y, out[key], out[value] = self.attention(i, x, states[key], states[value], masks, rotation)
+            y, out[key], out[value] = self.attention(i, x, states[key], states[value], masks, rotation, qk_eps)
             h = h + y
             h = h + self.swiglu(i, ops.rms_norm(h, self.weight(i, "norm2"), c.eps))
         out["logits"] = self.logits(h, n_valid, c.eps)

@@ -38,12 +38,13 @@ def softplus_ref(x: Tensor) -> Tensor:
     return F.softplus(x)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """arXiv:1910.07467, over the last axis."""
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+    x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return x if weight is None else x * weight
 
 
-def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_ref(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 

@@ -12,12 +12,18 @@ from ssmd.authoring.bamba import Bamba
 from ssmd.authoring.falcon_h1 import FalconH1
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.granitemoehybrid import GraniteMoeHybrid
+from ssmd.authoring.lfm2 import Lfm2
 from ssmd.authoring.llama import Llama
+from ssmd.authoring.mamba import Mamba
 from ssmd.authoring.mamba2 import Mamba2
 
 MODULES: dict[str, Any] = {
     "llama": Llama,
     "granitemoehybrid": GraniteMoeHybrid,
+    "qwen3": Llama,
+    "mamba": Mamba,
+    "falcon_mamba": Mamba,
+    "lfm2": Lfm2,
     "mamba2": Mamba2,
     "bamba": Bamba,
     "falcon_h1": FalconH1,

@@ -3,8 +3,11 @@
 Parameters (weights are (out, in)): embedding, norm, head unless tied, and for each layer i `layer{i}_` +
     norm1, norm2  (hidden,)
     q, k, v, o    attention; the factor 1/sqrt(head_dim) stands in q
+    q_norm, k_norm  (head_dim,) where the family normalizes queries and keys; the factor 1/sqrt(head_dim) stands here
     gate_up, down SwiGLU; gate's rows come first
     *_bias        where the config has biases
+
+Qwen3 is the same with norms of queries and keys: ssmd/families/qwen3.py.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class Config:
     attention_bias: bool
     mlp_bias: bool
     max_position: int
+    qk_norm: bool = False
 
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
@@ -89,16 +93,20 @@ def bindings(config: Config) -> dict[str, Binding]:
         source, to = f"model.layers.{i}.", f"layer{i}_"
         made[to + "norm1"] = tensor(source + "input_layernorm.weight", c.hidden)
         made[to + "norm2"] = tensor(source + "post_attention_layernorm.weight", c.hidden)
-        for name, rows, columns, scale in (
-            ("q", c.heads * c.head_dim, c.hidden, c.head_dim**-0.5),
+        scale = c.head_dim**-0.5
+        if c.qk_norm:
+            for name, factor in (("q_norm", scale), ("k_norm", 1.0)):
+                made[to + name] = tensor(f"{source}self_attn.{name}.weight", c.head_dim, scale=factor)
+        for name, rows, columns, factor in (
+            ("q", c.heads * c.head_dim, c.hidden, 1.0 if c.qk_norm else scale),
             ("k", c.kv_heads * c.head_dim, c.hidden, 1.0),
             ("v", c.kv_heads * c.head_dim, c.hidden, 1.0),
             ("o", c.hidden, c.heads * c.head_dim, 1.0),
         ):
             part = f"{source}self_attn.{name}_proj."
-            made[to + name] = tensor(part + "weight", rows, columns, scale=scale)
+            made[to + name] = tensor(part + "weight", rows, columns, scale=factor)
             if c.attention_bias:
-                made[f"{to}{name}_bias"] = tensor(part + "bias", rows, scale=scale)
+                made[f"{to}{name}_bias"] = tensor(part + "bias", rows, scale=factor)
         gate, up, down = (f"{source}mlp.{name}_proj." for name in ("gate", "up", "down"))
         made[to + "gate_up"] = stacked(*(tensor(p + "weight", c.intermediate, c.hidden) for p in (gate, up)))
         made[to + "down"] = tensor(down + "weight", c.hidden, c.intermediate)

@@ -6,7 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ssmd.families import bamba, falcon_h1, granitemoehybrid, llama, mamba2
+from ssmd.families import (
+    bamba,
+    falcon_h1,
+    falcon_mamba,
+    granitemoehybrid,
+    lfm2,
+    llama,
+    mamba,
+    mamba2,
+    qwen3,
+)
 from ssmd.families.fields import FamilyError
 from ssmd.families.weights import Binding
 from ssmd.state import StateSpec
@@ -35,6 +45,10 @@ FAMILIES = {
         Family("mamba2", mamba2.Config.parse, mamba2.state_spec, mamba2.bindings),
         Family("bamba", bamba.Config.parse, bamba.state_spec, bamba.bindings),
         Family("falcon_h1", falcon_h1.Config.parse, falcon_h1.state_spec, falcon_h1.bindings),
+        Family("qwen3", qwen3.parse, llama.state_spec, llama.bindings),
+        Family("mamba", mamba.Config.parse, mamba.state_spec, mamba.bindings),
+        Family("falcon_mamba", falcon_mamba.parse, mamba.state_spec, mamba.bindings),
+        Family("lfm2", lfm2.Config.parse, lfm2.state_spec, lfm2.bindings),
     )
 }
 
@@ -43,5 +57,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises FamilyError with what is supported."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise FamilyError(f"config.json: model_type is {name!r}; supported: {', '.join(sorted(FAMILIES))}")
+        experts = isinstance(name, str) and ("moe" in name or "mixtral" in name)
+        why = " (a mixture of experts, of which none is)" if experts else ""
+        raise FamilyError(f"config.json: model_type is {name!r}{why}; supported: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[name]

@@ -35,17 +35,18 @@ class Rope:
     partial: float = 1.0
 
     @staticmethod
-    def parse(fields: Fields, partial: float | None = None) -> Rope:
+    def parse(fields: Fields, theta: float = 10_000.0, partial: float | None = None) -> Rope:
         """From `rope_parameters`, or from the older pair `rope_theta` and `rope_scaling`. Raises FamilyError.
 
-        `partial` is the family's default of partial_rotary_factor; without one, only whole heads are supported.
+        `theta` is the family's own, where the config names none. `partial` is the family's default of
+        partial_rotary_factor; without one, only whole heads are supported.
         """
         name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
         table = fields.get(name)
         if not (table is None or isinstance(table, dict)):
             raise FamilyError(f"config.json: {name} is {table!r}, expected an object")
         inner = Fields(table or {})
-        theta = (inner if inner.get("rope_theta") is not None else fields).number("rope_theta", 10_000.0)
+        theta = (inner if inner.get("rope_theta") is not None else fields).number("rope_theta", theta)
         kind = inner.get("rope_type") or inner.get("type") or "default"
         if kind not in SUPPORTED:
             raise FamilyError(f"config.json: {name}.rope_type is {kind!r}; supported: {', '.join(SUPPORTED)}")

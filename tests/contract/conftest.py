@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from conftest import BUILT
 from contract.driving import Case, Loaded
 
 from ssmd.artifact import Artifact
@@ -15,7 +16,7 @@ from ssmd.runtime import get_runtime
 
 RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert").split(",")
 CASES = [Case(r, f, q) for r in RUNTIMES for f in ("llama", "granite") for q in ("f32", "int8")]
-OTHER_FAMILIES = [Case(r, f, "f32") for r in RUNTIMES for f in ("mamba2-groups", "bamba-last", "falcon-h1-norm")]
+PARITY = [Case(r, name.removesuffix("-f32"), "f32") for r in RUNTIMES for name in BUILT if name.endswith("-f32")]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,14 +34,8 @@ def loaded(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Ite
     yield from _load(case, artifacts)
 
 
-@pytest.fixture(scope="session", params=[c for c in CASES if c.quantization == "f32"], ids=str)
+@pytest.fixture(scope="session", params=PARITY, ids=str)
 def loaded_f32(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Iterator[Loaded]:
-    yield from _load(request.param, artifacts)
-
-
-@pytest.fixture(scope="session", params=OTHER_FAMILIES, ids=str)
-def loaded_family(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Iterator[Loaded]:
-    """One program of each family that has no case of its own."""
     yield from _load(request.param, artifacts)
 
 

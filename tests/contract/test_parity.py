@@ -67,19 +67,6 @@ def test_64_greedy_tokens(loaded_f32: Loaded, official: Any) -> None:
     program.release(handle)
 
 
-def test_every_other_family(loaded_family: Loaded) -> None:
-    """Whole and padded prefills, then single tokens."""
-    program, ids = loaded_family.program, loaded_family.ids(60, seed=13)
-    model = pytest.importorskip("tiny").official(loaded_family.case.family, program.vocabulary)
-    logits, state = reference(model, ids)
-    handle = program.new_state()
-    rows = [feed(program, handle, ids[:42], [16, 7, 16, 3]), *(program.decode([handle], [i])[0] for i in ids[42:])]
-    assert error(np.stack(rows), logits[41:]) <= TOLERANCE
-    assert state_error(program.save(handle), state) <= TOLERANCE
-    program.release(handle)
-    assert verify(loaded_family.artifact, program).worst.rms_relative <= 1e-5
-
-
 def test_int8_stays_near_float32(loaded: Loaded, artifacts: Mapping[str, Path]) -> None:
     """Both against the same golden values. Largest relative rms error of a step, measured: float32 8e-7, int8 0.030
     (llama) and 0.016 (granite)."""

@@ -1,0 +1,50 @@
+"""The selective scan of Mamba-1 (arXiv:2312.00752, algorithm 2), with a plain `ref` beside the fast forms.
+
+Every channel and state has a decay of its own, so that no product of matrices does it; and what a token adds is small
+enough for a processor's cache, so that one after another is faster than any form that works on all tokens in parallel
+(docs/log.md).
+
+Shapes of all forms: x and dt (1, T, D), dt after softplus and 0 on pads; a (N, D) negative; b and c (1, T, N); d (D,);
+ssm (1, N, D). They return y (1, T, D) and the new ssm. A token with dt = 0 changes no state.
+
+Glossary: T tokens of this call, D channels, N d_state, Q tokens of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 4  # Q: 1 costs 1.7 times as many operators, 8 no longer fits the cache
+
+
+def step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
+    """T = 1: S' = exp(dt A) S + B (dt x), y = C S' + D x."""
+    states = ssm.shape[1]
+    new = ssm * torch.exp(dt * a) + (dt * x) * b.reshape(1, states, 1)  # (1, N, D)
+    y = (new * c.reshape(1, states, 1)).sum(1, keepdim=True)  # (1, 1, D)
+    return y + d * x, new
+
+
+def blocked(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence token by token; what does not depend on the state is computed for Q tokens at once."""
+    length, (_, states, channels) = x.shape[1], ssm.shape
+    dts, inputs = (t.reshape(length, 1, channels).split(BLOCK) for t in (dt, dt * x))  # each (Q, 1, D)
+    bs, cs = (t.reshape(length, states, 1).split(BLOCK) for t in (b, c))  # each (Q, N, 1)
+    ys = []
+    for dtq, inputq, bq, cq in zip(dts, inputs, bs, cs, strict=True):
+        new = []
+        for decay, added in zip(torch.exp(dtq * a).split(1), (inputq * bq).split(1), strict=True):
+            ssm = ssm * decay + added  # (1, N, D)
+            new.append(ssm)
+        ys.append((torch.cat(new, 0) * cq).sum(1, keepdim=True))  # (Q, 1, D)
+    return torch.cat(ys, 0).reshape(1, length, channels) + d * x, ssm
+
+
+def ref(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence as it is defined, on the canonical state (D, N)."""
+    state, ys = ssm[0].T, []
+    for t in range(x.shape[1]):
+        state = torch.exp(dt[0, t, :, None] * a.T) * state + torch.outer(dt[0, t] * x[0, t], b[0, t])
+        ys.append(state @ c[0, t] + d * x[0, t])
+    return torch.stack(ys).unsqueeze(0), state.T.unsqueeze(0)

@@ -1,0 +1,165 @@
+"""LFM2, dense (transformers' `Lfm2ForCausalLM`): short gated convolutions and a few layers of attention.
+
+Parameters (weights are (out, in)): embedding, norm, head unless tied, and for each layer i `layer{i}_` +
+    norm1, norm2    (hidden,)
+    in, out         conv layers: (3 C, hidden), (hidden, C); rows of `in`: B, gate, x: the conv input is B * x
+    conv            (K, 1, C)
+    q, k, v, o      attention layers
+    q_norm, k_norm  (head_dim,) before RoPE; the factor 1/sqrt(head_dim) stands in q_norm
+    gate_up, down   SwiGLU; gate's rows come first
+    *_bias          conv layers, where the config has biases
+
+Glossary: C channels = hidden, K conv width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ssmd.families.fields import FamilyError, Fields, divides
+from ssmd.families.rope import Rope
+from ssmd.families.weights import Binding, mapped, stacked, tensor
+from ssmd.state import StateSpec, TensorSpec
+
+LayerKind = Literal["conv", "attention"]
+SPELLINGS: dict[str, LayerKind] = {"conv": "conv", "full_attention": "attention"}
+THETA = 1_000_000.0
+
+
+@dataclass(frozen=True)
+class Config:
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: tuple[LayerKind, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    conv: int
+    conv_bias: bool
+    eps: float
+    rope: Rope
+    tied: bool
+    max_position: int
+
+    @staticmethod
+    def parse(config: Mapping[str, Any]) -> Config:
+        """From config.json. Raises FamilyError naming the field."""
+        f = Fields(config)
+        hidden, heads, kv_heads = (f.size(n) for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        divides(kv_heads, heads, "num_key_value_heads", "num_attention_heads")
+        if f.get("head_dim") is None:
+            head_dim = divides(heads, hidden, "num_attention_heads", "hidden_size")
+        else:
+            head_dim = f.size("head_dim")
+        divides(2, head_dim, "2", "head_dim")
+        conv = f.size("conv_L_cache", 3)
+        if conv < 2:
+            raise FamilyError(f"config.json: conv_L_cache is {conv}, expected at least 2")
+        tied = f.flag("tie_word_embeddings", True)
+        return Config(
+            vocabulary=f.size("vocab_size"),
+            hidden=hidden,
+            intermediate=_intermediate(f),
+            layers=_layer_kinds(f),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            conv=conv,
+            conv_bias=f.flag("conv_bias", False),
+            eps=f.number("norm_eps", 1e-5),
+            rope=Rope.parse(f, THETA),
+            tied=f.flag("tie_embedding", tied),  # the older spelling goes first, as in transformers
+            max_position=f.size("max_position_embeddings", 128_000),
+        )
+
+
+def _intermediate(f: Fields) -> int:
+    """Rows of w1, as `Lfm2MLP` counts them."""
+    size = f.size("intermediate_size") if f.get("block_ff_dim") is None else f.size("block_ff_dim")
+    if not f.flag("block_auto_adjust_ff_dim", True):
+        return size
+    multiple = f.size("block_multiple_of", 256)
+    size = int(f.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    return multiple * -(-size // multiple)
+
+
+def _layer_kinds(f: Fields) -> tuple[LayerKind, ...]:
+    count = f.size("num_hidden_layers")
+    types = f.get("layer_types")
+    if types is None:
+        indices = f.get("full_attn_idxs")
+        if not isinstance(indices, list) or not all(type(i) is int and 0 <= i < count for i in indices):
+            raise FamilyError(
+                f"config.json: full_attn_idxs is {indices!r}, expected a list of layers below num_hidden_layers = "
+                f"{count}, or layer_types"
+            )
+        return tuple("attention" if i in indices else "conv" for i in range(count))
+    if not isinstance(types, list) or len(types) != count:
+        raise FamilyError(f"config.json: layer_types is {types!r}, expected a list of num_hidden_layers = {count}")
+    for kind in types:
+        if not isinstance(kind, str) or kind not in SPELLINGS:
+            raise FamilyError(f"config.json: layer_types has {kind!r}; supported: {', '.join(SPELLINGS)}")
+    return tuple(SPELLINGS[kind] for kind in types)
+
+
+def state_spec(config: Config, kv_dtype: str = "float32") -> StateSpec:
+    """conv of conv layers (always float32), key and value of attention layers."""
+    c = config
+    tensors: list[TensorSpec] = []
+    for i, layer in enumerate(c.layers):
+        if layer == "conv":
+            tensors.append(TensorSpec(f"conv_{i}", "conv", i, (c.hidden, c.conv - 1)))
+        else:
+            tensors.append(TensorSpec(f"key_{i}", "key", i, (c.kv_heads, c.head_dim), kv_dtype))
+            tensors.append(TensorSpec(f"value_{i}", "value", i, (c.kv_heads, c.head_dim), kv_dtype))
+    return StateSpec(tuple(tensors))
+
+
+def bindings(config: Config) -> dict[str, Binding]:
+    c = config
+    made: dict[str, Binding] = {
+        "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden),
+        "norm": tensor("model.embedding_norm.weight", c.hidden),  # its name notwithstanding, the last one
+    }
+    if not c.tied:
+        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
+    for i, kind in enumerate(c.layers):
+        source = f"model.layers.{i}."
+        ff = source + "feed_forward."
+        layer = {
+            "norm1": tensor(source + "operator_norm.weight", c.hidden),
+            "norm2": tensor(source + "ffn_norm.weight", c.hidden),
+            "gate_up": stacked(*(tensor(f"{ff}{n}.weight", c.intermediate, c.hidden) for n in ("w1", "w3"))),
+            "down": tensor(ff + "w2.weight", c.hidden, c.intermediate),
+        }
+        layer |= _conv(c, source + "conv.") if kind == "conv" else _attention(c, source + "self_attn.")
+        made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
+    return made
+
+
+def _conv(c: Config, source: str) -> dict[str, Binding]:
+    made = {
+        "in": tensor(source + "in_proj.weight", 3 * c.hidden, c.hidden),
+        "out": tensor(source + "out_proj.weight", c.hidden, c.hidden),
+        "conv": mapped(lambda w: w.transpose(2, 1, 0), tensor(source + "conv.weight", c.hidden, 1, c.conv)),
+    }
+    if c.conv_bias:
+        made["in_bias"] = tensor(source + "in_proj.bias", 3 * c.hidden)
+        made["out_bias"] = tensor(source + "out_proj.bias", c.hidden)
+        made["conv_bias"] = tensor(source + "conv.bias", c.hidden)
+    return made
+
+
+def _attention(c: Config, source: str) -> dict[str, Binding]:
+    queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    return {
+        "q": tensor(source + "q_proj.weight", queries, c.hidden),
+        "k": tensor(source + "k_proj.weight", keys, c.hidden),
+        "v": tensor(source + "v_proj.weight", keys, c.hidden),
+        "o": tensor(source + "out_proj.weight", c.hidden, queries),
+        "q_norm": tensor(source + "q_layernorm.weight", c.head_dim, scale=c.head_dim**-0.5),
+        "k_norm": tensor(source + "k_layernorm.weight", c.head_dim),
+    }

@@ -1,0 +1,37 @@
+"""Qwen3, dense: Llama whose queries and keys are normalized before RoPE (transformers' `Qwen3ForCausalLM`).
+
+Its head_dim does not depend on the hidden size. Parameters as in ssmd/families/llama.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ssmd.families import llama
+from ssmd.families.fields import FamilyError, Fields
+
+HEAD_DIM = 128  # what transformers takes where a config names none
+
+
+def parse(config: Mapping[str, Any]) -> llama.Config:
+    """From config.json. Raises FamilyError naming the field."""
+    f = Fields(config)
+    f.size("num_key_value_heads")  # has no default that any checkpoint relies on
+    layers = f.size("num_hidden_layers")
+    types = f.get("layer_types")
+    if types is not None and types != ["full_attention"] * layers:
+        raise FamilyError(
+            f"config.json: layer_types is {types!r}; only full_attention is supported, in each of num_hidden_layers = "
+            f"{layers}"
+        )
+    if types is None and f.flag("use_sliding_window", False) and f.get("sliding_window") is not None:
+        first = f.get("max_window_layers")
+        if not (type(first) is int and first >= layers):
+            raise FamilyError(
+                f"config.json: use_sliding_window is true from layer {first!r} (max_window_layers) on; sliding windows "
+                "are not supported"
+            )
+    head_dim = HEAD_DIM if f.get("head_dim") is None else f.get("head_dim")
+    return replace(llama.Config.parse({**config, "head_dim": head_dim, "mlp_bias": False}), qk_norm=True)
