@@ -65,11 +65,11 @@ class Source:
         """Read and check all but the tensors' values. Raises SourceError."""
         if not path.is_dir():
             raise SourceError(f"{path} is not a folder; a source checkpoint is a folder with config.json")
-        config = _json(path / "config.json")
+        config = read_json(path / "config.json")
         tokenizer_json = _tokenizer(path)
-        settings = _json(path / "tokenizer_config.json", optional=True)
-        special = _special_tokens(settings, _json(path / "special_tokens_map.json", optional=True))
-        generation = _json(path / "generation_config.json", optional=True)
+        settings = read_json(path / "tokenizer_config.json", optional=True)
+        special = _special_tokens(settings, read_json(path / "special_tokens_map.json", optional=True))
+        generation = read_json(path / "generation_config.json", optional=True)
         stops = _stop_tokens(path, generation.get("eos_token_id", config.get("eos_token_id")))
         eos = _token_ids(tokenizer_json).get(special.get("eos", ""))
         return Source(
@@ -133,7 +133,8 @@ def _read(file: Path) -> bytes:
         raise SourceError(f"{file} cannot be read: {err.strerror}") from err
 
 
-def _json(file: Path, *, optional: bool = False) -> dict[str, Any]:
+def read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The object in a JSON file of a source checkpoint, {} where an optional one is absent. Raises SourceError."""
     if optional and not file.exists():
         return {}
     if not file.is_file():
@@ -211,14 +212,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
                 "safetensors only: with transformers, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new)"
             )
         raise SourceError(f"{path} has neither {WEIGHTS} nor {INDEX}")
-    weight_map = _json(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise SourceError(f"{path / INDEX} has no weight_map")
     shards: dict[str, dict[str, Tensor]] = {}
     tensors: dict[str, Tensor] = {}
-    for name, shard in weight_map.items():
-        if not (isinstance(shard, str) and SHARD_NAME.fullmatch(shard)):
-            raise SourceError(f"{path / INDEX} places tensor {name!r} in {shard!r}, which is no plain safetensors name")
+    for name, shard in weight_map(path / INDEX).items():
         if shard not in shards:
             if not (path / shard).is_file():
                 raise SourceError(f"{path / INDEX} names {shard}, which is missing: download the checkpoint again")
@@ -227,6 +223,17 @@ def _tensors(path: Path) -> dict[str, Tensor]:
             raise SourceError(f"{path / INDEX} places tensor {name!r} in {shard}, which does not hold it")
         tensors[name] = shards[shard][name]
     return tensors
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> the shard that holds it, a plain file name. Raises SourceError."""
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict):
+        raise SourceError(f"{index} has no weight_map")
+    for name, shard in shards.items():
+        if not (isinstance(shard, str) and SHARD_NAME.fullmatch(shard)):
+            raise SourceError(f"{index} places tensor {name!r} in {shard!r}, which is no plain safetensors name")
+    return shards
 
 
 def _map(file: Path) -> mmap.mmap:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ssmd import __version__
-from ssmd.cli import build, doctor, run, serve, session, session_keep, session_move, session_tree, show, verify
+from ssmd.cli import build, doctor, pull, run, serve, session, session_keep, session_move, session_tree, show, verify
 from ssmd.cli import list as listing
 from ssmd.cli.failure import plain_errors
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("serve")(serve.serve)
 app.command("run")(run.run)
 app.command("build")(build.build)
+app.command("pull")(pull.pull)
 app.command("list")(listing.list_models)
 app.command("show")(show.show)
 app.command("verify")(verify.verify)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from ssmd.cli import options
 
 if TYPE_CHECKING:
     from ssmd.artifact import Artifact
+    from ssmd.config import Settings
 
 
 USUAL_TIERS = (2048, 8192)  # tokens; the step of a larger cache takes longer, full or not
@@ -28,7 +30,10 @@ class BuildFailed(ValueError):
 
 def build(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A Hugging Face folder with safetensors, or: smollm2")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A Hugging Face folder with safetensors, a model's name on the hub, or: smollm2"
+        ),
     ],
     runtime: Annotated[str, typer.Option(help="Runtime to build for.", metavar="NAME")] = "litert",
     quant: Annotated[Quant, typer.Option(help="How weights are stored.")] = Quant.int8,
@@ -40,10 +45,17 @@ def build(
         ),
     ] = "2048",
     name: Annotated[str | None, typer.Option(help="Name of the model; else the folder's.", metavar="NAME")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a name on the hub; else main.", metavar="REV")
+    ] = None,
     models_dir: options.ModelsDir = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
 ) -> None:
-    """Build an artifact from a source checkpoint. `ssmd build smollm2` makes the default model."""
+    """Build an artifact from a source checkpoint. `ssmd build smollm2` makes the default model.
+
+    A name such as ibm-granite/granite-4.0-h-350m is a folder if there is one, else a model on the Hugging Face hub: it
+    is pulled unless that was done before.
+    """
     import tempfile
 
     from ssmd import smollm2
@@ -51,7 +63,8 @@ def build(
 
     lengths, tiers = _lengths("--buckets", buckets), _tiers(context)
     name = _name(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
-    out = Settings(models_dir=models_dir).models_dir / name / f"{runtime}-cpu-{quant.value}"
+    settings = Settings(models_dir=models_dir)
+    out = settings.models_dir / name / f"{runtime}-cpu-{quant.value}"
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
     if checkpoint == smollm2.NAME and not Path(checkpoint).is_dir():
@@ -60,9 +73,27 @@ def build(
             smollm2.write_source(Path(folder))
             artifact = _build(Path(folder), out, runtime, name, quant, lengths, tiers, force)
     else:
-        artifact = _build(Path(checkpoint), out, runtime, name, quant, lengths, tiers, force)
+        artifact = _build(_folder(checkpoint, revision, settings), out, runtime, name, quant, lengths, tiers, force)
     size = sum(f.size for f in artifact.manifest.files.values())
     typer.echo(f"{artifact.path}: {size / 1e6:.1f} MB; try: ssmd run {name}")
+
+
+def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
+    """Where the source checkpoint is, pulled if it is a hub's and not here."""
+    if Path(checkpoint).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint, re.ASCII):
+        if revision is not None:
+            raise BuildFailed(f"--revision is for a model on the hub; {checkpoint} is a folder or no such name")
+        return Path(checkpoint)
+    from ssmd.cli.pull import fetch
+    from ssmd.sources import find
+
+    revision = revision or "main"
+    settings.prepare()
+    here = find(checkpoint, revision, settings.data_dir)
+    if here is not None:
+        typer.echo(f"{checkpoint} {revision} was pulled as {here.commit}; `ssmd pull` looks for a newer one")
+        return here.path
+    return fetch(checkpoint, revision, settings).path
 
 
 def _build(
@@ -108,8 +139,6 @@ def _tiers(text: str) -> list[int]:
 
 
 def _name(text: str) -> str:
-    import re
-
     from ssmd.artifact import NAME_PATTERN
 
     if not re.fullmatch(NAME_PATTERN, text):

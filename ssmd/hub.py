@@ -1,0 +1,227 @@
+"""A model hub, asked over HTTP: what a model's repository lists at a revision, and the bytes of its files.
+
+The hub is https://huggingface.co, or the one that HF_ENDPOINT names. The library huggingface_hub brings the session
+(proxies, certificates, offline mode), the addresses and the token; requests are made here, because whatever a server
+says is bounded and checked, and because the token goes to the hub's own origin and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+from huggingface_hub import constants, get_session, get_token, hf_hub_url
+
+from ssmd import __version__
+
+MAX_LISTING_BYTES = 32 << 20  # a repository of 60,000 files
+MAX_REDIRECTS = 10
+MAX_ERROR_CHARACTERS = 200
+_NAME = re.compile(
+    r"(?=.{3,96}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?/[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+_REVISION = re.compile(r"[!-~]{1,200}")
+_SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
+_BUSY = (408, 429, 500, 502, 503, 504)
+
+
+class HubError(RuntimeError):
+    """The hub does not give what was asked for, or cannot be believed; the message says what to do."""
+
+
+class HubUnreachable(HubError):
+    """No connection, or one that broke: the same request may succeed later."""
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file as the hub lists it. `size` in bytes; `sha256` for one kept in LFS, else `blob`, git's hash of it."""
+
+    name: str
+    size: int
+    sha256: str | None
+    blob: str | None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a repository holds at `commit`, which `revision` stood for. Entries are checked when they are asked for."""
+
+    name: str
+    revision: str
+    commit: str
+    entries: Mapping[str, Mapping[str, Any]]
+
+    def file(self, name: str) -> HubFile:
+        """Raises HubError if it is not listed, or without a size and a hash."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise HubError(f"{self.name} has no file {name!r} at {self.commit}")
+        lfs = entry.get("lfs")
+        size, sha256, blob = entry.get("size"), None, entry.get("blobId")
+        if isinstance(lfs, dict):
+            sha256, blob = lfs.get("sha256"), None
+            if lfs.get("size") != size:
+                raise HubError(f"{self.name}: the hub lists {name!r} with two sizes, {size!r} and {lfs.get('size')!r}")
+        if type(size) is not int or size < 0:
+            raise HubError(f"{self.name}: the hub lists {name!r} with the size {size!r}")
+        if not (_matches(_SHA256, sha256) or _matches(_SHA1, blob)):
+            raise HubError(f"{self.name}: the hub lists {name!r} without a hash, so nothing could be checked")
+        return HubFile(name, size, sha256, blob)
+
+    def url(self, name: str) -> str:
+        return hf_hub_url(self.name, name, revision=self.commit)
+
+
+def is_name(text: str) -> bool:
+    """Whether it can be a model's name on a hub: owner/name, under the rules that huggingface_hub has for them."""
+    return _NAME.fullmatch(text) is not None and not re.search(r"--|\.\.|\.git\Z", text)
+
+
+def offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids asking."""
+    return constants.is_offline_mode()
+
+
+def listing(name: str, revision: str) -> Listing:
+    """What the repository `name` holds at a branch, tag or commit. Raises HubError."""
+    if not is_name(name):
+        raise HubError(f"{name!r} is no model's name; expected owner/name, such as ibm-granite/granite-4.0-h-350m")
+    if not _REVISION.fullmatch(revision):
+        raise HubError(f"{revision!r} is no revision; expected a branch, a tag or a commit's 40 hexadecimal digits")
+    url = f"{constants.ENDPOINT}/api/models/{name}/revision/{quote(revision, safe='')}?blobs=true"
+    said = bytearray()
+    try:
+        with request(url) as response:
+            if response.status_code != 200:
+                raise refusal(response, name, revision=revision)
+            for part in response.iter_bytes():
+                said += part
+                if len(said) > MAX_LISTING_BYTES:
+                    raise HubError(f"{name}: the hub's list of files is longer than {MAX_LISTING_BYTES} bytes")
+    except httpx2.HTTPError as err:
+        raise HubUnreachable(
+            f"{host()} cannot be reached ({reason(err)}): check the connection, or HF_ENDPOINT; a checkpoint brought "
+            "here by other means is built with: ssmd build FOLDER"
+        ) from err
+    try:
+        info = json.loads(said)
+        commit, siblings = info["sha"], info["siblings"]
+        entries = {entry["rfilename"]: entry for entry in siblings}
+    except (ValueError, RecursionError, KeyError, TypeError) as err:
+        raise HubError(f"{host()} does not answer as a model hub does: check HF_ENDPOINT") from err
+    if not _matches(COMMIT, commit):
+        raise HubError(f"{name}: the hub names {str(commit)[:60]!r} as the commit of {revision!r}")
+    if COMMIT.fullmatch(revision) and commit != revision:
+        raise HubError(f"{name}: commit {revision} was asked for and the hub answers with {commit}")
+    if len(entries) != len(siblings):
+        raise HubError(f"{name}: the hub lists a file twice")
+    return Listing(name, revision, commit, entries)
+
+
+@contextmanager
+def request(url: str, start: int = 0) -> Iterator[httpx2.Response]:
+    """GET `url` from byte `start` on; the answer's body is not read yet, and may be a refusal.
+
+    Redirects are followed here. The token is sent to the hub's origin (scheme, host and port) and, once a redirect has
+    left it, never again. Raises HubError, and httpx2.TransportError where the connection fails.
+    """
+    hub, target, at_home = _url(constants.ENDPOINT), _url(url), True
+    for _ in range(MAX_REDIRECTS):
+        # identity: a file's size and the range asked for are those of its bytes, not of a compressed form
+        headers = {"user-agent": f"ssmd/{__version__}", "accept-encoding": "identity"}
+        at_home = at_home and target.origin == hub.origin
+        token = _token() if at_home else None
+        if token is not None:
+            headers["authorization"] = f"Bearer {token}"
+        if start:
+            headers["range"] = f"bytes={start}-"
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        with get_session().stream("GET", target, headers=headers, timeout=timeout, follow_redirects=False) as response:
+            if not response.has_redirect_location:
+                yield response
+                return
+            new = _url(response.headers["location"], target)
+        if new.scheme not in ("http", "https") or (target.scheme, new.scheme) == ("https", "http"):
+            raise HubError(f"{target.host} redirects from {target.scheme} to {new.scheme}, which is not followed")
+        target = new
+    raise HubError(f"{host()} redirects in a circle")
+
+
+def refusal(response: httpx2.Response, name: str, *, revision: str = "", file: str = "") -> HubError:
+    """The error of an answer that is neither 200 nor 206 to a request for a `revision` of the model, or a `file` of it.
+
+    Never in the server's words: a body may be endless, and a terminal obeys what is printed to it.
+    """
+    status, code, where = response.status_code, response.headers.get("x-error-code", ""), response.url.host
+    known = _token() is not None
+    if status in _BUSY:
+        return HubUnreachable(f"{where} is busy or has a problem (HTTP {status}): try again later")
+    if code == "GatedRepo":
+        return HubError(
+            f"{name} is gated: accept its terms at {_web()}/{name}, then set HF_TOKEN to a token of the account that "
+            "did"
+        )
+    if code == "RevisionNotFound":
+        return HubError(f"{name} has no revision {revision!r}: --revision takes a branch, a tag or a whole commit hash")
+    if file and status == 404:
+        return HubError(f"the hub lists {file} of {name}, but {where} does not have it: try again later")
+    if code == "RepoNotFound" or status == 404 or (status == 401 and not known):
+        return HubError(
+            f"there is no model {name} at {host()}, or it is private: check the name; for a private one set HF_TOKEN "
+            "to a token that may read it"
+        )
+    if status == 401:
+        return HubError(f"{where} does not accept the token in HF_TOKEN: make another at {_web()}/settings/tokens")
+    if status == 403:
+        return HubError(f"{where} forbids reading {name}: set HF_TOKEN to a token that may read it")
+    return HubError(f"{where} answers {status} to a request for {file or 'the files'} of {name}: check HF_ENDPOINT")
+
+
+def reason(err: Exception) -> str:
+    """Why a connection failed, short and printable."""
+    text = str(err)[:MAX_ERROR_CHARACTERS] or type(err).__name__
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def host() -> str:
+    """The hub's host, as it is shown: an address may carry a password."""
+    return _url(constants.ENDPOINT).netloc.decode("ascii", "replace").rpartition("@")[2]
+
+
+def _web() -> str:
+    return f"{_url(constants.ENDPOINT).scheme}://{host()}"
+
+
+def _token() -> str | None:
+    """HF_TOKEN, for the hub that the same environment names; the login kept by `hf auth login` only for its own hub."""
+    if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+        return None
+    given = (os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or "").strip()
+    if not given and constants.ENDPOINT == "https://huggingface.co":
+        given = get_token() or ""
+    if given and not re.fullmatch(r"[!-~]+", given):
+        raise HubError("HF_TOKEN holds characters that no token has")
+    return given or None
+
+
+def _url(text: str, base: httpx2.URL | None = None) -> httpx2.URL:
+    try:
+        url = httpx2.URL(text) if base is None else base.join(text)
+    except (httpx2.InvalidURL, ValueError) as err:
+        raise HubError(f"{text[:MAX_ERROR_CHARACTERS]!r} is no address of a hub; HF_ENDPOINT is one, if set") from err
+    if base is None and not (url.scheme in ("http", "https") and url.host):
+        raise HubError(f"HF_ENDPOINT = {text[:MAX_ERROR_CHARACTERS]!r} is no address; expected https://…")
+    return url
+
+
+def _matches(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
