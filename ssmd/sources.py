@@ -206,6 +206,8 @@ def _held(partial: Path, name: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+        if partial.is_dir() and not any(p.stat().st_size for p in partial.iterdir()):
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _home(name: str, data_dir: Path) -> Path:

@@ -62,11 +62,12 @@ def answer(*arguments: str) -> Sequence[str]:
 
 def test_help_names_the_commands_and_loads_nothing_heavy(home: Path) -> None:
     said = good(home, "--help")
-    for command in ("serve", "run", "build", "list", "show", "verify", "doctor", "session"):
+    for command in ("serve", "run", "build", "pull", "list", "show", "verify", "doctor", "session"):
         assert re.search(rf"\b{command}\b", said)
     assert good(home, "--version") == f"ssmd {__version__}\n"
     loaded = (
-        "import sys, ssmd.cli; print([m for m in ('numpy', 'pydantic', 'sqlalchemy', 'starlette') if m in sys.modules])"
+        "import sys, ssmd.cli; heavy = ('numpy', 'pydantic', 'sqlalchemy', 'starlette', 'huggingface_hub', 'httpx2');"
+        "print([m for m in heavy if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", loaded], text=True) == "[]\n"
 

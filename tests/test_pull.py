@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import mirror
 import pytest
 import tiny
+from huggingface_hub import constants
 from mirror import Mirror
 from safetensors.numpy import load_file, save_file
 from test_server import environment
 
+from ssmd import hub as hub_module
+from ssmd.hub import HubError, is_name, request
 from ssmd.source import Source
 
 NAME = "acme/tiny-llama"
@@ -61,7 +65,7 @@ def ssmd(home: Path, hub: Mirror | None, *arguments: str, limit: Callable[[], No
 
 
 def pulled(home: Path, hub: Mirror | None, *arguments: str, **extra: str) -> dict[str, Any]:
-    done = ssmd(home, hub, "pull", NAME, "--json", *arguments, **extra)
+    done = ssmd(home, hub, "pull", NAME, "--json", *arguments, limit=None, **extra)
     assert (done.returncode, done.stderr) == (0, "")
     said: dict[str, Any] = json.loads(done.stdout)
     return said
@@ -140,7 +144,7 @@ def sharded(source: Path) -> dict[str, bytes]:
     files = contents(source)
     tensors = sorted(load_file(source / WEIGHTS).items())
     del files[WEIGHTS]
-    places = {}
+    places: dict[str, str] = {}
     for i, part in enumerate((tensors[::2], tensors[1::2]), 1):
         shard = f"model-{i:05}-of-00002.safetensors"
         save_file(dict(part), source.parent / shard)
@@ -357,9 +361,12 @@ def test_names_that_a_server_makes_up_are_no_paths(hub: Mirror, source: Path, tm
     assert len(hub.asked) == 1 + len(contents(source))
 
 
-@pytest.mark.parametrize("name", ["tiny", "../tiny", "acme/..", "a/b/c", "acme/tiny\x1b[31m", "acme--x/y", "/acme", ""])
-def test_names_that_are_none(hub: Mirror, tmp_path: Path, name: str) -> None:
-    assert "is no model's name; expected owner/name" in refused(tmp_path, hub, "pull", name)
+def test_names_that_are_none(hub: Mirror, tmp_path: Path) -> None:
+    assert is_name("ibm-granite/granite-4.0-h-350m")
+    for name in ("tiny", "../tiny", "acme/..", "a/b/c", "acme/x\x1b[31m", "acme--x/y", "/acme", "", "a/b\n", "a/b.git"):
+        assert not is_name(name)
+    for name in ("tiny", "../../tiny"):
+        assert "is no model's name; expected owner/name" in refused(tmp_path, hub, "pull", name)
     assert not hub.asked
 
 
@@ -390,11 +397,34 @@ def test_a_login_is_for_its_own_hub(hub: Mirror, tmp_path: Path) -> None:
     assert {a.authorization for a in hub.asked} == {None}
 
 
-@pytest.mark.parametrize("where", ["file:///etc/passwd", "ftp://127.0.0.1/x", "/circle", "http://[", "http://"])
-def test_redirects_that_are_not_followed(hub: Mirror, tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("file:///etc/passwd", "redirects from http to file, which is not followed"),
+        ("/circle", "redirects in a circle"),
+        ("http://[", "'http://[' is no address"),
+        ("http://", "broke off 5 times"),
+    ],
+)
+def test_redirects_that_are_not_followed(hub: Mirror, tmp_path: Path, where: str, said: str) -> None:
     hub.redirects[WEIGHTS] = where
-    said = refused(tmp_path, hub)
-    assert re.search("is not followed|in a circle|is no address|broke off", said)
+    assert said in refused(tmp_path, hub)
+
+
+def test_a_redirect_does_not_leave_https(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append((str(request.url), request.headers.get("authorization")))
+        return httpx2.Response(302, headers={"location": "http://hub.test/x"})
+
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.test")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with httpx2.Client(transport=httpx2.MockTransport(answer)) as client:
+        monkeypatch.setattr(hub_module, "get_session", lambda: client)
+        with pytest.raises(HubError, match="redirects from https to http"), request("https://hub.test/a"):
+            pass
+    assert asked == [("https://hub.test/a", f"Bearer {TOKEN}")]
 
 
 # Refusals
