@@ -83,6 +83,8 @@ class Engine:
         if warm_up:
             short = [b for b in self.program.buckets if b <= BUCKET_WHILE_OTHERS_DECODE]
             self._cold = [*(partial(self._warm_up, bucket) for bucket in short), self._planner.warm_up]
+            if self._keeper is not None:
+                self._cold.insert(-1, self._keeper.warm_up)
         self._worker.start()
 
     def submit(self, request: Request, deliver: Callable[[Event], None]) -> Generation:
@@ -148,7 +150,7 @@ class Engine:
             self._cancel(generation)
 
     def _idle(self) -> None:
-        """A piece of work that no request waits for; none of them takes longer than a bucket."""
+        """A piece of work that no request waits for; none of them takes longer than a bucket, or a restore."""
         if self._cold:
             self._patience = 0.0  # the other pieces follow at once: a request waits for one of them at most
             self._cold.pop()()

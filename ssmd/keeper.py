@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import secrets
 from collections.abc import Callable
 
 from ssmd import replay
+from ssmd.generation import Rejected, Request
 from ssmd.inflight import Generation
 from ssmd.loader import Loader
 from ssmd.metrics import Metrics
@@ -15,6 +18,8 @@ from ssmd.runtime import Handle, Program
 from ssmd.sessions.checkpoint import CheckpointKind, Ids, NewCheckpoint
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import conversation
+from ssmd.text.messages import Message
 from ssmd.text.tokenizer import Tokenizer
 from ssmd.writer import Writer
 
@@ -35,10 +40,24 @@ class Keeper:
         build: str,
         wake: Callable[[], None],
     ) -> None:
-        self._store, self._program, self._tokenizer, self._wake = store, program, tokenizer, wake
+        self._store, self._program, self._planner = store, program, planner
+        self._tokenizer, self._wake = tokenizer, wake
         self._writer = Writer(store, metrics, scope=planner.scope, producer=program.producer, spec=program.spec)
         self._loader = Loader(planner, program, store)
         self.repairs = Repairs(planner, program, store, self._writer, self._loader, build=build, wake=wake)
+
+    def warm_up(self) -> None:
+        """Take up the conversation that was used last, as its user may soon, and let go of it: the next one to be taken
+        up finds memory, connections and queries ready."""
+        session = self._store.newest()
+        if session is None:
+            return
+        said = conversation(self._store.path(session.head))
+        with contextlib.suppress(Rejected):
+            prompt = self._planner.plan(Request((*said, Message("user", secrets.token_hex(12))), store=False))
+            loaded = self._loader.load(prompt.found, prompt.ids, session.info.id)
+            if loaded is not None:
+                self._program.release(loaded[1])
 
     def load(self, g: Generation) -> None:
         """Begin to load the state that a request starts from, if there is one."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
+from daemon import soon
 from sqlalchemy import func, select, update
 
 from ssmd import writer as writer_module
@@ -332,6 +333,33 @@ def test_short_buckets_are_warmed_up_when_nobody_comes(
     usage = ask(asked_at_once, user("Something else")).usage
     assert sum(fed) + 1 == usage.prompt_tokens - usage.cached_tokens, "it does not wait for a warm-up"
     asked_at_once.shutdown(0)
+
+
+def test_the_conversation_used_last_is_taken_up_when_nobody_comes(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = loaded[1]
+    before = Engine(*loaded, store, metrics=Metrics())
+    before.start()
+    ask(before, LONG_SYSTEM, user("Who is there?"))
+    first = ask(before, user("Hello"))
+    before.shutdown(0)
+    reserved: list[int] = []
+    reserve = program.reserve
+
+    def noted(position: int) -> object:
+        reserved.append(position)
+        return reserve(position)
+
+    monkeypatch.setattr(program, "reserve", noted)
+    idle = Engine(*loaded, store, metrics=Metrics())
+    idle.start(warm_up=True)
+    soon(lambda: bool(reserved))
+    after = ask(idle, user("Hello"), answered(first.text), user("And now?"))
+    assert after.usage.resume == "exact"
+    assert reserved == [after.usage.cached_tokens] * 2
+    assert [s.turns for s in store.sessions()] == [2, 1], "nothing of it is stored"
+    idle.shutdown(0)
 
 
 def test_two_requests_interleave(engine: Engine, endless: SamplingParams) -> None:

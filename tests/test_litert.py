@@ -349,16 +349,33 @@ def test_a_conversation_moves_up_by_itself(granite: Artifact, monkeypatch: pytes
     assert not [name for name in run[4:] if not name.endswith("_512")]
 
 
-def test_a_released_handle_leaves_the_larger_tier(granite: Artifact) -> None:
+def test_memory_of_a_larger_tier_is_used_again_or_given_back(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = LiteRTRuntime().load(granite)
     fresh = conversation(program)
-    small = sum(slot.nbytes for slot in program._spare)
-    handle = program.new_state()
-    for _ in range(8):
-        program.prefill(handle, [9] * 60)
-    assert sum(slot.nbytes for slot in program._slots) > small
-    program.release(handle)
-    assert sum(slot.nbytes for slot in program._spare) == small
+    (small,) = program._spare
+
+    def grown() -> State:
+        handle = program.new_state()
+        for _ in range(8):
+            program.prefill(handle, [9] * 60)
+        state: State = program.save(handle)
+        program.release(handle)
+        return state
+
+    state = grown()  # it began with the small one's memory, which is larger now
+    assert [s.capacity for s in program._spare] == [512]
+    assert conversation(program) == fresh
+    assert [s.capacity for s in program._spare] == [512, 64]
+    large = program._spare[0]
+    again = program.restore(state)
+    assert again.slot is large
+    assert program.save(again).tensors["key_2"].tobytes() == state.tensors["key_2"].tobytes()
+    program.release(again)
+    monkeypatch.setattr("ssmd_litert.program._SPARE_SLOT_BYTES", small.nbytes)
+    program.release(program.new_state())
+    assert [s.capacity for s in program._spare] == [64]
     assert conversation(program) == fresh
 
 

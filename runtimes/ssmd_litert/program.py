@@ -99,7 +99,7 @@ class LiteRTProgram:
         self._lock = threading.Lock()
         self._closed = False
         self._slots: set[Slot] = set()  # of live handles
-        self._spare: list[Slot] = [self._make_slot()]
+        self._spare: list[Slot] = [self._make_slot(self._tiers[0])]  # the one used last is the last
         arena = self._spare[0].arenas[0].nbytes
         self._snapshots = Snapshots(arena, ready=2, spare_bytes=_SPARE_BYTES)
 
@@ -107,7 +107,7 @@ class LiteRTProgram:
 
     def new_state(self) -> Handle:
         with self._lock:
-            return self._new_handle()[0]
+            return self._new_handle(0)[0]
 
     def prefill(self, handle: Handle, tokens: Sequence[int]) -> Logits:
         ids = self._check_tokens(tokens)
@@ -173,8 +173,7 @@ class LiteRTProgram:
         if position < 0 or (self.context is not None and position > self.context):
             raise StateError(f"the state has {position} tokens, the context is {self.context}")
         with self._lock:
-            handle, slot = self._new_handle()
-            self._make_room(slot, position, 0)
+            handle = self._new_handle(position)[0]
             handle.position = position if not self.spec.rows else 0
             handle.missing = _Missing(position, {t.name for t in self.spec.recurrent})
             return handle
@@ -209,8 +208,7 @@ class LiteRTProgram:
     def clone(self, handle: Handle) -> Handle:
         with self._lock:
             slot = self._check_handle(handle, 0)
-            twin, copy = self._new_handle()
-            self._make_room(copy, handle.position, 0)
+            twin, copy = self._new_handle(handle.position)
             np.copyto(copy.arenas[0], slot.arenas[handle.side])
             copy.copy_rows(slot, handle.position)
             twin.position = handle.position
@@ -224,12 +222,12 @@ class LiteRTProgram:
             if slot is None:
                 return
             self._slots.discard(slot)
-            self._resize(slot, self._tiers[0], rows=0)
-            if (len(self._spare) + 1) * slot.nbytes <= max(_SPARE_SLOT_BYTES, slot.nbytes):
-                slot.clear()
-                self._spare.append(slot)
-            else:
-                self._forget(slot)
+            slot.clear()
+            self._spare.append(slot)
+            while len(self._spare) > 1 and sum(s.nbytes for s in self._spare) > _SPARE_SLOT_BYTES:
+                largest = max(self._spare, key=lambda s: s.capacity)
+                self._spare.remove(largest)
+                self._forget(largest)
 
     def close(self) -> None:
         with self._lock:
@@ -267,24 +265,30 @@ class LiteRTProgram:
             raise ProgramError(f"{handle.position} + {tokens} tokens do not fit into a context of {self.context}")
         return handle.slot
 
-    def _make_slot(self) -> Slot:
-        return Slot(self.spec, self._groups, self.context or 0, self._tiers[0] if self.spec.rows else 0)
+    def _tier(self, tokens: int) -> int:
+        """The smallest capacity that has room for so many tokens in all."""
+        return next(t for t in self._tiers if t >= tokens)
 
-    def _new_handle(self) -> tuple[_Handle, Slot]:
+    def _make_slot(self, capacity: int) -> Slot:
+        return Slot(self.spec, self._groups, self.context or 0, capacity)
+
+    def _new_handle(self, tokens: int) -> tuple[_Handle, Slot]:
+        """With room for so many tokens: memory that was used before is there at once, new memory is not."""
         if self._closed:
             raise ProgramError("the program is closed")
-        slot = self._spare.pop() if self._spare else self._make_slot()
+        capacity = self._tier(tokens) if self.spec.rows else self._tiers[0]
+        slot = next((s for s in reversed(self._spare) if s.capacity == capacity), None)
+        if slot is None:
+            slot = self._make_slot(capacity)
+        else:
+            self._spare.remove(slot)
         self._slots.add(slot)
         return _Handle(self, slot), slot
 
     def _make_room(self, slot: Slot, tokens: int, rows: int) -> None:
         """Move a slot, with its first `rows` rows, up to the smallest tier that has room for `tokens` in all."""
         if self.spec.rows and tokens > slot.capacity:
-            self._resize(slot, next(t for t in self._tiers if t >= tokens), rows)
-
-    def _resize(self, slot: Slot, capacity: int, rows: int) -> None:
-        if self.spec.rows and capacity != slot.capacity:
-            for block in slot.resize(capacity, rows):
+            for block in slot.resize(self._tier(tokens), rows):
                 self.graph.forget(block)
 
     def _forget(self, slot: Slot) -> None:
@@ -302,7 +306,7 @@ class LiteRTProgram:
         return slot.calls[key]
 
     def _signature(self, step: _Step, slot: Slot) -> str:
-        return signature_name(step.length, slot.capacity or self._tiers[0], self._tiers[0])
+        return signature_name(step.length, slot.capacity, self._tiers[0])
 
     def _run(self, step: _Step, handle: _Handle, slot: Slot, ids: NDArray[np.int32]) -> None:
         """Compute a step without committing it: until then the handle is what it was."""
