@@ -79,7 +79,7 @@ MAMBA: dict[str, Any] = {
 }
 LFM2: dict[str, Any] = {
     "hidden_size": 64,
-    "intermediate_size": 192,
+    "intermediate_size": 240,
     "block_multiple_of": 32,
     "num_hidden_layers": 4,
     "layer_types": ["conv", "conv", "full_attention", "conv"],

@@ -53,6 +53,16 @@ def test_prompts(loaded_f32: Loaded, official: Any, lengths: list[int], pad: int
     program.release(handle)
 
 
+def test_a_state_out_of_transformers_goes_on(loaded_f32: Loaded, official: Any) -> None:
+    program, ids = loaded_f32.program, loaded_f32.ids(70, seed=13)
+    _, state = reference(official, ids[:41])
+    logits, expected = reference(official, ids)
+    handle = program.restore(state)
+    assert error(feed(program, handle, ids[41:], [1, 16, 12]), logits[-1]) <= TOLERANCE
+    assert state_error(program.save(handle), expected) <= TOLERANCE
+    program.release(handle)
+
+
 def test_64_greedy_tokens(loaded_f32: Loaded, official: Any) -> None:
     program, ids = loaded_f32.program, loaded_f32.ids(70, seed=12)
     handle = program.new_state()
