@@ -32,7 +32,7 @@ from ssmd.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 BUCKET_WHILE_OTHERS_DECODE = 64
 RETRY_AFTER_S = 5
-WARM_UP_AFTER_S = 0.25
+WARM_UP_AFTER_S = 0.1
 
 
 class Engine:
@@ -83,8 +83,8 @@ class Engine:
         if warm_up:
             short = [b for b in self.program.buckets if b <= BUCKET_WHILE_OTHERS_DECODE]
             self._cold = [*(partial(self._warm_up, bucket) for bucket in short), self._planner.warm_up]
-            if self._keeper is not None:
-                self._cold.insert(-1, self._keeper.warm_up)
+            if self._keeper is not None and short:
+                self._cold.insert(-1, partial(self._keeper.warm_up, short[-1]))
         self._worker.start()
 
     def submit(self, request: Request, deliver: Callable[[Event], None]) -> Generation:
@@ -150,7 +150,7 @@ class Engine:
             self._cancel(generation)
 
     def _idle(self) -> None:
-        """A piece of work that no request waits for; none of them takes longer than a bucket, or a restore."""
+        """A piece of work that no request waits for; none of them takes longer than a restore and a bucket."""
         if self._cold:
             self._patience = 0.0  # the other pieces follow at once: a request waits for one of them at most
             self._cold.pop()()

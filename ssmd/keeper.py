@@ -46,9 +46,9 @@ class Keeper:
         self._loader = Loader(planner, program, store)
         self.repairs = Repairs(planner, program, store, self._writer, self._loader, build=build, wake=wake)
 
-    def warm_up(self) -> None:
-        """Take up the conversation that was used last, as its user may soon, and let go of it: the next one to be taken
-        up finds memory, connections and queries ready."""
+    def warm_up(self, tokens: int) -> None:
+        """Take up the conversation that was used last, as its user may soon, feed it so many tokens and let go of it:
+        the next one to be taken up finds memory, connections, queries and graphs ready."""
         session = self._store.newest()
         if session is None:
             return
@@ -56,8 +56,12 @@ class Keeper:
         with contextlib.suppress(Rejected):
             prompt = self._planner.plan(Request((*said, Message("user", secrets.token_hex(12))), store=False))
             loaded = self._loader.load(prompt.found, prompt.ids, session.info.id)
-            if loaded is not None:
-                self._program.release(loaded[1])
+            if loaded is None:
+                return
+            found, handle = loaded
+            if self._program.context is None or found.position + tokens <= self._program.context:
+                self._program.prefill(handle, [0] * tokens)
+            self._program.release(handle)
 
     def load(self, g: Generation) -> None:
         """Begin to load the state that a request starts from, if there is one."""
