@@ -96,23 +96,25 @@ def measure(store: Store, forks: int) -> None:
     chat = Chat(store, "long", HYBRID)
     for i in range(50):
         chat.say(f"long{i}", f"long{i - 1}" if i else None, f"a long question {i}", f"reply {i}", tokens=20)
-    for i in range(forks):  # every second one begins as the prompt does
-        session, turn = ("long", f"long{i % 50}") if i % 2 else ("s", f"t{i % len(store.turns('s'))}")
-        store.fork(session, turn)
-    if forks:
-        print(f"the list with {forks} forks more  {median_ms(store.sessions):8.2f}")
     messages = [*conversation(list(chat.turns.values())), user("and then?")]
     ids = [*chat.turns["long49"].ids.tolist(), 7, 7]
 
     def matched() -> None:
         assert match(messages, store.candidates(messages)).parent == "long49"
 
+    print(f"match of {len(messages):4} messages         {median_ms(matched):8.2f}")
+    for i in range(forks):  # every second one begins as the prompt does
+        session, turn = ("long", f"long{i % 50}") if i % 2 else ("s", f"t{i % len(store.turns('s'))}")
+        store.fork(session, turn)
+    if forks:
+        print(f"the list with {forks} forks more  {median_ms(store.sessions):8.2f}")
+        print(f"the match with these forks     {median_ms(matched):8.2f}")
+
     def found() -> None:
         at = store.find(chat.scope, ids, "long")
         assert at is not None
         assert at.position == len(ids) - 3
 
-    print(f"match of {len(messages):4} messages         {median_ms(matched):8.2f}")
     print(f"the ids of its {len(chat.turns)} turns        {median_ms(lambda: store.path('long49')):8.2f}")
     print(f"the checkpoint to go on from   {median_ms(found):8.2f}")
     print(f"one session                    {median_ms(lambda: store.session('long')):8.2f}")
