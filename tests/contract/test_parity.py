@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract.driving import Loaded, error, feed, state_error
+from contract.driving import Loaded, error, feed
 from numpy.typing import NDArray
 
 from ssmd.artifact import Artifact
@@ -17,6 +17,9 @@ from ssmd.verify import verify
 
 # Largest error in standard deviations: what the order of float32 sums leaves over four layers, measured 1.4e-5.
 TOLERANCE = 5e-5
+# Of states, in units of the largest value of their tensor, as in docs/parity.md: of an ssm state that may be 34
+# standard deviations. Measured up to 2.5e-6.
+STATE_TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +34,15 @@ def reference(model: Any, ids: list[int]) -> tuple[NDArray[np.float32], State]:
     oracle = pytest.importorskip("oracle")
     logits, cache = oracle.continued(model, ids)
     return logits, oracle.state(cache, len(ids))
+
+
+def state_off(found: State, expected: State) -> float:
+    assert (found.position, found.tensors.keys()) == (expected.position, expected.tensors.keys())
+    off = 0.0
+    for name, array in expected.tensors.items():
+        assert found.tensors[name].shape == array.shape
+        off = max(off, float(np.abs(found.tensors[name] - array).max() / np.abs(array).max()))
+    return off
 
 
 @pytest.mark.parametrize(
@@ -49,7 +61,7 @@ def test_prompts(loaded_f32: Loaded, official: Any, lengths: list[int], pad: int
     finally:
         program.pad_token = 0
     assert error(actual, logits[-1]) <= TOLERANCE
-    assert state_error(program.save(handle), state) <= TOLERANCE
+    assert state_off(program.save(handle), state) <= STATE_TOLERANCE
     program.release(handle)
 
 
@@ -59,7 +71,7 @@ def test_a_state_out_of_transformers_goes_on(loaded_f32: Loaded, official: Any) 
     logits, expected = reference(official, ids)
     handle = program.restore(state)
     assert error(feed(program, handle, ids[41:], [1, 16, 12]), logits[-1]) <= TOLERANCE
-    assert state_error(program.save(handle), expected) <= TOLERANCE
+    assert state_off(program.save(handle), expected) <= STATE_TOLERANCE
     program.release(handle)
 
 
@@ -73,7 +85,7 @@ def test_64_greedy_tokens(loaded_f32: Loaded, official: Any) -> None:
     logits, state = reference(official, ids)
     assert error(np.stack(rows), logits[69:]) <= TOLERANCE
     assert (np.stack(rows).argmax(-1) == logits[69:].argmax(-1)).all()
-    assert state_error(program.save(handle), state) <= TOLERANCE
+    assert state_off(program.save(handle), state) <= STATE_TOLERANCE
     program.release(handle)
 
 
