@@ -28,11 +28,11 @@ from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.store import Store
 from ssmd.text.template import ChatTemplate
 from ssmd.text.tokenizer import Tokenizer
+from ssmd.warmup import Piece, WarmUp, run_bucket
 
 log = logging.getLogger(__name__)
 BUCKET_WHILE_OTHERS_DECODE = 64
 RETRY_AFTER_S = 5
-WARM_UP_AFTER_S = 0.1
 
 
 class Engine:
@@ -56,8 +56,7 @@ class Engine:
         self._tokenizer = Tokenizer.open(artifact.file("tokenizer.json"), stop_tokens=manifest.stop_tokens)
         template = ChatTemplate(artifact.file("chat_template.jinja").read_text("utf-8"), manifest.special_tokens)
         self._planner = Planner(manifest, program, self._tokenizer, template, store)
-        self._cold: list[Callable[[], object]] = []  # what is slower the first time; the last comes first
-        self._patience = WARM_UP_AFTER_S  # how long nobody must have come before a piece of it is done
+        self._warm_up = WarmUp()
         self._max_running = max_running
         self._max_queue = max_queue
         self._stop_tokens = frozenset(manifest.stop_tokens)
@@ -82,9 +81,10 @@ class Engine:
         """warm_up: if nobody comes in the first moments, do once what takes longer the first time."""
         if warm_up:
             short = [b for b in self.program.buckets if b <= BUCKET_WHILE_OTHERS_DECODE]
-            self._cold = [*(partial(self._warm_up, bucket) for bucket in short), self._planner.warm_up]
+            pieces: list[Piece] = [self._planner.warm_up]
             if self._keeper is not None and short:
-                self._cold.insert(-1, partial(self._keeper.warm_up, short[-1]))
+                pieces.append(partial(self._keeper.warm_up, short[-1]))
+            self._warm_up = WarmUp([*pieces, *(partial(run_bucket, self.program, b) for b in reversed(short))])
         self._worker.start()
 
     def submit(self, request: Request, deliver: Callable[[Event], None]) -> Generation:
@@ -130,7 +130,7 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(self._awake, timeout=self._patience if self._cold else None)
+                self._wake.wait_for(self._awake, timeout=self._warm_up.due_s)
                 if self._closing:
                     break
                 self._admit()
@@ -138,7 +138,7 @@ class Engine:
                 if not self._running:
                     self._idle()
                     continue
-                self._cold.clear()
+                self._warm_up.cancel()
                 if self._keeper is not None:
                     self._keeper.repairs.pause()
                 self._step()
@@ -151,16 +151,10 @@ class Engine:
 
     def _idle(self) -> None:
         """A piece of work that no request waits for; none of them takes longer than a restore and a bucket."""
-        if self._cold:
-            self._patience = 0.0  # the other pieces follow at once: a request waits for one of them at most
-            self._cold.pop()()
+        if self._warm_up:
+            self._warm_up.step()
         elif self._keeper is not None:
             self._keeper.repairs.step()
-
-    def _warm_up(self, bucket: int) -> None:
-        handle = self.program.new_state()
-        self.program.prefill(handle, [0] * bucket)
-        self.program.release(handle)
 
     def _awake(self) -> bool:
         at_work = bool(self._waiting or self._running or self._closing)

@@ -23,7 +23,7 @@ from ssmd.generation import Delta, Done, Event, Failed, Rejected, Request, Token
 from ssmd.inflight import Generation
 from ssmd.keeper import Keeper
 from ssmd.metrics import Metrics
-from ssmd.runtime import Program, get_runtime
+from ssmd.runtime import Handle, Program, get_runtime
 from ssmd.sampling import SamplingParams
 from ssmd.sessions import store as store_module
 from ssmd.sessions.checkpoints import Placed
@@ -352,9 +352,18 @@ def test_the_conversation_used_last_is_taken_up_when_nobody_comes(
         return reserve(position)
 
     monkeypatch.setattr(program, "reserve", noted)
+    fed: list[tuple[int, int]] = []
+    prefill = program.prefill
+
+    def watched(handle: Handle, tokens: list[int]) -> object:
+        fed.append((program.position(handle), len(tokens)))
+        return prefill(handle, tokens)
+
+    monkeypatch.setattr(program, "prefill", watched)
     idle = Engine(*loaded, store, metrics=Metrics())
     idle.start(warm_up=True)
-    soon(lambda: bool(reserved))
+    soon(lambda: (0, 16) in fed)  # the last piece
+    assert (reserved[0], 64) in fed, "in the state of that conversation"
     after = ask(idle, user("Hello"), answered(first.text), user("And now?"))
     assert after.usage.resume == "exact"
     assert reserved == [after.usage.cached_tokens] * 2

@@ -39,6 +39,7 @@ FLOORS = {
     "ssmd.writer": 4,
     "ssmd.loader": 4,
     "ssmd.keeper": 4,
+    "ssmd.warmup": 4,
     "ssmd.inflight": 4,
     "ssmd.repair": 4,
     "ssmd.replay": 4,

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from ssmd.runtime import Handle, Logits, ProgramError
 from ssmd.state import Part, State, StateError
 from ssmd_litert.buffers import Snapshots, carve
-from ssmd_litert.graph import Array, Call, Graph, GraphError, Tensor
+from ssmd_litert.graph import Array, Call, Graph, GraphError
 from ssmd_litert.signatures import check_signatures, signature_name
-from ssmd_litert.slot import NewRows, RowGroup, Slot, recurrent_tensors, row_groups
+from ssmd_litert.slot import Slot, recurrent_tensors, row_groups
+from ssmd_litert.step import Step
 
 if TYPE_CHECKING:
     from ssmd.artifact import Manifest
@@ -33,25 +34,6 @@ _SPARE_BYTES = 48 << 20  # idle snapshots
 _SPARE_SLOT_BYTES = 192 << 20  # memory of released handles that is kept for the next ones; one is kept in any case
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
-
-
-class _Step:
-    """The tensors of the signatures of one length that all handles share."""
-
-    def __init__(self, length: int, vocabulary: int, groups: tuple[RowGroup, ...]) -> None:
-        self.length = length
-        tensors = {
-            "tokens": Tensor((1, length), _INT32),
-            "pos": Tensor((1,), _INT32),
-            "n_valid": Tensor((1,), _INT32),
-            "logits": Tensor((1, vocabulary), _FLOAT32),
-        }
-        self.memory, self.arrays = carve(tensors)
-        self.tokens: NDArray[np.int32] = self.arrays["tokens"][0]
-        self.pos: NDArray[np.int32] = self.arrays["pos"]
-        self.n_valid: NDArray[np.int32] = self.arrays["n_valid"]
-        self.logits: NDArray[np.float32] = self.arrays["logits"][0]
-        self.rows = NewRows(groups, length)
 
 
 @dataclass
@@ -95,7 +77,7 @@ class LiteRTProgram:
         check_signatures(graph.signatures, manifest, self.spec, self._tiers)
         self.graph = graph
         self._groups = row_groups(self.spec)
-        self._steps = [_Step(length, self.vocabulary, self._groups) for length in sorted({1, *self.buckets})]
+        self._steps = [Step(length, self.vocabulary, self._groups) for length in sorted({1, *self.buckets})]
         self._lock = threading.Lock()
         self._closed = False
         self._slots: set[Slot] = set()  # of live handles
@@ -296,7 +278,7 @@ class LiteRTProgram:
         for block in slot.blocks:
             self.graph.forget(block)
 
-    def _call(self, step: _Step, slot: Slot, side: int) -> Call:
+    def _call(self, step: Step, slot: Slot, side: int) -> Call:
         """The signature bound to a slot, reading recurrent state on `side` and writing it on the other. Made once."""
         key = (step.length, side)
         if key not in slot.calls:
@@ -305,10 +287,10 @@ class LiteRTProgram:
             slot.calls[key] = self.graph.bind(self._signature(step, slot), inputs, outputs)
         return slot.calls[key]
 
-    def _signature(self, step: _Step, slot: Slot) -> str:
+    def _signature(self, step: Step, slot: Slot) -> str:
         return signature_name(step.length, slot.capacity, self._tiers[0])
 
-    def _run(self, step: _Step, handle: _Handle, slot: Slot, ids: NDArray[np.int32]) -> None:
+    def _run(self, step: Step, handle: _Handle, slot: Slot, ids: NDArray[np.int32]) -> None:
         """Compute a step without committing it: until then the handle is what it was."""
         count = len(ids)
         step.tokens[:count] = ids
