@@ -23,6 +23,7 @@ from ssmd.cli.build import BuildFailed, Quant
 from ssmd.cli.build import build as command
 from ssmd.families.registry import family_of
 from ssmd.source import Source
+from ssmd_litert import build as litert_build
 from ssmd_litert.build import MIN_WEIGHT_ELEMENTS, BuildError, build
 
 # float32: XNNPACK's sums in another order than PyTorch's. int8: weights and activations rounded, of random weights.
@@ -211,6 +212,29 @@ def test_ctrl_c_leaves_nothing(source: Path, tmp_path: Path) -> None:
             break
     process.communicate(timeout=120)
     assert process.returncode == 130
+    assert not list((tmp_path / "tiny").iterdir())
+
+
+def test_a_ctrl_c_that_a_converter_swallows_is_heard_at_the_next_stage(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The converters import optional packages under a bare `except`."""
+
+    def swallowing(*_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except:  # noqa: E722 - as theirs are
+            return
+        raise AssertionError("no KeyboardInterrupt came")
+
+    monkeypatch.setattr(litert_build, "_write", swallowing)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command(str(source), quant=Quant.int8, buckets="16", context="64", models_dir=tmp_path)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not list((tmp_path / "tiny").iterdir())
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -112,17 +115,45 @@ def _build(
         builder = import_module(f"{package}.build")  # beside the runtime, so that serving never loads converters
     except ImportError as err:
         raise BuildFailed(f"runtime {runtime!r} cannot build here: {err}") from err
-    artifact: Artifact = builder.build(
-        Source.open(folder),
-        out,
-        name=name,
-        quantization=quant.value,
-        buckets=buckets,
-        tiers=tiers,
-        replace=force,
-        progress=typer.echo,
-    )
+    with _interruptible() as progress:
+        artifact: Artifact = builder.build(
+            Source.open(folder),
+            out,
+            name=name,
+            quantization=quant.value,
+            buckets=buckets,
+            tiers=tiers,
+            replace=force,
+            progress=progress,
+        )
     return artifact
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[str], None]]:
+    """Prints lines of progress; a Ctrl-C that was lost under way breaks off at the next line.
+
+    Lost they are: the converters import optional packages under a bare `except`, and PyTorch calls Python from C++.
+    """
+    pressed = False
+
+    def note(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    def progress(line: str) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        typer.echo(line)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else somebody wants it ignored, as a shell does in the background
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield progress
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _lengths(option: str, text: str) -> list[int]:
