@@ -92,6 +92,7 @@ def median_ms(work: Callable[[], object]) -> float:
 
 
 def measure(store: Store, forks: int) -> None:
+    print(f"list of the 100 used last      {median_ms(lambda: store.sessions(100)):8.2f}")
     print(f"list of all sessions           {median_ms(store.sessions):8.2f}")
     chat = Chat(store, "long", HYBRID)
     for i in range(50):

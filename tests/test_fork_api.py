@@ -104,3 +104,30 @@ def test_sessions_and_turns_of_others(tiny: Daemon) -> None:
     assert fork(tiny, "nobody").error["code"] == "session_not_found"
     assert fork(tiny, "a%20b").error["code"] == "invalid_value"
     assert tiny.served.ask("GET", f"{ROOT}/{one}/fork").status == 405
+
+
+def test_the_list_comes_in_parts(tiny: Daemon) -> None:
+    for name in ("five", "six", "seven"):
+        say(tiny, [], f"I am {name}.")
+    whole = tiny.served.ask("GET", ROOT).json
+    assert whole["has_more"] is False
+    first = tiny.served.ask("GET", f"{ROOT}?limit=2").json
+    assert (first["data"], first["has_more"]) == (whole["data"][:2], True)
+    rest = tiny.served.ask("GET", f"{ROOT}?limit={len(whole['data'])}&after={first['data'][1]['id']}").json
+    assert (rest["data"], rest["has_more"]) == (whole["data"][2:], False)
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "code"),
+    [
+        ("limit=0", 400, "invalid_value"),
+        ("limit=1001", 400, "invalid_value"),
+        ("limit=many", 400, "invalid_value"),
+        ("after=../x", 400, "invalid_value"),
+        ("after=nobody", 404, "session_not_found"),
+        ("page=2", 400, "unknown_parameter"),
+    ],
+)
+def test_parts_that_cannot_be(tiny: Daemon, query: str, status: int, code: str) -> None:
+    refused = tiny.served.ask("GET", f"{ROOT}?{query}")
+    assert (refused.status, refused.error["code"]) == (status, code), refused.body

@@ -61,6 +61,23 @@ def ssmd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ssmd:
     return Ssmd(tmp_path, monkeypatch)
 
 
+def test_a_long_list_is_cut(ssmd: Ssmd) -> None:
+    store = Store.open(ssmd.data)
+    for i in range(102):
+        Chat(store, f"ses_{i}").say(f"t{i}", None, f"question {i}", "yes")
+    store.close()
+    whole = [s["id"] for s in ssmd.json("list")]
+    assert len(whole) == 102
+    ran = ssmd("list")
+    assert [line.split()[0] for line in ran.stdout.splitlines()[1:]] == whole[:100]
+    assert ran.stderr == "those are the 100 used last; --all lists the others too\n"
+    ran = ssmd("list", "--all")
+    assert len(ran.stdout.splitlines()) == 103
+    assert ran.stderr == ""
+    ssmd("rm", "ses_101", "ses_0")
+    assert ssmd("list").stderr == ""
+
+
 @pytest.fixture
 def chat(ssmd: Ssmd) -> Iterator[Chat]:
     store = Store.open(ssmd.data)

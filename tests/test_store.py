@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import stat
 import threading
 from collections.abc import Iterator
@@ -87,6 +88,24 @@ def test_a_conversation_comes_back(store: Store, spec: StateSpec) -> None:
     Chat(store, "other", spec).say("u1", None, "unlike", "that")
     assert store.session("s") == session, "what another session stores is not counted"
     assert sum(s.nbytes for s in store.sessions()) == store.bytes_stored()
+
+
+def test_a_part_of_the_list(store: Store) -> None:
+    for i in range(7):
+        Chat(store, f"s{i}").say(f"t{i}", None, f"question {i}", "yes")
+    with sqlite3.connect(store.file) as raw:  # three of one moment
+        used = {"s0": 5, "s1": 6, "s2": 4, "s3": 4, "s4": 4, "s5": 7, "s6": 8}
+        raw.executemany("UPDATE session SET last_used_at = ? WHERE id = ?", [(at, name) for name, at in used.items()])
+    whole = [s.id for s in store.sessions()]
+    assert whole == ["s6", "s5", "s1", "s0", "s2", "s3", "s4"]
+    for limit in (1, 2, 3, 8):
+        pages: list[str] = []
+        while page := store.sessions(limit, pages[-1] if pages else None):
+            assert len(page) == min(limit, len(whole) - len(pages))
+            pages += [s.id for s in page]
+        assert pages == whole
+    with pytest.raises(UnknownSession, match="there is no session 's9'"):
+        store.sessions(2, "s9")
 
 
 def test_reopened_it_is_the_same(tmp_path: Path, spec: StateSpec) -> None:

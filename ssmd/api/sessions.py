@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse
 from starlette.routing import Route
@@ -48,6 +48,14 @@ class _ForkBody(StrictModel):
     turn: Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")] | None = None
 
 
+class _Page(StrictModel):
+    """Query parameters: a part of a list, as OpenAI's lists are parted."""
+
+    model_config = ConfigDict(strict=False)  # they are text
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+    after: Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")] | None = None
+
+
 class _Changes(StrictModel):
     """What of a session can be set."""
 
@@ -64,8 +72,10 @@ class _Sessions:
         self._local = {manifest.lineage: Local(manifest.name, manifest.spec, manifest.vocabulary)}
 
     async def list(self, request: Request) -> JSONResponse:
-        found = await _ask(self._store.sessions)
-        return JSONResponse({"object": "list", "data": [_entry(session) for session in found]})
+        store, page = self._store, validate(_Page, dict(request.query_params))
+        found = await _ask(lambda: store.sessions(page.limit + 1, page.after))
+        data = [_entry(session) for session in found[: page.limit]]
+        return JSONResponse({"object": "list", "data": data, "has_more": len(found) > page.limit})
 
     async def get(self, request: Request) -> JSONResponse:
         store, wanted = self._store, _session_id(request)

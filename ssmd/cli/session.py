@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ssmd.sessions.turn import Session, Turn
 
 app = typer.Typer(help="The conversations kept here.", no_args_is_help=True)
+SHOWN = 100  # sessions of a list
 BUSY_MS = 10_000  # a daemon may be writing a turn
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The session's id.")]
@@ -39,10 +40,19 @@ def open_store(data_dir: Path | None) -> Iterator[Store]:
 
 
 @app.command("list")
-def list_sessions(data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
-    """List the sessions, the one used last first. Size: its checkpoints; shared: what of them others need too."""
+def list_sessions(
+    everything: Annotated[bool, typer.Option("--all", help="All, not only the 100 used last.")] = False,
+    data_dir: options.DataDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """List the sessions, the one used last first. Size: its checkpoints; shared: what of them others need too.
+
+    The 100 used last, unless with --all; --json always has all of them.
+    """
     with open_store(data_dir) as store:
-        sessions = store.sessions()
+        sessions = store.sessions(None if everything or as_json else SHOWN + 1)
+    more = not (everything or as_json) and len(sessions) > SHOWN
+    del sessions[SHOWN if more else len(sessions) :]
     if as_json:
         typer.echo(json.dumps([_summary(s) for s in sessions], indent=1, ensure_ascii=False))
         return
@@ -69,6 +79,8 @@ def list_sessions(data_dir: options.DataDir = None, as_json: options.Json = Fals
     # A file or a pipe gets whole lines; a narrow terminal loses titles first, ids never.
     console = Console() if sys.stdout.isatty() else Console(width=1000)
     console.print(table)
+    if more:
+        typer.echo(f"those are the {SHOWN} used last; --all lists the others too", err=True)
 
 
 @app.command("show")

@@ -38,10 +38,14 @@ def read_session(connection: Connection, session_id: str) -> Session:
     return _session(connection, session_row(connection, session_id))
 
 
-def read_sessions(connection: Connection) -> list[Session]:
-    """All, the one used last first."""
-    rows = connection.execute(_SESSIONS.order_by(_s.last_used_at.desc())).all()
-    return [_session(connection, row) for row in rows]
+def read_sessions(connection: Connection, limit: int | None = None, after: str | None = None) -> list[Session]:
+    """The ones used last first; at most `limit`, those that follow session `after`. Raises UnknownSession."""
+    asked = _SESSIONS.order_by(_s.last_used_at.desc(), _s.id).limit(limit)
+    if after is not None:
+        last = session_row(connection, after)
+        used = _s.last_used_at
+        asked = asked.where((used < last.last_used_at) | ((used == last.last_used_at) & (_s.id > last.id)))
+    return [_session(connection, row) for row in connection.execute(asked).all()]
 
 
 def read_newest(connection: Connection) -> Session | None:

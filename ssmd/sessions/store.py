@@ -225,10 +225,13 @@ class Store:
         with self.reading() as connection:
             return reply_rows.find_reply(connection, key)
 
-    def sessions(self) -> list[Session]:
-        """All sessions, the one used last first."""
+    def sessions(self, limit: int | None = None, after: str | None = None) -> list[Session]:
+        """The sessions used last first: all, or at most `limit`; from the beginning, or those that follow `after`.
+
+        Raises UnknownSession if there is no session `after`, any more.
+        """
         with self.reading() as connection:
-            return session_rows.read_sessions(connection)
+            return session_rows.read_sessions(connection, limit, after)
 
     def newest(self) -> Session | None:
         """The session used last."""
