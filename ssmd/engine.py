@@ -28,7 +28,7 @@ from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.store import Store
 from ssmd.text.template import ChatTemplate
 from ssmd.text.tokenizer import Tokenizer
-from ssmd.warmup import Piece, WarmUp, run_bucket
+from ssmd.warmup import WarmUp, once, run_bucket
 
 log = logging.getLogger(__name__)
 BUCKET_WHILE_OTHERS_DECODE = 64
@@ -81,10 +81,10 @@ class Engine:
         """warm_up: if nobody comes in the first moments, do once what takes longer the first time."""
         if warm_up:
             short = [b for b in self.program.buckets if b <= BUCKET_WHILE_OTHERS_DECODE]
-            pieces: list[Piece] = [self._planner.warm_up]
-            if self._keeper is not None and short:
-                pieces.append(partial(self._keeper.warm_up, short[-1]))
-            self._warm_up = WarmUp([*pieces, *(partial(run_bucket, self.program, b) for b in reversed(short))])
+            conversation = [] if self._keeper is None else [self._keeper.warm_up(short)]
+            self._warm_up = WarmUp(
+                [once(self._planner.warm_up), *conversation, *(run_bucket(self.program, b) for b in short)]
+            )
         self._worker.start()
 
     def submit(self, request: Request, deliver: Callable[[Event], None]) -> Generation:
@@ -144,13 +144,14 @@ class Engine:
                 self._step()
             except Exception:  # of a request that is over already, or of none: the others go on
                 log.exception("the worker failed at a piece of work")
+        self._warm_up.cancel()
         cut = _unavailable("the server was shut down", "shutting_down")
         for generation in [*self._running, *self._waiting]:
             generation.error = cut
             self._cancel(generation)
 
     def _idle(self) -> None:
-        """A piece of work that no request waits for; none of them takes longer than a restore and a bucket."""
+        """A piece of work that no request waits for; none of them takes longer than a restore or a bucket."""
         if self._warm_up:
             self._warm_up.step()
         elif self._keeper is not None:

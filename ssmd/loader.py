@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ssmd.prompt import Planner
@@ -32,6 +32,18 @@ class Loader:
 
     def load(self, found: Found | None, ids: Ids, session: str | None) -> tuple[Found, Handle] | None:
         """A handle restored from `found`, or from the next best checkpoint that can be read, if there is any."""
+        steps = self.steps(found, ids, session)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                loaded: tuple[Found, Handle] | None = end.value
+                return loaded
+
+    def steps(
+        self, found: Found | None, ids: Ids, session: str | None
+    ) -> Generator[None, None, tuple[Found, Handle] | None]:
+        """`load` part by part; closed before its end, it has released what it had."""
         broken: list[int] = []
         while found is not None:
             handle = None
@@ -40,7 +52,12 @@ class Loader:
                     handle = self._program.reserve(position)
                     for part in parts:
                         self._program.fill(handle, part)
+                        yield
                 return found, handle
+            except GeneratorExit:
+                if handle is not None:
+                    self._program.release(handle)
+                raise
             except (StoreError, StateError) as err:
                 log.error("checkpoint %s cannot be used, the next best is: %s", found.id, err)
                 if handle is not None:

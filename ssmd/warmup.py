@@ -1,44 +1,59 @@
-"""The warm-up: what takes longer the first time is done once, piece by piece, while nobody comes."""
+"""The warm-up: what takes longer the first time is done once, step by step, while nobody comes."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 
 from ssmd.runtime import Program
 
-AFTER_S = 0.1  # how long nobody must have come before the first piece; the others follow at once
-Piece = Callable[[], object]
+AFTER_S = 0.1  # how long nobody must have come before the first step; the others follow at once
+Steps = Generator[None]  # work that may be closed after any of its steps
 
 
 class WarmUp:
-    """A request waits for one piece at most."""
+    """A request waits for one step at most."""
 
-    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
+    def __init__(self, pieces: Iterable[Steps] = ()) -> None:
         self._left = deque(pieces)
         self._patience = AFTER_S
 
     def __bool__(self) -> bool:
-        """Whether pieces are left."""
+        """Whether something is left to do."""
         return bool(self._left)
 
     @property
     def due_s(self) -> float | None:
-        """How long to wait for a request before the next piece; None: there is none."""
+        """How long to wait for a request before the next step; None: there is none."""
         return self._patience if self._left else None
 
     def step(self) -> None:
-        """Do the next piece."""
+        """Do the next step. One that fails ends its piece, not those after it."""
         self._patience = 0.0
-        self._left.popleft()()
+        try:
+            next(self._left[0])
+        except BaseException as err:
+            self._left.popleft()
+            if not isinstance(err, StopIteration):
+                raise
 
     def cancel(self) -> None:
         """Somebody has come."""
-        self._left.clear()
+        while self._left:
+            self._left.popleft().close()
 
 
-def run_bucket(program: Program, tokens: int) -> None:
+def once(work: Callable[[], object]) -> Steps:
+    """A piece of one step."""
+    work()
+    yield
+
+
+def run_bucket(program: Program, tokens: int) -> Steps:
     """Prefill so many tokens of nothing."""
     handle = program.new_state()
-    program.prefill(handle, [0] * tokens)
-    program.release(handle)
+    try:
+        program.prefill(handle, [0] * tokens)
+        yield
+    finally:
+        program.release(handle)

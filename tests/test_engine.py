@@ -29,6 +29,7 @@ from ssmd.sessions import store as store_module
 from ssmd.sessions.checkpoints import Placed
 from ssmd.sessions.schema import session as session_table
 from ssmd.sessions.store import Store
+from ssmd.state import Part
 from ssmd.text.messages import Message
 
 SAMPLING = SamplingParams(temperature=1.0, seed=3, logprobs=True, top_logprobs=3)
@@ -362,13 +363,56 @@ def test_the_conversation_used_last_is_taken_up_when_nobody_comes(
     monkeypatch.setattr(program, "prefill", watched)
     idle = Engine(*loaded, store, metrics=Metrics())
     idle.start(warm_up=True)
-    soon(lambda: (0, 16) in fed)  # the last piece
-    assert (reserved[0], 64) in fed, "in the state of that conversation"
+    soon(lambda: (0, 64) in fed)  # the last piece
+    assert fed[:2] == [(reserved[0], 16), (reserved[0] + 16, 64)], "in the state of that conversation"
     after = ask(idle, user("Hello"), answered(first.text), user("And now?"))
     assert after.usage.resume == "exact"
     assert reserved == [after.usage.cached_tokens] * 2
     assert [s.turns for s in store.sessions()] == [2, 1], "nothing of it is stored"
     idle.shutdown(0)
+
+
+def test_a_request_need_not_wait_for_the_whole_warm_up(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = loaded[1]
+    before = Engine(*loaded, store, metrics=Metrics())
+    before.start()
+    ask(before, LONG_SYSTEM, user("Who is there?"))
+    before.shutdown(0)
+    held: set[int] = set()
+    reserve, fill, release = program.reserve, program.fill, program.release
+    at_it, asked = threading.Event(), threading.Event()
+
+    def reserved(position: int) -> Handle:
+        handle = reserve(position)
+        held.add(id(handle))
+        return handle
+
+    def filled(handle: Handle, part: Part) -> None:
+        if not at_it.is_set():
+            at_it.set()
+            assert asked.wait(20)
+        fill(handle, part)
+
+    def released(handle: Handle) -> None:
+        held.discard(id(handle))
+        release(handle)
+
+    monkeypatch.setattr(program, "reserve", reserved)
+    monkeypatch.setattr(program, "fill", filled)
+    monkeypatch.setattr(program, "release", released)
+    fed: list[int] = []
+    monkeypatch.setattr(program, "prefill", counting(program.prefill, fed))
+    idle = Engine(*loaded, store, metrics=Metrics())
+    idle.start(warm_up=True)
+    assert at_it.wait(20)
+    came = Asked(idle, user("Something else"))
+    asked.set()
+    usage = came.answer().usage
+    assert sum(fed) + 1 == usage.prompt_tokens - usage.cached_tokens, "the state is not even whole"
+    idle.shutdown(0)
+    assert not held
 
 
 def test_two_requests_interleave(engine: Engine, endless: SamplingParams) -> None:
