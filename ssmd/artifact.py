@@ -47,7 +47,10 @@ class SpecialTokens(BaseModel):
 
 
 class Manifest(BaseModel):
-    """artifact.json. `build` hashes all the rest, and with it every file."""
+    """artifact.json. `build` hashes all the rest but `quality`, and with it every file.
+
+    quality: what the quantized model was measured to lose (ssmd/quality.py); of some builds it is not known.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     format: int
@@ -68,6 +71,7 @@ class Manifest(BaseModel):
     state: list[dict[str, Any]]
     files: Annotated[dict[str, FileEntry], Field(max_length=MAX_FILES)]
     builders: dict[str, str]
+    quality: dict[str, dict[str, float]] = {}
 
     @field_validator("files")
     @classmethod
@@ -105,8 +109,11 @@ class Manifest(BaseModel):
 
 
 def build_hash(fields: dict[str, Any]) -> str:
-    """The build: sha256 of the manifest's canonical JSON without `build` itself."""
-    text = json.dumps({k: v for k, v in fields.items() if k != "build"}, sort_keys=True, separators=(",", ":"))
+    """The build: sha256 of the manifest's canonical JSON without `build` itself, and `quality`, which is a measurement:
+    on another processor its last digits may be others."""
+    text = json.dumps(
+        {k: v for k, v in fields.items() if k not in ("build", "quality")}, sort_keys=True, separators=(",", ":")
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 

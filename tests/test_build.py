@@ -24,7 +24,8 @@ from ssmd.cli.build import build as command
 from ssmd.families.registry import family_of
 from ssmd.source import Source
 from ssmd_litert import build as litert_build
-from ssmd_litert.build import MIN_WEIGHT_ELEMENTS, BuildError, build
+from ssmd_litert.build import BuildError, build
+from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
 
 # float32: XNNPACK's sums in another order than PyTorch's. int8: weights and activations rounded, of random weights.
 TOLERANCE = {"f32": 1e-5, "int8": 0.08}

@@ -13,28 +13,27 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ssmd import quality
 from ssmd.artifact import Artifact, SpecialTokens, seal
 from ssmd.families.registry import Family, family_of
+from ssmd.families.rotation import rotated
+from ssmd.families.weights import Binding
 from ssmd.source import Source
+from ssmd_litert import recipe
+from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS, Quantization
+from ssmd_litert.runtime import LiteRTRuntime
 from ssmd_litert.signatures import signature_name
 
-Quantization = Literal["int8", "f32"]
 Progress = Callable[[str], None]
+if TYPE_CHECKING:
+    from ssmd.authoring.reference import Reference  # which loads PyTorch
+
 MODEL = "model.tflite"
-# Weights smaller than this stay float, and so do constant masks, the largest of which is the SSD chunk's 64 x 64.
-MIN_WEIGHT_ELEMENTS = 64 * 64 + 1
 LOG_TAIL_BYTES = 2000  # of the converters' own words, shown when they fail
-GOLDEN_TOKENS = 40
-GOLDEN_POSITIONS = (0, 1, 15, 31, 39)
-GOLDEN_TEXT = (
-    "A river does not remember the rain that filled it, and yet its shape is the sum of every storm. On the old bridge "
-    "a woman counts 3 boats, 17 gulls and one late train; then she writes the numbers down and walks home slowly."
-)
 
 
 class BuildError(ValueError):
@@ -73,29 +72,33 @@ def build(
     try:
         with _stage(progress, "hash the source"):
             lineage = source.lineage
-        _write(source, family, config, made, quantization, buckets, tiers, progress)
-        spec = family.state_spec(config, "float16" if quantization == "int8" else "float32")
-        with _stage(progress, "seal"):
-            seal(
-                made,
-                {
-                    "name": name,
-                    "family": family.name,
-                    "lineage": lineage,
-                    "runtime": "litert",
-                    "device_class": "cpu",
-                    "quantization": quantization,
-                    "quantization_recipe": {"ops": _recipe()} if quantization == "int8" else {},
-                    "buckets": sorted(buckets),
-                    "context": max(tiers) if spec.rows else None,
-                    "tiers": sorted(tiers) if spec.rows else [],
-                    "vocabulary": config.vocabulary,
-                    "special_tokens": SpecialTokens(**source.special_tokens).model_dump(),
-                    "stop_tokens": list(source.stop_tokens),
-                    "state": spec.to_json(),
-                    "builders": {p: version(p) for p in ("ssmd-daemon", "torch", "litert-torch", "ai-edge-quantizer")},
-                },
-            )
+        reference = _write(source, family, config, made, quantization, buckets, tiers, progress)
+        spec = family.state_spec(config, "float32" if quantization == "f32" else "float16")
+        fields = {
+            "name": name,
+            "family": family.name,
+            "lineage": lineage,
+            "runtime": "litert",
+            "device_class": "cpu",
+            "quantization": quantization,
+            "quantization_recipe": recipe.fields(quantization),
+            "buckets": sorted(buckets),
+            "context": max(tiers) if spec.rows else None,
+            "tiers": sorted(tiers) if spec.rows else [],
+            "vocabulary": config.vocabulary,
+            "special_tokens": SpecialTokens(**source.special_tokens).model_dump(),
+            "stop_tokens": list(source.stop_tokens),
+            "state": spec.to_json(),
+            "builders": {p: version(p) for p in ("ssmd-daemon", "torch", "litert-torch", "ai-edge-quantizer")},
+        }
+        with _stage(progress, "compare with the f32 module"):
+            artifact = seal(made, fields)
+            program = LiteRTRuntime().load(artifact)
+            try:
+                measured = quality.measure(artifact, program, reference.text, reference.text_logits)
+            finally:
+                program.close()
+            seal(made, fields | {"quality": measured})
         for file in made.iterdir():
             file.chmod(0o644)  # safetensors makes its files private, the quantizer executable
         if out.exists():
@@ -136,22 +139,33 @@ def _write(
     buckets: Sequence[int],
     tiers: Sequence[int],
     progress: Progress,
-) -> None:
+) -> Reference:
+    """Write all but the manifest. Returns what the f32 module computes."""
     with _stage(progress, "load PyTorch and the converter"):
         import litert_torch  # noqa: F401 - here, so that its seconds count as its own
 
+        from ssmd.authoring.reference import Reference
         from ssmd.authoring.registry import author
 
     (folder / "tokenizer.json").write_bytes(source.tokenizer_json)
     if source.chat_template is not None:
         (folder / "chat_template.jinja").write_text(source.chat_template)
+    bindings = family.bindings(config)
+
+    def module_of(bindings: Mapping[str, Binding]) -> Any:
+        return author(family.name, config, {name: binding(source) for name, binding in bindings.items()}, max(tiers))
+
     with _stage(progress, "bind the weights"):
-        bound = {parameter: binding(source) for parameter, binding in family.bindings(config).items()}
-        module = author(family.name, config, bound, max(tiers))
-        shapes = {parameter: array.shape for parameter, array in bound.items()}
-        del bound
+        module = module_of(bindings)
     with _stage(progress, "compute golden values"):
-        _golden(module, _golden_tokens(source, config.vocabulary), folder / "golden.safetensors")
+        reference = Reference.of(module, source, config.vocabulary)
+        reference.save(folder / "golden.safetensors")
+    if quantization != "f32":
+        with _stage(progress, "rotate the weights"):
+            del module
+            module = module_of(rotated(bindings))
+            reference.check(module)
+    shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
     exported = folder / (MODEL + ".f32")
     capacities = sorted(tiers) if module.spec.rows else [0]
     count = f", each for {len(capacities)} capacities" if len(capacities) > 1 else ""
@@ -160,11 +174,12 @@ def _write(
         del module
     if quantization == "int8":
         with _stage(progress, "quantize"):
-            _quantize(exported, folder / MODEL)
+            recipe.quantize(exported, folder / MODEL, quantization)
             exported.unlink()
     else:
         exported.rename(folder / MODEL)
     _weights_stand_once(folder / MODEL, shapes, quantization, len(capacities) * (1 + len(buckets)), buckets)
+    return reference
 
 
 def _export(module: Any, buckets: Sequence[int], capacities: Sequence[int], file: Path) -> None:
@@ -186,72 +201,6 @@ def _export(module: Any, buckets: Sequence[int], capacities: Sequence[int], file
             converter = converter.signature(signature, module, sample_kwargs=inputs)
     # A lightweight conversion shares one copy of the weights among the signatures.
     converter.convert(lightweight_conversion=True).export(str(file))
-
-
-def _recipe() -> list[dict[str, Any]]:
-    """Weights int8 by output channel, activations int8 by token at run time: ai-edge-quantizer's dynamic range."""
-    config = {
-        "weight_tensor_config": {
-            "num_bits": 8,
-            "symmetric": True,
-            "granularity": "CHANNELWISE",
-            "dtype": "INT",
-            "block_size": 0,
-        },
-        "compute_precision": "INTEGER",
-        "explicit_dequantize": False,
-        "skip_checks": False,
-        "min_weight_elements": MIN_WEIGHT_ELEMENTS,
-    }
-    return [
-        {"regex": ".*", "operation": op, "algorithm_key": "min_max_uniform_quantize", "op_config": config}
-        for op in ("FULLY_CONNECTED", "EMBEDDING_LOOKUP")
-    ]
-
-
-def _quantize(source: Path, target: Path) -> None:
-    from ai_edge_quantizer import quantizer
-
-    q = quantizer.Quantizer(str(source))
-    q.load_quantization_recipe(_recipe())
-    q.quantize().export_model(str(target))
-
-
-def _golden_tokens(source: Source, vocabulary: int) -> list[int]:
-    """The ids of a fixed text, so that golden values are those of real use."""
-    from tokenizers import Tokenizer
-
-    try:
-        encoded = Tokenizer.from_str(source.tokenizer_json.decode()).encode(GOLDEN_TEXT, add_special_tokens=False)
-    except Exception as err:  # the tokenizers library raises bare Exception
-        raise BuildError(f"{source.path}: tokenizer.json cannot be used: {err}") from err
-    ids: list[int] = [i for i in encoded.ids if i < vocabulary]
-    if not ids:
-        raise BuildError(f"{source.path}: tokenizer.json and the vocabulary of {vocabulary} do not go together")
-    return (ids * GOLDEN_TOKENS)[:GOLDEN_TOKENS]
-
-
-def _golden(module: Any, tokens: list[int], file: Path) -> None:
-    """Logits of the unquantized module at GOLDEN_POSITIONS."""
-    from safetensors.numpy import save_file
-
-    from ssmd.authoring.host import Host
-
-    host = Host(module)
-    logits: dict[int, NDArray[np.float32]] = {}
-    for position in GOLDEN_POSITIONS:
-        part = tokens[host.position : position + 1]
-        logits[position] = host.feed(part, len(part))
-    if not all(np.isfinite(row).all() for row in logits.values()):
-        raise BuildError("the model's logits are not finite: its weights or its config are damaged")
-    save_file(
-        {
-            "tokens": np.array(tokens, np.int32),
-            "positions": np.array(sorted(logits), np.int32),
-            "logits": np.stack([logits[i] for i in sorted(logits)]),
-        },
-        file,
-    )
 
 
 def _weights_stand_once(

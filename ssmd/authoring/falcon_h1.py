@@ -28,10 +28,10 @@ class FalconH1(FlatModule):
         out: dict[str, Tensor] = {}
         for i in range(c.layers):
             conv, ssm, key, value = (f"{kind}_{i}" for kind in ("conv", "ssm", "key", "value"))
-            x = ops.rms_norm(h, self.weight(i, "norm1"), c.eps)
+            x = self.normed(i, "norm1", h, c.eps)
             recurred, out[conv], out[ssm] = mixer.mamba2(self, c.mixer, i, x, states[conv], states[ssm], rows)
             attended, out[key], out[value] = self.attention(i, x, states[key], states[value], masks, rotation)
             h = h + recurred + attended
-            h = h + self.swiglu(i, ops.rms_norm(h, self.weight(i, "norm2"), c.eps))
+            h = h + self.swiglu(i, self.normed(i, "norm2", h, c.eps))
         out["logits"] = self.logits(h, n_valid, c.eps)
         return out

@@ -40,6 +40,7 @@ class FlatModule(nn.Module):
         super().__init__()
         self.spec = spec
         self.context = context
+        self.every = False  # whether a forward gives the logits of every token, (T, V): for references, never exported
         for name, array in parameters.items():
             value = torch.from_numpy(np.array(array, np.float32))  # a copy: sources may be read-only views
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
@@ -51,8 +52,18 @@ class FlatModule(nn.Module):
     def weight(self, layer: int, name: str) -> Tensor:
         return getattr(self, f"layer{layer}_{name}")
 
+    def normed(self, layer: int, name: str, x: Tensor, eps: float) -> Tensor:
+        """RMSNorm; of a rotated model without a weight, which stands in what reads it (ssmd/families/rotation.py)."""
+        return ops.rms_norm(x, getattr(self, f"layer{layer}_{name}", None), eps)
+
     def linear(self, layer: int, name: str, x: Tensor) -> Tensor:
+        x = self.spread(name, x)
         return F.linear(x, self.weight(layer, name), getattr(self, f"layer{layer}_{name}_bias", None))
+
+    def spread(self, name: str, x: Tensor) -> Tensor:
+        """Blocks of channels times a Hadamard matrix, where a rotated model has one of that name."""
+        matrix = getattr(self, f"spread_{name}", None)
+        return x if matrix is None else F.linear(x.reshape(-1, len(matrix)), matrix).reshape(x.shape)
 
     def capacity(self, states: Mapping[str, Tensor]) -> int:
         """S: the slots of the KV caches that a forward was given; 0 without attention."""
@@ -98,7 +109,10 @@ class FlatModule(nn.Module):
     def logits(self, h: Tensor, n_valid: Tensor, eps: float) -> Tensor:
         """h (1, T, hidden) -> (1, V) of the last valid token."""
         length = h.shape[1]
-        if length > 1:
+        if length > 1 and not self.every:
             h = torch.matmul(ops.last_row(n_valid, length), h)  # (1, 1, hidden)
-        head = getattr(self, "head", self.embedding)
-        return F.linear(ops.rms_norm(h, self.norm, eps), head).reshape(1, -1)
+        if hasattr(self, "spread_norm"):
+            h = self.spread("norm", self.spread("norm", ops.rms_norm(h, None, eps)) * self.norm)
+        else:
+            h = ops.rms_norm(h, getattr(self, "norm", None), eps)
+        return F.linear(h, getattr(self, "head", self.embedding)).reshape(h.shape[1], -1)

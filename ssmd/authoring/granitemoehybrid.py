@@ -30,7 +30,7 @@ class GraniteMoeHybrid(FlatModule):
         masks = ops.slot_mask(pos, self.capacity(states)), ops.causal_mask(length, c.attention.each)
         out: dict[str, Tensor] = {}
         for i, kind in enumerate(c.layers):
-            x = ops.rms_norm(h, self.weight(i, "norm1"), c.eps)
+            x = self.normed(i, "norm1", h, c.eps)
             if kind == "mamba":
                 conv, ssm = f"conv_{i}", f"ssm_{i}"
                 y, out[conv], out[ssm] = mixer.mamba2(self, c.mixer, i, x, states[conv], states[ssm], rows)
@@ -38,6 +38,6 @@ class GraniteMoeHybrid(FlatModule):
                 key, value = f"key_{i}", f"value_{i}"
                 y, out[key], out[value] = self.attention(i, x, states[key], states[value], masks, rotation)
             h = h + y
-            h = h + self.swiglu(i, ops.rms_norm(h, self.weight(i, "norm2"), c.eps))
+            h = h + self.swiglu(i, self.normed(i, "norm2", h, c.eps))
         out["logits"] = self.logits(h, n_valid, c.eps)
         return out

@@ -33,15 +33,17 @@ def graph_shapes(spec: StateSpec, context: int) -> dict[str, tuple[int, ...]]:
 class Host:
     """A module with its states, from position 0 on."""
 
-    def __init__(self, module: FlatModule) -> None:
+    def __init__(self, module: FlatModule, capacity: int | None = None) -> None:
+        """capacity: the most tokens, if fewer than the module's context: each step attends over all of them."""
         self.module = module
+        self.capacity = module.context if capacity is None else capacity
         self.position = 0
-        self.states = {name: torch.zeros(s) for name, s in graph_shapes(module.spec, module.context).items()}
+        self.states = {name: torch.zeros(s) for name, s in graph_shapes(module.spec, self.capacity).items()}
 
     def feed(self, tokens: Sequence[int], bucket: int, pad: int = 0) -> NDArray[np.float32]:
         """Feed 1 <= n <= bucket tokens in one call; the rest of it is filled with `pad`. Returns logits (V,)."""
         n = len(tokens)
-        if not 1 <= n <= bucket or self.position + n > self.module.context:
+        if not 1 <= n <= bucket or self.position + n > self.capacity:
             raise ValueError(f"{n} tokens at position {self.position} do not fit a bucket of {bucket} or the context")
         padded = torch.tensor([[*tokens, *[pad] * (bucket - n)]], dtype=torch.int32)
         at = torch.tensor([self.position], dtype=torch.int32)
@@ -56,8 +58,17 @@ class Host:
             else:
                 self.states[t.name][..., rows] = out[t.name][..., :n]
         self.position += n
-        logits: NDArray[np.float32] = out["logits"][0].numpy()
-        return logits
+        logits: NDArray[np.float32] = out["logits"].numpy()[:n]
+        return logits if self.module.every else logits[0]
+
+    def rows(self, tokens: Sequence[int], bucket: int) -> NDArray[np.float32]:
+        """Feed any number of tokens, `bucket` at a time. Returns the logits after each: (n, V)."""
+        self.module.every = True
+        try:
+            parts = [self.feed(tokens[i : i + bucket], bucket) for i in range(0, len(tokens), bucket)]
+        finally:
+            self.module.every = False
+        return np.concatenate(parts)
 
     def state(self) -> State:
         """A canonical copy."""
@@ -75,7 +86,7 @@ class Host:
     def restore(self, state: State) -> None:
         """Go on from a canonical state. Raises StateError if it is not one of this module."""
         state.check(self.module.spec)
-        if state.since or state.position > self.module.context:
+        if state.since or state.position > self.capacity:
             raise StateError(f"rows [{state.since}, {state.position}) are not a whole state within the context")
         self.position = state.position
         for t in self.module.spec.tensors:

@@ -36,7 +36,7 @@ class Lfm2(FlatModule):
         masks = ops.slot_mask(pos, self.capacity(states)), ops.causal_mask(length, c.heads // c.kv_heads)
         out: dict[str, Tensor] = {}
         for i, kind in enumerate(c.layers):
-            x = ops.rms_norm(h, self.weight(i, "norm1"), c.eps)
+            x = self.normed(i, "norm1", h, c.eps)
             if kind == "conv":
                 conv = f"conv_{i}"
                 y, out[conv] = self.short_conv(i, x, states[conv], tail)
@@ -44,6 +44,6 @@ class Lfm2(FlatModule):
                 key, value = f"key_{i}", f"value_{i}"
                 y, out[key], out[value] = self.attention(i, x, states[key], states[value], masks, rotation, c.eps)
             h = h + y
-            h = h + self.swiglu(i, ops.rms_norm(h, self.weight(i, "norm2"), c.eps))
+            h = h + self.swiglu(i, self.normed(i, "norm2", h, c.eps))
         out["logits"] = self.logits(h, n_valid, c.eps)
         return out

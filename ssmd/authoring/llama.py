@@ -28,9 +28,9 @@ class Llama(FlatModule):
         out: dict[str, Tensor] = {}
         for i in range(c.layers):
             key, value = f"key_{i}", f"value_{i}"
-            x = ops.rms_norm(h, self.weight(i, "norm1"), c.eps)
+            x = self.normed(i, "norm1", h, c.eps)
             y, out[key], out[value] = self.attention(i, x, states[key], states[value], masks, rotation, qk_eps)
             h = h + y
-            h = h + self.swiglu(i, ops.rms_norm(h, self.weight(i, "norm2"), c.eps))
+            h = h + self.swiglu(i, self.normed(i, "norm2", h, c.eps))
         out["logits"] = self.logits(h, n_valid, c.eps)
         return out

@@ -52,7 +52,7 @@ class Mamba(FlatModule):
         out: dict[str, Tensor] = {}
         for i in range(c.layers):
             conv, ssm = f"conv_{i}", f"ssm_{i}"
-            x = ops.rms_norm(h, self.weight(i, "norm"), c.eps)
+            x = self.normed(i, "norm", h, c.eps)
             y, out[conv], out[ssm] = self.mixer(i, x, states[conv], states[ssm], valid, tail)
             h = h + y
         out["logits"] = self.logits(h, n_valid, c.eps)

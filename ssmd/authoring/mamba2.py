@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ssmd.authoring import mixer, ops
+from ssmd.authoring import mixer
 from ssmd.authoring.flat import FlatModule
 from ssmd.families.mamba2 import Config, state_spec
 
@@ -26,7 +26,7 @@ class Mamba2(FlatModule):
         out: dict[str, Tensor] = {}
         for i in range(c.layers):
             conv, ssm = f"conv_{i}", f"ssm_{i}"
-            x = ops.rms_norm(h, self.weight(i, "norm"), c.eps)
+            x = self.normed(i, "norm", h, c.eps)
             y, out[conv], out[ssm] = mixer.mamba2(self, c.mixer, i, x, states[conv], states[ssm], rows)
             h = h + y
         out["logits"] = self.logits(h, n_valid, c.eps)

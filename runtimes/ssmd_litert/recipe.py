@@ -1,0 +1,49 @@
+"""How weights are quantized: the recipes of ai-edge-quantizer, by the name of the quantization."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from ssmd.families.rotation import BLOCK
+
+Quantization = Literal["int8", "f32"]
+# Smaller weights stay float: the Hadamard matrices of a rotated model and the SSD chunk's masks, 64 x 64 at most.
+MIN_WEIGHT_ELEMENTS = 64 * 64 + 1
+
+
+def fields(quantization: Quantization) -> dict[str, Any]:
+    """For the manifest: what makes these numbers other than another recipe's."""
+    if quantization == "f32":
+        return {}
+    return {"rotation": {"hadamard": BLOCK}, "ops": _ops()}
+
+
+def quantize(source: Path, target: Path, quantization: Quantization) -> None:
+    """A float32 .tflite as a quantized one."""
+    from ai_edge_quantizer import quantizer
+
+    q = quantizer.Quantizer(str(source))
+    q.load_quantization_recipe(_ops())
+    q.quantize().export_model(str(target))
+
+
+def _ops() -> list[dict[str, Any]]:
+    """Weights int8 by output channel, activations int8 by token at run time: ai-edge-quantizer's dynamic range."""
+    config = {
+        "weight_tensor_config": {
+            "num_bits": 8,
+            "symmetric": True,
+            "granularity": "CHANNELWISE",
+            "dtype": "INT",
+            "block_size": 0,
+        },
+        "compute_precision": "INTEGER",
+        "explicit_dequantize": False,
+        "skip_checks": False,
+        "min_weight_elements": MIN_WEIGHT_ELEMENTS,
+    }
+    return [
+        {"regex": ".*", "operation": op, "algorithm_key": "min_max_uniform_quantize", "op_config": config}
+        for op in ("FULLY_CONNECTED", "EMBEDDING_LOOKUP")
+    ]

@@ -1,0 +1,83 @@
+"""What the f32 module computes: the golden values of an artifact, and what its quantization is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from ssmd import quality
+from ssmd.authoring.flat import FlatModule
+from ssmd.authoring.host import Host
+from ssmd.authoring.ops import CHUNK
+from ssmd.source import Source
+
+GOLDEN_TOKENS = 40
+GOLDEN_POSITIONS = (0, 1, 15, 31, 39)
+GOLDEN_TEXT = (
+    "A river does not remember the rain that filled it, and yet its shape is the sum of every storm. On the old bridge "
+    "a woman counts 3 boats, 17 gulls and one late train; then she writes the numbers down and walks home slowly."
+)
+TOLERANCE = 1e-3  # of the largest logit: float32 in another order of sums, through all layers
+
+
+class ReferenceFailed(ValueError):
+    """The module's values cannot be had, or another form of it has others; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """golden: logits (k, V) after GOLDEN_POSITIONS of `tokens`. text: ids; text_logits (n, V): after each of them."""
+
+    tokens: list[int]
+    golden: NDArray[np.float32]
+    text: list[int]
+    text_logits: NDArray[np.float32]
+
+    @staticmethod
+    def of(module: FlatModule, source: Source, vocabulary: int) -> Reference:
+        """Raises ReferenceFailed."""
+        tokens = (_encoded(source, GOLDEN_TEXT, vocabulary) * GOLDEN_TOKENS)[:GOLDEN_TOKENS]
+        golden = _golden(module, tokens)
+        text = _encoded(source, quality.TEXT, vocabulary)[: min(quality.MAX_TOKENS, module.context)]
+        return Reference(tokens, golden, text, Host(module, len(text)).rows(text, CHUNK))
+
+    def check(self, module: FlatModule) -> None:
+        """Raises ReferenceFailed if another form of the module computes something else."""
+        error = float(np.abs(_golden(module, self.tokens) - self.golden).max() / np.abs(self.golden).max())
+        if not error <= TOLERANCE:
+            raise ReferenceFailed(
+                f"rotated, the weights give other logits (by {error:.2g} of the largest); build with --quant f32"
+            )
+
+    def save(self, file: Path) -> None:
+        """As golden.safetensors (docs/artifact-format.md)."""
+        positions = np.array(GOLDEN_POSITIONS, np.int32)
+        save_file({"tokens": np.array(self.tokens, np.int32), "positions": positions, "logits": self.golden}, file)
+
+
+def _encoded(source: Source, text: str, vocabulary: int) -> list[int]:
+    """The ids of a fixed text, so that what is measured is real use."""
+    try:
+        encoded = Tokenizer.from_str(source.tokenizer_json.decode()).encode(text, add_special_tokens=False)
+    except Exception as err:  # the tokenizers library raises bare Exception
+        raise ReferenceFailed(f"{source.path}: tokenizer.json cannot be used: {err}") from err
+    ids: list[int] = [i for i in encoded.ids if i < vocabulary]
+    if not ids:
+        raise ReferenceFailed(f"{source.path}: tokenizer.json and the vocabulary of {vocabulary} do not go together")
+    return ids
+
+
+def _golden(module: FlatModule, tokens: list[int]) -> NDArray[np.float32]:
+    host = Host(module, GOLDEN_TOKENS)
+    logits = []
+    for position in GOLDEN_POSITIONS:
+        part = tokens[host.position : position + 1]
+        logits.append(host.feed(part, len(part)))
+    if not all(np.isfinite(row).all() for row in logits):
+        raise ReferenceFailed("the model's logits are not finite: its weights or its config are damaged")
+    return np.stack(logits)

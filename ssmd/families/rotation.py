@@ -1,0 +1,105 @@
+"""Hadamard rotation: what makes int8 hard is spread over many channels beforehand (QuaRot, arXiv:2404.00456).
+
+A few channels of the residual stream, and of what `out` and `down` read, are many times larger than the others; an
+activation's 8 bits are spent on them. With H_b the Hadamard matrix of b channels over sqrt(b), symmetric and its own
+inverse, and R the block diagonal of as many as there are (b: at most 64), the same function is computed by
+
+    h' = h R                       what the layers add to, as RMSNorm's factor does not change by it
+    W' = W diag(norm) R            of what reads it: q, k, v, in, gate_up and an untied head; the norms are gone
+    W' = R W, bias' = bias R       of what adds to it: o, out, down
+    embedding' = embedding R
+    W' = W R                       of out and down once more, on the other side: their input is multiplied by H_b in
+                                   the graph (`spread_out`, `spread_down`), 64 products for each channel
+
+A tied head reads with the embedding's matrix: the graph undoes the rotation (`spread_norm`), applies the last norm,
+which stays, and rotates again. Sums and differences alone, in float64 and always in one order: the same bits anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ssmd.families.weights import Array, Binding, mapped
+
+BLOCK = 64  # b; the graph's matrices of it, 64 x 64, are too small to be quantized
+READERS = {"norm1": ("q", "k", "v", "in"), "norm": ("in",), "norm2": ("gate_up",)}  # by the norm they read through
+WRITERS = ("o", "out", "down")
+SPREAD = ("out", "down")
+_ROWS = 4096  # rotated at a time: float64 takes twice the memory
+
+
+def block_of(channels: int) -> int:
+    """b: the largest power of two that divides them, at most BLOCK."""
+    return min(channels & -channels, BLOCK)
+
+
+def hadamard(size: int) -> Array:
+    """H_b as float32 (b, b); `size` is a power of two."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    scaled: Array = (matrix / np.sqrt(size)).astype(np.float32)
+    return scaled
+
+
+def turned(array: Array, scale: Array | None = None) -> Array:
+    """array diag(scale) R: the last axis of (n,) or (rows, n), as float32."""
+    channels = array.shape[-1]
+    size = block_of(channels)
+    rows = array.reshape(-1, channels)
+    out = np.empty(rows.shape, np.float32)
+    for start in range(0, len(rows), _ROWS):
+        part = rows[start : start + _ROWS].astype(np.float64)
+        if scale is not None:
+            part *= scale
+        width = 1
+        while width < size:
+            pairs = part.reshape(len(part), -1, 2, width)
+            part = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+            width *= 2
+        out[start : start + _ROWS] = part.reshape(-1, channels) / np.sqrt(size)
+    return out.reshape(array.shape)
+
+
+def rotated(bindings: Mapping[str, Binding]) -> dict[str, Binding]:
+    """The bindings of a family's module, rotated. Parameters are named alike in all families."""
+    made = dict(bindings)
+    made["embedding"] = mapped(turned, made["embedding"])
+    for key in bindings:
+        layer, _, name = key.partition("_")
+        if not layer.startswith("layer"):
+            continue
+        if name in READERS:
+            norm = made.pop(key)
+            for reader in (f"{layer}_{r}" for r in READERS[name]):
+                if reader in made:
+                    made[reader] = _through(norm, made[reader])
+        elif name in SPREAD:
+            made[key] = mapped(lambda weight: _added(turned(weight)), made[key])
+            made.setdefault(f"spread_{name}", _matrix(bindings[key]))
+        elif name in WRITERS:
+            made[key] = mapped(_added, made[key])
+        elif name.removesuffix("_bias") in WRITERS:
+            made[key] = mapped(turned, made[key])
+    if "head" in made:
+        made["head"] = _through(made.pop("norm"), made["head"])
+    else:
+        made["spread_norm"] = _matrix(bindings["norm"])
+    return made
+
+
+def _through(norm: Binding, weight: Binding) -> Binding:
+    """W diag(norm) R."""
+    return lambda source: turned(weight(source), norm(source))
+
+
+def _added(weight: Array) -> Array:
+    """R weight."""
+    return np.ascontiguousarray(turned(np.ascontiguousarray(weight.T)).T)
+
+
+def _matrix(reader: Binding) -> Binding:
+    """The H_b for what a parameter reads: as many channels as its last axis is long."""
+    return lambda source: hadamard(block_of(reader(source).shape[-1]))
