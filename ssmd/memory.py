@@ -1,17 +1,20 @@
-"""What the allocator keeps of freed memory, and giving it back. glibc only; elsewhere nothing is done."""
+"""The memory of this process: how much it holds, and giving back what the allocator keeps of freed memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import sys
+from pathlib import Path
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _BIG_BYTES = 8 << 20
+_STATUS = Path("/proc/self/status")
 
 
 def return_big_blocks() -> None:
-    """From now on blocks of 8 MiB and more go back to the system as soon as they are freed.
+    """From now on blocks of 8 MiB and more go back to the system as soon as they are freed (glibc only).
 
     By itself glibc raises that size to that of the largest block freed, up to 32 MiB: the caches, stores and workspaces
     of a model then lie in arenas that cannot shrink.
@@ -22,7 +25,32 @@ def return_big_blocks() -> None:
 
 
 def trim() -> None:
-    """Hand the freed pages of all threads' arenas back: a turn of 1,600 tokens leaves some 60 MB there."""
+    """Hand the freed pages of all threads' arenas back (glibc only): a turn of 1,600 tokens leaves some 60 MB there."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def resident() -> int | None:
+    """Bytes of this process in memory now, those of mapped files too; None where the system does not tell."""
+    return _status("VmRSS")
+
+
+def most_resident() -> int | None:
+    """The most bytes that `resident` has ever been; None where the system does not tell."""
+    # Not ru_maxrss where there is another way: on Linux it begins with what the process that started this one held.
+    peak = _status("VmHWM")
+    if peak is None:
+        with contextlib.suppress(ImportError):
+            import resource
+
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak
+
+
+def _status(field: str) -> int | None:
+    try:
+        found = re.search(rf"^{field}:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else int(found[1]) * 1024

@@ -48,6 +48,7 @@ class Program(Protocol):
     context: int | None
     vocabulary: int
     producer: str  # runtime, its version, device, threads: with the build, what an exact resume needs
+    threads: int  # of the processor that compute a step
 
     def new_state(self) -> Handle:
         """A handle at position 0."""

@@ -62,7 +62,7 @@ def answer(*arguments: str) -> Sequence[str]:
 
 def test_help_names_the_commands_and_loads_nothing_heavy(home: Path) -> None:
     said = good(home, "--help")
-    for command in ("serve", "run", "build", "pull", "list", "show", "verify", "doctor", "session"):
+    for command in ("serve", "run", "build", "pull", "list", "show", "verify", "bench", "doctor", "session"):
         assert re.search(rf"\b{command}\b", said)
     assert good(home, "--version") == f"ssmd {__version__}\n"
     loaded = (

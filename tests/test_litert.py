@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from ssmd.artifact import MANIFEST, Artifact, seal
+from ssmd.processor import cpu_name
 from ssmd.runtime import ProgramError, RuntimeUnavailable
 from ssmd.state import State
 from ssmd_litert.buffers import ALIGNMENT, Snapshots, aligned, carve, stack
-from ssmd_litert.cpu import cpu_name, default_threads
+from ssmd_litert.cpu import default_threads
 from ssmd_litert.graph import GraphError, Tensor
 from ssmd_litert.library import LibraryCall, LibraryGraph
 from ssmd_litert.managed import ManagedGraph

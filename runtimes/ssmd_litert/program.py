@@ -64,12 +64,13 @@ class LiteRTProgram:
     never changes a result: the contract suite sets it to show that.
     """
 
-    def __init__(self, graph: Graph, manifest: Manifest, producer: str) -> None:
+    def __init__(self, graph: Graph, manifest: Manifest, producer: str, threads: int) -> None:
         self.spec = manifest.spec
         self.buckets = manifest.buckets
         self.context = manifest.context
         self.vocabulary = manifest.vocabulary
         self.producer = producer
+        self.threads = threads
         self.pad_token = 0
         if len({t.dtype for t in self.spec.rows}) > 1:
             raise ProgramError("keys and values of more than one dtype are not supported; build the artifact again")

@@ -6,8 +6,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssmd.processor import cpu_name
 from ssmd.runtime import Device, ProgramError, RuntimeUnavailable
-from ssmd_litert.cpu import cpu_name, default_threads
+from ssmd_litert.cpu import default_threads
 from ssmd_litert.graph import Graph, GraphError
 from ssmd_litert.library import LibraryGraph, package_version
 from ssmd_litert.managed import ManagedGraph
@@ -67,7 +68,7 @@ class LiteRTRuntime:
             except GraphError as err:
                 unshared = str(err)
         try:
-            program = LiteRTProgram(ManagedGraph(path, threads=count), manifest, producer)
+            program = LiteRTProgram(ManagedGraph(path, threads=count), manifest, producer, count)
         except GraphError as err:
             raise ProgramError(f"artifact {artifact.path} cannot be loaded ({err}); build it again") from err
         if unshared:
@@ -81,7 +82,7 @@ def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, ca
         graph: Graph | None = None
         try:
             graph = LibraryGraph(path, threads=threads, weight_cache=weights)
-            program = LiteRTProgram(graph, manifest, producer)
+            program = LiteRTProgram(graph, manifest, producer, threads)
             program.self_test()
         except GraphError:
             if graph is not None:

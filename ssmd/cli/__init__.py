@@ -7,7 +7,20 @@ from typing import Annotated
 import typer
 
 from ssmd import __version__
-from ssmd.cli import build, doctor, pull, run, serve, session, session_keep, session_move, session_tree, show, verify
+from ssmd.cli import (
+    bench,
+    build,
+    doctor,
+    pull,
+    run,
+    serve,
+    session,
+    session_keep,
+    session_move,
+    session_tree,
+    show,
+    verify,
+)
 from ssmd.cli import list as listing
 from ssmd.cli.failure import plain_errors
 
@@ -26,6 +39,7 @@ app.command("pull")(pull.pull)
 app.command("list")(listing.list_models)
 app.command("show")(show.show)
 app.command("verify")(verify.verify)
+app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 session.app.command("tree")(session_tree.tree)
 session.app.command("fork")(session_tree.fork)

@@ -1,0 +1,131 @@
+"""`ssmd bench`: how fast an artifact is on this machine, and what it takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ssmd.cli import options
+
+if TYPE_CHECKING:
+    from ssmd.artifact import Artifact
+    from ssmd.bench import Progress, Report
+
+
+def bench(
+    model: options.Model = None,
+    position: Annotated[
+        int, typer.Option(help="Tokens of history that everything is measured after.", min=0, metavar="N")
+    ] = 0,
+    repeats: Annotated[
+        int, typer.Option(help="Rounds; each has every bucket once and 20 decode steps.", min=1, max=1000, metavar="N")
+    ] = 5,
+    runtime: options.Runtime = None,
+    threads: options.Threads = None,
+    models_dir: options.ModelsDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure load, prefill, decode, save and restore, and how many reads of the weights a decode step takes.
+
+    Run it twice where an artifact was never loaded before: the first load prepares the weights and takes more memory.
+    """
+    from ssmd.artifact import Artifact
+    from ssmd.bench import bench as measure
+    from ssmd.config import Settings
+    from ssmd.models import resolve
+    from ssmd.runtime import get_runtime
+
+    settings = Settings(models_dir=models_dir, runtime=runtime, threads=threads)
+    artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime))
+    loader = get_runtime(artifact.manifest.runtime)
+    with _shown() as progress:
+        report = measure(
+            artifact, loader, threads=settings.threads, position=position, repeats=repeats, progress=progress
+        )
+    if as_json:
+        typer.echo(json.dumps(_fields(artifact, report), indent=1))
+    else:
+        _print(artifact, report)
+
+
+@contextmanager
+def _shown() -> Iterator[Progress]:
+    """Rounds done so far, on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda done, of: bar.update(task, description="measuring", completed=done, total=of)
+
+
+def _fields(artifact: Artifact, report: Report) -> dict[str, Any]:
+    """What --json prints; docs/benchmarks.md lists it."""
+    manifest = artifact.manifest
+    return {
+        "name": manifest.name,
+        "path": str(artifact.path),
+        "build": manifest.build,
+        "runtime": manifest.runtime,
+        "quantization": manifest.quantization,
+        "producer": report.producer,
+        "threads": report.threads,
+        "cpu": report.cpu,
+        "load_average": report.load_average,
+        "position": report.position,
+        "repeats": report.repeats,
+        "load_ms": {"first": report.load_first_ms, "again": report.load_again_ms},
+        "prefill": [{"bucket": p.bucket, "ms": p.ms, "tokens_per_s": p.tokens_per_s} for p in report.prefill],
+        "decode": {"steps": report.decode_steps, "p50_ms": report.tbt_p50_ms, "p95_ms": report.tbt_p95_ms},
+        "save_ms": report.save_ms,
+        "restore_ms": report.restore_ms,
+        "state_bytes": {"fixed": report.fixed_bytes, "a_token": report.token_bytes, "at_position": report.state_bytes},
+        "weights": {"bytes": report.weights_bytes, "read_ms": report.weights_read_ms},
+        "decode_per_read": report.decode_per_read,
+        "memory_bytes": {"loaded": report.resident_bytes, "most": report.most_resident_bytes},
+    }
+
+
+def _print(artifact: Artifact, report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from ssmd.size import show_size
+
+    manifest = artifact.manifest
+    load = "unknown" if report.load_average is None else f"{report.load_average[0]:.1f}"
+    typer.echo(f"{manifest.name}  build {manifest.build[:12]}, {manifest.quantization}; {artifact.path}")
+    typer.echo(f"{report.producer}; load average before: {load}")
+    after = f" after {report.position:,} tokens" if report.position else ""
+    state = show_size(report.state_bytes)
+    tokens_per_s, gb_per_s = 1e3 / report.tbt_p50_ms, report.weights_bytes / report.weights_read_ms / 1e6
+    rows = [
+        ("load, the first in this process", report.load_first_ms, ""),
+        ("load again", report.load_again_ms, ""),
+        *((f"prefill of {p.bucket}{after}", p.ms, f"{p.tokens_per_s:.0f} tokens/s") for p in report.prefill),
+        (f"decode step{after}", report.tbt_p50_ms, f"{tokens_per_s:.1f} tokens/s; p95 {report.tbt_p95_ms:.2f} ms"),
+        ("one read of the weights", report.weights_read_ms, f"{show_size(report.weights_bytes)}, {gb_per_s:.1f} GB/s"),
+        ("save", report.save_ms, state),
+        ("restore", report.restore_ms, state),
+    ]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("")
+    for name, ms, note in rows:
+        table.add_row(*map(Text, (name, f"{ms:.2f}" if ms < 100 else f"{ms:.0f}", note)))
+    console = Console() if sys.stdout.isatty() else Console(width=1000)
+    console.print(table)
+    sizes = (report.resident_bytes, report.most_resident_bytes)
+    loaded, most = ("unknown" if size is None else show_size(size) for size in sizes)
+    typer.echo(f"a decode step takes {report.decode_per_read:.2f} x one read of the weights")
+    typer.echo(f"state: {show_size(report.fixed_bytes)} and {report.token_bytes:,} bytes a token")
+    typer.echo(f"memory: {loaded} when loaded, {most} at most")
