@@ -105,9 +105,13 @@ def check_numbers(report: Report, artifact: Artifact, position: int, repeats: in
 def test_numbers(artifacts: TinyArtifacts, variant: str, position: int) -> None:
     artifact, runtime = opened(artifacts, variant), Remembering()
     rounds: list[tuple[int, int]] = []
-    report = bench(
-        artifact, runtime, threads=1, position=position, repeats=2, progress=lambda *done: rounds.append(done)
-    )
+
+    def progress(done: int, of: int) -> None:
+        rounds.append((done, of))
+        program: Any = runtime.programs[-1]
+        assert not program._slots  # no handle is left alive
+
+    report = bench(artifact, runtime, threads=1, position=position, repeats=2, progress=progress)
     check_numbers(report, artifact, position, 2)
     assert (report.threads, report.cpu) == (1, cpu_name())
     assert report.producer == runtime.programs[-1].producer
