@@ -61,9 +61,18 @@ def _shown() -> Iterator[Progress]:
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    # It is drawn between rounds only: a thread that refreshes it would be measured too.
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, auto_refresh=False
+    ) as bar:
         task = bar.add_task("loading", total=None)
-        yield lambda done, of: bar.update(task, description="measuring", completed=done, total=of)
+        bar.refresh()
+
+        def show(done: int, of: int) -> None:
+            bar.update(task, description="measuring", completed=done, total=of)
+            bar.refresh()
+
+        yield show
 
 
 def _fields(artifact: Artifact, report: Report) -> dict[str, Any]:
