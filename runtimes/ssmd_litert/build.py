@@ -20,7 +20,7 @@ import numpy as np
 from ssmd import quality
 from ssmd.artifact import Artifact, SpecialTokens, seal
 from ssmd.families.registry import Family, family_of
-from ssmd.families.rotation import rotated
+from ssmd.families.rotation import BLOCK, rotated
 from ssmd.families.weights import Binding
 from ssmd.source import Source
 from ssmd_litert import recipe
@@ -73,7 +73,8 @@ def build(
         with _stage(progress, "hash the source"):
             lineage = source.lineage
         reference = _write(source, family, config, made, quantization, buckets, tiers, progress)
-        spec = family.state_spec(config, "float32" if quantization == "f32" else "float16")
+        turned = quantization != "f32"  # by Hadamard matrices, before they are quantized
+        spec = family.state_spec(config, "float16" if turned else "float32")
         fields = {
             "name": name,
             "family": family.name,
@@ -81,7 +82,7 @@ def build(
             "runtime": "litert",
             "device_class": "cpu",
             "quantization": quantization,
-            "quantization_recipe": recipe.fields(quantization),
+            "quantization_recipe": {"rotation": BLOCK, "ops": recipe.ops(quantization)} if turned else {},
             "buckets": sorted(buckets),
             "context": max(tiers) if spec.rows else None,
             "tiers": sorted(tiers) if spec.rows else [],

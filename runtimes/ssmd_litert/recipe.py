@@ -5,18 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from ssmd.families.rotation import BLOCK
-
 Quantization = Literal["int8", "f32"]
 # Smaller weights stay float: the Hadamard matrices of a rotated model and the SSD chunk's masks, 64 x 64 at most.
 MIN_WEIGHT_ELEMENTS = 64 * 64 + 1
-
-
-def fields(quantization: Quantization) -> dict[str, Any]:
-    """For the manifest: what makes these numbers other than another recipe's."""
-    if quantization == "f32":
-        return {}
-    return {"rotation": {"hadamard": BLOCK}, "ops": _ops()}
 
 
 def quantize(source: Path, target: Path, quantization: Quantization) -> None:
@@ -24,12 +15,14 @@ def quantize(source: Path, target: Path, quantization: Quantization) -> None:
     from ai_edge_quantizer import quantizer
 
     q = quantizer.Quantizer(str(source))
-    q.load_quantization_recipe(_ops())
+    q.load_quantization_recipe(ops(quantization))
     q.quantize().export_model(str(target))
 
 
-def _ops() -> list[dict[str, Any]]:
-    """Weights int8 by output channel, activations int8 by token at run time: ai-edge-quantizer's dynamic range."""
+def ops(quantization: Quantization) -> list[dict[str, Any]]:
+    """Nothing for f32. Weights int8 by output channel, activations int8 by token at run time: ai-edge-quantizer's dynamic range."""
+    if quantization == "f32":
+        return []
     config = {
         "weight_tensor_config": {
             "num_bits": 8,
