@@ -20,7 +20,7 @@ def quantize(source: Path, target: Path, quantization: Quantization) -> None:
 
 
 def ops(quantization: Quantization) -> list[dict[str, Any]]:
-    """Nothing for f32. Weights int8 by output channel, activations int8 by token at run time: ai-edge-quantizer's dynamic range."""
+    """None for f32; else weights int8 by output channel, activations by token at run time: "dynamic range"."""
     if quantization == "f32":
         return []
     config = {

@@ -36,6 +36,7 @@ def show(
         "family": manifest.family,
         "runtime": f"{manifest.runtime}, {manifest.device_class}",
         "quantization": manifest.quantization,
+        **_quality(manifest.quality),
         "size": f"{sum(f.size for f in manifest.files.values()) / 1e6:.1f} MB in {len(manifest.files)} files",
         "context": "unbounded" if manifest.context is None else f"{manifest.context} tokens",
         "buckets": ", ".join(map(str, manifest.buckets)),
@@ -48,3 +49,15 @@ def show(
     }
     for name, value in rows.items():
         typer.echo(f"{name:<13} {value}")
+
+
+def _quality(quality: dict[str, dict[str, float]]) -> dict[str, str]:
+    """What the build measured against the f32 module, if it did."""
+    if not {"golden", "text"} <= quality.keys():
+        return {}
+    golden, text = quality["golden"], quality["text"]
+    return {
+        "logits": f"rms error {golden['rms']:.3g}, largest {golden['max']:.3g} standard deviations",
+        "perplexity": f"{text['perplexity']:.4g} on {text['tokens']:.0f} tokens, {text['perplexity_f32']:.4g} in f32; "
+        f"KL {text['kl']:.3g}",
+    }
