@@ -23,9 +23,11 @@ from ssmd.cli.build import BuildFailed, Quant
 from ssmd.cli.build import build as command
 from ssmd.families.registry import family_of
 from ssmd.source import Source
+from ssmd.verify import verify
 from ssmd_litert import build as litert_build
 from ssmd_litert.build import BuildError, build
 from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
+from ssmd_litert.runtime import LiteRTRuntime
 
 # float32: XNNPACK's sums in another order than PyTorch's. int8: weights and activations rounded, of random weights.
 TOLERANCE = {"f32": 1e-5, "int8": 0.08}
@@ -106,6 +108,43 @@ def test_manifest(artifact: Artifact, artifacts: TinyArtifacts) -> None:
     assert {f.stat().st_mode & 0o777 for f in artifact.path.iterdir()} == {0o644}
 
 
+def test_the_manifest_says_what_quantization_costs(artifact: Artifact) -> None:
+    quality = artifact.manifest.quality
+    text = quality["text"]
+    assert 100 < text["tokens"] <= 400
+    if artifact.manifest.quantization == "f32":
+        assert quality["golden"]["max"] < 1e-4
+        assert text["kl"] < 1e-7
+        assert artifact.manifest.quantization_recipe == {}
+    else:
+        assert 1e-4 < quality["golden"]["rms"] < quality["golden"]["max"] < 0.5
+        assert 1e-7 < text["kl"] < 0.01
+        assert artifact.manifest.quantization_recipe["rotation"] == 64
+    assert text["perplexity"] == pytest.approx(text["perplexity_f32"], rel=0.05)
+
+
+def test_int4(source: Path, tmp_path: Path) -> None:
+    """Rows in blocks of 32 that share a scale; the embedding, which is the head too, stays int8."""
+    asked = ("--quant", "int4", "--buckets", "16", "--context", "64", "--models-dir", str(tmp_path))
+    subprocess.run([sys.executable, "-m", "ssmd", "build", str(source), *asked], check=True, capture_output=True)
+    made = Artifact.open(tmp_path / "tiny" / "litert-cpu-int4")
+    assert weight_types(made.file("model.tflite")) == {"INT4": 12, "INT8": 1, "FLOAT32": 8}  # k, v and Hadamard: small
+    assert 1e-3 < made.manifest.quality["golden"]["rms"] < 0.3
+    assert made.manifest.spec.rows[0].dtype == "float16"
+    report = verify(made, LiteRTRuntime().load(made))
+    assert report.tolerance == 0.5
+    assert report.passed
+
+
+def test_int4_of_rows_that_are_no_multiple_of_32(tmp_path: Path) -> None:
+    source = Source.open(tiny.write_source(tmp_path / "tiny", "mamba2-odd"))
+    with pytest.raises(
+        BuildError, match=r"has rows of \d+ values, int4 takes multiples of 32; build with --quant int8"
+    ):
+        build(source, tmp_path / "made", name="t", quantization="int4", buckets=(16,), tiers=(64,))
+    assert list(tmp_path.iterdir()) == [tmp_path / "tiny"]
+
+
 def test_artifacts_of_one_source_share_a_lineage_and_a_layout(artifacts: TinyArtifacts) -> None:
     one, other = (Artifact.open(artifacts[f"granite-{q}"]).manifest for q in ("f32", "int8"))
     assert one.lineage == other.lineage
@@ -123,6 +162,22 @@ def test_weights_are_stored_once(artifact: Artifact, artifacts: TinyArtifacts) -
     expected = Counter(each * int(np.prod(s)) for s in large)
     found = Counter(size for size in large_constants(artifact.file("model.tflite")) if size in expected)
     assert found == expected
+
+
+def weight_types(file: Path) -> Counter[str]:
+    """How often each type stands among the different matrices of products and lookups."""
+    from ai_edge_litert import schema_py_generated as schema
+
+    model = schema.ModelT.InitFromPackedBuf(file.read_bytes(), 0)
+    types = {v: k for k, v in vars(schema.TensorType).items() if isinstance(v, int)}
+    wanted = {schema.BuiltinOperator.FULLY_CONNECTED, schema.BuiltinOperator.EMBEDDING_LOOKUP}
+    found = {}
+    for graph in model.subgraphs:
+        for op in graph.operators:
+            if model.operatorCodes[op.opcodeIndex].builtinCode in wanted:
+                matrix = graph.tensors[op.inputs[1]]
+                found[matrix.buffer] = types[matrix.type]
+    return Counter(found.values())
 
 
 def large_constants(file: Path) -> list[int]:

@@ -15,8 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ssmd import quality
 from ssmd.artifact import Artifact, SpecialTokens, seal
 from ssmd.families.registry import Family, family_of
@@ -24,7 +22,7 @@ from ssmd.families.rotation import BLOCK, rotated
 from ssmd.families.weights import Binding
 from ssmd.source import Source
 from ssmd_litert import recipe
-from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS, Quantization
+from ssmd_litert.recipe import Quantization
 from ssmd_litert.runtime import LiteRTRuntime
 from ssmd_litert.signatures import signature_name
 
@@ -167,6 +165,12 @@ def _write(
             module = module_of(rotated(bindings))
             reference.check(module)
     shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
+    unfit = recipe.unfit(shapes, quantization)
+    if unfit is not None:
+        raise BuildError(
+            f"{unfit} has rows of {shapes[unfit][1]} values, {quantization} takes multiples of {recipe.BLOCK}; "
+            "build with --quant int8"
+        )
     exported = folder / (MODEL + ".f32")
     capacities = sorted(tiers) if module.spec.rows else [0]
     count = f", each for {len(capacities)} capacities" if len(capacities) > 1 else ""
@@ -208,11 +212,7 @@ def _weights_stand_once(
     file: Path, shapes: Mapping[str, tuple[int, ...]], quantization: Quantization, graphs: int, buckets: Sequence[int]
 ) -> None:
     """Raises BuildError if the file is larger than one copy of the weights and the graphs around it can be."""
-    weights = 0
-    for shape in shapes.values():
-        elements = int(np.prod(shape))
-        quantized = quantization == "int8" and len(shape) == 2 and elements >= MIN_WEIGHT_ELEMENTS
-        weights += elements + 4 * shape[0] if quantized else 4 * elements
+    weights = recipe.nbytes(shapes, quantization)
     # Graphs: operators and tensors of every layer, quantization scales by signature; masks of 4 heads for each bucket.
     rows = sum(shape[0] for shape in shapes.values())
     around = graphs * (len(shapes) * 6000 + 12 * rows) + sum(4 * 4 * b * b for b in buckets) + (2 << 20)

@@ -24,6 +24,7 @@ USUAL_TIERS = (2048, 8192)  # tokens; the step of a larger cache takes longer, f
 
 class Quant(StrEnum):
     int8 = "int8"
+    int4 = "int4"
     f32 = "f32"
 
 
