@@ -264,7 +264,7 @@ def test_the_clock_of_a_session_stands_still(loaded: tuple[Artifact, Program], t
         assert today in store.turns(str(fresh.usage.session))[0].text
 
 
-TEMPLATE_NAMES = ["trimming", "qwen3", "dated", "forgetful", "chatml"]
+TEMPLATE_NAMES = ["trimming", "qwen3", "dated", "forgetful", "smollm2"]
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)

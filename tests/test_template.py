@@ -40,7 +40,6 @@ class FrozenClock(datetime):
 
 def transformers_renders(source: str, messages: list[Message], **kwargs: Any) -> str:
     compile_template = chat_template_utils._cached_compile_jinja_template
-    # `tools` as they were when models were trained: none, where this version passes an empty list.
     rendered: str = compile_template(source).render(
         messages=[m.to_json() for m in messages],
         tools=None,
@@ -76,7 +75,7 @@ def test_the_text_is_that_of_transformers(name: str, messages: str, generate: bo
     assert ChatTemplate(source, SPECIAL).render(conversation, now=NOW, generate=generate) == expected
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3", "granite4", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["smollm2", "llama3", "granite4", "qwen3", "mistral"])
 @pytest.mark.parametrize("content", ["Once upon", "", "Once ", "  \n two  \n"])
 def test_a_final_assistant_message_is_continued_as_by_transformers(name: str, content: str) -> None:
     conversation = [*CONVERSATIONS["one"], Message("assistant", content)]
@@ -97,7 +96,7 @@ def test_a_final_assistant_message_is_continued_as_by_transformers(name: str, co
 
 def test_continuing_trims_only_where_the_template_does() -> None:
     conversation = [Message("user", "x"), Message("assistant", "One two ")]
-    assert ChatTemplate(TEMPLATES["chatml"], SPECIAL).render(conversation, now=NOW).endswith("assistant\nOne two ")
+    assert ChatTemplate(TEMPLATES["smollm2"], SPECIAL).render(conversation, now=NOW).endswith("assistant\nOne two ")
     assert (
         ChatTemplate(TEMPLATES["llama3"], SPECIAL)
         .render(conversation, now=NOW)
@@ -155,7 +154,8 @@ def test_a_template_that_is_no_template(source: str) -> None:
         "{{ '{0[__class__].x}'.format('') }}",
         "{{ 'x'.encode() }}",
         "{{ (1).to_bytes(100, 'big') }}",
-        "{{ dict.fromkeys('ab') }}",
+        "{{ dict.mro() }}",
+        "{{ dict.fromkeys.__globals__['sys'] }}",
         "{{ namespace(_x=1) }}",
         "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{{ lipsum() }}",
@@ -173,7 +173,7 @@ def test_what_a_template_may_not_do(source: str) -> None:
 
 def test_long_conversations_render_quickly() -> None:
     messages = [Message("user" if i % 2 == 0 else "assistant", f"{i} " + "word " * 200) for i in range(1000)]
-    for source in (TEMPLATES["chatml"], TEMPLATES["llama3"], TEMPLATES["granite4"], TEMPLATES["qwen3"]):
+    for source in (TEMPLATES["smollm2"], TEMPLATES["llama3"], TEMPLATES["granite4"], TEMPLATES["qwen3"]):
         start = time.thread_time()
         text = ChatTemplate(source, SPECIAL).render(messages[:-1], now=NOW)
         assert time.thread_time() - start < 0.5

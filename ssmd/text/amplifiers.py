@@ -16,6 +16,7 @@ from ssmd.text.meter import Meter, TooMuch
 
 MAX_COUNT = 10_000  # of batches, arguments and the like
 MAX_WIDTH = 999
+MAX_INDENT = 16  # of JSON
 
 # As Jinja has them. Left out: random and lipsum (a prompt must come out the same each time), HTML's.
 # fmt: off
@@ -134,13 +135,13 @@ class Amplifiers:
         self,
         x: Any,
         ensure_ascii: bool = False,
-        indent: int | None = None,
+        indent: int | str | None = None,
         separators: Sequence[str] | None = None,
         sort_keys: bool = False,
     ) -> str:
         """As transformers': without HTML escapes, with json's own options."""
-        if not (indent is None or (isinstance(indent, int) and 0 <= indent <= 16)):
-            raise TooMuch("tojson: indent is more than 16")
+        if (len(indent) if isinstance(indent, str) else indent or 0) > MAX_INDENT:
+            raise TooMuch(f"tojson: indent is more than {MAX_INDENT}")
         pair = None if separators is None else (str(separators[0])[:16], str(separators[1])[:16])
         self._meter().fits(self._meter().size(x))
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)

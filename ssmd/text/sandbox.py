@@ -40,7 +40,6 @@ METHODS: dict[type, frozenset[str]] = {
     float: frozenset({"is_integer"}),
 }
 _CALLABLE_OBJECTS = (Macro, LoopContext, Joiner, BlockReference, Undefined)
-_METHOD_OWNERS = (LoopContext, Cycler, Joiner)
 
 
 class Offered:
@@ -49,14 +48,27 @@ class Offered:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
+
+
+class TemplateDict(Offered):
+    """`dict`, which can be called and has `fromkeys`, and nothing else of the type."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+_METHOD_OWNERS = (LoopContext, Cycler, Joiner, TemplateDict)
 
 
 class TemplateNamespace(Namespace):
     """Jinja's `namespace`, opaque when printed (it can refer to itself), without underscored names."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:  # `self` may be the name of an attribute
         attributes = dict(*args, **kwargs)
         for name in attributes:
             _check_name(name)
@@ -94,7 +106,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: self._metered(filter) for name, filter in self._amplifiers.filters().items()}
         self.globals = {
             "range": Offered(safe_range),
-            "dict": Offered(dict),
+            "dict": TemplateDict(),
             "namespace": Offered(TemplateNamespace),
             "cycler": Offered(Cycler),
             "joiner": Offered(Joiner),
