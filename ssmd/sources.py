@@ -31,6 +31,7 @@ OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_m
 RECORD = "pulled.json"  # in the folder: from where, which commit, the files' hashes
 REVISIONS = "revisions.json"  # beside the folders: which commit a branch or tag stood for when it was pulled
 LOCK = ".lock"
+MAX_SHARDS = 2000  # the largest models have some 200
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,8 @@ def _shards(listing: Listing, partial: Path) -> list[str]:
         names = sorted(set(weight_map(partial / INDEX).values()))
     except SourceError as err:
         raise HubError(f"{listing.name}: {str(err).replace(f'{partial}{os.sep}', '')}") from err
+    if len(names) > MAX_SHARDS:
+        raise HubError(f"{listing.name}: {INDEX} names {len(names)} files; no more than {MAX_SHARDS} are fetched")
     if len({name.casefold() for name in names}) != len(names):
         raise HubError(f"{listing.name}: {INDEX} names files that differ in upper and lower case only")
     return names
