@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,6 +224,28 @@ def test_stop_tokens_outside_the_vocabulary_are_refused(source: Path, tmp_path: 
     beyond = Source(**{f: getattr(opened, f) for f in opened.__dataclass_fields__} | {"stop_tokens": (2, 384)})
     with pytest.raises(BuildError, match=r"\[384\] are outside the vocabulary of 384"):
         build(beyond, tmp_path / "out", name="x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"added_tokens": [{"id": 384, "content": "<more>"}]}, "ids up to 384 and config.json says vocab_size = 384"),
+        ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "WordPiece"),
+        ({"model": None}, "is not a tokenizer.json"),
+    ],
+)
+def test_a_tokenizer_that_does_not_go_with_the_model_is_refused_at_once(
+    source: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    opened = Source.open(shutil.copytree(source, tmp_path / "source"))
+    file = tmp_path / "source" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    change = {k: tokenizer[k] + [v[0] | flags] if k == "added_tokens" else v for k, v in change.items()}
+    file.write_text(json.dumps(tokenizer | change))
+    with pytest.raises(BuildError, match=message):
+        build(opened, tmp_path / "out", name="x", progress=pytest.fail)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
 def test_an_artifact_is_not_overwritten(source: Path, tmp_path: Path) -> None:

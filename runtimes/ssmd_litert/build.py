@@ -21,6 +21,7 @@ from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
 from ssmd.families.weights import Binding
 from ssmd.source import Source
+from ssmd.text.tokenizer import Tokenizer, TokenizerError
 from ssmd_litert import recipe
 from ssmd_litert.recipe import Quantization
 from ssmd_litert.runtime import LiteRTRuntime
@@ -123,6 +124,15 @@ def _check(source: Source, config: Any, buckets: Sequence[int], tiers: Sequence[
         raise BuildError(
             f"a context of {context} tokens is more than the model was made for: config.json says "
             f"max_position_embeddings = {config.max_position}"
+        )
+    try:
+        tokens = Tokenizer.open(source.path / "tokenizer.json").vocabulary
+    except TokenizerError as err:
+        raise BuildError(str(err)) from err
+    if tokens > config.vocabulary:
+        raise BuildError(
+            f"tokenizer.json in {source.path} has ids up to {tokens - 1} and config.json says vocab_size = "
+            f"{config.vocabulary}: the model knows no such tokens; take the tokenizer that it was trained with"
         )
     outside = [t for t in source.stop_tokens if t >= config.vocabulary]
     if outside:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
@@ -42,9 +45,9 @@ class Reference:
     def of(module: FlatModule, source: Source, vocabulary: int) -> Reference:
         """Raises ReferenceFailed."""
         tokens = (_encoded(source, GOLDEN_TEXT, vocabulary) * GOLDEN_TOKENS)[:GOLDEN_TOKENS]
-        golden = _golden(module, tokens)
         text = _encoded(source, quality.TEXT, vocabulary)[: min(quality.MAX_TOKENS, module.context)]
-        return Reference(tokens, golden, text, Host(module, len(text)).rows(text, CHUNK))
+        with _one_thread():
+            return Reference(tokens, _golden(module, tokens), text, Host(module, len(text)).rows(text, CHUNK))
 
     def check(self, module: FlatModule) -> None:
         """Raises ReferenceFailed if another form of the module computes something else."""
@@ -70,6 +73,17 @@ def _encoded(source: Source, text: str, vocabulary: int) -> list[int]:
     if not ids:
         raise ReferenceFailed(f"{source.path}: tokenizer.json and the vocabulary of {vocabulary} do not go together")
     return ids
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The last bits of a sum depend on how it is divided, and the same input is to build the same bytes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _golden(module: FlatModule, tokens: list[int]) -> NDArray[np.float32]:
