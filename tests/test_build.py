@@ -130,11 +130,11 @@ def test_int4(source: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "ssmd", "build", str(source), *asked], check=True, capture_output=True)
     made = Artifact.open(tmp_path / "tiny" / "litert-cpu-int4")
     assert weight_types(made.file("model.tflite")) == {"INT4": 12, "INT8": 1, "FLOAT32": 8}  # k, v and Hadamard: small
-    assert 1e-3 < made.manifest.quality["golden"]["rms"] < 0.3
     assert made.manifest.spec.rows[0].dtype == "float16"
     report = verify(made, LiteRTRuntime().load(made))
-    assert report.tolerance == 0.5
+    assert report.tolerance == 0.5  # 4 bits of random weights; trained ones lose less
     assert report.passed
+    assert made.manifest.quality["golden"]["rms"] == pytest.approx(report.worst.rms_relative, rel=1e-3)
 
 
 def test_int4_of_rows_that_are_no_multiple_of_32(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def _write(
     with _stage(progress, f"export decode and {len(buckets)} prefill lengths{count}"):
         _export(module, sorted(buckets), capacities, exported)
         del module
-    if quantization == "int8":
+    if quantization != "f32":
         with _stage(progress, "quantize"):
             recipe.quantize(exported, folder / MODEL, quantization)
             exported.unlink()
