@@ -1,8 +1,9 @@
 """Source checkpoints of real shape with random weights, for measuring speed and memory without a download.
 
-    python benchmarks/true_shape.py FOLDER [--tokenizer FOLDER]    then: ssmd build FOLDER --name granite-350m
+    python benchmarks/true_shape.py SHAPE FOLDER [--tokenizer FOLDER]    then: ssmd build FOLDER, ssmd bench NAME
 
-The text that such a model writes has no meaning; time and memory do not depend on it.
+SHAPE: granite-350m, mamba-130m, mamba2-130m or lfm2-350m. The text that such a model writes has no meaning; time and
+memory do not depend on it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
-# granite-4.0-h-350m as published, with dense layers (num_local_experts 0).
+from ssmd import smollm2
+from ssmd.families.registry import family_of
+from ssmd.source import Source
+
+# As published; granite-4.0-h-350m has dense layers (num_local_experts 0).
 GRANITE_350M: dict[str, Any] = {
     "model_type": "granitemoehybrid",
     "vocab_size": 100352,
@@ -44,68 +50,113 @@ GRANITE_350M: dict[str, Any] = {
     "position_embedding_type": "nope",
     "eos_token_id": 2,
 }
+MAMBA_130M: dict[str, Any] = {
+    "model_type": "mamba",
+    "vocab_size": 50280,
+    "hidden_size": 768,
+    "num_hidden_layers": 24,
+    "state_size": 16,
+    "expand": 2,
+    "conv_kernel": 4,
+    "time_step_rank": 48,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+MAMBA2_130M: dict[str, Any] = {
+    "model_type": "mamba2",
+    "vocab_size": 50288,
+    "hidden_size": 768,
+    "num_hidden_layers": 24,
+    "num_heads": 24,
+    "head_dim": 64,
+    "state_size": 128,
+    "n_groups": 1,
+    "expand": 2,
+    "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+LFM2_350M: dict[str, Any] = {
+    "model_type": "lfm2",
+    "vocab_size": 65536,
+    "hidden_size": 1024,
+    "num_hidden_layers": 16,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "block_ff_dim": 6656,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 128_000,
+    "tie_embedding": True,
+    "eos_token_id": 7,
+}
+SHAPES = {
+    "granite-350m": GRANITE_350M,
+    "mamba-130m": MAMBA_130M,
+    "mamba2-130m": MAMBA2_130M,
+    "lfm2-350m": LFM2_350M,
+}
 
 
-def write_granite_350m(folder: Path, tokenizer: Path, seed: int = 0) -> Path:
-    """Write the checkpoint (float16, 680 MB) with the tokenizer and template of the source checkpoint `tokenizer`."""
-    from safetensors.numpy import save_file
+class Weights:
+    """Stands for a Source: makes up each tensor that a family's bindings ask for, at the scale of a trained one."""
 
+    def __init__(self, seed: int = 0) -> None:
+        self.tensors: dict[str, NDArray[np.float16]] = {}
+        self._rng = np.random.default_rng(seed)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        made = self._rng.standard_normal(shape, np.float32)
+        if name.endswith("A_log"):
+            rows = np.log(np.arange(1, shape[-1] + 1))
+            made = np.broadcast_to(rows, shape) + made * 0.05
+        elif name.endswith(".D") or "norm" in name:
+            made = 1 + made * 0.1
+        elif name.endswith("bias"):
+            made *= 0.1
+        elif "conv" in name and len(shape) == 3:
+            made *= 0.5
+        elif "embed" in name:
+            made *= 0.02
+        else:
+            made *= shape[-1] ** -0.5
+        self.tensors[name] = made.astype(np.float16)
+        return self.tensors[name].astype(np.float32)
+
+
+def write(shape: str, folder: Path, tokenizer: Path) -> None:
+    """Write the checkpoint in float16 with the tokenizer and template of the source checkpoint `tokenizer`."""
+    config = SHAPES[shape]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(GRANITE_350M, indent=1))
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer / name, folder / name)
-    save_file(dict(_weights(GRANITE_350M, np.random.default_rng(seed))), folder / "model.safetensors")
-    return folder
-
-
-def _weights(c: dict[str, Any], rng: np.random.Generator) -> Iterator[tuple[str, NDArray[np.float16]]]:
-    """Random values at the scales of a trained model; no two tensors are alike."""
-
-    def normal(*shape: int, scale: float, mean: float = 0.0) -> NDArray[np.float16]:
-        return (rng.standard_normal(shape, np.float32) * np.float32(scale) + np.float32(mean)).astype(np.float16)
-
-    hidden, inner, mlp = c["hidden_size"], c["mamba_expand"] * c["hidden_size"], c["shared_intermediate_size"]
-    heads = c["mamba_n_heads"]
-    channels = inner + 2 * c["mamba_n_groups"] * c["mamba_d_state"]
-    kv = hidden // c["num_attention_heads"] * c["num_key_value_heads"]
-    yield "model.embed_tokens.weight", normal(c["vocab_size"], hidden, scale=0.02)
-    yield "model.norm.weight", normal(hidden, scale=0.1, mean=1.0)
-    for i, kind in enumerate(c["layer_types"]):
-        layer = f"model.layers.{i}."
-        yield layer + "input_layernorm.weight", normal(hidden, scale=0.1, mean=1.0)
-        yield layer + "post_attention_layernorm.weight", normal(hidden, scale=0.1, mean=1.0)
-        yield layer + "shared_mlp.input_linear.weight", normal(2 * mlp, hidden, scale=hidden**-0.5)
-        yield layer + "shared_mlp.output_linear.weight", normal(hidden, mlp, scale=mlp**-0.5)
-        if kind == "attention":
-            for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
-                yield f"{layer}self_attn.{name}_proj.weight", normal(rows, hidden, scale=hidden**-0.5)
-            continue
-        mamba = layer + "mamba."
-        yield mamba + "in_proj.weight", normal(inner + channels + heads, hidden, scale=hidden**-0.5)
-        yield mamba + "out_proj.weight", normal(hidden, inner, scale=inner**-0.5)
-        yield mamba + "conv1d.weight", normal(channels, 1, c["mamba_d_conv"], scale=0.5)
-        yield mamba + "conv1d.bias", normal(channels, scale=0.1)
-        yield mamba + "dt_bias", normal(heads, scale=0.5)
-        yield mamba + "A_log", (np.log(np.arange(1, heads + 1)) + rng.normal(0, 0.05, heads)).astype(np.float16)
-        yield mamba + "D", normal(heads, scale=0.1, mean=1.0)
-        yield mamba + "norm.weight", normal(inner, scale=0.1, mean=1.0)
+    family, weights = family_of(config), Weights()
+    for binding in family.bindings(family.parse(config)).values():
+        binding(cast(Source, weights))
+    save_file(weights.tensors, folder / "model.safetensors")
 
 
 def main() -> None:
-    import tempfile
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="a source checkpoint; else SmolLM2's from its package")
     asked = parser.parse_args()
     if asked.tokenizer is not None:
-        write_granite_350m(asked.folder, asked.tokenizer)
+        write(asked.shape, asked.folder, asked.tokenizer)
         return
-    from ssmd import smollm2
-
     with tempfile.TemporaryDirectory() as temporary:
         smollm2.write_source(Path(temporary))
-        write_granite_350m(asked.folder, Path(temporary))
+        write(asked.shape, asked.folder, Path(temporary))
 
 
 if __name__ == "__main__":
