@@ -28,6 +28,7 @@ from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import Binding
 from ssmd.source import Source
+from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
 
 _LINEAR, _EMBEDDING = F.linear, F.embedding
 
@@ -45,12 +46,12 @@ def rounded_activation(x: Tensor) -> Tensor:
 
 
 class Rounding:
-    """Stands for PyTorch's linear and embedding while a module runs. Hadamard matrices stay as they are."""
+    """Stands for PyTorch's linear and embedding while a module runs. Small matrices stay as they are."""
 
     def __init__(self, module: FlatModule, weights: Set[str], activations: Set[str]) -> None:
         self.weights, self.activations = weights, activations
         tied = not hasattr(module, "head")
-        names = {p.data_ptr(): n for n, p in module.named_parameters() if not n.startswith("spread")}
+        names = {p.data_ptr(): n for n, p in module.named_parameters() if p.numel() >= MIN_WEIGHT_ELEMENTS}
         self.names = {at: "head" if tied and n == "embedding" else n for at, n in names.items()}
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -62,7 +63,7 @@ class Rounding:
         return _LINEAR(x, rounded_weight(w) if kind in self.weights else w, bias)
 
     def embedding(self, ids: Tensor, w: Tensor) -> Tensor:
-        return _EMBEDDING(ids, rounded_weight(w) if self.names[w.data_ptr()] in self.weights else w)
+        return _EMBEDDING(ids, rounded_weight(w) if self.names.get(w.data_ptr()) in self.weights else w)
 
 
 def main(folder: Path) -> None:
