@@ -16,6 +16,7 @@ from ssmd.runtime import Program
 from ssmd.verify import verify
 
 MAX_TOKENS = 400
+_MOST_NATS = 700.0  # whose perplexity is still a number
 TEXT = """\
 The harbour had been quiet for three weeks when the first boats came back. Nobody on the quay could say how many had
 left in the autumn, because the ledger in which such things were written had been lost in the storm that took the roof
@@ -42,15 +43,25 @@ its first year and was closed in 1954, when buses had become cheaper.
 """
 
 
+class QualityError(ValueError):
+    """An artifact computes no numbers."""
+
+
 def measure(artifact: Artifact, program: Program, tokens: Sequence[int], reference: NDArray[np.float32]) -> Any:
     """For the manifest: `golden` has the largest rms and max error of a golden step, in standard deviations of the
-    reference; `text` what the artifact and the reference (logits f32[n, V] after each of `tokens`) make of a text."""
+    reference; `text` what the artifact and the reference (logits f32[n, V] after each of `tokens`) make of a text.
+    Raises QualityError.
+    """
     worst = verify(artifact, program).worst
     handle = program.new_state()
     try:
         found = np.stack([program.decode([handle], [token])[0].copy() for token in tokens])
     finally:
         program.release(handle)
+    if not np.isfinite(found).all():
+        raise QualityError(
+            f"quantized to {artifact.manifest.quantization} its logits are not finite; build another form"
+        )
     return {
         "golden": {"rms": _rounded(worst.rms_relative), "max": _rounded(worst.max_relative)},
         "text": {"tokens": len(tokens), **compared(found, reference, tokens)},
@@ -65,8 +76,8 @@ def compared(found: NDArray[np.float32], reference: NDArray[np.float32], tokens:
     loss, loss_f32 = (-float(np.take_along_axis(p[:-1], following, 1).mean()) for p in (own, true))
     kl = float((np.exp(true) * (true - own)).sum(-1).mean())
     return {
-        "perplexity": _rounded(np.exp(loss)),
-        "perplexity_f32": _rounded(np.exp(loss_f32)),
+        "perplexity": _rounded(np.exp(min(loss, _MOST_NATS))),
+        "perplexity_f32": _rounded(np.exp(min(loss_f32, _MOST_NATS))),
         "kl": _rounded(kl),
         "same": _rounded(float((own.argmax(-1) == true.argmax(-1)).mean())),
     }

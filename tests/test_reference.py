@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from conftest import TinyArtifacts
 from tokenizers import Tokenizer
 
+from ssmd.artifact import Artifact
 from ssmd.authoring.host import Host
 from ssmd.authoring.reference import Reference, ReferenceFailed
 from ssmd.authoring.registry import author
 from ssmd.families.registry import family_of
-from ssmd.quality import compared
+from ssmd.quality import QualityError, compared, measure
 from ssmd.source import Source
+from ssmd_litert.runtime import LiteRTRuntime
 
 
 @pytest.mark.parametrize("variant", ["granite", "mamba"])
@@ -59,3 +62,16 @@ def test_perplexity_and_divergence() -> None:
     assert told["kl"] == pytest.approx(float(divergence) / 30, rel=1e-3)
     assert told["same"] == pytest.approx(float((own.argmax(-1) == true.argmax(-1)).double().mean()), rel=1e-3)
     assert compared(reference, reference, tokens)["kl"] == 0
+    told = compared(reference * 1e4, reference, tokens)
+    assert np.isfinite(list(told.values())).all()
+    assert told["perplexity"] > 1e300
+
+
+def test_an_artifact_that_computes_no_numbers(artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = Artifact.open(artifacts["llama-int8"])
+    program = LiteRTRuntime().load(artifact)
+    decode = program.decode
+    monkeypatch.setattr(program, "decode", lambda handles, tokens: decode(handles, tokens) * np.nan)
+    with pytest.raises(QualityError, match="quantized to int8 its logits are not finite"):
+        measure(artifact, program, [1, 2, 3], np.zeros((3, artifact.manifest.vocabulary), np.float32))
+    program.close()
