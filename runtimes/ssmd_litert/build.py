@@ -72,8 +72,8 @@ def build(
         with _stage(progress, "hash the source"):
             lineage = source.lineage
         reference = _write(source, family, config, made, quantization, buckets, tiers, progress)
-        turned = quantization != "f32"  # by Hadamard matrices, before they are quantized
-        spec = family.state_spec(config, "float16" if turned else "float32")
+        spec = family.state_spec(config, "float32" if quantization == "f32" else "float16")
+        turned = {"rotation": BLOCK} if quantization == "int8" else {}
         fields = {
             "name": name,
             "family": family.name,
@@ -81,7 +81,7 @@ def build(
             "runtime": "litert",
             "device_class": "cpu",
             "quantization": quantization,
-            "quantization_recipe": {"rotation": BLOCK, "ops": recipe.ops(quantization)} if turned else {},
+            "quantization_recipe": {**turned, "ops": recipe.ops(quantization)} if quantization != "f32" else {},
             "buckets": sorted(buckets),
             "context": max(tiers) if spec.rows else None,
             "tiers": sorted(tiers) if spec.rows else [],
@@ -169,7 +169,7 @@ def _write(
     with _stage(progress, "compute golden values"):
         reference = Reference.of(module, source, config.vocabulary)
         reference.save(folder / "golden.safetensors")
-    if quantization != "f32":
+    if quantization == "int8":  # int4 loses more by it than it gains (docs/quantization.md)
         with _stage(progress, "rotate the weights"):
             del module
             module = module_of(rotated(bindings))
