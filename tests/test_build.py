@@ -124,6 +124,27 @@ def test_the_manifest_says_what_quantization_costs(artifact: Artifact) -> None:
     assert text["perplexity"] == pytest.approx(text["perplexity_f32"], rel=0.05)
 
 
+def test_mamba_1_has_no_long_bucket_unless_asked_for(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SeenError(Exception):
+        """Enough was seen."""
+
+    def write(*arguments: Any) -> None:
+        raise SeenError(*arguments[5:7])
+
+    monkeypatch.setattr(litert_build, "_write", write)
+    mamba = Source.open(tiny.write_source(tmp_path / "tiny", "mamba"))
+    for one, asked, given in (
+        (Source.open(source), None, (16, 64, 256)),
+        (mamba, None, (16, 64)),
+        (mamba, (16, 256), (16, 256)),
+    ):
+        with pytest.raises(SeenError) as seen:
+            build(one, tmp_path / "made", name="t", buckets=asked, tiers=(512,))
+        assert seen.value.args == (given, (512,))
+
+
 def test_int4(source: Path, tmp_path: Path) -> None:
     """Rows in blocks of 32 that share a scale; the embedding, which is the head too, stays int8."""
     asked = ("--quant", "int4", "--buckets", "16", "--context", "64", "--models-dir", str(tmp_path))

@@ -45,14 +45,14 @@ def build(
     *,
     name: str,
     quantization: Quantization = "int8",
-    buckets: Sequence[int] = (16, 64, 256),
+    buckets: Sequence[int] | None = None,
     tiers: Sequence[int] = (2048,),
     replace: bool = False,
     progress: Progress = lambda line: None,
 ) -> Artifact:
     """Build the artifact folder `out`; it appears whole or not at all. One that exists is refused unless `replace`.
 
-    `buckets` are prefill lengths, `tiers` capacities of the KV caches, both in tokens: the largest is the context, the
+    `buckets` are prefill lengths (None: those of the family), `tiers` capacities of the KV caches, both in tokens: the largest is the context, the
     smaller ones make short conversations fast, as a step attends over all of its cache. `progress` gets lines of text.
     Raises BuildError, SourceError or FamilyError before anything is converted if something does not fit.
     """
@@ -63,6 +63,7 @@ def build(
         raise BuildError(f"building needs {', '.join(missing)}: pip install 'ssmd-daemon[build]'")
     family = family_of(source.config)
     config = family.parse(source.config)
+    buckets = family.buckets if buckets is None else buckets
     _check(source, config, buckets, tiers)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))

@@ -41,7 +41,12 @@ def build(
     ],
     runtime: Annotated[str, typer.Option(help="Runtime to build for.", metavar="NAME")] = "litert",
     quant: Annotated[Quant, typer.Option(help="How weights are stored.")] = Quant.int8,
-    buckets: Annotated[str, typer.Option(help="Prefill lengths in tokens, separated by commas.")] = "16,64,256",
+    buckets: Annotated[
+        str | None,
+        typer.Option(
+            help="Prefill lengths in tokens, separated by commas; else 16,64,256, and 16,64 of Mamba-1.", metavar="N,N"
+        ),
+    ] = None,
     context: Annotated[
         str,
         typer.Option(
@@ -65,7 +70,7 @@ def build(
     from ssmd import smollm2
     from ssmd.config import Settings
 
-    lengths, tiers = _lengths("--buckets", buckets), _tiers(context)
+    lengths, tiers = None if buckets is None else _lengths("--buckets", buckets), _tiers(context)
     name = _name(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
     settings = Settings(models_dir=models_dir)
     out = settings.models_dir / name / f"{runtime}-cpu-{quant.value}"
@@ -101,7 +106,14 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
 
 
 def _build(
-    folder: Path, out: Path, runtime: str, name: str, quant: Quant, buckets: list[int], tiers: list[int], force: bool
+    folder: Path,
+    out: Path,
+    runtime: str,
+    name: str,
+    quant: Quant,
+    buckets: list[int] | None,
+    tiers: list[int],
+    force: bool,
 ) -> Artifact:
     from importlib import import_module
     from importlib.metadata import entry_points
