@@ -52,8 +52,9 @@ def build(
 ) -> Artifact:
     """Build the artifact folder `out`; it appears whole or not at all. One that exists is refused unless `replace`.
 
-    `buckets` are prefill lengths (None: those of the family), `tiers` capacities of the KV caches, both in tokens: the largest is the context, the
-    smaller ones make short conversations fast, as a step attends over all of its cache. `progress` gets lines of text.
+    `buckets` are prefill lengths (None: those of the family), `tiers` capacities of the KV caches, both in tokens: the
+    largest is the context, the smaller ones make short conversations fast, as a step attends over all of its cache.
+    `progress` gets lines of text.
     Raises BuildError, SourceError or FamilyError before anything is converted if something does not fit.
     """
     if out.exists() and not replace:
