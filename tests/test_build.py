@@ -131,7 +131,7 @@ def test_mamba_1_has_no_long_bucket_unless_asked_for(
         """Enough was seen."""
 
     def write(*arguments: Any) -> None:
-        raise SeenError(*arguments[5:7])
+        raise SeenError(*arguments[6:8])
 
     monkeypatch.setattr(litert_build, "_write", write)
     mamba = Source.open(tiny.write_source(tmp_path / "tiny", "mamba"))

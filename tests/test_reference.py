@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from conftest import TinyArtifacts
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as Library
 
 from ssmd.artifact import Artifact
 from ssmd.authoring.host import Host
@@ -18,6 +18,7 @@ from ssmd.authoring.registry import author
 from ssmd.families.registry import family_of
 from ssmd.quality import QualityError, compared, measure
 from ssmd.source import Source
+from ssmd.text.tokenizer import Tokenizer
 from ssmd_litert.runtime import LiteRTRuntime
 
 
@@ -33,8 +34,9 @@ def test_rows_are_those_of_single_steps(variant: str, tmp_path: Path) -> None:
     host = Host(module)
     single = np.stack([host.feed([token], 1) for token in tokens])
     assert np.abs(rows - single).max() <= 2e-5 * np.abs(single).max()
-    reference = Reference.of(module, source, config.vocabulary)
-    ids = Tokenizer.from_str(source.tokenizer_json.decode()).encode("The harbour had been").ids
+    tokenizer = Tokenizer.open(source.path / "tokenizer.json")
+    reference = Reference.of(module, tokenizer)
+    ids = Library.from_str(source.tokenizer_json.decode()).encode("The harbour had been").ids
     assert reference.text[: len(ids)] == ids
     assert reference.text_logits.shape == (min(128, len(reference.text)), config.vocabulary)
     reference.check(module)
@@ -43,7 +45,7 @@ def test_rows_are_those_of_single_steps(variant: str, tmp_path: Path) -> None:
         reference.check(module)
     module.embedding.data[:] = torch.nan
     with pytest.raises(ReferenceFailed, match="not finite"):
-        Reference.of(module, source, config.vocabulary)
+        Reference.of(module, tokenizer)
 
 
 def test_perplexity_and_divergence() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from ssmd.artifact import Artifact, SpecialTokens, seal
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
 from ssmd.families.weights import Binding
+from ssmd.memory import most_resident
 from ssmd.source import Source
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 from ssmd_litert import recipe
@@ -65,7 +65,7 @@ def build(
     family = family_of(source.config)
     config = family.parse(source.config)
     buckets = family.buckets if buckets is None else buckets
-    _check(source, config, buckets, tiers)
+    tokenizer = _check(source, config, buckets, tiers)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     made = folder / "artifact"
@@ -73,9 +73,9 @@ def build(
     try:
         with _stage(progress, "hash the source"):
             lineage = source.lineage
-        reference = _write(source, family, config, made, quantization, buckets, tiers, progress)
+        reference = _write(source, tokenizer, family, config, made, quantization, buckets, tiers, progress)
         spec = family.state_spec(config, "float32" if quantization == "f32" else "float16")
-        turned = {"rotation": BLOCK} if quantization == "int8" else {}
+        turned = {"rotation": BLOCK} if recipe.rotates(quantization) else {}
         fields = {
             "name": name,
             "family": family.name,
@@ -111,8 +111,8 @@ def build(
     return Artifact.open(out)
 
 
-def _check(source: Source, config: Any, buckets: Sequence[int], tiers: Sequence[int]) -> None:
-    """All that can be refused before minutes of work."""
+def _check(source: Source, config: Any, buckets: Sequence[int], tiers: Sequence[int]) -> Tokenizer:
+    """All that can be refused before minutes of work. Returns the source's tokenizer."""
     if not buckets or len(set(buckets)) != len(buckets) or min(buckets) < 2:
         raise BuildError(f"buckets {list(buckets)} must be different lengths of at least 2 tokens")
     if any(b > 64 and b % 64 for b in buckets):
@@ -128,21 +128,24 @@ def _check(source: Source, config: Any, buckets: Sequence[int], tiers: Sequence[
             f"max_position_embeddings = {config.max_position}"
         )
     try:
-        tokens = Tokenizer.open(source.path / "tokenizer.json").vocabulary
+        tokenizer = Tokenizer.open(source.path / "tokenizer.json")
     except TokenizerError as err:
         raise BuildError(str(err)) from err
-    if tokens > config.vocabulary:
+    if tokenizer.vocabulary > config.vocabulary:
         raise BuildError(
-            f"tokenizer.json in {source.path} has ids up to {tokens - 1} and config.json says vocab_size = "
-            f"{config.vocabulary}: the model knows no such tokens; take the tokenizer that it was trained with"
+            f"tokenizer.json in {source.path} has ids up to {tokenizer.vocabulary - 1} and config.json says "
+            f"vocab_size = {config.vocabulary}: the model knows no such tokens; take the tokenizer that it was trained "
+            "with"
         )
     outside = [t for t in source.stop_tokens if t >= config.vocabulary]
     if outside:
         raise BuildError(f"stop tokens {outside} are outside the vocabulary of {config.vocabulary}")
+    return tokenizer
 
 
 def _write(
     source: Source,
+    tokenizer: Tokenizer,
     family: Family,
     config: Any,
     folder: Path,
@@ -169,9 +172,9 @@ def _write(
     with _stage(progress, "bind the weights"):
         module = module_of(bindings)
     with _stage(progress, "compute golden values"):
-        reference = Reference.of(module, source, config.vocabulary)
+        reference = Reference.of(module, tokenizer)
         reference.save(folder / "golden.safetensors")
-    if quantization == "int8":  # int4 loses more by it than it gains (docs/quantization.md)
+    if recipe.rotates(quantization):
         with _stage(progress, "rotate the weights"):
             del module
             module = module_of(rotated(bindings))
@@ -180,7 +183,7 @@ def _write(
     unfit = recipe.unfit(shapes, quantization)
     if unfit is not None:
         raise BuildError(
-            f"{unfit} has rows of {shapes[unfit][1]} values, {quantization} takes multiples of {recipe.BLOCK}; "
+            f"{unfit} has rows of {shapes[unfit][1]} values, {quantization} takes multiples of {recipe.INT4_BLOCK}; "
             "build with --quant int8"
         )
     exported = folder / (MODEL + ".f32")
@@ -243,8 +246,9 @@ def _stage(progress: Progress, what: str) -> Iterator[None]:
     begin = time.monotonic()
     with _hushed():
         yield
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
-    progress(f"    {time.monotonic() - begin:.1f} s, peak memory {peak / 2**30:.1f} GiB")
+    peak = most_resident()
+    memory = "" if peak is None else f", peak memory {peak / 2**30:.1f} GiB"
+    progress(f"    {time.monotonic() - begin:.1f} s{memory}")
 
 
 @contextmanager

