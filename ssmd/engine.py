@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
 from ssmd import buckets
+from ssmd.admission import Admission, unavailable
 from ssmd.artifact import Artifact
 from ssmd.generation import Done, Event, Failed, Rejected, Request
 from ssmd.inflight import Generation
@@ -32,7 +32,6 @@ from ssmd.warmup import WarmUp, once, run_bucket
 
 log = logging.getLogger(__name__)
 BUCKET_WHILE_OTHERS_DECODE = 64
-RETRY_AFTER_S = 5
 
 
 class Engine:
@@ -52,25 +51,25 @@ class Engine:
         self.artifact = artifact
         self.program = program
         self.metrics = metrics
-        self.draining = False
         self._tokenizer = Tokenizer.open(artifact.file("tokenizer.json"), stop_tokens=manifest.stop_tokens)
         template = ChatTemplate(artifact.file("chat_template.jinja").read_text("utf-8"), manifest.special_tokens)
         self._planner = Planner(manifest, program, self._tokenizer, template, store)
         self._warm_up = WarmUp()
         self._max_running = max_running
-        self._max_queue = max_queue
         self._stop_tokens = frozenset(manifest.stop_tokens)
-        self._wake = threading.Condition()
-        self._waiting: deque[Generation] = deque()
+        self._admission = Admission(max_queue)
         self._running: list[Generation] = []
-        self._unfinished = 0  # submitted and not yet told the end
-        self._closing = False
         self._keeper = None
         if store is not None:
             self._keeper = Keeper(
-                store, program, self._planner, self._tokenizer, metrics, build=manifest.build, wake=self._notify
+                store, program, self._planner, self._tokenizer, metrics, build=manifest.build, wake=self._admission.wake
             )
         self._worker = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused, as it shuts down."""
+        return self._admission.draining
 
     @property
     def keeps(self) -> bool:
@@ -93,14 +92,10 @@ class Engine:
         `deliver` is called from the worker's and the writer's threads: deltas, then one Done or Failed.
         """
         started = time.perf_counter()
-        self._admissible()
+        self._admission.check()
         prompt = self._planner.plan(request)
         generation = Generation(request, prompt, deliver, started)
-        with self._wake:
-            self._admissible()
-            self._waiting.append(generation)
-            self._unfinished += 1
-            self._wake.notify()
+        self._admission.put(generation)
         return generation
 
     def reply(self, key: ReplyKey) -> Reply | None:
@@ -109,31 +104,20 @@ class Engine:
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), stop."""
-        with self._wake:
-            self.draining = True
-            self._wake.wait_for(lambda: self._unfinished == 0, timeout=grace_s)
-            self._closing = True
-            self._wake.notify_all()
+        self._admission.drain(grace_s)
         if self._worker.is_alive():
             self._worker.join()
         if self._keeper is not None:
             self._keeper.close()
 
-    def _admissible(self) -> None:
-        if self.draining:
-            raise _unavailable("the server is shutting down", "shutting_down")
-        if len(self._waiting) >= self._max_queue:
-            raise _unavailable(f"{self._max_queue} requests are waiting already; try again later", "queue_full")
-
     # The worker's thread, from here on.
 
     def _run(self) -> None:
         while True:
-            with self._wake:
-                self._wake.wait_for(self._awake, timeout=self._warm_up.due_s)
-                if self._closing:
-                    break
-                self._admit()
+            self._admission.wait(self._awake, self._warm_up.due_s)
+            if self._admission.closing:
+                break
+            self._admit()
             try:
                 if not self._running:
                     self._idle()
@@ -145,8 +129,9 @@ class Engine:
             except Exception:  # of a request that is over already, or of none: the others go on
                 log.exception("the worker failed at a piece of work")
         self._warm_up.cancel()
-        cut = _unavailable("the server was shut down", "shutting_down")
-        for generation in [*self._running, *self._waiting]:
+        cut = unavailable("the server was shut down", "shutting_down")
+        waiting = [self._admission.take() for _ in range(len(self._admission))]
+        for generation in [*self._running, *waiting]:
             generation.error = cut
             self._cancel(generation)
 
@@ -158,14 +143,14 @@ class Engine:
             self._keeper.repairs.step()
 
     def _awake(self) -> bool:
-        at_work = bool(self._waiting or self._running or self._closing)
+        at_work = bool(self._admission or self._running or self._admission.closing)
         return at_work or (self._keeper is not None and self._keeper.repairs.ready())
 
     def _admit(self) -> None:
-        if not self._waiting:  # as at nearly every token
+        if not self._admission:  # as at nearly every token
             return
-        while self._waiting and self._lanes_in_use() < self._max_running:
-            generation = self._waiting.popleft()
+        while self._admission and self._lanes_in_use() < self._max_running:
+            generation = self._admission.take()
             if generation.cancelled:
                 self._finish(generation)
                 continue
@@ -173,15 +158,12 @@ class Engine:
             if self._keeper is not None:
                 self._keeper.load(generation)
             self._running.append(generation)
-        self.metrics.queue(len(self._waiting), len(self._running))
-
-    def _notify(self) -> None:
-        with self._wake:
-            self._wake.notify_all()
+        self.metrics.queue(len(self._admission), len(self._running))
 
     def _something_to_do(self) -> bool:
         loaded = any(g.loading is not None and g.loading.done() for g in self._running)
-        return loaded or self._closing or (bool(self._waiting) and self._lanes_in_use() < self._max_running)
+        admissible = bool(self._admission) and self._lanes_in_use() < self._max_running
+        return loaded or self._admission.closing or admissible
 
     def _lanes_in_use(self) -> int:
         return sum(max(1, sum(lane.end is None for lane in g.lanes)) for g in self._running)
@@ -193,8 +175,7 @@ class Engine:
         decoding = [g for g in self._running if g.lanes]
         ready = next((g for g in self._running if not g.lanes and (g.loading is None or g.loading.done())), None)
         if ready is None and not decoding:  # all wait for the loader
-            with self._wake:
-                self._wake.wait_for(self._something_to_do, timeout=0.05)
+            self._admission.wait(self._something_to_do, 0.05)
         if ready is not None:
             self._guarded([ready], partial(self._advance_prompt, ready, others=bool(decoding)))
         if decoding:
@@ -324,7 +305,7 @@ class Engine:
         if g.handle is not None:
             self.program.release(g.handle)
             g.handle = None
-        self.metrics.queue(len(self._waiting), len(self._running))
+        self.metrics.queue(len(self._admission), len(self._running))
         if self._keeper is None:
             self._tell(g, stored=False)
         else:
@@ -342,10 +323,4 @@ class Engine:
         self._send(g, Done(g.finish_reasons, usage) if g.error is None else Failed(g.error))
         if stored and self._keeper is not None:
             self._keeper.repairs.add(g)
-        with self._wake:
-            self._unfinished -= 1
-            self._wake.notify_all()
-
-
-def _unavailable(message: str, code: str) -> Rejected:
-    return Rejected(message, status=503, code=code, retry_after_s=RETRY_AFTER_S)
+        self._admission.told()

@@ -336,15 +336,21 @@ def test_short_buckets_are_warmed_up_when_nobody_comes(
     asked_at_once.shutdown(0)
 
 
+def yesterday(loaded: tuple[Artifact, Program], store: Store) -> Answer:
+    """Two conversations with another engine. What the last of them was answered."""
+    before = Engine(*loaded, store, metrics=Metrics())
+    before.start()
+    ask(before, LONG_SYSTEM, user("Who is there?"))
+    answer = ask(before, user("Hello"))
+    before.shutdown(0)
+    return answer
+
+
 def test_the_conversation_used_last_is_taken_up_when_nobody_comes(
     loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = loaded[1]
-    before = Engine(*loaded, store, metrics=Metrics())
-    before.start()
-    ask(before, LONG_SYSTEM, user("Who is there?"))
-    first = ask(before, user("Hello"))
-    before.shutdown(0)
+    first = yesterday(loaded, store)
     reserved: list[int] = []
     reserve = program.reserve
 
@@ -376,10 +382,7 @@ def test_a_request_need_not_wait_for_the_whole_warm_up(
     loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = loaded[1]
-    before = Engine(*loaded, store, metrics=Metrics())
-    before.start()
-    ask(before, LONG_SYSTEM, user("Who is there?"))
-    before.shutdown(0)
+    yesterday(loaded, store)
     held: set[int] = set()
     reserve, fill, release = program.reserve, program.fill, program.release
     at_it, asked = threading.Event(), threading.Event()

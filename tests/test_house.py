@@ -46,6 +46,7 @@ FLOORS = {
     "ssmd.inflight": 4,
     "ssmd.repair": 4,
     "ssmd.replay": 4,
+    "ssmd.admission": 4,
     "ssmd.engine": 4,
     "ssmd.api": 5,
     "ssmd.server": 5,

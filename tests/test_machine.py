@@ -353,7 +353,7 @@ class Sessions(RuleBasedStateMachine):
         deadline = time.monotonic() + 60
         while True:
             with repairs._lock:
-                if not (self.engine._unfinished or repairs._waiting or repairs._turn):
+                if not (self.engine._admission.unfinished or repairs._waiting or repairs._turn):
                     break
             assert time.monotonic() < deadline
             time.sleep(0.001)
