@@ -70,10 +70,7 @@ class Writer:
         def work() -> None:
             try:
                 started = time.perf_counter()
-                workers = 2 if checkpoint.kind == "turn" else 1  # a client waits for it; others run beside the decoding
-                pending.encoded = encode(
-                    checkpoint, scope=self._scope, producer=self._producer, spec=self._spec, workers=workers
-                )
+                pending.encoded = encode(checkpoint, scope=self._scope, producer=self._producer, spec=self._spec)
                 pending.ms = (time.perf_counter() - started) * 1e3
             finally:
                 with self._lock:

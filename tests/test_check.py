@@ -102,7 +102,7 @@ STATES = [
     ("UPDATE piece SET last = -1 WHERE checkpoint = 4", "checkpoint 4: ", {4}),
     ("DELETE FROM piece WHERE checkpoint = 4", "checkpoint 4: its recurrent values from 0 on are missing", {4}),
     ("UPDATE segment SET data = x'00' WHERE id = 4", "KV rows 4: .*altered", {4, 5, 6}),
-    ("UPDATE segment SET sha256 = x'00' WHERE id = 6", "KV rows 6", {6}),
+    ("UPDATE segment SET checksum = x'00' WHERE id = 6", "KV rows 6", {6}),
     ("UPDATE segment SET nbytes = 1 WHERE id = 6", "KV rows 6: it has .* bytes, not 1", {6}),
     ("DELETE FROM segment WHERE id = 6", "checkpoint 6: its KV rows 6 are .*missing", {6}),
     ("DELETE FROM checkpoint_segment WHERE checkpoint = 6 AND segment = 2", "checkpoint 6: its KV rows from", {6}),
@@ -241,7 +241,7 @@ class TestTheFile:
         [
             ("SELECT substr(data, 1, 64) FROM segment WHERE id = 6", "KV rows 6: .*altered"),
             ("SELECT substr(data, 100, 64) FROM piece WHERE checkpoint = 6", "checkpoint 6: .*altered"),
-            ("SELECT sha256 FROM segment WHERE id = 6", "KV rows 6: .*altered"),
+            ("SELECT checksum FROM segment WHERE id = 6", "KV rows 6: .*altered"),
             ("SELECT substr(ids, -40) FROM turn WHERE id = 'a3'", "turn 'a3' .*not those that were fed"),
             ("SELECT digest FROM checkpoint WHERE id = 6", "checkpoint 6: .*not consist"),
             ("SELECT 'the words of a3'", "turn 'a3' .*hashed"),

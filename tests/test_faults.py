@@ -215,7 +215,7 @@ class TestAltered:
             ("UPDATE piece SET data = CAST(data || x'00' AS BLOB) WHERE checkpoint = 4", r"\[0, 164\) were altered"),
             ("UPDATE piece SET data = 'text' WHERE checkpoint = 4", "not what was written"),
             ("UPDATE piece SET data = x'' WHERE checkpoint = 4", r"recurrent values \[0, 164\) were altered"),
-            ("UPDATE piece SET sha256 = x'00' WHERE checkpoint = 4", "were altered"),
+            ("UPDATE piece SET checksum = x'00' WHERE checkpoint = 4", "were altered"),
             ("UPDATE piece SET dtype = 'int8' WHERE checkpoint = 4", "stored as 'int8', which this version"),
             ("UPDATE piece SET last = 99999999 WHERE checkpoint = 4", "not what was written"),
             ("DELETE FROM piece WHERE checkpoint = 4", "recurrent values from 0 on are missing"),

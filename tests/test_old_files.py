@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from ssmd.sessions.checkpoint import Scope
 from ssmd.sessions.database import FILE
 from ssmd.sessions.store import Store
 from ssmd.sessions.transfer import Local, import_session
+from ssmd.sessions.turn import StoreError
 from ssmd.state import State
 
 DATA = Path(__file__).parent / "data"
@@ -60,3 +63,20 @@ def test_the_states_are_the_same(tmp_path: Path) -> None:
     assert_same(head_state(a), head_state(b))
     a.close()
     b.close()
+
+
+@pytest.mark.parametrize("opened", [from_database, from_file])
+@pytest.mark.parametrize("table", ["piece", "segment"])
+def test_a_flipped_bit_is_found(opened: Callable[[Path], Store], table: str, tmp_path: Path) -> None:
+    """Numbers of the first version carry a sha256, those that this one writes an xxh3-128."""
+    store = opened(tmp_path / "data")
+    head_state(store)
+    with contextlib.closing(sqlite3.connect(store.file)) as raw, raw:
+        (length,) = {n for (n,) in raw.execute(f"SELECT length(checksum) FROM {table}")}
+        assert length == (32 if opened is from_database else 16)
+        for rowid, data in raw.execute(f"SELECT rowid, data FROM {table}").fetchall():
+            torn = bytes([*data[:-1], data[-1] ^ 1])
+            raw.execute(f"UPDATE {table} SET data = ? WHERE rowid = ?", (torn, rowid))
+    with pytest.raises(StoreError, match="altered"):
+        head_state(store)
+    store.close()

@@ -12,19 +12,18 @@ Compression gave 0.85 to 0.87 of the size and cost more time than all the rest o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ssmd.sessions import codec
 from ssmd.state import DTYPES, Part, State, StateError, StateSpec, TensorSpec
 
-BLOB_BYTES = 4 << 20  # of one row of the database; several let threads share the work
+BLOB_BYTES = 1 << 20  # of one row of the database: read, verified and taken in while it is in the processor's cache
 MAX_BLOB_BYTES = 8 << 20  # no stored row is larger
 _RAW = "raw/"
 
@@ -38,11 +37,15 @@ class Blob:
     first: int
     last: int
     encoding: str
-    sha256: bytes
+    checksum: bytes
     data: bytes | memoryview = field(repr=False)
 
-    def is_genuine(self) -> bool:
-        return hashlib.sha256(self.data).digest() == self.sha256
+
+def is_genuine(data: bytes | memoryview, checksum: object) -> bool:
+    """By xxh3-128, or by sha256, which is what the first version wrote. Both show damage; neither is a signature."""
+    if isinstance(checksum, bytes) and len(checksum) == hashlib.sha256().digest_size:
+        return hashlib.sha256(data).digest() == checksum
+    return xxhash.xxh3_128_digest(data) == checksum
 
 
 def dtype_of(encoding: str) -> str | None:
@@ -60,10 +63,7 @@ def _blob(first: int, last: int, values: Array) -> Blob:
     data = values.reshape(-1).view(np.uint8).data
     if len(data) > MAX_BLOB_BYTES:
         raise StateError(f"one row of stored numbers takes {len(data)} bytes, {MAX_BLOB_BYTES} are possible")
-    return Blob(first, last, f"{_RAW}{values.dtype.name}", hashlib.sha256(data).digest(), data)
-
-
-_Job = Callable[[], Blob]
+    return Blob(first, last, f"{_RAW}{values.dtype.name}", xxhash.xxh3_128_digest(data), data)
 
 
 def _offsets(tensors: Sequence[TensorSpec]) -> list[int]:
@@ -87,10 +87,10 @@ def _piece(state: State, spec: StateSpec, first: int, last: int, dtype: str) -> 
     return _blob(first, last, values)
 
 
-def _recurrent_jobs(state: State, spec: StateSpec) -> list[_Job]:
+def _pieces(state: State, spec: StateSpec) -> Iterator[Blob]:
     dtype = _common_dtype(state.tensors[t.name] for t in spec.recurrent)
     step, end = BLOB_BYTES // DTYPES[dtype].itemsize, recurrent_values(spec)
-    return [partial(_piece, state, spec, a, min(a + step, end), dtype) for a in range(0, end, step)]
+    return (_piece(state, spec, at, min(at + step, end), dtype) for at in range(0, end, step))
 
 
 def _as_block(state: State, spec: StateSpec) -> Array | None:
@@ -118,26 +118,19 @@ def _segment(state: State, spec: StateSpec, first: int, last: int, dtype: str, b
     return _blob(first, last, rows)
 
 
-def _row_jobs(state: State, spec: StateSpec) -> list[_Job]:
-    """All key and value rows [since, position), as segments."""
+def _segments(state: State, spec: StateSpec) -> Iterator[Blob]:
+    """All key and value rows [since, position)."""
     if not spec.rows or state.since == state.position:
-        return []
+        return iter(())
     dtype = _common_dtype(state.tensors[t.name] for t in spec.rows)
     step = max(1, BLOB_BYTES // (spec.row_values * DTYPES[dtype].itemsize))
     end, block = state.position, _as_block(state, spec)
-    return [partial(_segment, state, spec, a, min(a + step, end), dtype, block) for a in range(state.since, end, step)]
+    return (_segment(state, spec, at, min(at + step, end), dtype, block) for at in range(state.since, end, step))
 
 
-def cut(state: State, spec: StateSpec, workers: int = 1) -> tuple[tuple[Blob, ...], tuple[Blob, ...]]:
+def cut(state: State, spec: StateSpec) -> tuple[tuple[Blob, ...], tuple[Blob, ...]]:
     """(recurrent data, KV rows) of a checked state, hashed. Rows may be views of the state's own memory."""
-    pieces = _recurrent_jobs(state, spec)
-    jobs = [*pieces, *_row_jobs(state, spec)]
-    if workers < 2 or len(jobs) < 2:
-        blobs = tuple(job() for job in jobs)
-    else:
-        with ThreadPoolExecutor(workers, thread_name_prefix="ssmd-encode") as pool:
-            blobs = tuple(future.result() for future in [pool.submit(job) for job in jobs])
-    return blobs[: len(pieces)], blobs[len(pieces) :]
+    return tuple(_pieces(state, spec)), tuple(_segments(state, spec))
 
 
 def _values(blob: Blob, count: int) -> Array:

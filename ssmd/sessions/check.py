@@ -5,7 +5,6 @@ Values are read as they lie there, without the schema's types: any byte may have
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Connection, text
 
-from ssmd.sessions.blobs import MAX_BLOB_BYTES, dtype_of, recurrent_values
+from ssmd.sessions.blobs import MAX_BLOB_BYTES, dtype_of, is_genuine, recurrent_values
 from ssmd.sessions.checkpoint import KINDS, Digested, anchor, as_ids, digest, prefix_keys
 from ssmd.sessions.findings import Findings, as_they_are, is_count, is_text, is_time, raw_rows
 from ssmd.sessions.holding import stored_bytes
@@ -52,8 +51,8 @@ def _blob_problem(row: Any) -> str:
     """Of a piece or a segment."""
     if not isinstance(row.data, bytes) or not isinstance(row.dtype, str) or len(row.data) > MAX_BLOB_BYTES:
         return "its numbers are not what was written"
-    if hashlib.sha256(row.data).digest() != row.sha256:
-        return "its numbers were altered (sha256 differs)"
+    if not is_genuine(row.data, row.checksum):
+        return "its numbers were altered (their checksum differs)"
     if not is_count(row.first, row.last) or row.first >= row.last or dtype_of(row.dtype) is None:
         return "where its numbers belong is not readable"
     return ""
@@ -64,7 +63,7 @@ def _segments(
 ) -> dict[int, tuple[Digested, str]]:
     """By id, of the sound ones: what goes into a digest."""
     sound: dict[int, tuple[Digested, str]] = {}
-    for row in raw_rows(connection, "segment", "id first last dtype nbytes sha256 data", "id"):
+    for row in raw_rows(connection, "segment", "id first last dtype nbytes checksum data", "id"):
         progress(len(row.data) if isinstance(row.data, bytes) else 0)
         problem = _blob_problem(row)
         if not problem and row.nbytes != len(row.data):
@@ -73,7 +72,7 @@ def _segments(
             found.segments.add(row.id)
             found.add(f"KV rows {row.id}", problem, "the states that stand on them go, their turns are read again")
         else:
-            sound[row.id] = ((row.first, row.last, row.sha256), row.dtype)
+            sound[row.id] = ((row.first, row.last, row.checksum), row.dtype)
     return sound
 
 
@@ -92,9 +91,9 @@ def _checkpoints(
     for row in raw_rows(connection, "checkpoint_segment", "checkpoint segment", "checkpoint, segment"):
         lists.setdefault(row.checkpoint, []).append(row.segment)
     pieces: dict[int, list[Any]] = {}
-    for row in raw_rows(connection, "piece", "checkpoint first last dtype sha256 data", "checkpoint, first"):
+    for row in raw_rows(connection, "piece", "checkpoint first last dtype checksum data", "checkpoint, first"):
         progress(len(row.data) if isinstance(row.data, bytes) else 0)
-        known = None if _blob_problem(row) else (row.first, row.last, row.sha256, len(row.data))
+        known = None if _blob_problem(row) else (row.first, row.last, row.checksum, len(row.data))
         pieces.setdefault(row.checkpoint, []).append(known or _blob_problem(row))
     columns = (
         "id key anchor layout lineage build producer origin position kind digest recurrent_nbytes rows_nbytes "

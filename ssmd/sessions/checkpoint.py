@@ -150,12 +150,11 @@ def anchors(last: int) -> list[int]:
     return found
 
 
-def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: StateSpec, workers: int = 1) -> Encoded:
+def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: StateSpec) -> Encoded:
     """Everything that committing `checkpoint` needs, hashed.
 
-    It touches no database, and may run on any thread as soon as the state was saved. workers: threads to share the
-    work; more than one is for when somebody waits and the model does not run. Raises StateError if the state is not one
-    of `spec` at this position, or not finite; ValueError if ids and position disagree.
+    It touches no database, and may run on any thread as soon as the state was saved. Raises StateError if the state is
+    not one of `spec` at this position, or not finite; ValueError if ids and position disagree.
     """
     state, parent = checkpoint.state, checkpoint.parent
     ids = as_ids(checkpoint.ids)
@@ -180,7 +179,7 @@ def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: Stat
         above = parent
     if spec.rows and parent is not None:
         (parent_key,) = prefix_keys(scope.layout, scope.lineage, ids, [state.since])
-    pieces, segments = cut(state, spec, workers)
+    pieces, segments = cut(state, spec)
     return Encoded(
         scope=scope,
         producer=producer,
@@ -199,13 +198,13 @@ def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: Stat
     )
 
 
-Digested = tuple[int, int, bytes]  # of a blob: first, last, sha256
+Digested = tuple[int, int, bytes]  # of a blob: first, last, checksum
 
 
 def digest(position: int, segments: Sequence[Digested], pieces: Sequence[Digested]) -> bytes:
-    """What a checkpoint is made of: sha256 over its position and (first, last, sha256) of all segments and pieces."""
+    """What a checkpoint is made of: sha256 over its position and (first, last, checksum) of all segments and pieces."""
     running = hashlib.sha256(f"ssmd checkpoint 1 {position}\n".encode())
     for name, parts in (("rows", segments), ("recurrent", pieces)):
-        for first, last, sha in parts:
-            running.update(f"{name} {first} {last} {sha.hex()}\n".encode())
+        for first, last, checksum in parts:
+            running.update(f"{name} {first} {last} {checksum.hex()}\n".encode())
     return running.digest()

@@ -145,9 +145,9 @@ def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Se
         if parent is not None:
             _link(connection, links, parent.id, now)
         rows = _rows_of(connection, parent.id) if parent is not None and enc.since else []
-        segments = [(r.first, r.last, r.sha256) for r in rows]
-        segments += [(b.first, b.last, b.sha256) for b in enc.segments]
-        own = digest(enc.position, segments, [(b.first, b.last, b.sha256) for b in enc.pieces])
+        segments = [(r.first, r.last, r.checksum) for r in rows]
+        segments += [(b.first, b.last, b.checksum) for b in enc.segments]
+        own = digest(enc.position, segments, [(b.first, b.last, b.checksum) for b in enc.pieces])
         there = _same_key(connection, enc)
         if there is not None:
             if there.digest != own:
@@ -196,10 +196,10 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
     number = int(new_id[0])
     for b in enc.pieces:
         row = {"checkpoint": number, "first": b.first, "last": b.last, "dtype": b.encoding}
-        connection.execute(_NEW_PIECE, row | {"sha256": b.sha256, "data": b.data})
+        connection.execute(_NEW_PIECE, row | {"checksum": b.checksum, "data": b.data})
     for b in enc.segments:
         row = {"first": b.first, "last": b.last, "dtype": b.encoding, "nbytes": len(b.data)}
-        made = connection.execute(_NEW_SEGMENT, row | {"sha256": b.sha256, "data": b.data})
+        made = connection.execute(_NEW_SEGMENT, row | {"checksum": b.checksum, "data": b.data})
         assert made.inserted_primary_key is not None
         link = {"checkpoint": number, "segment": made.inserted_primary_key[0]}
         connection.execute(insert(checkpoint_segment).values(link))
@@ -234,7 +234,7 @@ def _same_key(connection: Connection, enc: Encoded) -> Any:
 
 
 def _rows_of(connection: Connection, checkpoint_id: int) -> Sequence[Any]:
-    columns = (segment.c.id, segment.c.first, segment.c.last, segment.c.sha256)
+    columns = (segment.c.id, segment.c.first, segment.c.last, segment.c.checksum)
     return connection.execute(segments_of(checkpoint_id, *columns)).all()
 
 

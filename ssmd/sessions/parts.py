@@ -7,7 +7,6 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from ssmd.sessions import codec
 from ssmd.sessions.blobs import (
     MAX_BLOB_BYTES,
     Blob,
+    is_genuine,
     piece_values,
     recurrent_parts,
     recurrent_values,
@@ -28,15 +28,11 @@ from ssmd.sessions.schema import checkpoint, checkpoint_segment, piece, segment
 from ssmd.sessions.turn import StoreError
 from ssmd.state import Part, StateError, StateSpec
 
-_AHEAD = 2  # parts
 Array = NDArray[Any]
-_Job = Callable[[], Part | Array]
 
 
-def read_parts(
-    connection: Connection, checkpoint_id: int, spec: StateSpec, threads: Executor
-) -> tuple[int, Generator[Part]]:
-    """(position, the parts of its state in order). A thread reads, `threads` verify, while the caller works.
+def read_parts(connection: Connection, checkpoint_id: int, spec: StateSpec) -> tuple[int, Generator[Part]]:
+    """(position, the parts of its state in order). A thread reads and verifies the next while the caller works.
 
     Raises StoreError naming what is missing or was altered, at the latest after the last part. The connection may be
     used again when the iterator has ended or was closed.
@@ -47,26 +43,24 @@ def read_parts(
         raise StoreError(f"checkpoint {checkpoint_id} is not stored any more")
     if head.layout != spec.digest():
         raise StoreError(f"checkpoint {checkpoint_id} is of layout {head.layout}, the program's is {spec.digest()}")
-    return head.position, _parts(connection, checkpoint_id, head, spec, threads)
+    return head.position, _parts(connection, checkpoint_id, head, spec)
 
 
-def _parts(
-    connection: Connection, checkpoint_id: int, head: Any, spec: StateSpec, threads: Executor
-) -> Generator[Part]:
+def _parts(connection: Connection, checkpoint_id: int, head: Any, spec: StateSpec) -> Generator[Part]:
     segments: list[Digested] = []
     pieces: list[Digested] = []
 
-    def jobs() -> Iterator[_Job]:
+    def read() -> Iterator[Part | Array]:
         what = f"checkpoint {checkpoint_id}: KV rows"
         rows = connection.execute(segments_of(checkpoint_id))
         for blob in _blobs(rows, what, head.position if spec.rows else 0, segments):
-            yield partial(_verified, blob, what, partial(rows_part, spec=spec))
+            yield _verified(blob, what, partial(rows_part, spec=spec))
         what = f"checkpoint {checkpoint_id}: recurrent values"
         rows = connection.execute(select(piece).where(piece.c.checkpoint == checkpoint_id).order_by(piece.c.first))
         for blob in _blobs(rows, what, recurrent_values(spec), pieces):
-            yield partial(_verified, blob, what, piece_values)
+            yield _verified(blob, what, piece_values)
 
-    with contextlib.closing(_ahead(jobs(), threads)) as results:
+    with contextlib.closing(_ahead(read())) as results:
         values: Iterator[Array] = iter(())
         for result in results:
             if not isinstance(result, Part):
@@ -83,8 +77,8 @@ def _parts(
 
 def _verified(blob: Blob, name: str, read: Callable[[Blob], Part | Array]) -> Part | Array:
     what = f"{name} [{blob.first}, {blob.last})"
-    if not blob.is_genuine():
-        raise StoreError(f"{what} were altered (sha256 differs)")
+    if not is_genuine(blob.data, blob.checksum):
+        raise StoreError(f"{what} were altered (their checksum differs)")
     try:
         return read(blob)
     except (codec.CodecError, StateError) as err:
@@ -100,8 +94,8 @@ def _blobs(rows: Iterable[Any], name: str, end: int, found: list[Digested]) -> I
         if not sound or row.first != at or not isinstance(row.last, int) or not at < row.last <= end:
             raise StoreError(f"{what} are not what was written")
         at = row.last
-        found.append((row.first, row.last, row.sha256))
-        yield Blob(row.first, row.last, row.dtype, row.sha256, row.data)
+        found.append((row.first, row.last, row.checksum))
+        yield Blob(row.first, row.last, row.dtype, row.checksum, row.data)
     if at != end:
         raise StoreError(f"{name} from {at} on are missing")
 
@@ -117,35 +111,33 @@ def segments_of(checkpoint_id: int, *columns: Any) -> Any:
     return mine.order_by(checkpoint_segment.c.segment)
 
 
-def _ahead(jobs: Iterator[_Job], threads: Executor) -> Generator[Part | Array]:
-    """What `jobs` return or raise, in order: another thread asks for them, `threads` do them, up to _AHEAD ahead."""
-    made: queue.Queue[Future[Part | Array] | BaseException | None] = queue.Queue(_AHEAD)
+def _ahead(items: Iterator[Part | Array]) -> Generator[Part | Array]:
+    """The same items or error, made by another thread while the caller works on the one before."""
+    made: queue.Queue[Part | Array | BaseException | None] = queue.Queue(1)
     unwanted = threading.Event()
 
     def produce() -> None:
         end: BaseException | None = None
         try:
-            for job in jobs:
+            for item in items:
                 if unwanted.is_set():
                     break
-                made.put(threads.submit(job))
-                del job  # the blob in it is the other thread's now
+                made.put(item)
+                del item  # it is the other thread's now
         except BaseException as err:
             end = err
         made.put(end)
 
-    # Not one of `threads`: if each of them waited for a caller, nobody would do the jobs.
     reader = threading.Thread(target=produce, name="ssmd-read", daemon=True)
     reader.start()
-    item: Future[Part | Array] | BaseException | None = None
+    item: Part | Array | BaseException | None = None
     try:
         while (item := made.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            yield item.result()
+            yield item
     finally:
         unwanted.set()
-        while isinstance(item, Future):  # the connection is the reader's until then
-            item.cancel()
+        while not (item is None or isinstance(item, BaseException)):  # the connection is the reader's until then
             item = made.get()
         reader.join()

@@ -118,7 +118,7 @@ piece = Table(
     Column("first", Integer, primary_key=True),  # values [first, last) of the flattened recurrent data
     Column("last", Integer, nullable=False),
     Column("dtype", String(8), nullable=False),
-    Column("sha256", LargeBinary(32), nullable=False),
+    Column("checksum", LargeBinary(32), nullable=False),  # xxh3-128 of `data`; sha256 in rows of the first version
     Column("data", LargeBinary, nullable=False),
 )
 
@@ -130,7 +130,7 @@ segment = Table(
     Column("last", Integer, nullable=False),
     Column("dtype", String(8), nullable=False),
     Column("nbytes", BigInteger, nullable=False),
-    Column("sha256", LargeBinary(32), nullable=False),
+    Column("checksum", LargeBinary(32), nullable=False),  # xxh3-128 of `data`; sha256 in rows of the first version
     Column("data", LargeBinary, nullable=False),
     sqlite_autoincrement=True,
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -49,7 +47,6 @@ class Store:
     def __init__(self, engine: Engine, file: Path, quota: int | None = None) -> None:
         self._engine = engine
         self.quota = quota
-        self._threads = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="ssmd-load")
         self.file = file
 
     @staticmethod
@@ -82,11 +79,10 @@ class Store:
 
     def load_in(self, connection: Connection, checkpoint_id: int, spec: StateSpec) -> State:
         """As `load`, within a read transaction."""
-        position, parts = read_parts(connection, checkpoint_id, spec, self._threads)
+        position, parts = read_parts(connection, checkpoint_id, spec)
         return joined(parts, spec, position)
 
     def close(self) -> None:
-        self._threads.shutdown()
         self._engine.dispose()
 
     def commit(
@@ -204,7 +200,7 @@ class Store:
         it sure that they belong together.
         """
         with self.reading() as connection:
-            position, parts = read_parts(connection, checkpoint_id, spec, self._threads)
+            position, parts = read_parts(connection, checkpoint_id, spec)
             with closing(parts):  # a thread reads ahead: it must be done with the connection, however this ends
                 yield position, parts
 
