@@ -28,7 +28,7 @@ from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.store import Store
 from ssmd.text.template import ChatTemplate
 from ssmd.text.tokenizer import Tokenizer
-from ssmd.warmup import WarmUp, once, run_bucket
+from ssmd.warmup import WarmUp, once, run_tokens
 
 log = logging.getLogger(__name__)
 BUCKET_WHILE_OTHERS_DECODE = 64
@@ -79,11 +79,11 @@ class Engine:
     def start(self, *, warm_up: bool = False) -> None:
         """warm_up: if nobody comes in the first moments, do once what takes longer the first time."""
         if warm_up:
-            short = [b for b in self.program.buckets if b <= BUCKET_WHILE_OTHERS_DECODE]
-            conversation = [] if self._keeper is None else [self._keeper.warm_up(short)]
-            self._warm_up = WarmUp(
-                [once(self._planner.warm_up), *conversation, *(run_bucket(self.program, b) for b in short)]
-            )
+            lengths = self.program.buckets
+            length = max([b for b in lengths if b <= BUCKET_WHILE_OTHERS_DECODE] or lengths[:1])
+            keeper = self._keeper
+            feed = run_tokens(self.program, length) if keeper is None else keeper.warm_up(length)
+            self._warm_up = WarmUp([once(self._planner.warm_up), feed])
         self._worker.start()
 
     def submit(self, request: Request, deliver: Callable[[Event], None]) -> Generation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ssmd import replay
 from ssmd.generation import Rejected, Request
@@ -21,7 +21,7 @@ from ssmd.sessions.store import Store
 from ssmd.sessions.turn import conversation
 from ssmd.text.messages import Message
 from ssmd.text.tokenizer import Tokenizer
-from ssmd.warmup import Steps
+from ssmd.warmup import Steps, run_tokens
 from ssmd.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -47,29 +47,18 @@ class Keeper:
         self._loader = Loader(planner, program, store)
         self.repairs = Repairs(planner, program, store, self._writer, self._loader, build=build, wake=wake)
 
-    def warm_up(self, lengths: Sequence[int]) -> Steps:
-        """Take up the conversation that was used last, as its user may soon, feed it buckets and let go of it:
+    def warm_up(self, tokens: int) -> Steps:
+        """Take up the conversation that was used last, as its user may soon, feed it so many tokens and let go of it:
         the next one to be taken up finds memory, connections, queries and graphs ready."""
+        loaded = None
         session = self._store.newest()
-        if session is None:
-            return
-        said = conversation(self._store.path(session.head))
-        with contextlib.suppress(Rejected):
-            prompt = self._planner.plan(Request((*said, Message("user", secrets.token_hex(12))), store=False))
-            yield
-            loaded = yield from self._loader.steps(prompt.found, prompt.ids, session.info.id)
-            if loaded is None:
-                return
-            found, handle = loaded
-            try:
-                fed = found.position
-                for n in lengths:
-                    yield
-                    fed += n
-                    if self._program.context is None or fed <= self._program.context:
-                        self._program.prefill(handle, [0] * n)
-            finally:
-                self._program.release(handle)
+        if session is not None:
+            said = conversation(self._store.path(session.head))
+            with contextlib.suppress(Rejected):
+                prompt = self._planner.plan(Request((*said, Message("user", secrets.token_hex(12))), store=False))
+                yield
+                loaded = yield from self._loader.steps(prompt.found, prompt.ids, session.info.id)
+        yield from run_tokens(self._program, tokens, None if loaded is None else loaded[1])
 
     def load(self, g: Generation) -> None:
         """Begin to load the state that a request starts from, if there is one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 
-from ssmd.runtime import Program
+from ssmd.runtime import Handle, Program
 
 AFTER_S = 0.1  # how long nobody must have come before the first step; the others follow at once
 Steps = Generator[None]  # work that may be closed after any of its steps
@@ -49,11 +49,15 @@ def once(work: Callable[[], object]) -> Steps:
     yield
 
 
-def run_bucket(program: Program, tokens: int) -> Steps:
-    """Prefill so many tokens of nothing."""
-    handle = program.new_state()
+def run_tokens(program: Program, tokens: int, handle: Handle | None = None) -> Steps:
+    """Feed so many tokens at once and one more, to a state of its own or to this one, which it releases."""
+    if handle is None:
+        handle = program.new_state()
     try:
-        program.prefill(handle, [0] * tokens)
-        yield
+        if program.context is None or program.position(handle) + tokens < program.context:
+            program.prefill(handle, [0] * tokens)
+            yield
+            program.decode([handle], [0])
+            yield
     finally:
         program.release(handle)
