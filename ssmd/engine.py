@@ -80,9 +80,10 @@ class Engine:
         """warm_up: if nobody comes in the first moments, do once what takes longer the first time."""
         if warm_up:
             lengths = self.program.buckets
-            length = max([b for b in lengths if b <= BUCKET_WHILE_OTHERS_DECODE] or lengths[:1])
+            short = [b for b in lengths if b <= BUCKET_WHILE_OTHERS_DECODE] or lengths[:1]
+            tokens = [0, *short][-2] + 1  # as few as run the longest of these: more might need a larger KV tier
             keeper = self._keeper
-            feed = run_tokens(self.program, length) if keeper is None else keeper.warm_up(length)
+            feed = run_tokens(self.program, tokens) if keeper is None else keeper.warm_up(tokens)
             self._warm_up = WarmUp([once(self._planner.warm_up), feed])
         self._worker.start()
 

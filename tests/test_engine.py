@@ -322,7 +322,7 @@ def test_the_program_is_warmed_up_when_nobody_comes(
     idle = Engine(*loaded, store, metrics=Metrics())
     idle.start(warm_up=True)
     deadline = time.monotonic() + 20
-    while fed != [64]:
+    while fed != [17]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert ask(idle, user("Hello")).usage.cached_tokens == 0
@@ -369,7 +369,7 @@ def test_the_conversation_used_last_is_taken_up_when_nobody_comes(
     idle = Engine(*loaded, store, metrics=Metrics())
     idle.start(warm_up=True)
     soon(lambda: bool(fed))
-    assert fed == [(reserved[0], 64)], "in the state of that conversation"
+    assert fed == [(reserved[0], 17)], "in the state of that conversation"
     after = ask(idle, user("Hello"), answered(first.text), user("And now?"))
     assert after.usage.resume == "exact"
     assert reserved == [after.usage.cached_tokens] * 2
