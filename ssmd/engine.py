@@ -204,10 +204,14 @@ class Engine:
             self.program.prefill(g.handle, prompt.ids[g.position : g.position + n].tolist())
             g.position += n
             g.fed += n
-            if g.position == mark and self._keeper is not None:
-                self._keeper.checkpoint(g, g.handle, "user" if mark == last else "system", prompt.ids[:mark])
+            if g.position == mark < last and self._keeper is not None:
+                self._keeper.checkpoint(g, g.handle, "system", prompt.ids[:mark])
         else:
+            keeper = self._keeper if g.fed else None
+            user = None if keeper is None else keeper.save(g, g.handle, "user", prompt.ids[:last])
             logits = self.program.decode([g.handle], [int(prompt.ids[last])])[0]
+            if keeper is not None and user is not None:  # only now: encoding takes a core from the first token
+                keeper.keep(g, user)
             g.position += 1
             g.fed += 1
             g.logits = logits

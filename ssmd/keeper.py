@@ -76,19 +76,29 @@ class Keeper:
     def checkpoint(
         self, g: Generation, handle: Handle, kind: CheckpointKind, ids: Ids, turn: str | None = None
     ) -> None:
-        """Save a handle's state on the way to the store. turn: whose end it is; None for all of the request."""
+        """`save` and `keep`."""
+        saved = self.save(g, handle, kind, ids, turn)
+        if saved is not None:
+            self.keep(g, saved)
+
+    def save(
+        self, g: Generation, handle: Handle, kind: CheckpointKind, ids: Ids, turn: str | None = None
+    ) -> NewCheckpoint | None:
+        """A handle's state, for `keep`; None if nothing is kept. turn: whose end it is; None for all of the request."""
         if g.prompt.info is None:
-            return
+            return None
         parent, since = g.parent
-        state = self._program.save(handle, since=since)
-        checkpoint = NewCheckpoint(kind, ids, state, parent, g.origin, turn)
+        return NewCheckpoint(kind, ids, self._program.save(handle, since=since), parent, g.origin, turn)
+
+    def keep(self, g: Generation, checkpoint: NewCheckpoint) -> None:
+        """Send a state on its way to the store; what is saved after it grows from it."""
         pending = self._writer.encode(checkpoint)
         if pending is None:
             log.warning("request %s: a checkpoint is left out, the store is too far behind", g.id)
             return
         g.checkpoints.append(pending)
-        if kind != "turn":  # choices are siblings: each grows from the prompt
-            g.parent = (checkpoint, state.position)
+        if checkpoint.kind != "turn":  # choices are siblings: each grows from the prompt
+            g.parent = (checkpoint, checkpoint.state.position)
 
     def commit(self, g: Generation, then: Callable[[bool], None]) -> None:
         """Write the turns of a request with its checkpoints; `then(stored)`, from whatever thread."""

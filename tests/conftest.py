@@ -48,8 +48,8 @@ class TinyArtifacts(Mapping[str, Path]):
         variant, quantization, buckets, capacities = BUILT[name]
         path = self.folder / variant / f"litert-cpu-{quantization}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs at once build it once
+        with (self.folder / f".lock-{variant}").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two processes at once build it once
             if not path.exists():
                 # Processes of their own: transformers and the converters warn, log and keep gigabytes.
                 source = self.folder / ".source" / variant

@@ -177,7 +177,7 @@ def test_what_no_turn_came_to_is_swept(store: Store, spec: StateSpec) -> None:
 
 
 def test_large_states_are_cut_into_rows_that_fit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs_module, "BLOB_BYTES", 256)
+    monkeypatch.setattr(blobs_module, "BLOB_BYTES", 64)
     chat = Chat(store, "s")
     chat.say("t1", None, "hi", "hello", tokens=50)
     chat.say("t2", "t1", "more", "sure", tokens=3)

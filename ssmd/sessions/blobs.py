@@ -24,6 +24,7 @@ from ssmd.sessions import codec
 from ssmd.state import DTYPES, Part, State, StateError, StateSpec, TensorSpec
 
 BLOB_BYTES = 1 << 20  # of one row of the database: read, verified and taken in while it is in the processor's cache
+SEGMENT_ROWS = 128  # at least, up to 4 times as many bytes: fewer are scattered over a runtime's caches too slowly
 MAX_BLOB_BYTES = 8 << 20  # no stored row is larger
 _RAW = "raw/"
 
@@ -123,7 +124,8 @@ def _segments(state: State, spec: StateSpec) -> Iterator[Blob]:
     if not spec.rows or state.since == state.position:
         return iter(())
     dtype = _common_dtype(state.tensors[t.name] for t in spec.rows)
-    step = max(1, BLOB_BYTES // (spec.row_values * DTYPES[dtype].itemsize))
+    row = spec.row_values * DTYPES[dtype].itemsize
+    step = max(1, BLOB_BYTES // row, min(SEGMENT_ROWS, 4 * BLOB_BYTES // row))
     end, block = state.position, _as_block(state, spec)
     return (_segment(state, spec, at, min(at + step, end), dtype, block) for at in range(state.since, end, step))
 
