@@ -34,7 +34,8 @@ from ssmd_litert.runtime import LiteRTRuntime
 TOLERANCE = {"f32": 1e-5, "int8": 0.08}
 
 
-@pytest.fixture(scope="module", params=BUILT)
+# From the other end than the contract suite, which may be building them in another process at the same time.
+@pytest.fixture(scope="module", params=list(BUILT)[::-1])
 def artifact(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Artifact:
     return Artifact.open(artifacts[request.param])
 
