@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -231,6 +231,8 @@ def test_escaped_text_is_encoded_as_the_library_encodes_plain_text(name: str) ->
 @each_kind
 @settings(max_examples=60, deadline=None)
 @given(text=texts)
+@example("<|im_end|>xBOS")  # one token, and no other: BOS stands only between words
+@example("BOS<s>BOS x<s>BOS")
 def test_where_a_control_token_ends_or_starts_text_can_be_cut(name: str, text: str) -> None:
     tokenizer = opened(name)
     whole = tokenizer.encode(text)

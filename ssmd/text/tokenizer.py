@@ -154,9 +154,15 @@ class Tokenizer:
             # single_word looks at its neighbours, and a normalized token is found only after normalisation.
             if a.single_word or (a.normalized and self._library.normalizer is not None):
                 continue
-            yield first
-            if floor <= limit and not self._start_matters:
+            if not self._within_a_word(rendered, first):
+                yield first
+            if floor <= limit and not self._start_matters and not self._within_a_word(rendered, floor):
                 yield floor
+
+    def _within_a_word(self, rendered: str, at: int) -> bool:
+        """Whether a token that must stand alone would begin or end here, if the text did: `<|end|>x`, then `BOS`."""
+        inside = 0 < at < len(rendered) and _is_word(rendered[at - 1]) and _is_word(rendered[at])
+        return inside and any(a.single_word for a in self._added.values())
 
     def spells(self, ids: Sequence[int], rendered: str) -> bool:
         """Whether the ids stand for this rendered text, control tokens exactly where it has them.
