@@ -94,6 +94,36 @@ def test_a_migration_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     Store.open(tmp_path / "data").close()
 
 
+def raw_database(folder: Path, *statements: str) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    raw = sqlite3.connect(folder / FILE, isolation_level=None)
+    for statement in statements:
+        raw.execute(statement)
+    raw.close()
+
+
+def test_a_file_whose_making_was_broken_off_is_made(tmp_path: Path) -> None:
+    """SIGKILL can leave the first page without our id on it."""
+    begun = (f"PRAGMA page_size={PAGE_BYTES}", "PRAGMA auto_vacuum=INCREMENTAL", "CREATE TABLE t (x)", "DROP TABLE t")
+    raw_database(tmp_path, *begun)
+    assert (tmp_path / FILE).stat().st_size >= PAGE_BYTES
+    store = Store.open(tmp_path)
+    Chat(store, "s").say("t1", None, "hi", "hello")
+    store.close()
+    raw = sqlite3.connect(tmp_path / FILE)
+    assert raw.execute("PRAGMA application_id").fetchone() == (APPLICATION_ID,)
+    raw.close()
+
+
+@pytest.mark.parametrize("statement", ["CREATE TABLE t (x)", "PRAGMA application_id=7"])
+def test_another_programs_database_is_refused_untouched(statement: str, tmp_path: Path) -> None:
+    raw_database(tmp_path, statement)
+    before = (tmp_path / FILE).read_bytes()
+    with pytest.raises(StoreError, match="another program's database"):
+        Store.open(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == before
+
+
 def test_a_newer_database_is_refused_untouched(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     Chat(store, "s").say("t1", None, "hi", "hello")

@@ -156,8 +156,9 @@ def _prepare(data_dir: Path, file: Path) -> None:
 def _create(engine: Engine, busy_ms: int) -> None:
     with _bare(engine) as cursor:
         (application,) = cursor.execute("PRAGMA application_id").fetchone()
-        (pages,) = cursor.execute("PRAGMA page_count").fetchone()
-        if pages and application != APPLICATION_ID:
+        (objects,) = cursor.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        # A file of ours whose making was broken off has no id yet, and holds nothing.
+        if application != APPLICATION_ID and (application or objects):
             raise StoreError(
                 f"{engine.url.database} is another program's database; give ssmd a data directory of its own"
             )
