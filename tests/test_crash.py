@@ -121,7 +121,10 @@ def test_killed_at_random_instants(tmp_path: Path) -> None:
         else:  # anywhere, while it makes or migrates the database too
             time.sleep(rng.uniform(0, 1.2))
         writer.send_signal(signal.SIGKILL)
-        output, complaints = writer.communicate()
+        # Not communicate(), which passes over what readline has read ahead.
+        assert writer.stderr is not None
+        with writer:
+            output, complaints = writer.stdout.read(), writer.stderr.read()
         assert writer.returncode == -signal.SIGKILL, complaints
         ledger.read(opened + output)
         seen = max(seen, check(folder, ledger))
