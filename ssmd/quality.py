@@ -17,6 +17,7 @@ from ssmd.verify import verify
 
 MAX_TOKENS = 400
 _MOST_NATS = 700.0  # whose perplexity is still a number
+_ROWS = 64  # compared at a time: in float64 all of them would take as much memory as a small model's weights
 TEXT = """\
 The harbour had been quiet for three weeks when the first boats came back. Nobody on the quay could say how many had
 left in the autumn, because the ledger in which such things were written had been lost in the storm that took the roof
@@ -71,15 +72,24 @@ def measure(artifact: Artifact, program: Program, tokens: Sequence[int], referen
 def compared(found: NDArray[np.float32], reference: NDArray[np.float32], tokens: Sequence[int]) -> dict[str, float]:
     """Perplexity of tokens[1:] by both; `kl`: the mean of KL(reference || found) in nats; `same`: the share of tokens
     at which both have the same favourite. Rows of both: the logits after each token."""
-    own, true = _log_softmax(found), _log_softmax(reference)
-    following = np.asarray(tokens[1:])[:, None]
-    loss, loss_f32 = (-float(np.take_along_axis(p[:-1], following, 1).mean()) for p in (own, true))
-    kl = float((np.exp(true) * (true - own)).sum(-1).mean())
+    n, following = len(found), np.asarray(tokens[1:])
+    loss = loss_f32 = kl = 0.0
+    same = 0
+    for start in range(0, n, _ROWS):
+        rows = slice(start, start + _ROWS)
+        own, true = _log_softmax(found[rows]), _log_softmax(reference[rows])
+        known = following[rows, None]  # of the last token nobody knows what follows
+        loss, loss_f32 = (
+            total - float(np.take_along_axis(p[: len(known)], known, 1).sum()) / (n - 1)
+            for total, p in ((loss, own), (loss_f32, true))
+        )
+        kl += float((np.exp(true) * (true - own)).sum()) / n
+        same += int((own.argmax(-1) == true.argmax(-1)).sum())
     return {
         "perplexity": _rounded(np.exp(min(loss, _MOST_NATS))),
         "perplexity_f32": _rounded(np.exp(min(loss_f32, _MOST_NATS))),
         "kl": _rounded(kl),
-        "same": _rounded(float((own.argmax(-1) == true.argmax(-1)).mean())),
+        "same": _rounded(same / n),
     }
 
 

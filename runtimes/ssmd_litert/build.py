@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -19,7 +20,7 @@ from ssmd.artifact import Artifact, SpecialTokens, seal
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
 from ssmd.families.weights import Binding
-from ssmd.memory import most_resident
+from ssmd.memory import most_resident, return_big_blocks, trim
 from ssmd.source import Source
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 from ssmd_litert import recipe
@@ -62,6 +63,7 @@ def build(
     missing = [p for p in ("torch", "litert_torch", "ai_edge_quantizer") if find_spec(p) is None]
     if missing:
         raise BuildError(f"building needs {', '.join(missing)}: pip install 'ssmd-daemon[build]'")
+    return_big_blocks()  # else what one stage frees stands beside what the next one needs
     family = family_of(source.config)
     config = family.parse(source.config)
     buckets = family.buckets if buckets is None else buckets
@@ -207,6 +209,7 @@ def _export(module: Any, buckets: Sequence[int], capacities: Sequence[int], file
     import torch
 
     from ssmd.authoring.host import graph_shapes
+    from ssmd_litert.hollow import Hollow
 
     converter: Any = litert_torch
     for capacity in capacities:
@@ -219,8 +222,18 @@ def _export(module: Any, buckets: Sequence[int], capacities: Sequence[int], file
             }
             signature = signature_name(length, capacity, capacities[0])
             converter = converter.signature(signature, module, sample_kwargs=inputs)
+    weights = file.with_suffix(".weights")
+    hollow = Hollow(module)
+    trim()
     # A lightweight conversion shares one copy of the weights among the signatures.
-    converter.convert(lightweight_conversion=True).export(str(file))
+    converted = converter.convert(lightweight_conversion=True)
+    hollow.empty(weights)
+    del converter
+    gc.collect()
+    trim()
+    converted.export(str(file))
+    hollow.fill(file, weights)
+    weights.unlink()
 
 
 def _weights_stand_once(
@@ -246,6 +259,7 @@ def _stage(progress: Progress, what: str) -> Iterator[None]:
     begin = time.monotonic()
     with _hushed():
         yield
+    trim()
     peak = most_resident()
     memory = "" if peak is None else f", peak memory {peak / 2**30:.1f} GiB"
     progress(f"    {time.monotonic() - begin:.1f} s{memory}")

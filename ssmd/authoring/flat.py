@@ -42,8 +42,8 @@ class FlatModule(nn.Module):
         self.context = context
         self.every = False  # whether a forward gives the logits of every token, (T, V): for references, never exported
         for name, array in parameters.items():
-            value = torch.from_numpy(np.array(array, np.float32))  # a copy: sources may be read-only views
-            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+            own = np.require(array, np.float32, ["C", "W"])  # copied only if it is a read-only view of a file
+            self.register_parameter(name, nn.Parameter(torch.from_numpy(own), requires_grad=False))
         if rope is not None:
             cos, sin = rope[0].tables(rope[1], context)
             self.register_buffer("cos", torch.from_numpy(cos), persistent=False)  # (S, R/2)

@@ -1,0 +1,96 @@
+"""Weights that are out of memory while the converter writes its file.
+
+Its writer puts the whole file together in a block of memory that it moves to a larger one as it grows: at the worst
+twice the weights, beside the weights themselves, to which its graph only points. So before that the large ones go to a
+file of their own and their memory back to the system, but for a mark at either end. Afterwards the place of each in the
+converter's file is known by its marks, and is filled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LARGE_BYTES = 1 << 20  # the converter copies smaller weights (its RESOURCE_CONSTANT_NUMEL_THRESHOLD, which is in bytes)
+_MARK_BYTES = 16
+_COPY_BYTES = 8 << 20
+
+
+class HollowError(RuntimeError):
+    """The converter has not stored a weight as it was given: not the version of litert-torch that this was made for."""
+
+
+class Hollow:
+    """The large parameters of a module. Linux only, where given back means zeros from then on; elsewhere they stay."""
+
+    def __init__(self, module: Any, large: int = LARGE_BYTES) -> None:
+        """Each of them gets memory of its own, which the module's parameter lies in from now on."""
+        self._held: dict[str, tuple[mmap.mmap, int]] = {}  # by name, with the bytes that count
+        if sys.platform != "linux":
+            return
+        for name, parameter in module.named_parameters():
+            nbytes = parameter.numel() * parameter.element_size()
+            if nbytes < large or bool((parameter == parameter.reshape(-1)[0]).all()):
+                continue  # what is the same all over the converter stores as one value
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            moved = torch.frombuffer(memory, dtype=parameter.dtype).reshape(parameter.shape)
+            moved.copy_(parameter)
+            parameter.data = moved
+            self._held[name] = memory, nbytes
+
+    def empty(self, file: Path) -> None:
+        """Move them to `file`. The module computes nothing after this."""
+        with file.open("xb") as out:
+            for name, (memory, nbytes) in self._held.items():
+                out.write(memoryview(memory)[:nbytes])
+                if sys.platform == "linux":
+                    memory.madvise(mmap.MADV_DONTNEED)
+                begin, end = _marks(name)
+                memory[:_MARK_BYTES], memory[nbytes - _MARK_BYTES : nbytes] = begin, end
+
+    def fill(self, model: Path, file: Path) -> None:
+        """Copy them from `file` into the .tflite `model`. Raises HollowError unless each is there once and whole."""
+        places = {_marks(name)[0]: name for name in self._held}
+        found: dict[str, int] = {}
+        with model.open("r+b") as out, file.open("rb") as weights:
+            for start, length in list(_buffers(out.fileno())):
+                out.seek(start)
+                name = places.get(out.read(_MARK_BYTES))
+                if name is None:
+                    continue
+                nbytes = self._held[name][1]
+                out.seek(start + nbytes - _MARK_BYTES)
+                if name in found or length != nbytes or out.read(_MARK_BYTES) != _marks(name)[1]:
+                    raise HollowError(f"litert-torch has stored the weight {name} otherwise than it was given")
+                found[name] = start
+            for name, (_, nbytes) in self._held.items():
+                if name not in found:
+                    raise HollowError(f"litert-torch has not stored the weight {name} where it can be found")
+                out.seek(found[name])
+                for at in range(0, nbytes, _COPY_BYTES):
+                    out.write(weights.read(min(_COPY_BYTES, nbytes - at)))
+
+
+def _marks(name: str) -> tuple[bytes, bytes]:
+    digest = hashlib.sha256(name.encode()).digest()
+    return digest[:_MARK_BYTES], digest[_MARK_BYTES : 2 * _MARK_BYTES]
+
+
+def _buffers(fd: int) -> Iterator[tuple[int, int]]:
+    """Where the constants of a .tflite stand: the first byte and the length of each."""
+    from ai_edge_litert import schema_py_generated as schema
+
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
+        model: Any = schema.Model.GetRootAs(data, 0)
+        for i in range(model.BuffersLength()):
+            buffer = model.Buffers(i)
+            if buffer.Size() > 1:  # of a file beyond 2 GiB it stands after the flatbuffer
+                yield buffer.Offset(), buffer.Size()
+            elif buffer.DataLength():
+                yield buffer._tab.Vector(buffer._tab.Offset(4)), buffer.DataLength()
