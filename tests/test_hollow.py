@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ssmd_litert.hollow import Hollow, HollowError
 from torch import Tensor, nn
 
 from ssmd.memory import resident
+from ssmd_litert.hollow import Hollow, HollowError
 
 pytestmark = [  # the converter's own
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -18,7 +18,7 @@ pytestmark = [  # the converter's own
 ]
 
 
-class Small(nn.Module):
+class Small(nn.Module):  # type: ignore[misc] # PyTorch is untyped here
     """Weights as a model's: used by two signatures, tied, one of them the same all over, one small."""
 
     def __init__(self) -> None:
@@ -72,7 +72,8 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
     assert before is not None
     hollow.empty(tmp_path / "weights")
     after = resident()
-    assert after is not None and before - after > 0.9 * 4 * 4096 * 4096
+    assert after is not None
+    assert before - after > 0.9 * 4 * 4096 * 4096
 
 
 def test_a_weight_that_is_not_in_the_file(whole: bytes, tmp_path: Path) -> None:
