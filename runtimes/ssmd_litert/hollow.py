@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 LARGE_BYTES = 1 << 20  # the converter copies smaller weights (its RESOURCE_CONSTANT_NUMEL_THRESHOLD, which is in bytes)
 _MARK_BYTES = 16
 _COPY_BYTES = 8 << 20
@@ -31,6 +29,8 @@ class Hollow:
 
     def __init__(self, module: Any, large: int = LARGE_BYTES) -> None:
         """Each of them gets memory of its own, which the module's parameter lies in from now on."""
+        import torch
+
         self._held: dict[str, tuple[mmap.mmap, int]] = {}  # by name, with the bytes that count
         if sys.platform != "linux":
             return
