@@ -26,6 +26,7 @@ FLOORS = {
     "ssmd.text": 2,
     "ssmd.verify": 2,
     "ssmd.quality": 2,
+    "ssmd.flat": 2,
     "ssmd.families": 2,
     "ssmd.authoring": 2,
     "ssmd.smollm2": 2,

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from ssmd.artifact import MANIFEST, Artifact, seal
+from ssmd.flat.buffers import ALIGNMENT, Snapshots, aligned, carve, stack
+from ssmd.flat.graph import GraphError, Tensor
+from ssmd.flat.program import FlatProgram
 from ssmd.processor import cpu_name
 from ssmd.runtime import ProgramError, RuntimeUnavailable
 from ssmd.state import State
-from ssmd_litert.buffers import ALIGNMENT, Snapshots, aligned, carve, stack
 from ssmd_litert.cpu import default_threads
-from ssmd_litert.graph import GraphError, Tensor
 from ssmd_litert.library import LibraryCall, LibraryGraph
 from ssmd_litert.managed import ManagedGraph
-from ssmd_litert.program import LiteRTProgram
 from ssmd_litert.runtime import LiteRTRuntime
 from ssmd_litert.weight_cache import WeightCache
 
@@ -48,7 +48,7 @@ def granite(artifacts: Mapping[str, Path]) -> Artifact:
     return Artifact.open(artifacts["granite-f32"])
 
 
-def conversation(program: LiteRTProgram) -> tuple[bytes, ...]:
+def conversation(program: FlatProgram) -> tuple[bytes, ...]:
     """Bits of logits and states of a few calls."""
     handle = program.new_state()
     out = [program.prefill(handle, list(range(50))), program.prefill(handle, [5] * 9)]
@@ -148,7 +148,7 @@ def test_a_failed_run_leaves_the_handle_as_it_was(granite: Artifact, monkeypatch
         assert program.decode([alone], [i + 1])[0].tobytes() == row.tobytes()
 
 
-def conversation_state(program: LiteRTProgram, handle: Any) -> tuple[int, ...]:
+def conversation_state(program: FlatProgram, handle: Any) -> tuple[int, ...]:
     state: State = program.save(handle)
     return (state.position, *(hash(state.tensors[t.name].tobytes()) for t in program.spec.tensors))
 
@@ -374,7 +374,7 @@ def test_memory_of_a_larger_tier_is_used_again_or_given_back(
     assert again.slot is large
     assert program.save(again).tensors["key_2"].tobytes() == state.tensors["key_2"].tobytes()
     program.release(again)
-    monkeypatch.setattr("ssmd_litert.program._SPARE_SLOT_BYTES", small.nbytes)
+    monkeypatch.setattr("ssmd.flat.program._SPARE_SLOT_BYTES", small.nbytes)
     program.release(program.new_state())
     assert [s.capacity for s in program._spare] == [64]
     assert conversation(program) == fresh
@@ -392,7 +392,7 @@ def test_a_handle_that_finds_no_memory_to_move_up_is_unharmed(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ssmd_litert.slot.stack", none)
+        patch.setattr("ssmd.flat.slot.stack", none)
         with pytest.raises(MemoryError):
             program.prefill(handle, [8] * 10)
     assert conversation_state(program, handle) == before

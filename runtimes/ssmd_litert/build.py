@@ -20,13 +20,13 @@ from ssmd.artifact import Artifact, SpecialTokens, seal
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
 from ssmd.families.weights import Binding
+from ssmd.flat.signatures import signature_name
 from ssmd.memory import most_resident, return_big_blocks, trim
 from ssmd.source import Source
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 from ssmd_litert import recipe
 from ssmd_litert.recipe import Quantization
 from ssmd_litert.runtime import LiteRTRuntime
-from ssmd_litert.signatures import signature_name
 
 Progress = Callable[[str], None]
 if TYPE_CHECKING:

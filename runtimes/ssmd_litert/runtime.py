@@ -6,13 +6,13 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssmd.flat.graph import Graph, GraphError
+from ssmd.flat.program import FlatProgram
 from ssmd.processor import cpu_name
 from ssmd.runtime import Device, ProgramError, RuntimeUnavailable
 from ssmd_litert.cpu import default_threads
-from ssmd_litert.graph import Graph, GraphError
 from ssmd_litert.library import LibraryGraph, package_version
 from ssmd_litert.managed import ManagedGraph
-from ssmd_litert.program import LiteRTProgram
 from ssmd_litert.weight_cache import WeightCache
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class LiteRTRuntime:
             Device("npu", "LiteRT on an NPU", "needs the maker's SDK and an artifact compiled for it; not built yet"),
         ]
 
-    def load(self, artifact: Artifact, *, device: str | None = None, threads: int | None = None) -> LiteRTProgram:
+    def load(self, artifact: Artifact, *, device: str | None = None, threads: int | None = None) -> FlatProgram:
         """Load on `device` ("cpu" is the only one) with `threads` (default: the physical cores there are).
 
         Raises ProgramError if the artifact is not one of this runtime or does not hold what its manifest says, and
@@ -68,7 +68,7 @@ class LiteRTRuntime:
             except GraphError as err:
                 unshared = str(err)
         try:
-            program = LiteRTProgram(ManagedGraph(path, threads=count), manifest, producer, count)
+            program = FlatProgram(ManagedGraph(path, threads=count), manifest, producer, count)
         except GraphError as err:
             raise ProgramError(f"artifact {artifact.path} cannot be loaded ({err}); build it again") from err
         if unshared:
@@ -76,13 +76,13 @@ class LiteRTRuntime:
         return program
 
 
-def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, cache: WeightCache) -> LiteRTProgram:
+def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, cache: WeightCache) -> FlatProgram:
     """Raises GraphError if the model does not load, or the self-test fails, with a weight cache and without one."""
     for weights in dict.fromkeys((cache.path(), None)):
         graph: Graph | None = None
         try:
             graph = LibraryGraph(path, threads=threads, weight_cache=weights)
-            program = LiteRTProgram(graph, manifest, producer, threads)
+            program = FlatProgram(graph, manifest, producer, threads)
             program.self_test()
         except GraphError:
             if graph is not None:

@@ -1,4 +1,4 @@
-"""A loaded .tflite: the calls of a Program over its signatures.
+"""The calls of a Program over the signatures of a graph with flat IO (ssmd/authoring/flat.py), whatever runs it.
 
 A step reads a handle's recurrent state from one arena and writes it into the other; committing the step swaps them, so
 nothing is copied. Attention layers put out only their new rows, which the host appends to the caches.
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.flat.buffers import Snapshots, carve
+from ssmd.flat.graph import Array, Call, Graph, GraphError
+from ssmd.flat.signatures import check_signatures, signature_name
+from ssmd.flat.slot import Slot, recurrent_tensors, row_groups
+from ssmd.flat.step import Step
 from ssmd.runtime import Handle, Logits, ProgramError
 from ssmd.state import Part, State, StateError
-from ssmd_litert.buffers import Snapshots, carve
-from ssmd_litert.graph import Array, Call, Graph, GraphError
-from ssmd_litert.signatures import check_signatures, signature_name
-from ssmd_litert.slot import Slot, recurrent_tensors, row_groups
-from ssmd_litert.step import Step
 
 if TYPE_CHECKING:
     from ssmd.artifact import Manifest
@@ -49,7 +49,7 @@ class _Handle:
 
     __slots__ = ("missing", "position", "program", "side", "slot")
 
-    def __init__(self, program: LiteRTProgram, slot: Slot) -> None:
+    def __init__(self, program: FlatProgram, slot: Slot) -> None:
         self.program = program
         self.slot: Slot | None = slot
         self.position = 0
@@ -57,7 +57,7 @@ class _Handle:
         self.missing: _Missing | None = None
 
 
-class LiteRTProgram:
+class FlatProgram:
     """A loaded artifact. Every method may be called from any thread; calls wait for one another.
 
     `pad_token` fills the part of a bucket that has no token of the prompt. It may be any id of the vocabulary and
@@ -310,8 +310,8 @@ class LiteRTProgram:
     def self_test(self) -> None:
         """Show on this very model that the graph reads what numpy writes, and numpy what the graph writes.
 
-        Two steps over the same memory with other contents must give what LiteRT gives with memory of its own, bit for
-        bit. Raises GraphError if not.
+        Two steps over the same memory with other contents must give what the runtime gives with memory of its own, bit
+        for bit. Raises GraphError if not.
         """
         step, slot = self._steps[0], self._spare[0]
         call = self._call(step, slot, 0)

@@ -1,4 +1,4 @@
-"""The signatures that a .tflite of ssmd has: decode and each bucket, for each capacity of the caches."""
+"""The signatures that a graph of ssmd has: decode and each bucket, for each capacity of the caches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ssmd.flat.graph import Signature, Tensor
+from ssmd.flat.slot import graph_shape
 from ssmd.runtime import ProgramError
 from ssmd.state import StateSpec
-from ssmd_litert.graph import Signature, Tensor
-from ssmd_litert.slot import graph_shape
 
 if TYPE_CHECKING:
     from ssmd.artifact import Manifest

@@ -1,4 +1,4 @@
-"""A compiled graph: named signatures whose tensors are bound to numpy arrays. Two ways to run one share this shape."""
+"""A compiled graph: named signatures whose tensors are bound to numpy arrays. What a runtime gives a FlatProgram."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = NDArray[Any]
 
 
 class GraphError(RuntimeError):
-    """LiteRT refused to load or to run a graph."""
+    """A runtime refused to load or to run a graph."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Signature:
-    """Inputs and outputs by name, in the order in which LiteRT takes them."""
+    """Inputs and outputs by name, in the order in which the runtime takes them."""
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
@@ -54,7 +54,7 @@ class Graph(Protocol):
         """Drop what was bound to arrays inside `memory`, which is about to go away."""
 
     def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Run once through memory of LiteRT's own, with copies: what `bind` is tested against."""
+        """Run once through memory of the runtime's own, with copies: what `bind` is tested against."""
 
     def close(self) -> None:
         """Free the model. Calls that were bound must not be run any more."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd_litert.buffers import carve
-from ssmd_litert.graph import Tensor
-from ssmd_litert.slot import NewRows, RowGroup
+from ssmd.flat.buffers import carve
+from ssmd.flat.graph import Tensor
+from ssmd.flat.slot import NewRows, RowGroup
 
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.flat.buffers import Lease, Memory, carve, populate, stack
+from ssmd.flat.graph import Array, Call, Tensor
 from ssmd.state import StateSpec, TensorSpec
-from ssmd_litert.buffers import Lease, Memory, carve, populate, stack
-from ssmd_litert.graph import Array, Call, Tensor
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT16_MAX = np.float32(65504.0)

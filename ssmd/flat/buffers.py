@@ -1,4 +1,4 @@
-"""Memory that LiteRT and numpy share: aligned blocks, arrays carved from them, and snapshots that are used again."""
+"""Memory that a runtime and numpy share: aligned blocks, arrays carved from them, and snapshots that are used again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd_litert.graph import Array, Tensor
+from ssmd.flat.graph import Array, Tensor
 
-ALIGNMENT = 64  # bytes; what LiteRT asks of host memory
+ALIGNMENT = 64  # bytes; what runtimes ask of host memory
 Memory = NDArray[np.uint8]
 _MADV_POPULATE_WRITE = 23
 
@@ -73,7 +73,7 @@ def populate(blocks: Sequence[Memory]) -> None:
             if length > 0:
                 libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
-    threading.Thread(target=work, name="ssmd-litert-populate", daemon=True).start()
+    threading.Thread(target=work, name="ssmd-populate", daemon=True).start()
 
 
 class Snapshots:

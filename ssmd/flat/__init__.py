@@ -1,0 +1,1 @@
+"""Programs over graphs with flat IO whose state the host keeps: what the runtimes on a processor share."""
