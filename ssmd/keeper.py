@@ -26,8 +26,6 @@ from ssmd.writer import Writer
 
 log = logging.getLogger(__name__)
 
-RECENT = 2  # conversations that are taken up while nobody comes: the one used last, and the one before it
-
 
 class Keeper:
     """Used by the engine's worker, but for `reply`. wake: called when a state is there, or something to be repaired."""
@@ -50,19 +48,17 @@ class Keeper:
         self.repairs = Repairs(planner, program, store, self._writer, self._loader, build=build, wake=wake)
 
     def warm_up(self, tokens: int) -> Steps:
-        """Take up the conversations that were used last, as their user may soon, feed each so many tokens and let go
-        of it: the next one to be taken up finds memory, connections, queries and graphs ready, in its KV tier."""
-        recent = self._store.sessions(limit=RECENT)
-        if not recent:
-            yield from run_tokens(self._program, tokens)
-        for session in recent:
-            loaded = None
+        """Take up the conversation that was used last, as its user may soon, feed it so many tokens and let go of it:
+        the next one to be taken up finds memory, connections, queries and graphs ready."""
+        loaded = None
+        session = self._store.newest()
+        if session is not None:
             said = conversation(self._store.path(session.head))
             with contextlib.suppress(Rejected):
                 prompt = self._planner.plan(Request((*said, Message("user", secrets.token_hex(12))), store=False))
                 yield
                 loaded = yield from self._loader.steps(prompt.found, prompt.ids, session.info.id)
-            yield from run_tokens(self._program, tokens, None if loaded is None else loaded[1])
+        yield from run_tokens(self._program, tokens, None if loaded is None else loaded[1])
 
     def load(self, g: Generation) -> None:
         """Begin to load the state that a request starts from, if there is one."""

@@ -48,6 +48,12 @@ def read_sessions(connection: Connection, limit: int | None = None, after: str |
     return [_session(connection, row) for row in connection.execute(asked).all()]
 
 
+def read_newest(connection: Connection) -> Session | None:
+    """The one used last."""
+    row = connection.execute(_SESSIONS.order_by(_s.last_used_at.desc()).limit(1)).one_or_none()
+    return None if row is None else _session(connection, row)
+
+
 def _session(connection: Connection, row: Any) -> Session:
     """From a row of _SESSIONS. Taken apart in one go, as there may be 10,000: by name it takes twice as long."""
     name, model, lineage, clock, pinned, imported, created_at, last_used_at, head, turns, title, own, shared, base = row

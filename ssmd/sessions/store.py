@@ -229,6 +229,11 @@ class Store:
         with self.reading() as connection:
             return session_rows.read_sessions(connection, limit, after)
 
+    def newest(self) -> Session | None:
+        """The session used last."""
+        with self.reading() as connection:
+            return session_rows.read_newest(connection)
+
     def session(self, session_id: str) -> Session:
         """Raises UnknownSession."""
         with self.reading() as connection:
