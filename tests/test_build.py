@@ -20,13 +20,14 @@ from safetensors.numpy import load_file
 
 from ssmd import smollm2
 from ssmd.artifact import Artifact
+from ssmd.authoring import building
+from ssmd.authoring.building import BuildError
 from ssmd.cli.build import BuildFailed, Quant
 from ssmd.cli.build import build as command
 from ssmd.families.registry import family_of
 from ssmd.source import Source
 from ssmd.verify import verify
-from ssmd_litert import build as litert_build
-from ssmd_litert.build import BuildError, build
+from ssmd_litert.build import build
 from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
 from ssmd_litert.runtime import LiteRTRuntime
 
@@ -132,9 +133,9 @@ def test_mamba_1_has_no_long_bucket_unless_asked_for(
         """Enough was seen."""
 
     def write(*arguments: Any) -> None:
-        raise SeenError(*arguments[6:8])
+        raise SeenError(*arguments[7:9])
 
-    monkeypatch.setattr(litert_build, "_write", write)
+    monkeypatch.setattr(building, "_write", write)
     mamba = Source.open(tiny.write_source(tmp_path / "tiny", "mamba"))
     for one, asked, given in (
         (Source.open(source), None, (16, 64, 256)),
@@ -328,7 +329,7 @@ def test_a_ctrl_c_that_a_converter_swallows_is_heard_at_the_next_stage(
             return
         raise AssertionError("no KeyboardInterrupt came")
 
-    monkeypatch.setattr(litert_build, "_write", swallowing)
+    monkeypatch.setattr(building, "_write", swallowing)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,274 @@
+"""Builds artifacts: source checkpoint -> re-authored module -> a runtime's own files, quantized -> sealed folder.
+
+What is a runtime's own stands behind Converter; the `build.py` of each runtime has one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ssmd import quality
+from ssmd.artifact import Artifact, SpecialTokens, seal
+from ssmd.families.registry import Family, family_of
+from ssmd.families.rotation import BLOCK, rotated
+from ssmd.families.weights import Binding
+from ssmd.memory import most_resident, return_big_blocks, trim
+from ssmd.runtime import Program
+from ssmd.source import Source
+from ssmd.text.tokenizer import Tokenizer, TokenizerError
+
+Progress = Callable[[str], None]
+Shapes = Mapping[str, tuple[int, ...]]  # of a module's parameters, by name
+Stage = Callable[[str], AbstractContextManager[None]]  # announces what is done inside, and then what it took
+if TYPE_CHECKING:
+    from ssmd.authoring.flat import FlatModule
+    from ssmd.authoring.reference import Reference  # which loads PyTorch
+
+LOG_TAIL_BYTES = 2000  # of the converters' own words, shown when they fail
+
+
+class BuildError(ValueError):
+    """An artifact cannot be built as asked; the message says what to change."""
+
+
+class Converter(Protocol):
+    """How a runtime's files are made of a module."""
+
+    runtime: str
+    device_class: str
+    packages: ClassVar[Mapping[str, str]]  # by the name to import: the distribution
+
+    def prepare(self) -> None:
+        """Import what takes seconds."""
+
+    def rotates(self, quantization: str) -> bool:
+        """Whether the weights are rotated first (ssmd/families/rotation.py)."""
+
+    def recipe(self, quantization: str) -> dict[str, Any]:
+        """For the manifest: how the weights are quantized."""
+
+    def check(self, shapes: Shapes, quantization: str) -> None:
+        """Raises BuildError if these parameters cannot be quantized so."""
+
+    def write(
+        self,
+        modules: list[FlatModule],
+        folder: Path,
+        quantization: str,
+        buckets: Sequence[int],
+        capacities: Sequence[int],
+        stage: Stage,
+    ) -> None:
+        """Write the model into `folder`. The one module is taken out of the list, and its memory with it.
+
+        `capacities`: of the KV caches, [0] without attention; both ascend.
+        """
+
+    def load(self, artifact: Artifact) -> Program:
+        """The artifact, to be measured."""
+
+
+def build_with(
+    converter: Converter,
+    source: Source,
+    out: Path,
+    *,
+    name: str,
+    quantization: str,
+    buckets: Sequence[int] | None = None,
+    tiers: Sequence[int] = (2048,),
+    replace: bool = False,
+    progress: Progress = lambda line: None,
+) -> Artifact:
+    """Build the artifact folder `out`; it appears whole or not at all. One that exists is refused unless `replace`.
+
+    `buckets` are prefill lengths (None: those of the family), `tiers` capacities of the KV caches, both in tokens: the
+    largest is the context, the smaller ones make short conversations fast, as a step attends over all of its cache.
+    `progress` gets lines of text.
+    Raises BuildError, SourceError or FamilyError before anything is converted if something does not fit.
+    """
+    if out.exists() and not replace:
+        raise BuildError(f"{out} exists already; remove it, replace it or choose another name")
+    missing = [p for p in converter.packages if find_spec(p) is None]
+    if missing:
+        raise BuildError(f"building needs {', '.join(missing)}: pip install 'ssmd-daemon[build]'")
+    return_big_blocks()  # else what one stage frees stands beside what the next one needs
+    family = family_of(source.config)
+    config = family.parse(source.config)
+    buckets = sorted(family.buckets if buckets is None else buckets)
+    tokenizer = _check(source, config, buckets, tiers)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    made = folder / "artifact"
+    made.mkdir()
+
+    def stage(what: str) -> AbstractContextManager[None]:
+        return _stage(progress, what)
+
+    try:
+        with stage("hash the source"):
+            lineage = source.lineage
+        spec = family.state_spec(config, "float32" if quantization == "f32" else "float16")
+        capacities = sorted(tiers) if spec.rows else []
+        reference = _write(converter, source, tokenizer, family, config, made, quantization, buckets, tiers, stage)
+        turned = {"rotation": BLOCK} if converter.rotates(quantization) else {}
+        fields = {
+            "name": name,
+            "family": family.name,
+            "lineage": lineage,
+            "runtime": converter.runtime,
+            "device_class": converter.device_class,
+            "quantization": quantization,
+            "quantization_recipe": {**turned, **converter.recipe(quantization)},
+            "buckets": buckets,
+            "context": max(tiers) if spec.rows else None,
+            "tiers": capacities,
+            "vocabulary": config.vocabulary,
+            "special_tokens": SpecialTokens(**source.special_tokens).model_dump(),
+            "stop_tokens": list(source.stop_tokens),
+            "state": spec.to_json(),
+            "builders": {p: version(p) for p in ("ssmd-daemon", *converter.packages.values())},
+        }
+        with stage("compare with the f32 module"):
+            artifact = seal(made, fields)
+            program = converter.load(artifact)
+            try:
+                measured = quality.measure(artifact, program, reference.text, reference.text_logits)
+            finally:
+                program.close()
+            seal(made, fields | {"quality": measured})
+        for file in made.iterdir():
+            file.chmod(0o644)  # safetensors makes its files private, the quantizer executable
+        if out.exists():
+            out.rename(folder / "replaced")  # goes with the temporary folder
+        made.rename(out)
+    finally:  # also on Ctrl-C
+        shutil.rmtree(folder, ignore_errors=True)
+    return Artifact.open(out)
+
+
+def _check(source: Source, config: Any, buckets: Sequence[int], tiers: Sequence[int]) -> Tokenizer:
+    """All that can be refused before minutes of work. Returns the source's tokenizer."""
+    if not buckets or len(set(buckets)) != len(buckets) or min(buckets) < 2:
+        raise BuildError(f"buckets {list(buckets)} must be different lengths of at least 2 tokens")
+    if any(b > 64 and b % 64 for b in buckets):
+        raise BuildError(f"buckets {list(buckets)}: those above 64 must be multiples of 64")
+    if not tiers or len(set(tiers)) != len(tiers):
+        raise BuildError(f"capacities {list(tiers)} must be different numbers of tokens")
+    if min(tiers) < max(buckets):
+        raise BuildError(f"a context of {min(tiers)} tokens does not hold the largest bucket, {max(buckets)}")
+    context = max(tiers)
+    if context > config.max_position:
+        raise BuildError(
+            f"a context of {context} tokens is more than the model was made for: config.json says "
+            f"max_position_embeddings = {config.max_position}"
+        )
+    try:
+        tokenizer = Tokenizer.open(source.path / "tokenizer.json")
+    except TokenizerError as err:
+        raise BuildError(str(err)) from err
+    if tokenizer.vocabulary > config.vocabulary:
+        raise BuildError(
+            f"tokenizer.json in {source.path} has ids up to {tokenizer.vocabulary - 1} and config.json says "
+            f"vocab_size = {config.vocabulary}: the model knows no such tokens; take the tokenizer that it was trained "
+            "with"
+        )
+    outside = [t for t in source.stop_tokens if t >= config.vocabulary]
+    if outside:
+        raise BuildError(f"stop tokens {outside} are outside the vocabulary of {config.vocabulary}")
+    return tokenizer
+
+
+def _write(
+    converter: Converter,
+    source: Source,
+    tokenizer: Tokenizer,
+    family: Family,
+    config: Any,
+    folder: Path,
+    quantization: str,
+    buckets: Sequence[int],
+    tiers: Sequence[int],
+    stage: Stage,
+) -> Reference:
+    """Write all but the manifest. Returns what the f32 module computes."""
+    with stage("load PyTorch and the converter"):
+        converter.prepare()
+
+        from ssmd.authoring.reference import Reference
+        from ssmd.authoring.registry import author
+
+    (folder / "tokenizer.json").write_bytes(source.tokenizer_json)
+    if source.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(source.chat_template)
+    bindings = family.bindings(config)
+
+    def module_of(bindings: Mapping[str, Binding]) -> FlatModule:
+        return author(family.name, config, {name: binding(source) for name, binding in bindings.items()}, max(tiers))
+
+    with stage("bind the weights"):
+        modules = [module_of(bindings)]
+    with stage("compute golden values"):
+        reference = Reference.of(modules[0], tokenizer)
+        reference.save(folder / "golden.safetensors")
+    if converter.rotates(quantization):
+        with stage("rotate the weights"):
+            modules.clear()
+            modules.append(module_of(rotated(bindings)))
+            reference.check(modules[0])
+    converter.check({name: tuple(value.shape) for name, value in modules[0].named_parameters()}, quantization)
+    capacities = sorted(tiers) if modules[0].spec.rows else [0]
+    converter.write(modules, folder, quantization, buckets, capacities, stage)
+    return reference
+
+
+@contextmanager
+def _stage(progress: Progress, what: str) -> Iterator[None]:
+    """Announces a stage, and when it is done its seconds and the most memory that the process has held so far."""
+    progress(f"{what} …")
+    begin = time.monotonic()
+    with _hushed():
+        yield
+    trim()
+    peak = most_resident()
+    memory = "" if peak is None else f", peak memory {peak / 2**30:.1f} GiB"
+    progress(f"    {time.monotonic() - begin:.1f} s{memory}")
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Keeps back what is written to stdout and stderr, from C++ too; on an error its end goes to stderr after all.
+
+    The converters write hundreds of lines about themselves, none of which tells a user what to do.
+    """
+    with tempfile.TemporaryFile() as log:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = [os.dup(fd) for fd in (1, 2)]
+        for fd in (1, 2):
+            os.dup2(log.fileno(), fd)
+        failed = False
+        try:
+            yield
+        except Exception:
+            failed = True
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for fd, original in zip((1, 2), kept, strict=True):
+                os.dup2(original, fd)
+                os.close(original)
+            if failed:
+                log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
+                sys.stderr.write(log.read().decode(errors="replace"))
