@@ -19,7 +19,7 @@ import tiny
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "artifacts"
 # What an artifact's bytes depend on; a change in any of these builds it anew.
-CODE = ("ssmd/families/*.py", "ssmd/authoring/*.py", "runtimes/*/build.py")
+CODE = ("ssmd/families/*.py", "ssmd/authoring/*.py", *(f"runtimes/*/{n}.py" for n in ("build", "hollow", "recipe")))
 FILES = ("ssmd/source.py", "ssmd/state.py", "ssmd/artifact.py", "ssmd/cli/build.py", "tests/tiny.py")
 PACKAGES = ("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer")
 ONE_EACH = (
