@@ -105,7 +105,7 @@ def build_with(
     return_big_blocks()  # else what one stage frees stands beside what the next one needs
     family = family_of(source.config)
     config = family.parse(source.config)
-    buckets = sorted(family.buckets if buckets is None else buckets)
+    buckets = tuple(sorted(family.buckets if buckets is None else buckets))
     tokenizer = _check(source, config, buckets, tiers)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
