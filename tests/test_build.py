@@ -27,7 +27,7 @@ from ssmd.cli.build import build as command
 from ssmd.families.registry import family_of
 from ssmd.source import Source
 from ssmd.verify import verify
-from ssmd_litert.build import build
+from ssmd_litert.build import CONVERTER
 from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
 from ssmd_litert.runtime import LiteRTRuntime
 
@@ -133,7 +133,8 @@ def test_mamba_1_has_no_long_bucket_unless_asked_for(
         """Enough was seen."""
 
     def write(*arguments: Any) -> None:
-        raise SeenError(*arguments[7:9])
+        plan = arguments[5]
+        raise SeenError(plan.buckets, plan.tiers)
 
     monkeypatch.setattr(building, "_write", write)
     mamba = Source.open(tiny.write_source(tmp_path / "tiny", "mamba"))
@@ -143,7 +144,7 @@ def test_mamba_1_has_no_long_bucket_unless_asked_for(
         (mamba, (16, 256), (16, 256)),
     ):
         with pytest.raises(SeenError) as seen:
-            build(one, tmp_path / "made", name="t", buckets=asked, tiers=(512,))
+            building.build(CONVERTER, one, tmp_path / "made", name="t", buckets=asked, tiers=(512,))
         assert seen.value.args == (given, (512,))
 
 
@@ -165,7 +166,7 @@ def test_int4_of_rows_that_are_no_multiple_of_32(tmp_path: Path) -> None:
     with pytest.raises(
         BuildError, match=r"has rows of \d+ values, int4 takes multiples of 32; build with --quant int8"
     ):
-        build(source, tmp_path / "made", name="t", quantization="int4", buckets=(16,), tiers=(64,))
+        building.build(CONVERTER, source, tmp_path / "made", name="t", quantization="int4", buckets=(16,), tiers=(64,))
     assert list(tmp_path.iterdir()) == [tmp_path / "tiny"]
 
 
@@ -238,7 +239,7 @@ def test_what_cannot_be_built_is_refused_at_once(
         pytest.fail(f"work began: {line}")
 
     with pytest.raises(BuildError, match=message):
-        build(Source.open(source), tmp_path / "out", name="x", progress=never, **asked)
+        building.build(CONVERTER, Source.open(source), tmp_path / "out", name="x", progress=never, **asked)
     assert not list(tmp_path.iterdir())
 
 
@@ -246,7 +247,7 @@ def test_stop_tokens_outside_the_vocabulary_are_refused(source: Path, tmp_path: 
     opened = Source.open(source)
     beyond = Source(**{f: getattr(opened, f) for f in opened.__dataclass_fields__} | {"stop_tokens": (2, 384)})
     with pytest.raises(BuildError, match=r"\[384\] are outside the vocabulary of 384"):
-        build(beyond, tmp_path / "out", name="x")
+        building.build(CONVERTER, beyond, tmp_path / "out", name="x")
 
 
 @pytest.mark.parametrize(
@@ -267,14 +268,14 @@ def test_a_tokenizer_that_does_not_go_with_the_model_is_refused_at_once(
     change = {k: tokenizer[k] + [v[0] | flags] if k == "added_tokens" else v for k, v in change.items()}
     file.write_text(json.dumps(tokenizer | change))
     with pytest.raises(BuildError, match=message):
-        build(opened, tmp_path / "out", name="x", progress=pytest.fail)
+        building.build(CONVERTER, opened, tmp_path / "out", name="x", progress=pytest.fail)
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
 def test_an_artifact_is_not_overwritten(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(BuildError, match="exists already"):
-        build(Source.open(source), tmp_path / "out", name="x")
+        building.build(CONVERTER, Source.open(source), tmp_path / "out", name="x")
 
 
 @pytest.mark.parametrize(

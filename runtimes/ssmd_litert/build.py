@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ssmd.artifact import Artifact
-from ssmd.authoring.building import BuildError, Shapes, Stage, build_with
+from ssmd.authoring.building import BuildError, Plan, Quantization, Shapes, Stage
 from ssmd.flat.program import FlatProgram
 from ssmd.flat.signatures import signature_name
 from ssmd.memory import trim
-from ssmd.source import Source
 from ssmd_litert import recipe
 from ssmd_litert.runtime import LiteRTRuntime
 
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
     from ssmd.authoring.flat import FlatModule
 
 MODEL = "model.tflite"
-
-
-def build(source: Source, out: Path, *, quantization: recipe.Quantization = "int8", **asked: Any) -> Artifact:
-    """As ssmd.authoring.building.build_with."""
-    return build_with(LiteRTConverter(), source, out, quantization=quantization, **asked)
 
 
 class LiteRTConverter:
@@ -36,46 +30,40 @@ class LiteRTConverter:
     }
 
     def prepare(self) -> None:
-        import litert_torch  # noqa: F401
+        import litert_torch  # noqa: F401 - here, so that its seconds count as its own
 
-    def rotates(self, quantization: str) -> bool:
+    def rotates(self, quantization: Quantization) -> bool:
         return recipe.rotates(quantization)
 
-    def recipe(self, quantization: str) -> dict[str, Any]:
+    def recipe(self, quantization: Quantization) -> dict[str, Any]:
         return {"ops": recipe.ops(quantization)} if quantization != "f32" else {}
 
-    def check(self, shapes: Shapes, quantization: str) -> None:
-        unfit = recipe.unfit(shapes, quantization)
+    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> None:
+        shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
+        unfit = recipe.unfit(shapes, plan.quantization)
         if unfit is not None:
             raise BuildError(
-                f"{unfit} has rows of {shapes[unfit][1]} values, {quantization} takes multiples of "
+                f"{unfit} has rows of {shapes[unfit][1]} values, {plan.quantization} takes multiples of "
                 f"{recipe.INT4_BLOCK}; build with --quant int8"
             )
-
-    def write(
-        self,
-        modules: list[FlatModule],
-        folder: Path,
-        quantization: str,
-        buckets: Sequence[int],
-        capacities: Sequence[int],
-        stage: Stage,
-    ) -> None:
-        exported = folder / (MODEL + ".f32")
-        shapes = {name: tuple(value.shape) for name, value in modules[0].named_parameters()}
+        exported, model = folder / (MODEL + ".f32"), folder / MODEL
+        capacities = plan.tiers if module.spec.rows else (0,)
         count = f", each for {len(capacities)} capacities" if len(capacities) > 1 else ""
-        with stage(f"export decode and {len(buckets)} prefill lengths{count}"):
-            _export(modules.pop(), buckets, capacities, exported)
-        if quantization != "f32":
+        with stage(f"export decode and {len(plan.buckets)} prefill lengths{count}"):
+            _export(module, plan.buckets, capacities, exported)
+        if plan.quantization != "f32":
             with stage("quantize"):
-                recipe.quantize(exported, folder / MODEL, quantization)
+                recipe.quantize(exported, model, plan.quantization)
                 exported.unlink()
         else:
-            exported.rename(folder / MODEL)
-        _weights_stand_once(folder / MODEL, shapes, quantization, len(capacities) * (1 + len(buckets)), buckets)
+            exported.rename(model)
+        _weights_stand_once(model, shapes, plan, len(capacities) * (1 + len(plan.buckets)))
 
     def load(self, artifact: Artifact) -> FlatProgram:
         return LiteRTRuntime().load(artifact)
+
+
+CONVERTER = LiteRTConverter()
 
 
 def _export(module: FlatModule, buckets: Sequence[int], capacities: Sequence[int], file: Path) -> None:
@@ -98,24 +86,24 @@ def _export(module: FlatModule, buckets: Sequence[int], capacities: Sequence[int
             converter = converter.signature(signature, module, sample_kwargs=inputs)
     weights = file.with_suffix(".weights")
     hollow = Hollow(module)
-    trim()
+    trim()  # what the parameters lay in until now
     # A lightweight conversion shares one copy of the weights among the signatures.
     converted = converter.convert(lightweight_conversion=True)
     hollow.empty(weights)
     del converter
-    gc.collect()
+    gc.collect()  # PyTorch's graphs, which refer to one another
     trim()
     converted.export(str(file))
     hollow.fill(file, weights)
     weights.unlink()
 
 
-def _weights_stand_once(file: Path, shapes: Shapes, quantization: str, graphs: int, buckets: Sequence[int]) -> None:
+def _weights_stand_once(file: Path, shapes: Shapes, plan: Plan, graphs: int) -> None:
     """Raises BuildError if the file is larger than one copy of the weights and the graphs around it can be."""
-    weights = recipe.nbytes(shapes, quantization)
+    weights = recipe.nbytes(shapes, plan.quantization)
     # Graphs: operators and tensors of every layer, quantization scales by signature; masks of 4 heads for each bucket.
     rows = sum(shape[0] for shape in shapes.values())
-    around = graphs * (len(shapes) * 6000 + 12 * rows) + sum(4 * 4 * b * b for b in buckets) + (2 << 20)
+    around = graphs * (len(shapes) * 6000 + 12 * rows) + sum(4 * 4 * b * b for b in plan.buckets) + (2 << 20)
     size = file.stat().st_size
     if size > weights + around:
         raise BuildError(

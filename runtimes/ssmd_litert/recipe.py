@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-Quantization = Literal["int8", "int4", "f32"]
+from ssmd.authoring.building import Quantization
+
 # Smaller weights stay float: the Hadamard matrices of a rotated model and the SSD chunk's masks, 64 x 64 at most.
 MIN_WEIGHT_ELEMENTS = 64 * 64 + 1
 INT4_BLOCK = 32  # values of a row that share a scale
 _BYTEWISE = ("embedding", "head")  # int8 in int4 too: one matrix where they are tied, and what decides between words
 
 
-def quantize(source: Path, target: Path, quantization: str) -> None:
+def quantize(source: Path, target: Path, quantization: Quantization) -> None:
     """A float32 .tflite as a quantized one."""
     from ai_edge_quantizer import quantizer
 
@@ -22,12 +23,12 @@ def quantize(source: Path, target: Path, quantization: str) -> None:
     q.quantize().export_model(str(target))
 
 
-def rotates(quantization: str) -> bool:
+def rotates(quantization: Quantization) -> bool:
     """Whether the weights are rotated first. int4 loses more by it than it gains (docs/quantization.md)."""
     return quantization == "int8"
 
 
-def ops(quantization: str) -> list[dict[str, Any]]:
+def ops(quantization: Quantization) -> list[dict[str, Any]]:
     """Weights int8 by output channel or int4 by blocks, activations int8 by token at run time: "dynamic range"."""
     if quantization == "f32":
         return []
@@ -59,14 +60,14 @@ def _op(regex: str, operation: str, bits: int) -> dict[str, Any]:
     }
 
 
-def unfit(shapes: Mapping[str, tuple[int, ...]], quantization: str) -> str | None:
+def unfit(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) -> str | None:
     """The first parameter that cannot be quantized so, if there is one."""
     if quantization != "int4":
         return None
     return next((n for n, s in shapes.items() if _bits(n, s, quantization) == 4 and s[1] % INT4_BLOCK), None)
 
 
-def nbytes(shapes: Mapping[str, tuple[int, ...]], quantization: str) -> int:
+def nbytes(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) -> int:
     """Of all parameters together, quantized, with their scales."""
     total = 0
     for name, shape in shapes.items():
@@ -78,7 +79,7 @@ def nbytes(shapes: Mapping[str, tuple[int, ...]], quantization: str) -> int:
     return total
 
 
-def _bits(name: str, shape: tuple[int, ...], quantization: str) -> int:
+def _bits(name: str, shape: tuple[int, ...], quantization: Quantization) -> int:
     elements = shape[0] * shape[1] if len(shape) == 2 else 0
     if quantization == "f32" or elements < MIN_WEIGHT_ELEMENTS:
         return 32

@@ -12,10 +12,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from ssmd import quality
 from ssmd.artifact import Artifact, SpecialTokens, seal
@@ -28,6 +29,7 @@ from ssmd.source import Source
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 Progress = Callable[[str], None]
+Quantization = Literal["int8", "int4", "f32"]
 Shapes = Mapping[str, tuple[int, ...]]  # of a module's parameters, by name
 Stage = Callable[[str], AbstractContextManager[None]]  # announces what is done inside, and then what it took
 if TYPE_CHECKING:
@@ -41,8 +43,21 @@ class BuildError(ValueError):
     """An artifact cannot be built as asked; the message says what to change."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is made of a model. Buckets and tiers, both in tokens, ascend."""
+
+    quantization: Quantization
+    buckets: tuple[int, ...]  # prefill lengths
+    tiers: tuple[int, ...]  # capacities of the KV caches; without attention only the most tokens of a reference
+
+    @property
+    def context(self) -> int:
+        return self.tiers[-1]
+
+
 class Converter(Protocol):
-    """How a runtime's files are made of a module."""
+    """How a runtime's files are made of a module. Its `build.py` has one, named CONVERTER."""
 
     runtime: str
     device_class: str
@@ -51,40 +66,26 @@ class Converter(Protocol):
     def prepare(self) -> None:
         """Import what takes seconds."""
 
-    def rotates(self, quantization: str) -> bool:
+    def rotates(self, quantization: Quantization) -> bool:
         """Whether the weights are rotated first (ssmd/families/rotation.py)."""
 
-    def recipe(self, quantization: str) -> dict[str, Any]:
+    def recipe(self, quantization: Quantization) -> dict[str, Any]:
         """For the manifest: how the weights are quantized."""
 
-    def check(self, shapes: Shapes, quantization: str) -> None:
-        """Raises BuildError if these parameters cannot be quantized so."""
-
-    def write(
-        self,
-        modules: list[FlatModule],
-        folder: Path,
-        quantization: str,
-        buckets: Sequence[int],
-        capacities: Sequence[int],
-        stage: Stage,
-    ) -> None:
-        """Write the model into `folder`. The one module is taken out of the list, and its memory with it.
-
-        `capacities`: of the KV caches, [0] without attention; both ascend.
-        """
+    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> None:
+        """Write the model into `folder`; the module is not used after this. Raises BuildError."""
 
     def load(self, artifact: Artifact) -> Program:
         """The artifact, to be measured."""
 
 
-def build_with(
+def build(
     converter: Converter,
     source: Source,
     out: Path,
     *,
     name: str,
-    quantization: str,
+    quantization: Quantization = "int8",
     buckets: Sequence[int] | None = None,
     tiers: Sequence[int] = (2048,),
     replace: bool = False,
@@ -105,8 +106,9 @@ def build_with(
     return_big_blocks()  # else what one stage frees stands beside what the next one needs
     family = family_of(source.config)
     config = family.parse(source.config)
-    buckets = tuple(sorted(family.buckets if buckets is None else buckets))
-    tokenizer = _check(source, config, buckets, tiers)
+    lengths = family.buckets if buckets is None else buckets
+    plan = Plan(quantization, tuple(sorted(lengths)), tuple(sorted(tiers)))
+    tokenizer = _check(source, config, plan)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     made = folder / "artifact"
@@ -119,8 +121,7 @@ def build_with(
         with stage("hash the source"):
             lineage = source.lineage
         spec = family.state_spec(config, "float32" if quantization == "f32" else "float16")
-        capacities = sorted(tiers) if spec.rows else []
-        reference = _write(converter, source, tokenizer, family, config, made, quantization, buckets, tiers, stage)
+        reference = _write(converter, source, tokenizer, family, config, plan, made, stage)
         turned = {"rotation": BLOCK} if converter.rotates(quantization) else {}
         fields = {
             "name": name,
@@ -130,9 +131,9 @@ def build_with(
             "device_class": converter.device_class,
             "quantization": quantization,
             "quantization_recipe": {**turned, **converter.recipe(quantization)},
-            "buckets": buckets,
-            "context": max(tiers) if spec.rows else None,
-            "tiers": capacities,
+            "buckets": plan.buckets,
+            "context": plan.context if spec.rows else None,
+            "tiers": plan.tiers if spec.rows else (),
             "vocabulary": config.vocabulary,
             "special_tokens": SpecialTokens(**source.special_tokens).model_dump(),
             "stop_tokens": list(source.stop_tokens),
@@ -157,8 +158,9 @@ def build_with(
     return Artifact.open(out)
 
 
-def _check(source: Source, config: Any, buckets: Sequence[int], tiers: Sequence[int]) -> Tokenizer:
+def _check(source: Source, config: Any, plan: Plan) -> Tokenizer:
     """All that can be refused before minutes of work. Returns the source's tokenizer."""
+    buckets, tiers = plan.buckets, plan.tiers
     if not buckets or len(set(buckets)) != len(buckets) or min(buckets) < 2:
         raise BuildError(f"buckets {list(buckets)} must be different lengths of at least 2 tokens")
     if any(b > 64 and b % 64 for b in buckets):
@@ -167,10 +169,9 @@ def _check(source: Source, config: Any, buckets: Sequence[int], tiers: Sequence[
         raise BuildError(f"capacities {list(tiers)} must be different numbers of tokens")
     if min(tiers) < max(buckets):
         raise BuildError(f"a context of {min(tiers)} tokens does not hold the largest bucket, {max(buckets)}")
-    context = max(tiers)
-    if context > config.max_position:
+    if plan.context > config.max_position:
         raise BuildError(
-            f"a context of {context} tokens is more than the model was made for: config.json says "
+            f"a context of {plan.context} tokens is more than the model was made for: config.json says "
             f"max_position_embeddings = {config.max_position}"
         )
     try:
@@ -195,10 +196,8 @@ def _write(
     tokenizer: Tokenizer,
     family: Family,
     config: Any,
+    plan: Plan,
     folder: Path,
-    quantization: str,
-    buckets: Sequence[int],
-    tiers: Sequence[int],
     stage: Stage,
 ) -> Reference:
     """Write all but the manifest. Returns what the f32 module computes."""
@@ -214,21 +213,19 @@ def _write(
     bindings = family.bindings(config)
 
     def module_of(bindings: Mapping[str, Binding]) -> FlatModule:
-        return author(family.name, config, {name: binding(source) for name, binding in bindings.items()}, max(tiers))
+        return author(family.name, config, {name: binding(source) for name, binding in bindings.items()}, plan.context)
 
     with stage("bind the weights"):
-        modules = [module_of(bindings)]
+        module = module_of(bindings)
     with stage("compute golden values"):
-        reference = Reference.of(modules[0], tokenizer)
+        reference = Reference.of(module, tokenizer)
         reference.save(folder / "golden.safetensors")
-    if converter.rotates(quantization):
+    if converter.rotates(plan.quantization):
         with stage("rotate the weights"):
-            modules.clear()
-            modules.append(module_of(rotated(bindings)))
-            reference.check(modules[0])
-    converter.check({name: tuple(value.shape) for name, value in modules[0].named_parameters()}, quantization)
-    capacities = sorted(tiers) if modules[0].spec.rows else [0]
-    converter.write(modules, folder, quantization, buckets, capacities, stage)
+            del module  # two of them at once would be the most memory that a build takes
+            module = module_of(rotated(bindings))
+            reference.check(module)
+    converter.write(module, plan, folder, stage)
     return reference
 
 

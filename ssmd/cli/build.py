@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ssmd.cli import options
 
 if TYPE_CHECKING:
-    from ssmd.artifact import Artifact
+    from ssmd.authoring.building import Converter
     from ssmd.config import Settings
 
 
@@ -66,6 +66,7 @@ def build(
     is pulled unless that was done before.
     """
     from ssmd import smollm2
+    from ssmd.authoring.building import build as build_artifact
     from ssmd.config import Settings
     from ssmd.source import Source
 
@@ -75,9 +76,10 @@ def build(
     out = settings.models_dir / name / f"{runtime}-cpu-{quant.value}"
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
-    builder = _builder(runtime)
+    converter = _converter(runtime)
     with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:
-        artifact: Artifact = builder.build(
+        artifact = build_artifact(
+            converter,
             Source.open(folder),
             out,
             name=name,
@@ -125,8 +127,8 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
     return fetch(checkpoint, revision, settings).path
 
 
-def _builder(runtime: str) -> Any:
-    """The module that builds for a runtime."""
+def _converter(runtime: str) -> Converter:
+    """What builds for a runtime."""
     from importlib import import_module
     from importlib.metadata import entry_points
 
@@ -136,7 +138,8 @@ def _builder(runtime: str) -> Any:
     if package is None:
         raise BuildFailed(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
     try:
-        return import_module(f"{package}.build")  # beside the runtime, so that serving never loads converters
+        converter: Converter = import_module(f"{package}.build").CONVERTER  # serving never loads it
+        return converter
     except ImportError as err:
         raise BuildFailed(f"runtime {runtime!r} cannot build here: {err}") from err
 
