@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ssmd.authoring.building import BuildError
 from ssmd.memory import resident
-from ssmd_litert.hollow import Hollow, HollowError
+from ssmd_litert.hollow import Hollow
 
 
 class Small(nn.Module):  # type: ignore[misc] # PyTorch is untyped here
@@ -62,7 +63,7 @@ def a_weight_that_is_not_in_the_file(folder: Path) -> None:
     whole = file.read_bytes()
     hollow = Hollow(Small())
     hollow.empty(folder / "none")
-    with pytest.raises(HollowError, match="table"):
+    with pytest.raises(BuildError, match="table"):
         hollow.fill(file, folder / "none")
     assert file.read_bytes() == whole
 
@@ -74,7 +75,7 @@ def a_weight_that_is_stored_otherwise(folder: Path) -> None:
     hollow.empty(folder / "other")
     module.inner[-1, -1] = 0
     model.export(str(file))
-    with pytest.raises(HollowError, match="inner otherwise"):
+    with pytest.raises(BuildError, match="inner otherwise"):
         hollow.fill(file, folder / "other")
 
 

@@ -48,12 +48,13 @@ def test_rows_are_those_of_single_steps(variant: str, tmp_path: Path) -> None:
         Reference.of(module, tokenizer)
 
 
-def test_perplexity_and_divergence() -> None:
+@pytest.mark.parametrize("count", [2, 30, 64, 65, 150])
+def test_perplexity_and_divergence(count: int) -> None:
     """Against PyTorch's own."""
     rng = np.random.default_rng(0)
-    reference = rng.standard_normal((30, 50), np.float32) * 3
-    found = reference + rng.standard_normal((30, 50), np.float32) * 0.3
-    tokens = rng.integers(0, 50, 30).tolist()
+    reference = rng.standard_normal((count, 50), np.float32) * 3
+    found = reference + rng.standard_normal((count, 50), np.float32) * 0.3
+    tokens = rng.integers(0, 50, count).tolist()
     told = compared(found, reference, tokens)
     own, true = torch.from_numpy(found), torch.from_numpy(reference)
     after = torch.tensor(tokens[1:])
@@ -61,7 +62,7 @@ def test_perplexity_and_divergence() -> None:
     assert told["perplexity"] == pytest.approx(float(cross_entropy(own[:-1], after).exp()), rel=1e-3)
     assert told["perplexity_f32"] == pytest.approx(float(cross_entropy(true[:-1], after).exp()), rel=1e-3)
     divergence = torch.nn.functional.kl_div(own.log_softmax(-1), true.log_softmax(-1), log_target=True, reduction="sum")
-    assert told["kl"] == pytest.approx(float(divergence) / 30, rel=1e-3)
+    assert told["kl"] == pytest.approx(float(divergence) / count, rel=1e-3)
     assert told["same"] == pytest.approx(float((own.argmax(-1) == true.argmax(-1)).double().mean()), rel=1e-3)
     assert compared(reference, reference, tokens)["kl"] == 0
     told = compared(reference * 1e4, reference, tokens)

@@ -15,47 +15,45 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ssmd.authoring.building import BuildError
+
 LARGE_BYTES = 1 << 20  # the converter copies smaller weights (its RESOURCE_CONSTANT_NUMEL_THRESHOLD, which is in bytes)
+OTHER = "install the version that ssmd was made for: pip install 'ssmd-daemon[build]'"
 _MARK_BYTES = 16
 _COPY_BYTES = 8 << 20
-
-
-class HollowError(RuntimeError):
-    """The converter has not stored a weight as it was given: not the version of litert-torch that this was made for."""
 
 
 class Hollow:
     """The large parameters of a module. Linux only, where given back means zeros from then on; elsewhere they stay."""
 
-    def __init__(self, module: Any, large: int = LARGE_BYTES) -> None:
+    def __init__(self, module: Any) -> None:
         """Each of them gets memory of its own, which the module's parameter lies in from now on."""
         import torch
 
-        self._held: dict[str, tuple[mmap.mmap, int]] = {}  # by name, with the bytes that count
+        self._held: dict[str, mmap.mmap] = {}  # by name
         if sys.platform != "linux":
             return
         for name, parameter in module.named_parameters():
             nbytes = parameter.numel() * parameter.element_size()
-            if nbytes < large or bool((parameter == parameter.reshape(-1)[0]).all()):
+            if nbytes < LARGE_BYTES or bool((parameter == parameter.reshape(-1)[0]).all()):
                 continue  # what is the same all over the converter stores as one value
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             moved = torch.frombuffer(memory, dtype=parameter.dtype).reshape(parameter.shape)
             moved.copy_(parameter)
             parameter.data = moved
-            self._held[name] = memory, nbytes
+            self._held[name] = memory
 
     def empty(self, file: Path) -> None:
         """Move them to `file`. The module computes nothing after this."""
         with file.open("xb") as out:
-            for name, (memory, nbytes) in self._held.items():
-                out.write(memoryview(memory)[:nbytes])
-                if sys.platform == "linux":
-                    memory.madvise(mmap.MADV_DONTNEED)
+            for name, memory in self._held.items():
+                out.write(memory)
+                memory.madvise(mmap.MADV_DONTNEED)
                 begin, end = _marks(name)
-                memory[:_MARK_BYTES], memory[nbytes - _MARK_BYTES : nbytes] = begin, end
+                memory[:_MARK_BYTES], memory[-_MARK_BYTES:] = begin, end
 
     def fill(self, model: Path, file: Path) -> None:
-        """Copy them from `file` into the .tflite `model`. Raises HollowError unless each is there once and whole."""
+        """Copy them from `file` into the .tflite `model`. Raises BuildError unless each is there once and whole."""
         places = {_marks(name)[0]: name for name in self._held}
         found: dict[str, int] = {}
         with model.open("r+b") as out, file.open("rb") as weights:
@@ -64,17 +62,17 @@ class Hollow:
                 name = places.get(out.read(_MARK_BYTES))
                 if name is None:
                     continue
-                nbytes = self._held[name][1]
+                nbytes = len(self._held[name])
                 out.seek(start + nbytes - _MARK_BYTES)
                 if name in found or length != nbytes or out.read(_MARK_BYTES) != _marks(name)[1]:
-                    raise HollowError(f"litert-torch has stored the weight {name} otherwise than it was given")
+                    raise BuildError(f"litert-torch has stored the weight {name} otherwise than it was given; {OTHER}")
                 found[name] = start
-            for name, (_, nbytes) in self._held.items():
+            for name, memory in self._held.items():
                 if name not in found:
-                    raise HollowError(f"litert-torch has not stored the weight {name} where it can be found")
+                    raise BuildError(f"litert-torch has not stored the weight {name} where it can be found; {OTHER}")
                 out.seek(found[name])
-                for at in range(0, nbytes, _COPY_BYTES):
-                    out.write(weights.read(min(_COPY_BYTES, nbytes - at)))
+                for at in range(0, len(memory), _COPY_BYTES):
+                    out.write(weights.read(min(_COPY_BYTES, len(memory) - at)))
 
 
 def _marks(name: str) -> tuple[bytes, bytes]:
