@@ -81,6 +81,7 @@ def stripping() -> tokenizers.Tokenizer:
             AddedToken("<|end|>", rstrip=True, special=True, normalized=False),
             AddedToken("<mask>", lstrip=True, special=True, normalized=False),
             AddedToken("BOS", single_word=True, special=True, normalized=False),
+            AddedToken("y|>", special=True, normalized=False),
         ]
     )
     return t
@@ -126,7 +127,7 @@ def id_of(name: str, text: str) -> int:
 texts = st.lists(
     st.one_of(
         st.sampled_from(
-            [*SPECIAL, "<tool>", "<think>", "<|end|>", "<mask>", "BOS", "<s", ">", " ", "  ", "\n", "x", "▁"]
+            [*SPECIAL, "<tool>", "<think>", "<|end|>", "<mask>", "BOS", "y|>", "<s", ">", " ", "  ", "\n", "x", "▁"]
         ),
         st.text("abthe ü日👍\n<|>_", max_size=6),
         st.text(st.characters(exclude_categories=["Cs", "Co"]), max_size=4),
@@ -232,6 +233,7 @@ def test_escaped_text_is_encoded_as_the_library_encodes_plain_text(name: str) ->
 @settings(max_examples=60, deadline=None)
 @given(text=texts)
 @example("<|im_end|>xBOS")  # one token, and no other: BOS stands only between words
+@example("BOSy|>")  # likewise
 @example("BOS<s>BOS x<s>BOS")
 def test_where_a_control_token_ends_or_starts_text_can_be_cut(name: str, text: str) -> None:
     tokenizer = opened(name)
