@@ -108,11 +108,24 @@ def test_imports_go_down(file: Path) -> None:
             continue
         if module.startswith("ssmd."):
             assert floor_of(imported) <= floor_of(module), f"{module} imports {imported} from a floor above"
-        elif module.endswith(".build"):
-            assert floor_of(imported) <= 2, f"{module} imports {imported}: a runtime knows floors 1 and 2 only"
         else:
             assert floor_of(imported) <= 2, f"{module} imports {imported}: a runtime knows floors 1 and 2 only"
-            assert not imported.startswith(("ssmd.authoring", "ssmd.families")), f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("runtime", sorted(m for m in map(module_of, FILES) if m.endswith(".runtime") and "_" in m))
+def test_a_running_runtime_knows_nothing_of_builds(runtime: str) -> None:
+    """Neither it nor what it imports, at whatever place, knows modules or families: those are its build.py's."""
+    files = {module_of(file): file for file in FILES}
+    reached, todo = set(), [runtime]
+    while todo:
+        module = todo.pop()
+        assert not module.startswith(("ssmd.authoring", "ssmd.families")), f"{runtime} reaches {module}"
+        assert not module.endswith(".build"), f"{runtime} reaches {module}"
+        reached.add(module)
+        package = runtime.split(".")[0]
+        if module.startswith(package):
+            todo += [name for name, _ in imports(files[module]) if name in files and name not in reached]
+    assert len(reached) > 3, "a runtime imports more than this"
 
 
 def test_runtimes_stand_apart() -> None:
