@@ -20,9 +20,9 @@ from llama_server import LlamaServer
 from ssmd import buckets
 from ssmd.artifact import Artifact
 from ssmd.config import Settings
+from ssmd.flat.threads import default_threads
 from ssmd.models import resolve
 from ssmd.runtime import Program, get_runtime
-from ssmd_litert.cpu import default_threads
 
 ROUNDS = 5
 STEPS = 32

@@ -28,11 +28,11 @@ from resume import story
 from ssmd import buckets
 from ssmd.artifact import Artifact
 from ssmd.config import Settings
+from ssmd.flat.threads import default_threads
 from ssmd.models import resolve
 from ssmd.runtime import Program, get_runtime
 from ssmd.state import State
 from ssmd.text.tokenizer import Tokenizer
-from ssmd_litert.cpu import default_threads
 
 REPEATS = 5
 REST_S = 1.0

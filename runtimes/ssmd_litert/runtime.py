@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ssmd.flat.graph import Graph, GraphError
 from ssmd.flat.program import FlatProgram
+from ssmd.flat.threads import default_threads
 from ssmd.processor import cpu_name
 from ssmd.runtime import Device, ProgramError, RuntimeUnavailable
-from ssmd_litert.cpu import default_threads
 from ssmd_litert.library import LibraryGraph, package_version
 from ssmd_litert.managed import ManagedGraph
 from ssmd_litert.weight_cache import WeightCache
