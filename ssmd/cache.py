@@ -1,0 +1,78 @@
+"""Files that only save time: kept with their sha256, dropped when in doubt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+import platformdirs
+
+log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """SSMD_CACHE_DIR, else the user's own cache folder."""
+    return Path(os.environ.get("SSMD_CACHE_DIR") or platformdirs.user_cache_dir("ssmd"))
+
+
+class CachedFile:
+    """A file and, in another beside it, its size and sha256. It is written under another name and put in place whole.
+
+    Nothing here raises for a folder that cannot be written to: the log says what that costs.
+    """
+
+    def __init__(self, path: Path, costs: str) -> None:
+        """`costs`: what it means to go without, for the log."""
+        self.path = path
+        self._seal = path.with_suffix(".json")
+        self._costs = costs
+
+    def good(self) -> bool:
+        """Whether it is there and as it was written."""
+        try:
+            seal = json.loads(self._seal.read_text())
+            if not isinstance(seal, dict) or self.path.stat().st_size != seal.get("size"):
+                return False
+            return _sha256(self.path) == seal.get("sha256")
+        except (OSError, ValueError):
+            return False
+
+    def fresh(self) -> Path | None:
+        """A name to write to, where nothing is yet. None: go without."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fresh = self.path.with_name(f"{self.path.stem}.{os.getpid()}.tmp")
+            fresh.unlink(missing_ok=True)
+            fresh.touch(mode=0o600)  # fails here, not inside a library, if it cannot be written
+            fresh.unlink()
+        except OSError as err:
+            log.warning("no cache in %s (%s): %s", self.path.parent, err, self._costs)
+            return None
+        return fresh
+
+    def keep(self, fresh: Path) -> None:
+        """What was written to `fresh` is good."""
+        try:
+            if fresh.is_file():
+                fresh.chmod(0o600)
+                seal = {"size": fresh.stat().st_size, "sha256": _sha256(fresh)}
+                os.replace(fresh, self.path)
+                self._seal.write_text(json.dumps(seal))
+        except OSError as err:
+            log.warning("the cache %s could not be kept (%s)", self.path, err)
+            fresh.unlink(missing_ok=True)
+
+    def drop(self) -> None:
+        for path in (self.path, self._seal):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as err:
+                log.warning("the cache %s could not be removed (%s)", path, err)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
