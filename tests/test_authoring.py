@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import tiny
 import torch
 from numpy.typing import NDArray
 
-from ssmd.authoring import ops, scan
+from ssmd.authoring import opened, ops, scan
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host, graph_shapes
 from ssmd.authoring.registry import author
@@ -173,6 +174,18 @@ def test_logits_and_states_are_those_of_transformers(
     measured[pair.variant, split] = worst
 
 
+@pytest.mark.parametrize("split", ["uneven", "shorter than the conv", "mostly pads"])
+def test_forms_for_open_lengths_compute_the_same(pair: Pair, split: str) -> None:
+    host = Host(pair.module)
+    pair.module.open = True
+    try:
+        logits = feed(host, pair.ids, SPLITS[split], pad=7)
+    finally:
+        pair.module.open = False
+    worst = max(relative(row, pair.logits[position]) for position, row in logits.items())
+    assert max(worst, state_error(host.state(), pair.state)) < RELATIVE
+
+
 def test_128_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
     begin = 21
     host = Host(pair.module)
@@ -270,6 +283,23 @@ def test_buckets_that_do_not_divide_into_chunks_are_refused(pair: Pair) -> None:
             Host(pair.module).feed(pair.ids[:70], 100)
 
 
+def test_the_naive_form_gives_the_same(pair: Pair) -> None:
+    """Of every family that has Mamba-2 layers; its chunks are longer."""
+    if any(len(t.shape) == 3 for t in pair.module.spec.recurrent):
+        plain, naive = Host(pair.module), Host(pair.module)
+        rows = [feed(plain, pair.ids, [(256, 140), (1, 1), (16, 9)], pad=3)]
+        pair.module.naive = True
+        try:
+            rows.append(feed(naive, pair.ids, [(256, 140), (1, 1), (16, 9)], pad=3))
+            with pytest.raises(ValueError, match="bucket of 300 tokens is above 256"):
+                Host(pair.module, 512).feed(pair.ids, 300)
+        finally:
+            pair.module.naive = False
+        assert all(relative(rows[1][position], row) < RELATIVE for position, row in rows[0].items())
+        assert state_error(naive.state(), plain.state()) < RELATIVE
+        assert any((rows[1][position] != row).any() for position, row in rows[0].items())  # it is another form
+
+
 def test_parameters_are_exactly_the_bindings(pair: Pair) -> None:
     assert all(not name.endswith((".weight", ".bias")) for name, _ in pair.module.named_parameters())
     assert {name for name, _ in pair.module.named_buffers()} <= {"cos", "sin"}
@@ -312,17 +342,16 @@ def test_norms(groups: int) -> None:
 @pytest.mark.parametrize("biased", [True, False])
 def test_conv(length: int, biased: bool) -> None:
     args = (rand(1, 3, 20), rand(1, length, 20), rand(4, 1, 20), rand(20) if biased else None)
-    for found, expected in zip(ops.causal_conv(*args), ops.causal_conv_ref(*args), strict=True):
-        torch.testing.assert_close(found, expected)
+    for form in (ops.causal_conv, opened.causal_conv):
+        for found, expected in zip(form(*args), ops.causal_conv_ref(*args), strict=True):
+            torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("length", [1, 16, 40, 64, 192])
-def test_ssd(groups: int, length: int) -> None:
+def recurrence(length: int, groups: int) -> tuple[torch.Tensor, ...]:
     heads, size, states = 8, 4, 6
     dt = ops.softplus_ref(rand(1, length, heads))
     dt[:, length // 2 : length // 2 + 3] = 0  # pads may stand anywhere
-    args = (
+    return (
         rand(1, length, heads * size),
         dt,
         -torch.exp(rand(heads)),
@@ -331,10 +360,26 @@ def test_ssd(groups: int, length: int) -> None:
         rand(heads, seed=2),
         rand(1, heads, size, states),
     )
-    forms = [ops.ssd_chunked, *([ops.ssd_step] if length == 1 else [])]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 16, 40, 64, 192])
+def test_ssd(groups: int, length: int) -> None:
+    args = recurrence(length, groups)
+    forms: list[Any] = [ops.ssd_chunked, ops.ssd_naive, *([ops.ssd_step] if length == 1 else [])]
+    forms += [partial(opened.ssd, lower=opened.lower_ones(length))] if length <= opened.MOST_TOKENS else []
     for form in forms:
         for found, expected in zip(form(*args), ops.ssd_ref(*args), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("length", [512, 768])
+def test_ssd_of_several_long_chunks(groups: int, length: int) -> None:
+    """Of the largest value: the logarithms of 256 steps add up to some 1,000, whose differences lose digits."""
+    args = recurrence(length, groups)
+    for found, expected in zip(ops.ssd_naive(*args), ops.ssd_ref(*args), strict=True):
+        assert relative(found.numpy(), expected.numpy()) < RELATIVE
 
 
 @pytest.mark.parametrize("states", [1, 6])
@@ -352,7 +397,7 @@ def test_scan(states: int, length: int) -> None:
         rand(channels, seed=2),
         rand(1, states, channels),
     )
-    for form in (scan.blocked, *([scan.step] if length == 1 else [])):
+    for form in (scan.blocked, scan.loop(), *([scan.step] if length == 1 else [])):
         for found, expected in zip(form(*args), scan.ref(*args), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -363,8 +408,10 @@ def test_strong_decay_stays_finite() -> None:
     dt, a = torch.full((1, length, heads), 8.0), torch.tensor([-16.0, -0.01])
     args = (rand(1, length, heads * size), dt, a, rand(1, length, states), rand(1, length, states, seed=1))
     tail = (rand(heads), rand(1, heads, size, states))
-    for found, expected in zip(ops.ssd_chunked(*args, *tail), ops.ssd_ref(*args, *tail), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    forms: list[Any] = [ops.ssd_chunked, ops.ssd_naive, partial(opened.ssd, lower=opened.lower_ones(length))]
+    for form in forms:
+        for found, expected in zip(form(*args, *tail), ops.ssd_ref(*args, *tail), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("length", [1, 5])

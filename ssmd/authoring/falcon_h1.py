@@ -22,7 +22,7 @@ class FalconH1(FlatModule):
     def forward(self, tokens: Tensor, pos: Tensor, n_valid: Tensor, **states: Tensor) -> dict[str, Tensor]:
         c, length = self.config, tokens.shape[1]
         h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
-        rows = mixer.rows(c.mixer, n_valid, length)
+        rows = mixer.rows(self, c.mixer, n_valid, length)
         rotation = self.rotation(pos, length)
         masks = ops.slot_mask(pos, self.capacity(states)), ops.causal_mask(length, c.attention.each)
         out: dict[str, Tensor] = {}

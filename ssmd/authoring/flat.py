@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ssmd.authoring import ops
+from ssmd.authoring import opened, ops
 from ssmd.families.rope import Rope
 from ssmd.state import StateSpec
 
@@ -40,6 +40,8 @@ class FlatModule(nn.Module):
         super().__init__()
         self.spec = spec
         self.context = context
+        self.open = False  # whether a trace of it is to hold for any number of tokens
+        self.naive = False  # whether a trace of Mamba-2 layers is as published: what graph passes start from
         self.every = False  # whether a forward gives the logits of every token, (T, V): for references, never exported
         for name, array in parameters.items():
             own = np.require(array, np.float32, ["C", "W"])  # copied only if it is a read-only view of a file
@@ -64,6 +66,19 @@ class FlatModule(nn.Module):
         """Blocks of channels times a Hadamard matrix, where a rotated model has one of that name."""
         matrix = getattr(self, f"spread_{name}", None)
         return x if matrix is None else F.linear(x.reshape(-1, len(matrix)), matrix).reshape(x.shape)
+
+    def tail(self, n_valid: Tensor, length: int, width: int) -> Tensor:
+        """What picks the new conv state: (1, K-1, K-1+T), or where T is open (K-1,)."""
+        return opened.tail_rows(n_valid, width) if self.open else ops.tail_rows(n_valid, length, width)
+
+    def causal_conv(self, layer: int, conv: Tensor, x: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
+        """conv (1, K-1, C), x (1, T, C) -> (1, T, C) and the new conv. `tail` is None when T = 1."""
+        bias = getattr(self, f"layer{layer}_conv_bias", None)
+        form = opened.causal_conv if self.open else ops.causal_conv
+        y, sequence = form(conv, x, self.weight(layer, "conv"), bias)  # sequence (1, K-1+T, C)
+        if tail is None:
+            return y, sequence[:, 1:]
+        return y, torch.index_select(sequence, 1, tail) if self.open else torch.matmul(tail, sequence)
 
     def capacity(self, states: Mapping[str, Tensor]) -> int:
         """S: the slots of the KV caches that a forward was given; 0 without attention."""
@@ -90,15 +105,16 @@ class FlatModule(nn.Module):
 
         `qk_eps`: of the norms of each head's query and key before RoPE, where the family has them.
         """
-        length, groups, size = x.shape[1], key.shape[0], key.shape[2]
-        q = self.linear(layer, "q", x).reshape(length, -1, size)  # (T, G R, D)
-        k = self.linear(layer, "k", x).reshape(length, groups, size)
-        v = self.linear(layer, "v", x).reshape(length, groups, size)
+        groups, size = int(key.shape[0]), int(key.shape[2])  # numbers to a tracer that leaves S open, too
+        heads = int(self.weight(layer, "q").shape[0]) // size
+        q = self.linear(layer, "q", x).reshape(-1, heads, size)  # (T, G R, D)
+        k = self.linear(layer, "k", x).reshape(-1, groups, size)
+        v = self.linear(layer, "v", x).reshape(-1, groups, size)
         if qk_eps is not None:
             q, k = (ops.rms_norm(x, self.weight(layer, n), qk_eps) for x, n in ((q, "q_norm"), (k, "k_norm")))
         if rotation is not None:
             q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
-        q = q.reshape(length, groups, -1, size)  # (T, G, R, D)
+        q = q.reshape(-1, groups, heads // groups, size)  # (T, G, R, D)
         out, new_key, new_value = ops.attention(q, k, v, key, value, *masks)
         return self.linear(layer, "o", out), new_key, new_value
 

@@ -25,7 +25,7 @@ class GraniteMoeHybrid(FlatModule):
         h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
         if c.embedding_multiplier != 1.0:
             h = h * c.embedding_multiplier
-        rows = mixer.rows(c.mixer, n_valid, length)
+        rows = mixer.rows(self, c.mixer, n_valid, length)
         rotation = None if c.rope is None else self.rotation(pos, length)
         masks = ops.slot_mask(pos, self.capacity(states)), ops.causal_mask(length, c.attention.each)
         out: dict[str, Tensor] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,17 +20,15 @@ class Lfm2(FlatModule):
         self.config = config
 
     def short_conv(self, layer: int, x: Tensor, conv: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x (1, T, hidden) -> (1, T, hidden), new conv (1, K-1, C). `tail` (1, K-1, K-1+T) is None when T = 1."""
+        """x (1, T, hidden) -> (1, T, hidden), new conv (1, K-1, C)."""
         b, gate, x = self.linear(layer, "in", x).chunk(3, -1)  # (1, T, C)
-        bias = getattr(self, f"layer{layer}_conv_bias", None)
-        y, sequence = ops.causal_conv(conv, b * x, self.weight(layer, "conv"), bias)
-        new_conv = sequence[:, 1:] if tail is None else torch.matmul(tail, sequence)
+        y, new_conv = self.causal_conv(layer, conv, b * x, tail)
         return self.linear(layer, "out", gate * y), new_conv
 
     def forward(self, tokens: Tensor, pos: Tensor, n_valid: Tensor, **states: Tensor) -> dict[str, Tensor]:
         c, length = self.config, tokens.shape[1]
         h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
-        tail = ops.tail_rows(n_valid, length, c.conv) if length > 1 else None
+        tail = self.tail(n_valid, length, c.conv) if length > 1 else None
         rotation = self.rotation(pos, length)
         masks = ops.slot_mask(pos, self.capacity(states)), ops.causal_mask(length, c.heads // c.kv_heads)
         out: dict[str, Tensor] = {}

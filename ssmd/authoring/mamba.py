@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,13 +24,11 @@ class Mamba(FlatModule):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x (1, T, hidden) -> (1, T, hidden), new conv (1, K-1, D), new ssm (1, N, D).
 
-        `valid` (1, T, 1) and `tail` (1, K-1, K-1+T) are None when T = 1.
+        `valid` (1, T, 1) and `tail` are None when T = 1.
         """
         c = self.config
         x, gate = self.linear(layer, "in", x).chunk(2, -1)  # (1, T, D)
-        bias = getattr(self, f"layer{layer}_conv_bias", None)
-        y, sequence = ops.causal_conv(conv, x, self.weight(layer, "conv"), bias)
-        new_conv = sequence[:, 1:] if tail is None else torch.matmul(tail, sequence)
+        y, new_conv = self.causal_conv(layer, conv, x, tail)
         x = ops.silu(y)
         dt, b, cc = self.linear(layer, "x", x).split([c.rank, c.states, c.states], -1)
         if c.mixer_eps is not None:
@@ -41,14 +38,15 @@ class Mamba(FlatModule):
         if valid is None:
             y, new_ssm = scan.step(x, dt, a, b, cc, d, ssm)
         else:
-            y, new_ssm = scan.blocked(x, dt * valid, a, b, cc, d, ssm)
+            form = scan.loop() if self.open else scan.blocked
+            y, new_ssm = form(x, dt * valid, a, b, cc, d, ssm)
         return self.linear(layer, "out", y * ops.silu(gate)), new_conv, new_ssm
 
     def forward(self, tokens: Tensor, pos: Tensor, n_valid: Tensor, **states: Tensor) -> dict[str, Tensor]:
         c, length = self.config, tokens.shape[1]
         h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
         valid = ops.valid_rows(n_valid, length) if length > 1 else None
-        tail = ops.tail_rows(n_valid, length, c.conv) if length > 1 else None
+        tail = self.tail(n_valid, length, c.conv) if length > 1 else None
         out: dict[str, Tensor] = {}
         for i in range(c.layers):
             conv, ssm = f"conv_{i}", f"ssm_{i}"

@@ -22,7 +22,7 @@ class Mamba2(FlatModule):
     def forward(self, tokens: Tensor, pos: Tensor, n_valid: Tensor, **states: Tensor) -> dict[str, Tensor]:
         c, length = self.config, tokens.shape[1]
         h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
-        rows = mixer.rows(c.mixer, n_valid, length)
+        rows = mixer.rows(self, c.mixer, n_valid, length)
         out: dict[str, Tensor] = {}
         for i in range(c.layers):
             conv, ssm = f"conv_{i}", f"ssm_{i}"

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # Q: the fastest of 32, 64, 128, 256 on CPU (docs/log.md)
+NAIVE_CHUNK = 256  # Q of the published models
 QUERY_BLOCK = 64  # tokens whose attention scores are computed together
-MASKED = -1e9  # added to a score: its softmax is exactly 0
+MASKED = -6e4  # added to a score: its softmax is exactly 0; float16 has such a number, which not all have
 
 
 def silu(x: Tensor) -> Tensor:
@@ -52,10 +53,10 @@ def group_rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor
     """Mamba-2's norm: each of `groups` parts of the last axis for itself. x (1, T, inner)."""
     if groups == 1:
         return rms_norm(x, weight, eps)
-    _, length, inner = x.shape
-    parts = x.reshape(length, groups, inner // groups)
+    inner = int(x.shape[-1])
+    parts = x.reshape(-1, groups, inner // groups)
     parts = parts * torch.rsqrt((parts * parts).mean(-1, keepdim=True) + eps)
-    return parts.reshape(1, length, inner) * weight
+    return parts.reshape(1, -1, inner) * weight
 
 
 def group_rms_norm_ref(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
@@ -110,11 +111,11 @@ def _to_heads(x: Tensor, heads: int, states: int) -> Tensor:
     return spread.reshape(1, heads, 1, states)
 
 
-def chunk_length(length: int) -> int:
+def chunk_length(length: int, most: int = CHUNK) -> int:
     """Q for a call of T tokens. Raises ValueError if T does not divide into chunks."""
-    chunk = min(CHUNK, length)
+    chunk = min(most, length)
     if length % chunk:
-        raise ValueError(f"a bucket of {length} tokens is above {CHUNK} and no multiple of it")
+        raise ValueError(f"a bucket of {length} tokens is above {most} and no multiple of it")
     return chunk
 
 
@@ -165,6 +166,53 @@ def ssd_chunked(
     y = (within + before).reshape(chunks, heads, chunk, size).permute(0, 2, 1, 3)  # (chunks, Q, H, P)
     y = y.reshape(length, heads, size) + x.reshape(length, heads, size) * d.reshape(1, heads, 1)
     return y.reshape(1, length, heads * size), ssm
+
+
+def ssd_naive(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
+    """As `ssd_chunked`, written like listing 1 of arXiv:2405.21060: what XAMBA (arXiv:2502.06924) starts from.
+
+    Its three cumulative sums, that of `_segment_sum` over Q x Q as in the published code, and its contractions as
+    products and sums. Only B and C are not repeated for each head of a group.
+    """
+    _, heads, size, states = ssm.shape
+    length = x.shape[1]
+    chunk = chunk_length(length, NAIVE_CHUNK)
+    chunks, groups = length // chunk, b.shape[-1] // states
+    each = heads // groups  # J: heads of a group
+
+    logs = (dt * a).reshape(chunks, chunk, groups, each).permute(0, 2, 3, 1)  # (Z, g, J, Q), Z chunks
+    bg, cg = (t.reshape(chunks, chunk, groups, states).permute(0, 2, 1, 3) for t in (b, c))  # (Z, g, Q, N)
+    xd = x.reshape(length, heads, size) * dt.reshape(length, heads, 1)
+    xd = xd.reshape(chunks, chunk, groups, each, size).permute(0, 2, 3, 4, 1)  # (Z, g, J, P, Q)
+    sums = torch.cumsum(logs, -1)  # (Z, g, J, Q)
+
+    # 1. within a chunk
+    scores = (cg.unsqueeze(3) * bg.unsqueeze(2)).sum(-1)  # (Z, g, Q, Q)
+    weights = scores.unsqueeze(2) * _segment_sum(logs)  # (Z, g, J, Q, Q)
+    within = (weights.unsqueeze(4) * xd.unsqueeze(3)).sum(-1)  # (Z, g, J, Q, P)
+    # 2. what each chunk adds to the state
+    kept = xd * torch.exp(sums[..., -1:] - sums).unsqueeze(3)  # (Z, g, J, P, Q)
+    added = (kept.permute(0, 1, 2, 4, 3).unsqueeze(-1) * bg[:, :, None, :, None]).sum(3)  # (Z, g, J, P, N)
+    # 3. the states between chunks
+    starts = torch.cat([ssm.reshape(1, groups, each, size, states), added], 0)  # (Z+1, g, J, P, N)
+    last = sums[..., -1].permute(1, 2, 0)  # (g, J, Z)
+    last = torch.cat([torch.zeros(groups, each, 1), last], -1)  # (g, J, Z+1)
+    decays = _segment_sum(last).permute(3, 2, 0, 1).unsqueeze(-1).unsqueeze(-1)  # (from Z+1, to Z+1, g, J, 1, 1)
+    starts = (decays * starts.unsqueeze(1)).sum(0)  # (Z+1, g, J, P, N)
+    # 4. what the states give
+    before = (cg[:, :, None, :, None] * starts[:-1].unsqueeze(3)).sum(-1)  # (Z, g, J, Q, P)
+    before = before * torch.exp(sums).unsqueeze(-1)
+
+    y = (within + before).permute(0, 3, 1, 2, 4).reshape(length, heads, size)  # (T, H, P)
+    y = y + x.reshape(length, heads, size) * d.reshape(1, heads, 1)
+    return y.reshape(1, length, heads * size), starts[-1].reshape(1, heads, size, states)
+
+
+def _segment_sum(logs: Tensor) -> Tensor:
+    """(..., Q) -> (..., Q, Q): the decay from each step (columns) to each later one (rows), 0 to earlier ones."""
+    n = logs.shape[-1]
+    below = torch.tril(torch.ones(n, n), diagonal=-1)
+    return torch.exp(torch.cumsum(logs.unsqueeze(-1) * below, -2)) * torch.tril(torch.ones(n, n))
 
 
 def ssd_ref(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,22 +269,40 @@ def attention(
     stay small (all at once those of 256 tokens weigh 21 MB a layer), and a block sees no new rows after its own.
     """
     length, groups, each, size = q.shape
-    rows = q.permute(1, 0, 2, 3).reshape(groups, length * each, size)  # (G, T R, D)
+    rows = q.permute(1, 0, 2, 3).reshape(groups, -1, size)  # (G, T R, D)
     new_key, new_value = k.permute(1, 0, 2), v.permute(1, 2, 0)  # (G, T, D), (G, D, T)
-    context = key.shape[1]
-    blocks = []
-    for start in range(0, length, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, length)
-        block = rows if length <= QUERY_BLOCK else rows[:, start * each : stop * each]  # (G, B R, D), B tokens
-        old = torch.matmul(block, key.transpose(1, 2)) + slots  # (G, B R, S)
-        new = torch.matmul(block, new_key[:, :stop].transpose(1, 2))  # (G, B R, stop)
-        new = new if length == 1 else new + causal[:, start * each : stop * each, :stop]
-        weights = torch.softmax(torch.cat([old, new], -1), -1)  # (G, B R, S + stop)
-        seen = torch.matmul(weights[..., :context], value.transpose(1, 2))
-        blocks.append(seen + torch.matmul(weights[..., context:], new_value[..., :stop].transpose(1, 2)))
-    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)  # (G, T R, D)
-    out = out.reshape(groups, length, each, size).permute(1, 0, 2, 3)  # (T, G, R, D)
-    return out.reshape(1, length, groups * each * size), new_key, new_value
+    if length <= QUERY_BLOCK:
+        out = _attend(rows, new_key, new_value, key, value, slots, None if length == 1 else causal)
+    else:
+        blocks = []
+        for start in range(0, length, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, length)
+            block, mask = rows[:, start * each : stop * each], causal[:, start * each : stop * each, :stop]
+            blocks.append(_attend(block, new_key[:, :stop], new_value[..., :stop], key, value, slots, mask))
+        out = torch.cat(blocks, 1)  # (G, T R, D)
+    out = out.reshape(groups, -1, each, size).permute(1, 0, 2, 3)  # (T, G, R, D)
+    return out.reshape(1, -1, groups * each * size), new_key, new_value
+
+
+def _attend(
+    rows: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, slots: Tensor, causal: Tensor | None
+) -> Tensor:
+    """Queries (G, B R, D) of B tokens over the cache and n new rows, (G, n, D) and (G, D, n) -> (G, B R, D).
+
+    Without `causal` (1, B R, n) there is one token, whose own row is taken by products of numbers: the compiler of
+    Intel's NPU takes the other form for another attention and fails.
+    """
+    context = slots.shape[-1]
+    old = torch.matmul(rows, key.transpose(1, 2)) + slots  # (G, B R, S)
+    if causal is None:
+        new = (rows * new_key).sum(-1, keepdim=True)  # (G, R, 1)
+    else:
+        new = torch.matmul(rows, new_key.transpose(1, 2)) + causal  # (G, B R, n)
+    weights = torch.softmax(torch.cat([old, new], -1), -1)  # (G, B R, S + n)
+    seen = torch.matmul(weights[..., :context], value.transpose(1, 2))
+    if causal is None:
+        return seen + weights[..., context:] * new_value.transpose(1, 2)
+    return seen + torch.matmul(weights[..., context:], new_value.transpose(1, 2))
 
 
 def attention_ref(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, position: int) -> Tensor:

@@ -12,6 +12,10 @@ Glossary: T tokens of this call, D channels, N d_state, Q tokens of a block.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -39,6 +43,25 @@ def blocked(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, s
             new.append(ssm)
         ys.append((torch.cat(new, 0) * cq).sum(1, keepdim=True))  # (Q, 1, D)
     return torch.cat(ys, 0).reshape(1, length, channels) + d * x, ssm
+
+
+def looped(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence as it is: what `loop` makes a loop of the graph of."""
+    ys: list[Tensor] = []
+    for t in range(x.shape[1]):
+        dtt = dt[:, t : t + 1]
+        ssm = ssm * torch.exp(dtt * a) + (dtt * x[:, t : t + 1]) * b[:, t].unsqueeze(-1)  # (1, N, D)
+        ys.append((ssm * c[:, t].unsqueeze(-1)).sum(1, keepdim=True))
+    return torch.cat(ys, 1) + d * x, ssm
+
+
+@cache
+def loop() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`looped` for a graph that leaves T open: a trace takes it in as a loop, not as what it did for T tokens."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, which the converter reads
+        scripted: Callable[..., tuple[Tensor, Tensor]] = torch.jit.script(looped)
+    return scripted
 
 
 def ref(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,61 @@
+"""Forms for a graph that leaves the number of tokens T open: all of them as one chunk, T = 1 included.
+
+Nothing here computes a shape: in a graph of open lengths each such number is an operation of its own, and a decode step
+would spend more time on them than on its states. Shapes and glossary are those of ssmd/authoring/ops.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MOST_TOKENS = 64  # T: a chunk's differences of cumulated logarithms lose digits as it grows, and its masks weigh T x T
+
+
+def causal_conv(conv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As ops.causal_conv, a product for each of the K rows of the weight."""
+    width = weight.shape[0]
+    sequence = torch.cat([conv, x], 1)  # (1, K-1+T, C)
+    y = sequence[:, width - 1 :] * weight[width - 1]  # (1, T, C)
+    for k in range(width - 1):
+        y = y + sequence[:, k : k + 1 - width] * weight[k]
+    return (y if bias is None else y + bias), sequence
+
+
+def lower_ones(length: int) -> Tensor:
+    """(1, T, T): ones on and below the diagonal."""
+    return torch.tril(torch.ones(length, length)).unsqueeze(0)
+
+
+def tail_rows(n_valid: Tensor, width: int) -> Tensor:
+    """(K-1,): where in conv state and new rows, in order, the last K-1 stand that are no pads."""
+    return n_valid + torch.arange(width - 1, dtype=torch.int32)
+
+
+def ssd(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor, lower: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As ops.ssd_chunked with T tokens in the chunk; `lower` as of lower_ones, made once for all layers."""
+    _, heads, size, states = ssm.shape
+    groups = int(b.shape[-1]) // int(states)
+    each = heads // groups
+    sums = torch.matmul(lower, dt * a)  # (1, T, H): log of the decay since the start
+    by_head = sums.transpose(1, 2).reshape(groups, each, -1)  # (g, H/g, T)
+    decays = torch.exp(torch.clamp(by_head.unsqueeze(-1) - by_head.unsqueeze(-2), max=0.0)) * lower  # (g, H/g, T, T)
+
+    bg, cg = (t if groups == 1 else t.reshape(-1, groups, states).permute(1, 0, 2) for t in (b, c))  # (g, T, N)
+    scores = torch.matmul(cg, bg.transpose(1, 2)).unsqueeze(1)  # (g, 1, T, T)
+    xh = x.reshape(-1, heads, size)  # (T, H, P)
+    xd = xh * dt.reshape(-1, heads, 1)
+    within = torch.matmul(scores * decays, xd.permute(1, 0, 2).reshape(groups, each, -1, size))  # (g, H/g, T, P)
+    within = within.reshape(heads, -1, size).permute(1, 0, 2)  # (T, H, P)
+
+    total = sums[:, -1:]  # (1, 1, H)
+    kept = (xd * torch.exp(total - sums).reshape(-1, heads, 1)).reshape(-1, groups, each * size).permute(1, 2, 0)
+    added = torch.matmul(kept, bg).reshape(1, heads, size, states)  # from (g, H/g P, T) and (g, T, N)
+    new = ssm * torch.exp(total).reshape(1, heads, 1, 1) + added
+    start = ssm.reshape(groups, each * size, states)
+    before = torch.matmul(start, cg.transpose(1, 2)).transpose(1, 2)  # (g, T, H/g P)
+    before = (before if groups == 1 else before.permute(1, 0, 2)).reshape(-1, heads, size)  # (T, H, P)
+    y = within + before * torch.exp(sums).reshape(-1, heads, 1) + xh * d.reshape(1, heads, 1)
+    return y.reshape(1, -1, heads * size), new
