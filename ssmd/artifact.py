@@ -50,6 +50,7 @@ class Manifest(BaseModel):
     """artifact.json. `build` hashes all the rest but `quality`, and with it every file.
 
     quality: what the quantized model was measured to lose (ssmd/quality.py); of some builds it is not known.
+    conversion: what a runtime's build did to the graph, where it says so.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -72,6 +73,7 @@ class Manifest(BaseModel):
     files: Annotated[dict[str, FileEntry], Field(max_length=MAX_FILES)]
     builders: dict[str, str]
     quality: dict[str, dict[str, float]] = {}
+    conversion: dict[str, Any] = {}
 
     @field_validator("files")
     @classmethod

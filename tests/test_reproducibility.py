@@ -9,6 +9,7 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
+import pytest
 from conftest import BUILT, ROOT, TinyArtifacts
 
 # What `ssmd build` computes with PyTorch and with the quantizer, without the export, which takes half a minute.
@@ -54,17 +55,19 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_second_build_of_a_moved_source_has_the_same_files(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    first = artifacts["llama-f32"]
-    variant, quantization, buckets, capacities = BUILT["llama-f32"]
+@pytest.mark.parametrize("name", ["llama-f32", "openvino-granite-int8", "npu-granite-f16"])
+def test_a_second_build_of_a_moved_source_has_the_same_files(
+    artifacts: TinyArtifacts, tmp_path: Path, name: str
+) -> None:
+    first, made = artifacts[name], BUILT[name]
     source = tmp_path / "moved" / "other name"
-    shutil.copytree(artifacts.source("llama-f32"), source)
+    shutil.copytree(artifacts.source(name), source)
     (tmp_path / "tmp").mkdir()
-    asked = ("--quant", quantization, "--buckets", buckets, "--context", capacities, "--name", variant)
+    asked = (*made.asked, "--name", made.variant)
     where = ("--models-dir", str(tmp_path / "elsewhere"))
     around = {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "3", "TZ": "Asia/Tokyo"}
     python("-m", "ssmd", "build", str(source), *asked, *where, seed=4242, **around)
-    second = tmp_path / "elsewhere" / variant / first.name
+    second = tmp_path / "elsewhere" / made.folder
     assert "artifact.json" in hashes(first)
     assert hashes(second) == hashes(first)
 

@@ -23,6 +23,9 @@ MODEL = "model.tflite"
 
 class LiteRTConverter:
     runtime, device_class = "litert", "cpu"
+    most_tokens: int | None = None
+    tiers: tuple[int, ...] = (2048, 8192)
+    quantizations: tuple[Quantization, ...] = ("int8", "int4", "f32")
     packages: ClassVar[Mapping[str, str]] = {
         "torch": "torch",
         "litert_torch": "litert-torch",
@@ -38,7 +41,7 @@ class LiteRTConverter:
     def recipe(self, quantization: Quantization) -> dict[str, Any]:
         return {"ops": recipe.ops(quantization)} if quantization != "f32" else {}
 
-    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> None:
+    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
         shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
         unfit = recipe.unfit(shapes, plan.quantization)
         if unfit is not None:
@@ -58,6 +61,7 @@ class LiteRTConverter:
         else:
             exported.rename(model)
         _weights_stand_once(model, shapes, plan, len(capacities) * (1 + len(plan.buckets)))
+        return {}
 
     def load(self, artifact: Artifact) -> FlatProgram:
         return LiteRTRuntime().load(artifact)

@@ -29,7 +29,7 @@ from ssmd.source import Source
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 Progress = Callable[[str], None]
-Quantization = Literal["int8", "int4", "f32"]
+Quantization = Literal["int8", "int4", "f16", "f32"]
 Shapes = Mapping[str, tuple[int, ...]]  # of a module's parameters, by name
 Stage = Callable[[str], AbstractContextManager[None]]  # announces what is done inside, and then what it took
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ class Converter(Protocol):
 
     runtime: str
     device_class: str
+    quantizations: tuple[Quantization, ...]  # the usual one first
+    most_tokens: int | None  # of a prefill
+    tiers: tuple[int, ...]  # usual capacities of the KV caches below the one asked for: a step attends over all slots
     packages: ClassVar[Mapping[str, str]]  # by the name to import: the distribution
 
     def prepare(self) -> None:
@@ -72,8 +75,9 @@ class Converter(Protocol):
     def recipe(self, quantization: Quantization) -> dict[str, Any]:
         """For the manifest: how the weights are quantized."""
 
-    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> None:
-        """Write the model into `folder`; the module is not used after this. Raises BuildError."""
+    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
+        """Write the model into `folder`; the module is not used after this. Returns what the manifest is to say about
+        the conversion. Raises BuildError."""
 
     def load(self, artifact: Artifact) -> Program:
         """The artifact, to be measured."""
@@ -85,7 +89,7 @@ def build(
     out: Path,
     *,
     name: str,
-    quantization: Quantization = "int8",
+    quantization: Quantization | None = None,
     buckets: Sequence[int] | None = None,
     tiers: Sequence[int] = (2048,),
     replace: bool = False,
@@ -93,9 +97,9 @@ def build(
 ) -> Artifact:
     """Build the artifact folder `out`; it appears whole or not at all. One that exists is refused unless `replace`.
 
-    `buckets` are prefill lengths (None: those of the family), `tiers` capacities of the KV caches, both in tokens: the
-    largest is the context, the smaller ones make short conversations fast, as a step attends over all of its cache.
-    `progress` gets lines of text.
+    `quantization` None is the converter's usual one. `buckets` are prefill lengths (None: those of the family), `tiers`
+    capacities of the KV caches, both in tokens: the largest is the context, the smaller ones make short conversations
+    fast, as a step attends over all of its cache. `progress` gets lines of text.
     Raises BuildError, SourceError or FamilyError before anything is converted if something does not fit.
     """
     if out.exists() and not replace:
@@ -106,9 +110,10 @@ def build(
     return_big_blocks()  # else what one stage frees stands beside what the next one needs
     family = family_of(source.config)
     config = family.parse(source.config)
-    lengths = family.buckets if buckets is None else buckets
-    plan = Plan(quantization, tuple(sorted(lengths)), tuple(sorted(tiers)))
-    tokenizer = _check(source, config, plan)
+    most = converter.most_tokens
+    lengths = [n for n in family.buckets if most is None or n <= most] if buckets is None else buckets
+    plan = Plan(quantization or converter.quantizations[0], tuple(sorted(lengths)), tuple(sorted(tiers)))
+    tokenizer = _check(converter, source, config, plan)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     made = folder / "artifact"
@@ -120,17 +125,18 @@ def build(
     try:
         with stage("hash the source"):
             lineage = source.lineage
-        spec = family.state_spec(config, "float32" if quantization == "f32" else "float16")
-        reference = _write(converter, source, tokenizer, family, config, plan, made, stage)
-        turned = {"rotation": BLOCK} if converter.rotates(quantization) else {}
+        spec = family.state_spec(config, "float32" if plan.quantization == "f32" else "float16")
+        reference, conversion = _write(converter, source, tokenizer, family, config, plan, made, stage)
+        turned = {"rotation": BLOCK} if converter.rotates(plan.quantization) else {}
         fields = {
             "name": name,
             "family": family.name,
             "lineage": lineage,
             "runtime": converter.runtime,
             "device_class": converter.device_class,
-            "quantization": quantization,
-            "quantization_recipe": {**turned, **converter.recipe(quantization)},
+            "quantization": plan.quantization,
+            "quantization_recipe": {**turned, **converter.recipe(plan.quantization)},
+            **({"conversion": conversion} if conversion else {}),
             "buckets": plan.buckets,
             "context": plan.context if spec.rows else None,
             "tiers": plan.tiers if spec.rows else (),
@@ -158,13 +164,23 @@ def build(
     return Artifact.open(out)
 
 
-def _check(source: Source, config: Any, plan: Plan) -> Tokenizer:
+def _check(converter: Converter, source: Source, config: Any, plan: Plan) -> Tokenizer:
     """All that can be refused before minutes of work. Returns the source's tokenizer."""
     buckets, tiers = plan.buckets, plan.tiers
+    if plan.quantization not in converter.quantizations:
+        raise BuildError(
+            f"runtime {converter.runtime} ({converter.device_class}) has no {plan.quantization}; it has: "
+            f"{', '.join(converter.quantizations)}"
+        )
     if not buckets or len(set(buckets)) != len(buckets) or min(buckets) < 2:
         raise BuildError(f"buckets {list(buckets)} must be different lengths of at least 2 tokens")
     if any(b > 64 and b % 64 for b in buckets):
         raise BuildError(f"buckets {list(buckets)}: those above 64 must be multiples of 64")
+    if converter.most_tokens is not None and max(buckets) > converter.most_tokens:
+        raise BuildError(
+            f"buckets {list(buckets)}: a prefill of runtime {converter.runtime} takes {converter.most_tokens} tokens "
+            "at most; longer prompts are read in several"
+        )
     if not tiers or len(set(tiers)) != len(tiers):
         raise BuildError(f"capacities {list(tiers)} must be different numbers of tokens")
     if min(tiers) < max(buckets):
@@ -199,8 +215,8 @@ def _write(
     plan: Plan,
     folder: Path,
     stage: Stage,
-) -> Reference:
-    """Write all but the manifest. Returns what the f32 module computes."""
+) -> tuple[Reference, dict[str, Any]]:
+    """Write all but the manifest. Returns what the f32 module computes, and what the manifest is to say of the way."""
     with stage("load PyTorch and the converter"):
         converter.prepare()
 
@@ -225,8 +241,7 @@ def _write(
             del module  # two of them at once would be the most memory that a build takes
             module = module_of(rotated(bindings))
             reference.check(module)
-    converter.write(module, plan, folder, stage)
-    return reference
+    return reference, converter.write(module, plan, folder, stage)
 
 
 @contextmanager

@@ -15,16 +15,14 @@ import typer
 from ssmd.cli import options
 
 if TYPE_CHECKING:
-    from ssmd.authoring.building import Converter
+    from ssmd.authoring.building import Converter, Quantization
     from ssmd.config import Settings
-
-
-USUAL_TIERS = (2048, 8192)  # tokens; the step of a larger cache takes longer, full or not
 
 
 class Quant(StrEnum):
     int8 = "int8"
     int4 = "int4"
+    f16 = "f16"
     f32 = "f32"
 
 
@@ -39,8 +37,10 @@ def build(
             metavar="CHECKPOINT", help="A Hugging Face folder with safetensors, a model's name on the hub, or: smollm2"
         ),
     ],
-    runtime: Annotated[str, typer.Option(help="Runtime to build for.", metavar="NAME")] = "litert",
-    quant: Annotated[Quant, typer.Option(help="How weights are stored.")] = Quant.int8,
+    runtime: Annotated[str, typer.Option(help="Runtime to build for, or npu.", metavar="NAME")] = "litert",
+    quant: Annotated[
+        Quant | None, typer.Option(help="How weights are stored; else int8, and f16 for the NPU.", show_default=False)
+    ] = None,
     buckets: Annotated[
         str | None,
         typer.Option(
@@ -58,6 +58,10 @@ def build(
         str | None, typer.Option(help="Branch, tag or commit of a name on the hub; else main.", metavar="REV")
     ] = None,
     models_dir: options.ModelsDir = None,
+    xamba: Annotated[
+        str | None,
+        typer.Option(help="Rewrites of an OpenVINO graph: cumba, reduba, actiba=SEGMENTS.", metavar="PASSES"),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
 ) -> None:
     """Build an artifact from a source checkpoint. `ssmd build smollm2` makes the default model.
@@ -70,22 +74,23 @@ def build(
     from ssmd.config import Settings
     from ssmd.source import Source
 
-    lengths, tiers = None if buckets is None else _lengths("--buckets", buckets), _tiers(context)
+    lengths, tiers = None if buckets is None else _lengths("--buckets", buckets), _lengths("--context", context)
     name = _name(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
     settings = Settings(models_dir=models_dir)
-    out = settings.models_dir / name / f"{runtime}-cpu-{quant.value}"
+    converter = _converter(runtime, xamba)
+    quantization: Quantization = converter.quantizations[0] if quant is None else quant.value
+    out = settings.models_dir / name / f"{converter.runtime}-{converter.device_class}-{quantization}"
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
-    converter = _converter(runtime)
     with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:
         artifact = build_artifact(
             converter,
             Source.open(folder),
             out,
             name=name,
-            quantization=quant.value,
+            quantization=quantization,
             buckets=lengths,
-            tiers=tiers,
+            tiers=_tiers(tiers, converter.tiers),
             replace=force,
             progress=progress,
         )
@@ -127,21 +132,25 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
     return fetch(checkpoint, revision, settings).path
 
 
-def _converter(runtime: str) -> Converter:
-    """What builds for a runtime."""
+def _converter(runtime: str, xamba: str | None = None) -> Converter:
+    """What builds for a runtime, or for "npu", which is OpenVINO's. `xamba`: rewrites, which it alone has."""
     from importlib import import_module
     from importlib.metadata import entry_points
 
     from ssmd.runtime import runtime_names
 
-    package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(runtime)
+    name, attribute = ("openvino", "NPU_CONVERTER") if runtime == "npu" else (runtime, "CONVERTER")
+    package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(name)
     if package is None:
         raise BuildFailed(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
+    if xamba is not None and name != "openvino":
+        raise BuildFailed(f"--xamba rewrites OpenVINO's graphs, not those of {runtime}; add --runtime openvino or npu")
     try:
-        converter: Converter = import_module(f"{package}.build").CONVERTER  # serving never loads it
-        return converter
+        module = import_module(f"{package}.build")  # serving never loads it
     except ImportError as err:
         raise BuildFailed(f"runtime {runtime!r} cannot build here: {err}") from err
+    converter: Converter = getattr(module, attribute) if xamba is None else module.rewriting(runtime, xamba)
+    return converter
 
 
 @contextmanager
@@ -178,10 +187,9 @@ def _lengths(option: str, text: str) -> list[int]:
         raise BuildFailed(f"{option} {text!r}: expected token counts separated by commas, such as 16,64,256") from err
 
 
-def _tiers(text: str) -> list[int]:
+def _tiers(asked: list[int], usual: tuple[int, ...]) -> list[int]:
     """The capacities asked for; below a single one those that are usual."""
-    asked = _lengths("--context", text)
-    return asked if len(asked) > 1 else [*(n for n in USUAL_TIERS if n < asked[0]), asked[0]]
+    return asked if len(asked) > 1 else [*(n for n in usual if n < asked[0]), asked[0]]
 
 
 def _name(text: str) -> str:
