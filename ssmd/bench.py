@@ -86,6 +86,7 @@ def bench(
     artifact: Artifact,
     runtime: Runtime,
     *,
+    device: str | None = None,
     threads: int | None = None,
     position: int = 0,
     repeats: int = 5,
@@ -100,10 +101,10 @@ def bench(
     _check(manifest, position, repeats)
     load_average = _load_average()
     return_big_blocks()  # as a daemon does
-    with _loaded(artifact, runtime, threads) as (_, load_first_ms):
+    with _loaded(artifact, runtime, device, threads) as (_, load_first_ms):
         pass
     trim()
-    with _loaded(artifact, runtime, threads) as (program, load_again_ms):
+    with _loaded(artifact, runtime, device, threads) as (program, load_again_ms):
         resident_bytes = resident()
         rounds = _Rounds(program, position)
         progress(0, 1 + repeats)
@@ -160,10 +161,12 @@ def _check(manifest: Manifest, position: int, repeats: int) -> None:
 
 
 @contextmanager
-def _loaded(artifact: Artifact, runtime: Runtime, threads: int | None) -> Iterator[tuple[Program, float]]:
+def _loaded(
+    artifact: Artifact, runtime: Runtime, device: str | None, threads: int | None
+) -> Iterator[tuple[Program, float]]:
     """A program, and the ms that its load took."""
     begin = time.perf_counter()
-    program = runtime.load(artifact, threads=threads)
+    program = runtime.load(artifact, device=device, threads=threads)
     try:
         yield program, _ms_since(begin)
     finally:

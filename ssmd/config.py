@@ -89,7 +89,10 @@ class Settings(BaseSettings):
         "`*` allows any and needs an api_key",
     )
     threads: int | None = Field(None, ge=1, le=1024, description="compute threads; default: what the runtime chooses")
-    runtime: str = Field("auto", pattern=r"^[a-z0-9_]{1,32}$", description="a runtime's name, or auto")
+    runtime: str = Field("auto", pattern=r"^[a-z0-9_]{1,32}$", description="a runtime's name, npu, or auto")
+    device: str | None = Field(
+        None, pattern=r"^[a-z0-9_]{1,32}$", description="a device of the runtime; default: what the artifact is for"
+    )
     max_running: int = Field(4, ge=1, le=256, description="choices that decode at the same time")
     max_queue: int = Field(64, ge=1, le=10_000, description="requests that wait; more are answered 503")
     max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 30, description="largest request body, bytes")

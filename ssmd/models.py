@@ -10,6 +10,9 @@ from pathlib import Path
 from ssmd.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
 from ssmd.runtime import RuntimeUnavailable, get_runtime
 
+_FASTEST = ("litert", "openvino")  # of those that run on the processor
+_NEARLY = 1.25  # times as many bytes
+
 
 class ModelError(ValueError):
     """No such model here, or none that can run; the message names what there is."""
@@ -35,36 +38,40 @@ def installed(models_dir: Path) -> list[Installed]:
     return [_read(name.name, path) for name in _folders(models_dir) for path in _folders(name)]
 
 
-def unusable(manifest: Manifest) -> str:
-    """Why the artifact's runtime cannot run here, or "". Imports the runtime."""
+def unusable(manifest: Manifest, device: str | None = None) -> str:
+    """Why the artifact cannot run here, or "": on `device`, or on what it was built for. Imports the runtime."""
     try:
         devices = get_runtime(manifest.runtime).devices()
     except RuntimeUnavailable as err:
         return str(err)
-    if any(not device.why_not for device in devices):
-        return ""
-    return "; ".join(f"{d.name}: {d.why_not}" for d in devices) or f"runtime {manifest.runtime} finds no device"
+    wanted = device or manifest.device_class
+    for found in devices:
+        if found.name == wanted:
+            return f"{wanted}: {found.why_not}" if found.why_not else ""
+    there = ", ".join(d.name for d in devices)
+    return f"runtime {manifest.runtime} has no device {wanted!r}; it has: {there or 'none'}"
 
 
-def resolve(model: str | None, models_dir: Path, runtime: str = "auto") -> Path:
+def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: str | None = None) -> Path:
     """The folder of the artifact to serve.
 
     `model`: a name in `models_dir`, or a path of an artifact or of a model's folder; None for the only one there is.
     `runtime`: a runtime's name, "npu", or "auto": of those that run here the one with the fewest bytes, since a
-    token's time is the time to read them. Raises ModelError or ArtifactError.
+    token's time is the time to read them; of those that have nearly as few the one whose runtime reads them fastest.
+    `device`: one that the runtime must be able to use. Raises ModelError or ArtifactError.
     """
     found = _candidates(model, models_dir)
     fitting = [i for i in found if i.manifest is None or _is_for(i.manifest, runtime)]
     if not fitting:
-        there = ", ".join(sorted({i.manifest.runtime for i in found if i.manifest}))
-        raise ModelError(f"model {found[0].name!r} has no artifact for runtime {runtime!r}; it has: {there}")
+        raise ModelError(_none_for(runtime, found))
+    least = min(i.nbytes for i in fitting)
     problems = []
-    for candidate in sorted(fitting, key=lambda i: (i.nbytes, str(i.path))):
-        reason = candidate.problem or (unusable(candidate.manifest) if candidate.manifest else "")
+    for candidate in sorted(fitting, key=lambda i: _rank(i, least)):
+        reason = candidate.problem or (unusable(candidate.manifest, device) if candidate.manifest else "")
         if not reason:
             return candidate.path
         problems.append(f"{candidate.path}: {reason}")
-    raise ModelError("; ".join(problems))
+    raise ModelError("; ".join(problems) + _usable(found))
 
 
 def _candidates(model: str | None, models_dir: Path) -> list[Installed]:
@@ -104,6 +111,40 @@ def _is_for(manifest: Manifest, runtime: str) -> bool:
     if runtime == "npu":
         return manifest.device_class == "npu"
     return runtime in ("auto", manifest.runtime)
+
+
+def _rank(candidate: Installed, least: int) -> tuple[bool, float, int, str]:
+    """What is tried first: what runs on the processor, the fewest bytes, the fastest runtime (docs/benchmarks.md)."""
+    manifest = candidate.manifest
+    runtime = "" if manifest is None else manifest.runtime
+    order = _FASTEST.index(runtime) if runtime in _FASTEST else len(_FASTEST)
+    elsewhere = manifest is not None and manifest.device_class != "cpu"
+    return elsewhere, max(candidate.nbytes, _NEARLY * least), order, str(candidate.path)
+
+
+def _none_for(runtime: str, found: list[Installed]) -> str:
+    there = ", ".join(sorted({i.manifest.runtime for i in found if i.manifest}))
+    said = f"model {found[0].name!r} has no artifact for runtime {runtime!r}; it has: {there}"
+    if runtime != "npu":
+        return said
+    try:
+        why = {d.name: d.why_not for d in get_runtime("openvino").devices()}.get("npu", "")
+    except RuntimeUnavailable as err:
+        why = str(err)
+    unusable_here = f"; and the NPU cannot be used here: {why}" if why else ""
+    return f"{said} (build one with: ssmd build CHECKPOINT --runtime npu){unusable_here}{_usable(found)}"
+
+
+def _usable(found: list[Installed]) -> str:
+    """What the model could be served with, or ""."""
+    options = set()
+    for one in found:
+        if one.manifest is not None and not one.problem:
+            if not unusable(one.manifest):
+                options.add(f"--runtime {one.manifest.runtime}")
+            elif not unusable(one.manifest, "cpu"):
+                options.add("--device cpu")
+    return f"; what works here: {' or '.join(sorted(options))}" if options else ""
 
 
 def _folders(path: Path) -> list[Path]:

@@ -59,8 +59,8 @@ def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[E
 
     Raises ModelError, ArtifactError, RuntimeUnavailable, ProgramError, StoreError or SettingsError.
     """
-    artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime))
-    program = get_runtime(artifact.manifest.runtime).load(artifact, threads=settings.threads)
+    artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime, settings.device))
+    program = get_runtime(artifact.manifest.runtime).load(artifact, device=settings.device, threads=settings.threads)
     store = None
     if keep:
         settings.prepare()

@@ -26,6 +26,7 @@ def bench(
         int, typer.Option(help="Rounds; each has every bucket once and 20 decode steps.", min=1, max=1000, metavar="N")
     ] = 5,
     runtime: options.Runtime = None,
+    device: options.Device = None,
     threads: options.Threads = None,
     models_dir: options.ModelsDir = None,
     as_json: options.Json = False,
@@ -40,12 +41,18 @@ def bench(
     from ssmd.models import resolve
     from ssmd.runtime import get_runtime
 
-    settings = Settings(models_dir=models_dir, runtime=runtime, threads=threads)
-    artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime))
+    settings = Settings(models_dir=models_dir, runtime=runtime, device=device, threads=threads)
+    artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime, settings.device))
     loader = get_runtime(artifact.manifest.runtime)
     with _shown() as progress:
         report = measure(
-            artifact, loader, threads=settings.threads, position=position, repeats=repeats, progress=progress
+            artifact,
+            loader,
+            device=settings.device,
+            threads=settings.threads,
+            position=position,
+            repeats=repeats,
+            progress=progress,
         )
     if as_json:
         typer.echo(json.dumps(_fields(artifact, report), indent=1))

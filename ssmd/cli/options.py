@@ -14,6 +14,9 @@ Model = Annotated[
 Runtime = Annotated[
     str | None, typer.Option(help="Use this runtime's artifact; auto picks the best that runs here.", metavar="NAME")
 ]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, gpu or npu; else what the artifact was built for.", metavar="NAME")
+]
 Threads = Annotated[int | None, typer.Option(help="Compute threads.", metavar="N")]
 DataDir = Annotated[Path | None, typer.Option(help="Where sessions are kept.", metavar="DIR")]
 ModelsDir = Annotated[Path | None, typer.Option(help="Where models are installed.", metavar="DIR")]

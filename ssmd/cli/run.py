@@ -40,6 +40,7 @@ def run(
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 2048,
     stats: Annotated[bool, typer.Option("--stats", help="After each answer: tokens, cached tokens, times.")] = False,
     runtime: options.Runtime = None,
+    device: options.Device = None,
     threads: options.Threads = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
@@ -56,7 +57,9 @@ def run(
         sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     except ValueError as err:
         fail(str(err), 2)
-    settings = Settings(data_dir=data_dir, log_level="error", models_dir=models_dir, runtime=runtime, threads=threads)
+    settings = Settings(
+        data_dir=data_dir, log_level="error", models_dir=models_dir, runtime=runtime, device=device, threads=threads
+    )
     start_logging(settings.log_level)
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()

@@ -14,6 +14,7 @@ def serve(
     runtime: options.Runtime = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback a key is needed.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes any free one. Default 7763.")] = None,
+    device: options.Device = None,
     threads: options.Threads = None,
     max_running: Annotated[int | None, typer.Option(help="Choices that decode at the same time.", metavar="N")] = None,
     max_queue: Annotated[int | None, typer.Option(help="Requests that may wait.", metavar="N")] = None,
@@ -32,6 +33,7 @@ def serve(
 
     settings = Settings(
         data_dir=data_dir,
+        device=device,
         host=host,
         log_level=log_level,
         max_queue=max_queue,

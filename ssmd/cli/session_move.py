@@ -95,6 +95,7 @@ def import_(
         typer.Option("--reread", help="Believe no state in the file: compute them anew with the model, now."),
     ] = False,
     runtime: options.Runtime = None,
+    device: options.Device = None,
     threads: options.Threads = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
@@ -107,7 +108,7 @@ def import_(
     from ssmd.config import Settings
     from ssmd.sessions.turn import StoreError
 
-    settings = Settings(data_dir=data_dir, models_dir=models_dir, runtime=runtime, threads=threads)
+    settings = Settings(data_dir=data_dir, models_dir=models_dir, runtime=runtime, device=device, threads=threads)
     local = _local_models(settings.models_dir)
     if not local:
         typer.echo("note: no model is installed here, so sessions are not checked against one", err=True)
@@ -158,7 +159,7 @@ def _rereader(lineage: str, settings: Settings, what: str) -> Iterator[Rereader]
     artifact = Artifact.open(_artifact_of(lineage, settings))
     manifest = artifact.manifest
     tokenizer = Tokenizer.open(artifact.file("tokenizer.json"), stop_tokens=manifest.stop_tokens)
-    program = get_runtime(manifest.runtime).load(artifact, threads=settings.threads)
+    program = get_runtime(manifest.runtime).load(artifact, device=settings.device, threads=settings.threads)
     scope = Scope(program.spec.digest(), manifest.lineage, manifest.build)
     bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     try:
@@ -181,7 +182,7 @@ def _artifact_of(lineage: str, settings: Settings) -> Path:
     problems = []
     for one in sorted(fitting, key=lambda i: (i.nbytes, i.path)):
         try:
-            return resolve(str(one.path.absolute()), settings.models_dir, settings.runtime)
+            return resolve(str(one.path.absolute()), settings.models_dir, settings.runtime, settings.device)
         except ModelError as err:
             problems.append(str(err))
     raise ModelError("; ".join(problems))

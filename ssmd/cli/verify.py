@@ -14,6 +14,7 @@ from ssmd.cli import options
 def verify(
     model: options.Model = None,
     runtime: options.Runtime = None,
+    device: options.Device = None,
     threads: options.Threads = None,
     models_dir: options.ModelsDir = None,
     as_json: options.Json = False,
@@ -25,9 +26,9 @@ def verify(
     from ssmd.runtime import get_runtime
     from ssmd.verify import verify as replay
 
-    settings = Settings(models_dir=models_dir, runtime=runtime, threads=threads)
-    artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime))
-    program = get_runtime(artifact.manifest.runtime).load(artifact, threads=settings.threads)
+    settings = Settings(models_dir=models_dir, runtime=runtime, device=device, threads=threads)
+    artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime, settings.device))
+    program = get_runtime(artifact.manifest.runtime).load(artifact, device=settings.device, threads=settings.threads)
     try:
         report = replay(artifact, program)
         producer = program.producer
