@@ -10,7 +10,9 @@ from pathlib import Path
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _BIG_BYTES = 8 << 20
+_MADV_DONTNEED = 4  # mman.h of Linux
 _STATUS = Path("/proc/self/status")
+_MAPS = Path("/proc/self/maps")
 
 
 def return_big_blocks() -> None:
@@ -54,3 +56,20 @@ def _status(field: str) -> int | None:
     except OSError:
         return None
     return None if found is None else int(found[1]) * 1024
+
+
+def drop_mapped(file: Path) -> None:
+    """Give back the pages of `file` that this process has mapped for reading; they are read again if needed (Linux).
+
+    What a library has packed into memory of its own it need not keep in the file's form, too.
+    """
+    try:
+        maps = _MAPS.read_text().splitlines()
+    except OSError:
+        return
+    libc = ctypes.CDLL(None)
+    for line in maps:
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5] == str(file) and fields[1].startswith("r--"):
+            first, last = (int(address, 16) for address in fields[0].split("-"))
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED)

@@ -19,20 +19,54 @@ import tiny
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "artifacts"
 # What an artifact's bytes depend on; a change in any of these builds it anew.
-CODE = ("ssmd/families/*.py", "ssmd/authoring/*.py", *(f"runtimes/*/{n}.py" for n in ("build", "hollow", "recipe")))
+CODE = (
+    "ssmd/families/*.py",
+    "ssmd/authoring/*.py",
+    *(f"runtimes/*/{n}.py" for n in ("build", "hollow", "recipe", "convert", "lint", "xamba", "piecewise")),
+)
 FILES = ("ssmd/source.py", "ssmd/state.py", "ssmd/artifact.py", "ssmd/cli/build.py", "tests/tiny.py")
-PACKAGES = ("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer")
+PACKAGES = ("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer", "openvino", "nncf")
 ONE_EACH = (
     *("llama", "granite", "granite-groups", "qwen3", "mamba", "falcon-mamba", "lfm2"),
     *("mamba2-groups", "bamba-last", "falcon-h1-norm"),
 )
 VARIANTS = tuple(tiny.VARIANTS) if os.environ.get("SSMD_FULL") else ONE_EACH  # which `scripts/test --full` sets
-BUILT = {f"{variant}-f32": (variant, "f32", "16,64", "512") for variant in VARIANTS}
-BUILT |= {f"{variant}-int8": (variant, "int8", "16,64", "512") for variant in ("llama", "granite")}
-BUILT |= {  # with more than one KV tier
-    "llama-int8": ("llama", "int8", "16,64", "128,512"),
-    "granite-f32": ("granite", "f32", "16,64", "64,512"),
-}
+TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
+RUNTIMES = ("litert", "openvino")
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """How an artifact is built: `runtime` as `ssmd build` takes it."""
+
+    variant: str
+    runtime: str
+    quantization: str
+    tiers: str = "512"
+
+    @property
+    def folder(self) -> str:
+        made = "openvino-npu" if self.runtime == "npu" else f"{self.runtime}-cpu"
+        return f"{self.variant}/{made}-{self.quantization}"
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Options of `ssmd build`."""
+        what = ("--runtime", self.runtime, "--quant", self.quantization)
+        return (*what, "--buckets", "16,64", "--context", self.tiers)
+
+
+def _built() -> Iterator[tuple[str, Tiny]]:
+    """Names of LiteRT's artifacts have no prefix."""
+    for runtime in RUNTIMES:
+        for variant, quantization in [*((v, "f32") for v in VARIANTS), ("llama", "int8"), ("granite", "int8")]:
+            name = f"{variant}-{quantization}"
+            made = Tiny(variant, runtime, quantization, TIERS.get(name, "512"))
+            yield name if runtime == "litert" else f"{runtime}-{name}", made
+    yield "npu-granite-f16", Tiny("granite", "npu", "f16")
+
+
+BUILT = dict(_built())
 
 
 @dataclass(frozen=True)
@@ -45,8 +79,8 @@ class TinyArtifacts(Mapping[str, Path]):
     folder: Path
 
     def __getitem__(self, name: str) -> Path:
-        variant, quantization, buckets, capacities = BUILT[name]
-        path = self.folder / variant / f"litert-cpu-{quantization}"
+        made = BUILT[name]
+        variant, path = made.variant, self.folder / made.folder
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f".lock-{variant}").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two processes at once build it once
@@ -55,8 +89,7 @@ class TinyArtifacts(Mapping[str, Path]):
                 source = self.folder / ".source" / variant
                 if not (source / "generation_config.json").exists():  # which is written last
                     _run("tests/tiny.py", str(source), variant)
-                asked = ("--quant", quantization, "--buckets", buckets, "--context", capacities)
-                _run("-m", "ssmd", "build", str(source), *asked, "--models-dir", str(self.folder))
+                _run("-m", "ssmd", "build", str(source), *made.asked, "--models-dir", str(self.folder))
         return path
 
     def __iter__(self) -> Iterator[str]:
@@ -68,7 +101,7 @@ class TinyArtifacts(Mapping[str, Path]):
     def source(self, name: str) -> Path:
         """The source checkpoint that artifact `name` was built from."""
         self[name]
-        return self.folder / ".source" / BUILT[name][0]
+        return self.folder / ".source" / BUILT[name].variant
 
 
 def _run(*arguments: str) -> None:

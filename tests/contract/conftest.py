@@ -1,4 +1,4 @@
-"""The contract suite, for every runtime named by SSMD_CONTRACT_RUNTIMES (default: litert) and every tiny artifact."""
+"""The contract suite, for every runtime named by SSMD_CONTRACT_RUNTIMES (default: all) and every tiny artifact."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from contract.driving import Case, Loaded
 from ssmd.artifact import Artifact
 from ssmd.runtime import get_runtime
 
-RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert").split(",")
+RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert,openvino,npu").split(",")
 CASES = [Case(r, f, q) for r in RUNTIMES for f in ("llama", "granite") for q in ("f32", "int8")]
-PARITY = [Case(r, name.removesuffix("-f32"), "f32") for r in RUNTIMES for name in BUILT if name.endswith("-f32")]
+CASES = [c for c in CASES if c.name in BUILT] + ([Case("npu", "granite", "f16")] if "npu" in RUNTIMES else [])
+_F32 = [made for made in BUILT.values() if made.quantization == "f32"]
+PARITY = [Case(made.runtime, made.variant, "f32") for made in _F32 if made.runtime in RUNTIMES]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,8 +42,9 @@ def loaded_f32(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) ->
 
 
 def _load(case: Case, artifacts: Mapping[str, Path]) -> Iterator[Loaded]:
-    artifact = Artifact.open(artifacts[f"{case.family}-{case.quantization}"])
-    load = partial(get_runtime(case.runtime).load, artifact)
+    artifact = Artifact.open(artifacts[case.name])
+    # The CPU runs what was built for the NPU, too, which cannot execute here.
+    load = partial(get_runtime(artifact.manifest.runtime).load, artifact, device="cpu")
     program = load()
     yield Loaded(case, artifact, program, load)
     program.close()

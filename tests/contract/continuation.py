@@ -27,7 +27,7 @@ def continue_from(program: Program, handle: Handle, ids: list[int]) -> dict[str,
 
 
 def main(runtime: str, artifact: str, threads: str, state_file: str, out: str) -> None:
-    program = get_runtime(runtime).load(Artifact.open(Path(artifact)), threads=int(threads))
+    program = get_runtime(runtime).load(Artifact.open(Path(artifact)), device="cpu", threads=int(threads))
     with np.load(state_file) as saved:
         tensors = {n: saved[n] for n in saved.files if n not in ("position", "ids")}
         handle = program.restore(State(int(saved["position"]), 0, tensors))

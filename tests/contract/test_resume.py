@@ -23,7 +23,8 @@ def test_a_new_process_continues_bit_for_bit(loaded: Loaded, tmp_path: Path, thr
     np.savez(tmp_path / "state.npz", allow_pickle=False, position=state.position, ids=ids, **state.tensors)
     expected = continuation.continue_from(program, handle, ids)
     program.close()
-    arguments = [loaded.case.runtime, loaded.artifact.path, threads, tmp_path / "state.npz", tmp_path / "logits.npz"]
+    artifact, files = loaded.artifact, (tmp_path / "state.npz", tmp_path / "logits.npz")
+    arguments = [artifact.manifest.runtime, artifact.path, threads, *files]
     done = subprocess.run(
         [sys.executable, continuation.__file__, *map(str, arguments)], capture_output=True, text=True, timeout=120
     )

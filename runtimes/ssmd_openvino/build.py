@@ -1,0 +1,231 @@
+"""Builds OpenVINO artifacts.
+
+For processors one model that leaves the number of tokens and the capacity of the caches open; for the NPU one of fixed
+shapes for every length and capacity, all of them over one file of weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import mmap
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.artifact import Artifact
+from ssmd.authoring.building import BuildError, Plan, Quantization, Stage
+from ssmd.flat.program import FlatProgram
+from ssmd_openvino import library
+from ssmd_openvino.graph import OpenVINOCall, signatures
+from ssmd_openvino.lint import lint, operations
+from ssmd_openvino.runtime import OPEN, WEIGHTS, OpenVINORuntime
+from ssmd_openvino.xamba import Passes, apply
+
+if TYPE_CHECKING:
+    from ssmd.authoring.flat import FlatModule
+
+MIN_WEIGHT_ELEMENTS = 64 * 64 + 1  # smaller ones stay float: masks, and matrices of a rotated model
+INT4_GROUP = 64  # values of a row that share a scale
+_BYTEWISE = ("embedding", "head")  # int8 in int4 too, as nncf has it
+PROBE_TOKENS, PROBE_SLOTS = 16, 64  # of a model that leaves them open
+_ALIGNMENT = 64  # bytes, of a constant in the file of weights
+_PLACE = re.compile(r'offset="(\d+)" size="(\d+)"')  # of a constant, in the text of an IR
+
+
+class OpenVINOConverter:
+    runtime = "openvino"
+    packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "openvino": "openvino", "nncf": "nncf"}
+
+    def __init__(self, device_class: Literal["cpu", "npu"], passes: Passes | None = None) -> None:
+        """`passes`: of XAMBA, run over the graph before its weights are quantized."""
+        self.device_class: str = device_class
+        self._passes = passes
+        self.quantizations: tuple[Quantization, ...] = (
+            ("f16", "int8") if device_class == "npu" else ("int8", "int4", "f16", "f32")
+        )
+        self.most_tokens = None if device_class == "npu" else 64
+        # An open model has any capacity for nothing, each of those for the NPU is a set of models.
+        self.tiers: tuple[int, ...] = (2048, 8192) if device_class == "npu" else (512, 1024, 2048, 4096, 8192, 16384)
+
+    def prepare(self) -> None:
+        library.openvino()
+        library.nncf()
+
+    def rotates(self, quantization: Quantization) -> bool:
+        return False
+
+    def recipe(self, quantization: Quantization) -> dict[str, Any]:
+        return {
+            "int8": {"weights": "int8, symmetric, a scale for each output channel"},
+            "int4": {"weights": f"int4, symmetric, a scale for {INT4_GROUP} values; embedding and head int8"},
+        }.get(quantization, {})
+
+    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
+        unfit = [n for n, p in module.named_parameters() if plan.quantization == "int4" and _unfit(n, tuple(p.shape))]
+        if unfit:
+            raise BuildError(
+                f"{unfit[0]} has rows that are no multiple of {INT4_GROUP} values, which int4 takes; build with "
+                "--quant int8"
+            )
+        made = (self._write_open if self.device_class == "cpu" else self._write_fixed)(module, plan, folder, stage)
+        return made if self._passes is None else {**made, "xamba": {"passes": self._passes.to_json(), **made["xamba"]}}
+
+    def load(self, artifact: Artifact) -> FlatProgram:
+        return OpenVINORuntime().load(artifact, device="cpu")  # an NPU's too: what it says must not depend on one here
+
+    def _write_open(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
+        from ssmd_openvino.convert import converted
+
+        with stage("convert"):
+            model = converted(module, plan.context)
+        report = self._rewritten(model, OPEN, stage)
+        with stage("quantize"):
+            model = _compressed(model, plan.quantization)
+        with stage("write"):
+            _save(model, folder / f"{OPEN}.xml", plan.quantization)
+        return {"xamba": {OPEN: report}} if report else {}
+
+    def _write_fixed(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
+        from ssmd_openvino.convert import converted
+
+        counts: dict[str, Any] = {}
+        reports: dict[str, Any] = {}
+        with SharedWeights(folder / WEIGHTS) as weights:
+            for name, (length, capacity) in signatures((1, *plan.buckets), plan.tiers).items():
+                with stage(f"convert {name}"):
+                    model = converted(module, capacity, length)
+                reports[name] = self._rewritten(model, name, stage)
+                with stage(f"check and write {name}"):
+                    if wrong := lint(model):
+                        raise BuildError(f"{name} is not a graph for the NPU: {'; '.join(wrong[:3])}")
+                    counts[name] = operations(model)
+                    _save(_compressed(model, plan.quantization), folder / f"{name}.xml", plan.quantization)
+                    weights.take(folder / f"{name}.xml")
+                    del model
+                    gc.collect()  # models refer to one another
+        made: dict[str, Any] = {"npu_lint": "passed", "operations": counts}
+        return {**made, "xamba": reports} if self._passes else made
+
+    def _rewritten(self, model: Any, name: str, stage: Stage) -> dict[str, Any]:
+        """Run the passes over a model, one after another. Returns what each did and what it adds to logits."""
+        if self._passes is None:
+            return {}
+        made: dict[str, Any] = {}
+        with stage(f"rewrite {name}"):
+            for one in self._passes.single():
+                [(kind, _)] = [(k, v) for k, v in one.to_json().items() if v]
+                expected = probe_logits(model)
+                report = apply(model, one)
+                error = np.abs(probe_logits(model) - expected).max() / expected.std()
+                made[kind] = {**report.to_json(), "logits_error": float(error)}
+        return made
+
+
+def probe_logits(model: Any) -> NDArray[np.float32]:
+    """What a model answers to PROBE_TOKENS tokens of ascending ids from an empty state, in float32 on the CPU."""
+    openvino = library.openvino()
+    ports = {port.any_name: port for port in model.inputs}
+    length = ports["tokens"].get_partial_shape()[1]
+    count = PROBE_TOKENS if length.is_dynamic else length.get_length()
+    feeds = {"tokens": np.arange(1, count + 1, dtype=np.int32)[None], "pos": np.zeros(1, np.int32)}
+    feeds["n_valid"] = np.full(1, count, np.int32)
+    for name, port in ports.items():
+        if name not in feeds:
+            sizes = [PROBE_SLOTS if d.is_dynamic else d.get_length() for d in port.get_partial_shape()]
+            feeds[name] = np.zeros(sizes, np.float32)
+    compiled = openvino.Core().compile_model(model.clone(), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    request = compiled.create_infer_request()
+    for i, port in enumerate(compiled.inputs):
+        request.set_input_tensor(i, openvino.Tensor(feeds[port.any_name]))
+    OpenVINOCall(request).run()
+    logits: NDArray[np.float32] = request.get_output_tensor(0).data.copy()
+    return logits
+
+
+CONVERTER = OpenVINOConverter("cpu")
+NPU_CONVERTER = OpenVINOConverter("npu")
+
+
+def rewriting(runtime: str, passes: str) -> OpenVINOConverter:
+    """A converter for "openvino" or "npu" that runs XAMBA's passes. Raises XambaError, which is a ValueError."""
+    return OpenVINOConverter("npu" if runtime == "npu" else "cpu", Passes.parse(passes))
+
+
+class SharedWeights:
+    """One file for the constants of several models, each of which stands in it once."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("wb")
+        self._places: dict[bytes, int] = {}
+
+    def __enter__(self) -> SharedWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def take(self, model: Path) -> None:
+        """Take over the weights file of an IR, which goes, and point its text here."""
+        own = model.with_suffix(".bin")
+        if own.stat().st_size:
+            with own.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+
+                def moved(place: re.Match[str]) -> str:
+                    first, size = int(place[1]), int(place[2])
+                    return f'offset="{self._place(data[first : first + size])}" size="{size}"'
+
+                model.write_text(_PLACE.sub(moved, model.read_text()))
+        own.unlink()
+
+    def _place(self, content: bytes) -> int:
+        digest = hashlib.sha256(content).digest()
+        if digest not in self._places:
+            self._file.write(bytes(-self._file.tell() % _ALIGNMENT))
+            self._places[digest] = self._file.tell()
+            self._file.write(content)
+        return self._places[digest]
+
+
+def _unfit(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a weight cannot be divided into int4's groups. What is int8 in int4 too can."""
+    return (
+        name not in _BYTEWISE
+        and len(shape) == 2
+        and math.prod(shape) >= MIN_WEIGHT_ELEMENTS
+        and (shape[1] % INT4_GROUP != 0)
+    )
+
+
+def _compressed(model: Any, quantization: Quantization) -> Any:
+    """The model with its weights quantized. Constants that are no weights stay what they are."""
+    if quantization not in ("int8", "int4"):
+        return model
+    nncf = library.nncf()
+    small = [  # masks too
+        op.get_friendly_name()
+        for op in model.get_ops()
+        if op.get_type_name() == "Constant"
+        and op.get_output_size()
+        and math.prod(op.get_output_shape(0)) < MIN_WEIGHT_ELEMENTS
+    ]
+    kept = nncf.IgnoredScope(names=small, validate=False) if small else None
+    if quantization == "int8":
+        return nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM, ignored_scope=kept)
+    return nncf.compress_weights(
+        model,
+        mode=nncf.CompressWeightsMode.INT4_SYM,
+        backup_mode=nncf.BackupMode.INT8_SYM,
+        group_size=INT4_GROUP,
+        ratio=1.0,
+        ignored_scope=kept,
+    )
+
+
+def _save(model: Any, file: Path, quantization: Quantization) -> None:
+    library.openvino().save_model(model, file, compress_to_fp16=quantization == "f16")

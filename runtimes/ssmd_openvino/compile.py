@@ -1,0 +1,80 @@
+"""Models compiled for a device, and kept so that the next load need not compile them.
+
+What is kept (a blob) fits one artifact, OpenVINO, device and driver, all of which are in its name. The model itself
+stays beside it: a blob that the device refuses is dropped and the model compiled, which takes longer, no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ssmd.cache import CachedFile, cache_folder
+from ssmd.flat.graph import GraphError
+from ssmd_openvino.graph import reason
+
+log = logging.getLogger(__name__)
+# What tells drivers and devices apart between which no blob can be exchanged.
+_IDENTITY = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "NPU_DRIVER_VERSION", "NPU_COMPILER_VERSION")
+
+
+def identity(core: Any, device: str) -> str:
+    """Platform, driver and compiler of a device ("NPU"), as far as it tells them, and the version of OpenVINO."""
+    known = set(core.get_property(device, "SUPPORTED_PROPERTIES"))
+    told = [f"{name} {core.get_property(device, name)}" for name in _IDENTITY if name in known]
+    return "; ".join([f"openvino {core.get_versions(device)[device].build_number}", *told])
+
+
+class Compiler:
+    """Compiles the models of one artifact for one device."""
+
+    def __init__(self, core: Any, device: str, properties: Mapping[str, Any], build: str | None) -> None:
+        """`build`: of the artifact, to keep what is compiled; None keeps nothing."""
+        self._core, self._device, self._properties = core, device, dict(properties)
+        self.folder: Path | None = None  # of this artifact, device and driver
+        if build is not None:
+            text = "\n".join((identity(core, device), *(f"{k}={v}" for k, v in sorted(properties.items()))))
+            name = hashlib.sha256(text.encode()).hexdigest()[:24]
+            self.folder = cache_folder() / "openvino" / build[:24] / device.lower() / name
+
+    def compiled(self, model: Path, weights: Path) -> Any:
+        """The openvino.CompiledModel of an IR and its weights. Raises GraphError."""
+        if self.folder is None:
+            return self._compile(model, weights)
+        blob = CachedFile(self.folder / f"{model.stem}.blob", "each load compiles the model again")
+        if blob.good():
+            try:
+                # Not the file as a tensor: the model would go on reading memory that nobody holds for it.
+                return self._core.import_model(blob.path.read_bytes(), self._device, self._properties)
+            except RuntimeError as err:
+                log.warning("%s refuses %s (%s): compiling the model again", self._device, blob.path, reason(err))
+        blob.drop()
+        self._forget_others(self.folder)
+        compiled = self._compile(model, weights)
+        fresh = blob.fresh()
+        if fresh is not None:
+            try:
+                with fresh.open("wb") as f:
+                    f.write(compiled.export_model().getbuffer())
+                blob.keep(fresh)
+            except (OSError, RuntimeError) as err:
+                log.warning("the compiled %s could not be kept (%s): each load compiles it again", model.name, err)
+                fresh.unlink(missing_ok=True)
+        return compiled
+
+    @staticmethod
+    def _forget_others(folder: Path) -> None:
+        """Blobs of this artifact for drivers that are gone: nothing would ever read them again."""
+        for other in folder.parent.glob("*"):
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _compile(self, model: Path, weights: Path) -> Any:
+        try:
+            return self._core.compile_model(self._core.read_model(model, weights), self._device, self._properties)
+        except RuntimeError as err:
+            raise GraphError(f"OpenVINO cannot load {model.name} on {self._device}: {reason(err)}") from err

@@ -1,0 +1,55 @@
+"""The devices of OpenVINO: what is here, and for what is not the reason and what would help."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ssmd.flat.threads import default_threads
+from ssmd.processor import cpu_name
+from ssmd.runtime import Device
+
+NPU_DRIVER = "https://github.com/intel/linux-npu-driver/releases"
+_UNTRIED = "; never executed on one by those who made ssmd"
+
+
+def devices(core: Any, root: Path = Path("/")) -> list[Device]:
+    """core: an openvino.Core. root: where the system's /dev is."""
+    found = [name.partition(".")[0] for name in core.available_devices]
+    listed = [Device("cpu", f"{cpu_name()}, {default_threads()} threads by default")]
+    for name, kind, missing in (("GPU", "Intel GPU", _no_gpu), ("NPU", "Intel NPU", _no_npu)):
+        if name in found:
+            listed.append(Device(name.lower(), f"{core.get_property(name, 'FULL_DEVICE_NAME')}{_UNTRIED}"))
+        else:
+            listed.append(Device(name.lower(), kind, missing(root)))
+    return listed
+
+
+def _no_gpu(root: Path) -> str:
+    if sys.platform == "linux" and not any((root / "dev/dri").glob("renderD*")):
+        return "there is no GPU here: no /dev/dri/renderD*"
+    return "OpenVINO finds no Intel GPU; if there is one, install its compute driver (intel-opencl-icd on Debian)"
+
+
+def _no_npu(root: Path) -> str:
+    """Which of the things between a processor with an NPU and OpenVINO is not there."""
+    if sys.platform == "win32":
+        return "no Intel NPU that OpenVINO can use: it needs a Core Ultra processor and its NPU driver (Windows Update)"
+    if sys.platform != "linux":
+        return "Intel NPUs work under Linux and Windows only"
+    nodes = sorted((root / "dev/accel").glob("accel*"))
+    if not nodes:
+        return (
+            "no Intel NPU here (there is no /dev/accel/accel*): it needs a Core Ultra processor and a kernel from 6.8 "
+            "on with the module intel_vpu"
+        )
+    if not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
+        return (
+            f"{nodes[0]} may not be opened: add your user to its group (sudo usermod -aG render $USER) and log in again"
+        )
+    return (
+        f"{nodes[0]} is there, its driver is not: install intel-level-zero-npu and intel-driver-compiler-npu from "
+        f"{NPU_DRIVER}"
+    )

@@ -1,0 +1,113 @@
+"""OpenVINO models as a graph: one whose lengths are open, or one of fixed shapes for every signature.
+
+An open model is compiled once, so that decode and every prefill length have one copy of the weights: the number of
+tokens T and the capacity S of the caches are dimensions that it leaves open, a signature is the model at one T and one
+S, and the plugin keeps what it made for each. Processors run it; the NPU takes fixed shapes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.flat.graph import Array, Graph, GraphError, Signature, Tensor
+from ssmd.flat.signatures import signature_name
+from ssmd_openvino import library
+
+OUTPUT = "new_"  # before the name of a state in the outputs: no two tensors of a model have one name
+_DTYPES = {"f32": np.dtype(np.float32), "i32": np.dtype(np.int32)}
+
+
+class OpenVINOGraph(Graph):
+    """Not thread-safe: one call at a time, which the program sees to."""
+
+    def __init__(self, compiled: Mapping[str, Any], lengths: Mapping[str, tuple[int, int]]) -> None:
+        """compiled: a compiled model for each signature, or one for several. lengths: T and S of each signature.
+
+        Raises GraphError if a tensor is of an element type that a program does not know.
+        """
+        self._tensor = library.openvino().Tensor
+        self._compiled = dict(compiled)
+        self.signatures: dict[str, Signature] = {
+            name: Signature(
+                _tensors(compiled[name].inputs, length, capacity), _tensors(compiled[name].outputs, length, length)
+            )
+            for name, (length, capacity) in lengths.items()
+        }
+
+    def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> OpenVINOCall:
+        known = self.signatures[signature]
+        known.check(signature, inputs, outputs)
+        request = self._compiled[signature].create_infer_request()
+        for i, name in enumerate(known.inputs):
+            request.set_input_tensor(i, self._tensor(inputs[name], shared_memory=True))
+        for i, name in enumerate(known.outputs):
+            request.set_output_tensor(i, self._tensor(outputs[name], shared_memory=True))
+        return OpenVINOCall(request)
+
+    def forget(self, memory: NDArray[np.uint8]) -> None:
+        """Requests hold what they are bound to, and go with the calls."""
+
+    def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        known = self.signatures[signature]
+        request = self._compiled[signature].create_infer_request()
+        for i, name in enumerate(known.inputs):
+            request.set_input_tensor(i, self._tensor(inputs[name]))
+        OpenVINOCall(request).run()
+        return {name: request.get_output_tensor(i).data.copy() for i, name in enumerate(known.outputs)}
+
+    def close(self) -> None:
+        self.signatures = {}
+        self._compiled = {}
+
+
+class OpenVINOCall:
+    """An inference request bound to memory of ours. The GIL is free while it computes."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def run(self) -> None:
+        """Raises GraphError if OpenVINO reports a failure."""
+        try:
+            self._request.start_async()  # `infer` would look its arguments through and wrap every output
+            self._request.wait()
+        except RuntimeError as err:
+            raise GraphError(f"OpenVINO failed: {reason(err)}") from err
+
+
+def signatures(lengths: Sequence[int], tiers: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """T and S of every signature. lengths: 1 and the buckets."""
+    return {signature_name(n, capacity, tiers[0]): (n, capacity) for capacity in tiers for n in lengths}
+
+
+def reason(err: Exception) -> str:
+    """What an error of OpenVINO's says, without the places in its sources that it passed."""
+    lines = [line.strip() for line in str(err).splitlines()]
+    said = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
+    return said[0] if said else str(err)
+
+
+def _tensors(ports: Sequence[Any], length: int, capacity: int) -> dict[str, Tensor]:
+    """By the name that a state has on both sides; open dimensions are T in `tokens` and in outputs, S in caches."""
+    tensors: dict[str, Tensor] = {}
+    for port in ports:
+        name = port.any_name
+        kind = port.element_type.get_type_name()
+        if kind not in _DTYPES:
+            raise GraphError(f"tensor {name!r} has element type {kind}, expected f32 or i32")
+        opened = length if name == "tokens" else capacity
+        shape = tuple(_size(d, opened) for d in port.partial_shape)
+        tensors[name.removeprefix(OUTPUT)] = Tensor(shape, _DTYPES[kind])
+    return tensors
+
+
+def _size(dimension: Any, opened: int) -> int:
+    """Of an open dimension that is one at most, one: the batch of what was computed block by block."""
+    if dimension.is_dynamic:
+        return 1 if dimension.get_max_length() == 1 else opened
+    size: int = dimension.get_length()
+    return size

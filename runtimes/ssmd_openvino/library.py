@@ -1,0 +1,38 @@
+"""The packages of OpenVINO, imported without their telemetry.
+
+`import openvino` tells its makers so over the network, in a thread, unless a file in the home folder forbids it or
+`openvino_telemetry` is not there; nncf likewise.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+
+def openvino() -> Any:
+    _hush()
+    return import_module("openvino")
+
+
+def nncf() -> Any:
+    _hush()
+    os.environ.setdefault("NNCF_CI", "1")  # no telemetry
+    return import_module("nncf")
+
+
+def package_version() -> str:
+    """The installed version of openvino. Raises ImportError when it is not installed."""
+    try:
+        return version("openvino")
+    except PackageNotFoundError as err:
+        raise ImportError("openvino is not installed") from err
+
+
+def _hush() -> None:
+    absent: dict[str, ModuleType | None] = {"openvino_telemetry": None}  # an import of it raises ImportError
+    sys.modules.update(absent)  # type: ignore[arg-type] # as documented for sys.modules

@@ -1,0 +1,133 @@
+"""The OpenVINO runtime: artifacts of IR files, on the CPU, an Intel GPU or the Intel NPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ssmd.flat.graph import GraphError
+from ssmd.flat.program import FlatProgram
+from ssmd.flat.threads import default_threads
+from ssmd.memory import drop_mapped, trim
+from ssmd.processor import cpu_name
+from ssmd.runtime import Device, ProgramError, RuntimeUnavailable
+from ssmd_openvino import library
+from ssmd_openvino.compile import Compiler, identity
+from ssmd_openvino.devices import devices
+from ssmd_openvino.graph import OpenVINOGraph, signatures
+from ssmd_openvino.probe import probed
+
+if TYPE_CHECKING:
+    from ssmd.artifact import Artifact, Manifest
+
+OPEN = "model"  # the name of a model whose lengths are open; others have the names of their signatures
+WEIGHTS = "model.bin"
+MOST_THREADS = 256
+# float32 between the products; each product of int8 weights quantizes its activations by blocks.
+ON_CPU: dict[str, Any] = {
+    "PERFORMANCE_HINT": "LATENCY",
+    "NUM_STREAMS": 1,
+    "INFERENCE_PRECISION_HINT": "f32",
+    "ENABLE_CPU_PINNING": True,
+}
+ELSEWHERE: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY"}
+PLUGINS = {"cpu": "CPU", "gpu": "GPU", "npu": "NPU"}  # OpenVINO's names
+
+
+class OpenVINORuntime:
+    name = "openvino"
+
+    def __init__(self, *, probe: bool = True) -> None:
+        """`probe`: whether the first load on another device than the CPU is tried in a process of its own."""
+        library.package_version()
+        self._core: Any = None
+        self._probe = probe
+
+    def devices(self) -> list[Device]:
+        return devices(self._started())
+
+    def load(self, artifact: Artifact, *, device: str | None = None, threads: int | None = None) -> FlatProgram:
+        """Load on `device`: "cpu", "gpu" or "npu"; by default what the artifact was built for. `threads` are those of
+        the CPU (default: the physical cores there are).
+
+        Raises ProgramError if the artifact is not one of this runtime, does not hold what its manifest says or needs
+        a newer OpenVINO, and RuntimeUnavailable for a device that is not here, cannot take it or computes it wrongly.
+        """
+        manifest = artifact.manifest
+        if manifest.runtime != self.name:
+            raise ProgramError(f"artifact {artifact.path} is for the runtime {manifest.runtime!r}, not {self.name!r}")
+        if threads is not None and not 1 <= threads <= MOST_THREADS:
+            raise ProgramError(f"threads must be between 1 and {MOST_THREADS}, not {threads}")
+        _not_newer(manifest)
+        device = device or manifest.device_class
+        opened = artifact.has(f"{OPEN}.xml")
+        why = {d.name: d.why_not for d in self.devices()}.get(device, "there is no such device")
+        if not why and device == "npu" and opened:
+            why = "it takes fixed shapes only and this artifact has open ones; build one with: ssmd build --runtime npu"
+        if why:
+            raise RuntimeUnavailable(f"runtime {self.name!r} cannot use device {device!r}: {why}")
+        count = threads or default_threads()
+        try:
+            graph = self._graph(artifact, device, count, opened)
+        except GraphError as err:
+            raise ProgramError(f"artifact {artifact.path} cannot be loaded ({err}); build it again") from err
+        where = f"cpu {cpu_name()}; {count} threads" if device == "cpu" else identity(self._core, PLUGINS[device])
+        program = FlatProgram(graph, manifest, f"openvino {library.package_version()}; {where}", count)
+        try:
+            program.self_test()
+        except GraphError as err:
+            program.close()
+            raise ProgramError(f"artifact {artifact.path} does not run on {device} here ({err})") from err
+        if device == "cpu":
+            _pack(program)
+        drop_mapped(artifact.file(WEIGHTS))
+        trim()
+        return program
+
+    def _started(self) -> Any:
+        if self._core is None:
+            self._core = library.openvino().Core()
+        return self._core
+
+    def _graph(self, artifact: Artifact, device: str, threads: int, opened: bool) -> OpenVINOGraph:
+        """Raises GraphError."""
+        manifest = artifact.manifest
+        names = signatures((1, *manifest.buckets), manifest.tiers or (manifest.context or 1,))
+        properties = {**ON_CPU, "INFERENCE_NUM_THREADS": threads} if device == "cpu" else ELSEWHERE
+        # Nothing of the CPU's is kept: what it imports holds the weights in memory once more (docs/decisions.md).
+        compiler = Compiler(self._started(), PLUGINS[device], properties, None if device == "cpu" else manifest.build)
+        if self._probe and compiler.folder is not None:
+            verdict = probed(artifact, device, compiler.folder)
+            if not verdict.passed:
+                raise RuntimeUnavailable(
+                    f"artifact {artifact.path} was tried on {device} and {verdict.why}; it will not be used there with "
+                    f"this driver (remove {compiler.folder} to have it tried again)"
+                )
+        weights = artifact.file(WEIGHTS)
+        if opened:
+            model = compiler.compiled(artifact.file(f"{OPEN}.xml"), weights)
+            return OpenVINOGraph(dict.fromkeys(names, model), names)
+        models = {name: compiler.compiled(artifact.file(f"{name}.xml"), weights) for name in names}
+        return OpenVINOGraph(models, names)
+
+
+def _pack(program: FlatProgram) -> None:
+    """A first prefill of every length, in which the plugin packs the weights into memory of its own."""
+    handle = program.new_state()
+    for length in program.buckets:
+        program.prefill(handle, [0] * length)
+    program.release(handle)
+
+
+def _not_newer(manifest: Manifest) -> None:
+    """Raises ProgramError if a newer release of OpenVINO wrote the artifact than is installed."""
+    here, built = library.package_version(), manifest.builders.get("openvino", "")
+    if _release(built) > _release(here):
+        raise ProgramError(
+            f"the artifact was built with OpenVINO {built}, {here} is installed and may not know all of it; "
+            f"install a newer one: pip install 'openvino>={built}'"
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(2026, 4) of 2026.4.1; () of what is no version."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())

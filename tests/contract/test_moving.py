@@ -1,0 +1,48 @@
+"""Rule 4: a state saved on one runtime goes on on another of the same lineage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import BUILT, RUNTIMES
+from contract.driving import decode, feed
+
+from ssmd.artifact import Artifact
+from ssmd.runtime import Program, get_runtime
+
+PAIRS = [(a, b) for a in RUNTIMES for b in RUNTIMES if a != b]
+TOLERANCE = 5e-5  # of float32 graphs, in standard deviations of the logits, as between two splits of a prompt
+
+
+def artifact(artifacts: Mapping[str, Path], runtime: str, name: str) -> Artifact:
+    return Artifact.open(artifacts[name if runtime == "litert" else f"{runtime}-{name}"])
+
+
+@pytest.fixture(params=[b.variant for b in BUILT.values() if b.runtime == RUNTIMES[0] and b.quantization == "f32"])
+def programs(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Iterator[dict[str, Program]]:
+    found = {r: get_runtime(r).load(artifact(artifacts, r, f"{request.param}-f32")) for r in RUNTIMES}
+    yield found
+    for program in found.values():
+        program.close()
+
+
+@pytest.mark.parametrize(("origin", "target"), PAIRS)
+def test_a_state_goes_on_elsewhere(programs: dict[str, Program], origin: str, target: str) -> None:
+    one, other = programs[origin], programs[target]
+    ids: list[int] = np.random.default_rng(5).integers(0, one.vocabulary, 120).tolist()
+    here = one.new_state()
+    feed(one, here, ids[:90], (64, 16, 10))
+    there = other.restore(one.save(here))
+    assert other.position(there) == 90
+    expected, found = (decode(p, h, ids[90:]) for p, h in ((one, here), (other, there)))
+    assert np.abs(found - expected).max() <= TOLERANCE * expected.std()
+
+
+def test_artifacts_of_one_source_share_lineage_and_layout(artifacts: Mapping[str, Path]) -> None:
+    made = [artifact(artifacts, r, "granite-int8").manifest for r in RUNTIMES]
+    assert len({m.lineage for m in made}) == 1
+    assert len({m.spec.digest() for m in made}) == 1
+    assert len({m.build for m in made}) == len(RUNTIMES)
