@@ -31,7 +31,7 @@ TEMPLATE_TOKENS = (
 KILLS = int(os.environ.get("SSMD_KILLS", "6"))
 
 SAMPLING = {"temperature": 1.0, "seed": 7}  # greedy, a random model says one token for ever
-MODELS = ("llama-f32", "granite-f32", "granite-int8")
+MODELS = ("llama-f32", "granite-f32", "granite-int8", "openvino-granite-int8")
 
 
 def say(text: str, role: str = "user") -> dict[str, str]:
