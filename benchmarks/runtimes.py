@@ -1,0 +1,118 @@
+"""The artifacts of one model under their runtimes, in turn in one process: a prompt, decode steps, Python's share.
+
+    benchmarks/runtimes.py MODEL [--tokens N]     a name whose artifacts are compared; the first is what others are
+                                                  compared with. Memory is of a process for each, started for that.
+
+Python's share is what `decode` takes beyond the runtime's own call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from daemon_process import conditions
+from prefill import ours
+
+from ssmd.artifact import Artifact
+from ssmd.config import Settings
+from ssmd.models import installed
+from ssmd.runtime import Program, get_runtime
+
+ROUNDS = 7
+STEPS = 16
+MEMORY = """
+import json, sys
+from pathlib import Path
+from ssmd.artifact import Artifact
+from ssmd.memory import return_big_blocks, trim
+from ssmd.runtime import Program, get_runtime
+return_big_blocks()
+artifact = Artifact.open(Path(sys.argv[1]))
+program = get_runtime(artifact.manifest.runtime).load(artifact)
+handle = program.new_state()
+for _ in range(4):
+    program.prefill(handle, list(range(1, 1 + min(64, program.buckets[-1]))))
+for i in range(16):
+    program.decode([handle], [i])
+trim()
+lines = Path("/proc/self/status").read_text().splitlines()
+print(json.dumps({l.split(":")[0]: int(l.split()[1]) / 1e3 for l in lines if l.startswith("Rss")}))
+"""
+
+
+class Watched:
+    """Counts the time that a program's calls of its graph take."""
+
+    def __init__(self, program: Any) -> None:
+        self.seconds = 0.0
+        bind = program.graph.bind
+
+        def watched(*args: Any) -> Any:
+            call = bind(*args)
+            watch = self
+
+            class Call:
+                def run(self) -> None:
+                    begin = time.perf_counter()
+                    call.run()
+                    watch.seconds += time.perf_counter() - begin
+
+            return Call()
+
+        program.graph.bind = watched
+
+
+def share_ms(program: Program, watch: Watched) -> float:
+    """What a decode step takes beyond the graph's call, ms: the median of single steps."""
+    handle, shares = program.new_state(), []
+    program.prefill(handle, [1] * 16)
+    for i in range(STEPS):
+        watch.seconds = 0.0
+        begin = time.perf_counter()
+        program.decode([handle], [i])
+        shares.append(time.perf_counter() - begin - watch.seconds)
+    program.release(handle)
+    return statistics.median(shares) * 1e3
+
+
+def memory(path: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(path)], capture_output=True, text=True, check=True)
+    held = json.loads(done.stdout.splitlines()[-1])
+    return f"{sum(held.values()):.0f} = {held['RssAnon']:.0f} + {held['RssFile']:.0f}"
+
+
+def main(name: str, tokens: int) -> None:
+    found = [i for i in installed(Settings().models_dir) if i.name == name and not i.problem]
+    artifacts = [Artifact.open(i.path) for i in found]
+    resident = [memory(a.path) for a in artifacts]
+    programs = [get_runtime(a.manifest.runtime).load(a, device="cpu") for a in artifacts]
+    watches = [Watched(p) for p in programs]
+    print(f"# runtimes: {name}; {programs[0].threads} threads; {conditions()}")
+    print(f"# medians of {ROUNDS} in turn; a prompt of {tokens} tokens, decode after it\n")
+    print("| artifact | weights MB | prompt ms | decode ms | ratio | Python ms | resident MB = anonymous + files |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    ids = [1 + i % 100 for i in range(tokens)]
+    rounds = [[ours(p, ids) for p in programs] for _ in range(ROUNDS + 1)][1:]  # one to warm up
+    times = [[statistics.median(r[i][what] for r in rounds) for what in (0, 1)] for i in range(len(programs))]
+    for i, (artifact, program) in enumerate(zip(artifacts, programs, strict=True)):
+        (prompt, step), (first_prompt, first_step) = times[i], times[0]
+        weights = sum(f.size for n, f in artifact.manifest.files.items() if n.endswith((".tflite", ".bin"))) / 1e6
+        m = artifact.manifest
+        cells = [f"{m.runtime} {m.device_class} {m.quantization}", f"{weights:.0f}", f"{prompt:.0f}", f"{step:.1f}"]
+        cells += [f"{prompt / first_prompt:.2f}, {step / first_step:.2f}", f"{share_ms(program, watches[i]):.2f}"]
+        print(f"| {' | '.join([*cells, resident[i]])} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--tokens", type=int, default=512)
+    given = parser.parse_args()
+    main(given.model, given.tokens)
