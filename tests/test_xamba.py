@@ -24,6 +24,8 @@ pytestmark = [
 ]
 
 Tensors = Mapping[str, NDArray[Any]]
+Traced = Callable[..., Any]
+Plain = Callable[..., Tensors]
 Build = Callable[[Any, Any], Any]  # of the operations and an input: an output
 
 # A product adds up in another order: the largest error, of logits in their standard deviation, of a state in its
@@ -59,7 +61,7 @@ def rand(*shape: int) -> NDArray[np.float32]:
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """traced(variant, naive=, length=): a tiny model, converted once; a clone each time."""
 
     @cache
@@ -82,6 +84,18 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
         return converted(module(variant), CAPACITY, length)
 
     return lambda variant, *, naive=False, length=LENGTH: once(variant, naive, length).clone()
+
+
+@pytest.fixture(scope="module")
+def plain(traced: Traced) -> Plain:
+    """What such a model gives without passes, computed once."""
+
+    @cache
+    def once(variant: str, **form: Any) -> dict[str, NDArray[Any]]:
+        model = traced(variant, **form)
+        return ran(model, fed(model))
+
+    return once
 
 
 def fed(model: Any) -> Tensors:
@@ -227,17 +241,29 @@ def test_what_no_pass_can_do_stays_and_is_told(build: Build, kind: Any, why: str
     np.testing.assert_array_equal(ran(model, {"x": x})["y"], expected)
 
 
-def test_a_dynamic_axis_stays_others_do_not() -> None:
-    """[?, 3, 4]: what a product needs to know is the axis and, if it makes one of several, those after it."""
-    for axis, replaced in ((0, 0), (1, 1), (2, 1)):
-        for build in (cumsum(axis), reduce_sum(axis)):
-            model = built(build, (-1, 3, 4))
-            report = xamba.apply(model, Passes(cumba=True, reduba=True))
-            assert sum(report.replaced.values()) == replaced
-            assert [left.why for left in report.left] == ["axis 0 or one after it is dynamic: [?,3,4]"] * (1 - replaced)
-            x = rand(5, 3, 4)
-            expected = np.cumsum(x, axis) if "CumSum" in report.before else x.sum(axis)
-            np.testing.assert_allclose(ran(model, {"x": x})["y"], expected, rtol=1e-6, atol=2e-6)
+@pytest.mark.parametrize(
+    ("shape", "axis", "replaced"),
+    [
+        ((-1, 3, 4), 0, False),
+        ((-1, 3, 4), 1, True),
+        ((-1, 3, 4), 2, True),
+        ((3, -1), 0, True),
+        ((3, -1), 1, False),
+        ((3, 4, -1), 0, False),  # 4 and what comes after it would have to become one axis
+        ((3, 4, -1), 1, True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["CumSum", "ReduceSum"])
+def test_a_dynamic_axis_stays_others_do_not(shape: tuple[int, ...], axis: int, replaced: bool, kind: str) -> None:
+    model = built(cumsum(axis) if kind == "CumSum" else reduce_sum(axis), shape)
+    report = xamba.apply(model, Passes(cumba=True, reduba=True))
+    assert (kind in report.after) is not replaced
+    assert sum(report.replaced.values()) == replaced
+    told = str(list(shape)).replace("-1", "?").replace(" ", "")
+    assert [left.why for left in report.left] == [f"axis {axis} or one after it is dynamic: {told}"] * (not replaced)
+    x = rand(*(5 if size < 0 else size for size in shape))
+    expected = np.cumsum(x, axis, np.float64) if kind == "CumSum" else x.sum(axis, np.float64)
+    np.testing.assert_allclose(ran(model, {"x": x})["y"], expected, rtol=1e-6, atol=2e-6)
 
 
 def test_names_stay() -> None:
@@ -250,7 +276,8 @@ def test_names_stay() -> None:
 
     model = built(build, (3, 4))
     report = xamba.apply(model, Passes(True, True, 8))
-    assert [port.any_name for port in model.outputs] == ["y"]
+    assert model.outputs[0].any_name == "y"
+    assert model.get_results()[0].input_value(0).get_names() == {"y"}
     assert [n.get_friendly_name() for n in model.get_ops() if n.get_friendly_name() == "total"] == ["total"]
     assert report.replaced == {"cumba": 1, "reduba": 1, "actiba": 1}
     told = json.loads(json.dumps(report.to_json()))
@@ -276,7 +303,7 @@ def piecewise(function: Function, segments: int, x: NDArray[Any]) -> NDArray[Any
 @pytest.mark.parametrize("function", [silu, softplus])
 def test_function_errors(function: Function) -> None:
     """Within 20 % of what interpolation at such knots gives over a fixed range; a range that suits is better yet."""
-    x = np.linspace(-30, 30, 600_001, dtype=np.float32)
+    x = np.linspace(-30, 30, 120_001, dtype=np.float32)
     errors = {n: np.abs(piecewise(function, n, x) - function(x.astype(np.float64))).max() for n in SEGMENTS}
     for segments, limits in ERRORS.items():
         assert errors[segments] < 1.2 * limits[function is softplus], errors
@@ -285,7 +312,7 @@ def test_function_errors(function: Function) -> None:
     assert errors[256] < 4e-5
 
 
-@pytest.mark.parametrize("segments", [4, 7, 255])  # odd numbers have a segment over zero
+@pytest.mark.parametrize("segments", [4, 7, 65])  # odd numbers have a segment over zero
 @pytest.mark.parametrize("function", [silu, softplus])
 def test_asymptotes_are_exact_and_nothing_jumps(function: Function, segments: int) -> None:
     far = np.array([16, 17.3, 100, 1e4, 3e38], np.float32)
@@ -340,10 +367,8 @@ def test_softplus_is_replaced_as_a_whole_where_it_is_one(build: Build, whole: bo
 
 
 @pytest.mark.parametrize("passes", ["cumba", "reduba", "cumba,reduba"])
-def test_sums_of_a_naive_mamba2_become_products(traced: Callable[..., Any], passes: str) -> None:
+def test_sums_of_a_naive_mamba2_become_products(traced: Traced, plain: Plain, passes: str) -> None:
     model = traced("mamba2-groups", naive=True, length=64)
-    given = fed(model)
-    expected = ran(model, given)
     report = xamba.apply(model, Passes.parse(passes))
     layers = 3
     assert (report.before["CumSum"], report.before["ReduceSum"]) == (3 * layers, 6 * layers)
@@ -351,7 +376,7 @@ def test_sums_of_a_naive_mamba2_become_products(traced: Callable[..., Any], pass
     assert report.after.get("ReduceSum", 0) == (0 if "reduba" in passes else 6 * layers)
     assert report.after["MatMul"] == report.before["MatMul"] + sum(report.replaced.values())
     assert report.left == ()
-    assert max(changed(ran(model, given), expected)) < RELATIVE
+    assert max(changed(ran(model, fed(model)), plain("mamba2-groups", naive=True, length=64))) < RELATIVE
 
 
 @pytest.mark.parametrize(
@@ -363,11 +388,9 @@ def test_sums_of_a_naive_mamba2_become_products(traced: Callable[..., Any], pass
     ],
 )
 def test_actiba_replaces_every_activation_and_more_segments_err_less(
-    traced: Callable[..., Any], variant: str, activations: dict[str, int], tried: tuple[int, ...]
+    traced: Traced, plain: Plain, variant: str, activations: dict[str, int], tried: tuple[int, ...]
 ) -> None:
     """softplus and SiLU as the modules write them: of what convert_model makes of their parts nothing may be left."""
-    given = fed(traced(variant))
-    expected = ran(traced(variant), given)
     errors = []
     for segments in tried:
         model = traced(variant)
@@ -377,7 +400,7 @@ def test_actiba_replaces_every_activation_and_more_segments_err_less(
         assert report.replaced == {"actiba": sum(activations.values())}
         assert report.after["Abs"] == report.after["Relu"] == sum(activations.values())
         assert report.left == ()
-        errors.append(changed(ran(model, given), expected))
+        errors.append(changed(ran(model, fed(model)), plain(variant)))
     for earlier, later in itertools.pairwise(errors):
         assert later[0] < earlier[0], errors
         assert later[1] < earlier[1], errors
@@ -386,37 +409,32 @@ def test_actiba_replaces_every_activation_and_more_segments_err_less(
 
 
 @pytest.mark.parametrize("segments", SEGMENTS)
-def test_every_number_of_segments_compiles_within_a_model(traced: Callable[..., Any], segments: int) -> None:
+def test_every_number_of_segments_compiles_within_a_model(traced: Traced, plain: Plain, segments: int) -> None:
     """Beside its neighbours, which the CPU plugin merges with it into one kernel, if it can."""
     model = traced("falcon-h1-out-bias")
-    given = fed(model)
-    expected = ran(model, given)
     assert xamba.apply(model, Passes(actiba=segments)).replaced == {"actiba": 4}
-    assert changed(ran(model, given), expected)[0] < 20 / segments**2 * 8
+    error = changed(ran(model, fed(model)), plain("falcon-h1-out-bias"))[0]
+    assert 1 < error * segments**2 < 15  # 4.6 to 7.4
 
 
-def test_an_open_model_keeps_its_sums_and_says_so(traced: Callable[..., Any]) -> None:
+def test_an_open_model_keeps_its_sums_and_says_so(traced: Traced, plain: Plain) -> None:
     model = traced("granite", length=None)
-    given = fed(model)
-    expected = ran(model, given)
     report = xamba.apply(model, Passes(True, True, 16))
     assert report.replaced == {"cumba": 0, "reduba": 0, "actiba": 13}
     assert [(left.operation, left.why) for left in report.left] == [
         ("ReduceSum", "axis 0 or one after it is dynamic: [4,?,256]")
     ] * 3
-    assert 0 < changed(ran(model, given), expected)[0] < 0.1
+    assert 0 < changed(ran(model, fed(model)), plain("granite"))[0] < 0.1
 
 
-def test_bodies_of_loops_are_rewritten(traced: Callable[..., Any]) -> None:
+def test_bodies_of_loops_are_rewritten(traced: Traced, plain: Plain) -> None:
     model = traced("mamba", length=None)
-    given = fed(model)
-    expected = ran(model, given)
     report = xamba.apply(model, Passes(reduba=True))
     assert (report.before["ReduceSum"], report.after["ReduceSum"]) == (6, 3)  # those of the convolutions are left
-    assert max(changed(ran(model, given), expected)) < RELATIVE
+    assert max(changed(ran(model, fed(model)), plain("mamba"))) < RELATIVE
 
 
-def test_a_rewritten_model_is_saved_and_read(traced: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_rewritten_model_is_saved_and_read(traced: Traced, tmp_path: Path) -> None:
     openvino = library.openvino()
     model = traced("mamba2-groups", naive=True, length=64)
     given = fed(model)
