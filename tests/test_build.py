@@ -323,11 +323,11 @@ def test_a_ctrl_c_that_a_converter_swallows_is_heard_at_the_next_stage(
 ) -> None:
     """The converters import optional packages under a bare `except`."""
 
-    def swallowing(*_: object) -> None:
+    def swallowing(*_: object) -> tuple[None, dict[str, Any]]:
         try:
             signal.raise_signal(signal.SIGINT)
         except:  # noqa: E722 - as theirs are
-            return
+            return None, {}
         raise AssertionError("no KeyboardInterrupt came")
 
     monkeypatch.setattr(building, "_write", swallowing)

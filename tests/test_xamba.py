@@ -417,20 +417,19 @@ def test_every_number_of_segments_compiles_within_a_model(traced: Traced, plain:
     assert 1 < error * segments**2 < 15  # 4.6 to 7.4
 
 
-def test_an_open_model_keeps_its_sums_and_says_so(traced: Traced, plain: Plain) -> None:
+def test_an_open_model_has_activations_only(traced: Traced, plain: Plain) -> None:
     model = traced("granite", length=None)
     report = xamba.apply(model, Passes(True, True, 16))
     assert report.replaced == {"cumba": 0, "reduba": 0, "actiba": 13}
-    assert [(left.operation, left.why) for left in report.left] == [
-        ("ReduceSum", "axis 0 or one after it is dynamic: [4,?,256]")
-    ] * 3
+    assert report.left == ()
+    assert {"CumSum", "ReduceSum"}.isdisjoint(report.before)  # its convolutions are products and additions
     assert 0 < changed(ran(model, fed(model)), plain("granite"))[0] < 0.1
 
 
 def test_bodies_of_loops_are_rewritten(traced: Traced, plain: Plain) -> None:
     model = traced("mamba", length=None)
     report = xamba.apply(model, Passes(reduba=True))
-    assert (report.before["ReduceSum"], report.after["ReduceSum"]) == (6, 3)  # those of the convolutions are left
+    assert (report.before["ReduceSum"], report.after.get("ReduceSum", 0)) == (3, 0)  # one in the loop of each layer
     assert max(changed(ran(model, fed(model)), plain("mamba"))) < RELATIVE
 
 
