@@ -67,6 +67,8 @@ class Watched:
             return Call()
 
         program.graph.bind = watched
+        for slot in program._spare:
+            slot.calls.clear()  # which were bound when it was loaded
 
 
 def share_ms(program: Program, watch: Watched) -> float:

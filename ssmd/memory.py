@@ -64,12 +64,12 @@ def drop_mapped(file: Path) -> None:
     What a library has packed into memory of its own it need not keep in the file's form, too.
     """
     try:
-        maps = _MAPS.read_text().splitlines()
+        maps, mapped = _MAPS.read_text().splitlines(), str(file.resolve())
     except OSError:
         return
     libc = ctypes.CDLL(None)
     for line in maps:
         fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5] == str(file) and fields[1].startswith("r--"):
+        if len(fields) == 6 and fields[5] == mapped and fields[1].startswith("r--"):
             first, last = (int(address, 16) for address in fields[0].split("-"))
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED)
