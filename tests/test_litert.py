@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flat_programs import altered, conversation, silent, stale
 
-from ssmd.artifact import MANIFEST, Artifact, seal
+from ssmd.artifact import Artifact
 from ssmd.flat.buffers import ALIGNMENT, Snapshots, aligned, carve, stack
 from ssmd.flat.graph import GraphError, Tensor
 from ssmd.flat.program import FlatProgram
@@ -48,24 +49,6 @@ def granite(artifacts: Mapping[str, Path]) -> Artifact:
     return Artifact.open(artifacts["granite-f32"])
 
 
-def conversation(program: FlatProgram) -> tuple[bytes, ...]:
-    """Bits of logits and states of a few calls."""
-    handle = program.new_state()
-    out = [program.prefill(handle, list(range(50))), program.prefill(handle, [5] * 9)]
-    out += [program.decode([handle], [i]) for i in (1, 2, 3)]
-    state = program.save(handle)
-    program.release(handle)
-    return (*(a.tobytes() for a in out), *(state.tensors[t.name].tobytes() for t in program.spec.tensors))
-
-
-def altered(artifact: Artifact, folder: Path, **changed: Any) -> Artifact:
-    """A copy whose manifest says something else, and is sealed again."""
-    shutil.copytree(artifact.path, folder)
-    fields = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).unlink()
-    return seal(folder, {k: v for k, v in (fields | changed).items() if k not in ("format", "files", "build")})
-
-
 def test_managed_buffers_give_the_same_bits(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
     shared, managed = LiteRTRuntime().load(artifact), LiteRTRuntime(zero_copy=False).load(artifact)
     assert isinstance(shared.graph, LibraryGraph)
@@ -88,27 +71,7 @@ def test_a_library_of_another_version_is_left_alone(
     assert conversation(program) == expected
 
 
-class _StaleGraph(LibraryGraph):
-    """A library that reads a copy of its inputs, made when they are bound."""
-
-    def bind(self, signature: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
-        copies = {n: carve({n: Tensor(a.shape, a.dtype)})[1][n] for n, a in inputs.items()}
-        for name, copy in copies.items():
-            copy[...] = inputs[name]
-        self.kept = [*getattr(self, "kept", []), copies]
-        return super().bind(signature, copies, outputs)
-
-
-class _SilentGraph(LibraryGraph):
-    """A library that writes its outputs elsewhere."""
-
-    def bind(self, signature: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
-        copies = {n: carve({n: Tensor(a.shape, a.dtype)})[1][n] for n, a in outputs.items()}
-        self.kept = [*getattr(self, "kept", []), copies]
-        return super().bind(signature, inputs, copies)
-
-
-@pytest.mark.parametrize("broken", [_StaleGraph, _SilentGraph])
+@pytest.mark.parametrize("broken", [stale(LibraryGraph), silent(LibraryGraph)])
 def test_memory_that_is_not_shared_is_noticed(
     granite: Artifact, broken: type[LibraryGraph], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flat_programs import altered, conversation, silent, stale
 
-from ssmd.artifact import MANIFEST, Artifact, ArtifactError, seal
-from ssmd.flat.buffers import carve
-from ssmd.flat.graph import GraphError, Tensor
-from ssmd.flat.program import FlatProgram
+from ssmd.artifact import Artifact, ArtifactError
+from ssmd.flat.graph import GraphError
 from ssmd.memory import drop_mapped
 from ssmd.processor import cpu_name
 from ssmd.runtime import ProgramError, RuntimeUnavailable
@@ -45,15 +44,6 @@ def granite(artifacts: Mapping[str, Path]) -> Artifact:
     return Artifact.open(artifacts["openvino-granite-f32"])
 
 
-def altered(artifact: Artifact, folder: Path, **changed: Any) -> Artifact:
-    """A copy whose manifest says something else, and is sealed again."""
-    if not folder.exists():
-        shutil.copytree(artifact.path, folder)
-    fields = json.loads((artifact.path / MANIFEST).read_text())
-    (folder / MANIFEST).unlink()
-    return seal(folder, {k: v for k, v in (fields | changed).items() if k not in ("format", "files", "build")})
-
-
 def with_model(artifact: Artifact, folder: Path, old: str, new: str) -> Artifact:
     """A copy whose IR was edited by hand, and which is sealed again."""
     shutil.copytree(artifact.path, folder)
@@ -63,16 +53,6 @@ def with_model(artifact: Artifact, folder: Path, old: str, new: str) -> Artifact
     assert count
     file.write_text(edited)
     return altered(artifact, folder)
-
-
-def conversation(program: FlatProgram) -> tuple[bytes, ...]:
-    """Bits of logits and states of a few calls."""
-    handle = program.new_state()
-    out = [program.prefill(handle, list(range(50))), program.prefill(handle, [5] * 9)]
-    out += [program.decode([handle], [i]) for i in (1, 2, 3)]
-    state = program.save(handle)
-    program.release(handle)
-    return (*(a.tobytes() for a in out), *(state.tensors[t.name].tobytes() for t in program.spec.tensors))
 
 
 # loading
@@ -140,27 +120,7 @@ def test_a_sealed_ir_that_is_none(granite: Artifact, tmp_path: Path, old: str, n
         OpenVINORuntime().load(with_model(granite, tmp_path / "m", old, new))
 
 
-class _StaleGraph(OpenVINOGraph):
-    """A library that reads a copy of its inputs, made when they are bound."""
-
-    def bind(self, signature: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
-        copies = {n: carve({n: Tensor(a.shape, a.dtype)})[1][n] for n, a in inputs.items()}
-        for name, copy in copies.items():
-            copy[...] = inputs[name]
-        self.kept = [*getattr(self, "kept", []), copies]
-        return super().bind(signature, copies, outputs)
-
-
-class _SilentGraph(OpenVINOGraph):
-    """A library that writes its outputs elsewhere."""
-
-    def bind(self, signature: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
-        copies = {n: carve({n: Tensor(a.shape, a.dtype)})[1][n] for n, a in outputs.items()}
-        self.kept = [*getattr(self, "kept", []), copies]
-        return super().bind(signature, inputs, copies)
-
-
-@pytest.mark.parametrize("broken", [_StaleGraph, _SilentGraph])
+@pytest.mark.parametrize("broken", [stale(OpenVINOGraph), silent(OpenVINOGraph)])
 def test_memory_that_is_not_shared_is_noticed(
     granite: Artifact, broken: type[OpenVINOGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:

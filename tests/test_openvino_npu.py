@@ -21,8 +21,8 @@ from typing import Any
 import npu_on_cpu
 import numpy as np
 import pytest
+from flat_programs import altered, conversation
 from safetensors.numpy import load_file, save_file
-from test_openvino import altered, conversation
 
 from ssmd.artifact import Artifact
 from ssmd.models import ModelError, resolve

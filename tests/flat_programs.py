@@ -1,0 +1,64 @@
+"""What tests of every runtime over a flat graph share: a talk bit by bit, altered artifacts, libraries that cheat."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ssmd.artifact import MANIFEST, Artifact, seal
+from ssmd.flat.buffers import carve
+from ssmd.flat.graph import Tensor
+from ssmd.flat.program import FlatProgram
+
+
+def conversation(program: FlatProgram) -> tuple[bytes, ...]:
+    """Bits of logits and states of a few calls."""
+    handle = program.new_state()
+    out = [program.prefill(handle, list(range(50))), program.prefill(handle, [5] * 9)]
+    out += [program.decode([handle], [i]) for i in (1, 2, 3)]
+    state = program.save(handle)
+    program.release(handle)
+    return (*(a.tobytes() for a in out), *(state.tensors[t.name].tobytes() for t in program.spec.tensors))
+
+
+def altered(artifact: Artifact, folder: Path, **changed: Any) -> Artifact:
+    """A copy, unless `folder` has one whose files were altered, whose manifest says something else; sealed again."""
+    if not folder.exists():
+        shutil.copytree(artifact.path, folder)
+    fields = json.loads((artifact.path / MANIFEST).read_text())
+    (folder / MANIFEST).unlink()
+    return seal(folder, {k: v for k, v in (fields | changed).items() if k not in ("format", "files", "build")})
+
+
+def _apart(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    copies = {n: carve({n: Tensor(a.shape, a.dtype)})[1][n] for n, a in arrays.items()}
+    for name, copy in copies.items():
+        copy[...] = arrays[name]
+    return copies
+
+
+def stale(graph: Any) -> Any:
+    """A class of graphs over a library that reads a copy of its inputs, made when they are bound."""
+
+    class Stale(graph):  # type: ignore[misc] # whose base comes at run time
+        def bind(self, signature: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
+            copies = _apart(inputs)
+            self.kept = [*getattr(self, "kept", []), copies]
+            return super().bind(signature, copies, outputs)
+
+    return Stale
+
+
+def silent(graph: Any) -> Any:
+    """A class of graphs over a library that writes its outputs elsewhere."""
+
+    class Silent(graph):  # type: ignore[misc] # whose base comes at run time
+        def bind(self, signature: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
+            copies = _apart(outputs)
+            self.kept = [*getattr(self, "kept", []), copies]
+            return super().bind(signature, inputs, copies)
+
+    return Silent
