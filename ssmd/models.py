@@ -64,7 +64,7 @@ def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: 
     fitting = [i for i in found if i.manifest is None or _is_for(i.manifest, runtime)]
     if not fitting:
         raise ModelError(_none_for(runtime, found))
-    least = min(i.nbytes for i in fitting)
+    least = min((i.nbytes for i in fitting if i.manifest and not _elsewhere(i.manifest)), default=0)
     problems = []
     for candidate in sorted(fitting, key=lambda i: _rank(i, least)):
         reason = candidate.problem or (unusable(candidate.manifest, device) if candidate.manifest else "")
@@ -113,12 +113,17 @@ def _is_for(manifest: Manifest, runtime: str) -> bool:
     return runtime in ("auto", manifest.runtime)
 
 
+def _elsewhere(manifest: Manifest) -> bool:
+    """Whether it is built for another device than the processor."""
+    return manifest.device_class != "cpu"
+
+
 def _rank(candidate: Installed, least: int) -> tuple[bool, float, int, str]:
     """What is tried first: what runs on the processor, the fewest bytes, the fastest runtime (docs/benchmarks.md)."""
     manifest = candidate.manifest
     runtime = "" if manifest is None else manifest.runtime
     order = _FASTEST.index(runtime) if runtime in _FASTEST else len(_FASTEST)
-    elsewhere = manifest is not None and manifest.device_class != "cpu"
+    elsewhere = manifest is not None and _elsewhere(manifest)
     return elsewhere, max(candidate.nbytes, _NEARLY * least), order, str(candidate.path)
 
 

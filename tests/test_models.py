@@ -66,6 +66,21 @@ def test_auto_takes_the_lightest_that_runs_here(tmp_path: Path) -> None:
         resolve("m", tmp_path, "coreml")
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_auto_takes_litert_of_two_that_weigh_nearly_the_same(tmp_path: Path, broken: bool) -> None:
+    """Beside one that cannot be read, too, of which no size is known."""
+    if broken:
+        (tmp_path / "m" / "litert-cpu-int4").mkdir(parents=True)
+    openvino = put(tmp_path, "m", "openvino-cpu-int8", 9000)
+    litert = put(tmp_path, "m", "litert-cpu-int8", 10000)
+    put(tmp_path, "m", "openvino-npu-f16", 100)  # for a device of its own: not before those for the processor
+    assert resolve("m", tmp_path) == litert
+    assert resolve("m", tmp_path, "openvino") == openvino
+    (tmp_path / "m" / "litert-cpu-int8").rename(tmp_path / "elsewhere")
+    put(tmp_path, "m", "litert-cpu-f32", 40000)
+    assert resolve("m", tmp_path) == openvino
+
+
 def test_a_path_is_an_artifact_or_a_models_folder(tmp_path: Path) -> None:
     path = put(tmp_path, "m", "litert-cpu-int8")
     assert resolve(str(path), tmp_path / "elsewhere") == path
