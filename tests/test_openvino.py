@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,8 +95,9 @@ def test_a_device_that_is_not_here(granite: Artifact, device: str, said: str) ->
         OpenVINORuntime().load(granite, device=device)
 
 
-def test_an_npu_takes_no_open_lengths(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssmd_openvino.runtime.devices", lambda core: devices(_Core("CPU", "NPU")))
+def test_an_npu_takes_no_open_lengths(granite: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _shown(tmp_path, "dev/accel/accel0")
+    monkeypatch.setattr("ssmd_openvino.runtime.devices", lambda core: devices(_Core("CPU", "NPU"), tmp_path))
     with pytest.raises(RuntimeUnavailable, match=r"fixed shapes only.*ssmd build --runtime npu"):
         OpenVINORuntime().load(granite, device="npu")
 
@@ -151,6 +154,29 @@ def test_a_failed_run_leaves_the_handle_as_it_was(granite: Artifact, monkeypatch
     assert np.array_equal(program.decode(handles, [7, 7]), expected)
 
 
+def test_numbers_below_the_normal_ones_are_zero_to_it_and_nobody_else(tmp_path: Path) -> None:
+    """Products of them take several times as long, and decays come down to them."""
+    openvino = library.openvino()
+    ops = importlib.import_module("openvino.opset13")
+    x = ops.parameter([1, -1, 64], np.float32)
+    openvino.save_model(openvino.Model([ops.multiply(x, np.float32(0.5))], [x]), tmp_path / "m.xml")
+    tiny = np.full((1, 8, 64), 1e-39, np.float32)
+
+    def halves() -> bool:
+        request = model.create_infer_request()
+        request.set_input_tensor(0, openvino.Tensor(tiny))
+        OpenVINOCall(request).run()
+        return bool(request.get_output_tensor(0).data.any())
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        assert elsewhere.submit(tiny.any).result()  # a thread from before
+        model = Compiler(openvino.Core(), "CPU", ON_CPU, None).compiled(tmp_path / "m.xml", tmp_path / "m.bin")
+        assert not halves()
+        assert not elsewhere.submit(halves).result()
+        assert elsewhere.submit(lambda: (tiny * np.float32(0.5)).any()).result()
+    assert (tiny * np.float32(0.5)).any()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_of_the_weights_file_are_given_back(artifacts: Mapping[str, Path], tmp_path: Path) -> None:
     """The file's pages are not resident once the weights are packed, and come back if somebody reads them."""
@@ -182,17 +208,33 @@ class _Core:
     """As much of an openvino.Core as tells what is here."""
 
     def __init__(self, *found: str) -> None:
-        self.available_devices = list(found)
+        self._found = found
 
-    def get_property(self, device: str, name: str) -> str:
-        return f"Intel {device}"
+    def get_property(self, device: str, name: str) -> object:
+        if device not in self._found:
+            raise RuntimeError(f"Device with {device!r} name is not registered in the OpenVINO Runtime")
+        return [""] if name == "AVAILABLE_DEVICES" else f"Intel {device}"
 
 
-def test_devices_that_are_here() -> None:
-    found = {d.name: d for d in devices(_Core("CPU", "GPU.0", "GPU.1", "NPU"))}
+def _shown(root: Path, *nodes: str) -> None:
+    for node in nodes:
+        (root / node).parent.mkdir(parents=True, exist_ok=True)
+        (root / node).touch()
+
+
+def test_devices_that_are_here(tmp_path: Path) -> None:
+    _shown(tmp_path, "dev/dri/renderD128", "dev/accel/accel0")
+    found = {d.name: d for d in devices(_Core("CPU", "GPU", "NPU"), tmp_path)}
     assert [d.why_not for d in found.values()] == ["", "", ""]
     assert found["npu"].description.startswith("Intel NPU")
     assert "never executed" in found["npu"].description
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is said about Linux")
+def test_openvino_is_not_asked_of_what_linux_does_not_show(tmp_path: Path) -> None:
+    assert [bool(d.why_not) for d in devices(_Core("CPU", "GPU", "NPU"), tmp_path)] == [False, True, True]
+    _shown(tmp_path, "dev/dxg")
+    assert [bool(d.why_not) for d in devices(_Core("CPU", "GPU", "NPU"), tmp_path)] == [False, False, True]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is said about Linux")
@@ -202,8 +244,7 @@ def test_what_an_npu_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     assert "no /dev/accel/accel*" in why()
     assert "intel_vpu" in why()
-    (tmp_path / "dev/accel").mkdir(parents=True)
-    (tmp_path / "dev/accel/accel0").touch()
+    _shown(tmp_path, "dev/accel/accel0")
     assert "install intel-level-zero-npu and intel-driver-compiler-npu" in why()
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "usermod -aG render" in why()

@@ -43,7 +43,7 @@ def ssd(
     by_head = sums.transpose(1, 2).reshape(groups, each, -1)  # (g, H/g, T)
     decays = torch.exp(torch.clamp(by_head.unsqueeze(-1) - by_head.unsqueeze(-2), max=0.0)) * lower  # (g, H/g, T, T)
 
-    bg, cg = (t if groups == 1 else t.reshape(-1, groups, states).permute(1, 0, 2) for t in (b, c))  # (g, T, N)
+    bg, cg = _by_group(b, groups, states), _by_group(c, groups, states)  # (g, T, N)
     scores = torch.matmul(cg, bg.transpose(1, 2)).unsqueeze(1)  # (g, 1, T, T)
     xh = x.reshape(-1, heads, size)  # (T, H, P)
     xd = xh * dt.reshape(-1, heads, 1)
@@ -51,11 +51,16 @@ def ssd(
     within = within.reshape(heads, -1, size).permute(1, 0, 2)  # (T, H, P)
 
     total = sums[:, -1:]  # (1, 1, H)
-    kept = (xd * torch.exp(total - sums).reshape(-1, heads, 1)).reshape(-1, groups, each * size).permute(1, 2, 0)
-    added = torch.matmul(kept, bg).reshape(1, heads, size, states)  # from (g, H/g P, T) and (g, T, N)
+    kept = _by_group(xd * torch.exp(total - sums).reshape(-1, heads, 1), groups, each * size)  # (g, T, H/g P)
+    added = torch.matmul(kept.transpose(1, 2), bg).reshape(1, heads, size, states)
     new = ssm * torch.exp(total).reshape(1, heads, 1, 1) + added
     start = ssm.reshape(groups, each * size, states)
     before = torch.matmul(start, cg.transpose(1, 2)).transpose(1, 2)  # (g, T, H/g P)
     before = (before if groups == 1 else before.permute(1, 0, 2)).reshape(-1, heads, size)  # (T, H, P)
     y = within + before * torch.exp(sums).reshape(-1, heads, 1) + xh * d.reshape(1, heads, 1)
     return y.reshape(1, -1, heads * size), new
+
+
+def _by_group(t: Tensor, groups: int, width: int) -> Tensor:
+    """T rows of `groups` parts of `width` -> (g, T, width): of one group without an operation that moves anything."""
+    return t.reshape(1, -1, width) if groups == 1 else t.reshape(-1, groups, width).permute(1, 0, 2)
