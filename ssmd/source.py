@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,16 @@ class Tensor:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+class Tensors(Protocol):
+    """What weights are taken from: a Source, or one that makes them up (ssmd/seeded.py). `path` is for messages."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    def tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ssmd.artifact import Artifact
 from ssmd.authoring.building import BuildError, Plan, Quantization, Shapes, Stage
+from ssmd.authoring.stripping import Constants
 from ssmd.flat.program import FlatProgram
 from ssmd.flat.signatures import signature_name
 from ssmd.memory import trim
@@ -62,6 +63,12 @@ class LiteRTConverter:
             exported.rename(model)
         _weights_stand_once(model, shapes, plan, len(capacities) * (1 + len(plan.buckets)))
         return {}
+
+    def constants(self, folder: Path) -> Constants:
+        from ssmd_litert.places import buffers, scales
+
+        with (folder / MODEL).open("rb") as f:
+            return {MODEL: [*buffers(f.fileno()), *scales(f.fileno())]}
 
     def load(self, artifact: Artifact) -> FlatProgram:
         return LiteRTRuntime().load(artifact)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import mmap
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ssmd.authoring.building import BuildError
+from ssmd_litert.places import buffers
 
 LARGE_BYTES = 1 << 20  # the converter copies smaller weights (its RESOURCE_CONSTANT_NUMEL_THRESHOLD, which is in bytes)
 OTHER = "install the version that ssmd was made for: pip install 'ssmd-daemon[build]'"
@@ -57,7 +57,7 @@ class Hollow:
         places = {_marks(name)[0]: name for name in self._held}
         found: dict[str, int] = {}
         with model.open("r+b") as out, file.open("rb") as weights:
-            for start, length in list(_buffers(out.fileno())):
+            for start, length in list(buffers(out.fileno())):
                 out.seek(start)
                 name = places.get(out.read(_MARK_BYTES))
                 if name is None:
@@ -78,17 +78,3 @@ class Hollow:
 def _marks(name: str) -> tuple[bytes, bytes]:
     digest = hashlib.sha256(name.encode()).digest()
     return digest[:_MARK_BYTES], digest[_MARK_BYTES : 2 * _MARK_BYTES]
-
-
-def _buffers(fd: int) -> Iterator[tuple[int, int]]:
-    """Where the constants of a .tflite stand: the first byte and the length of each."""
-    from ai_edge_litert import schema_py_generated as schema
-
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
-        model: Any = schema.Model.GetRootAs(data, 0)
-        for i in range(model.BuffersLength()):
-            buffer = model.Buffers(i)
-            if buffer.Size() > 1:  # of a file beyond 2 GiB it stands after the flatbuffer
-                yield buffer.Offset(), buffer.Size()
-            elif buffer.DataLength():
-                yield buffer._tab.Vector(buffer._tab.Offset(4)), buffer.DataLength()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import math
 import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from ssmd.artifact import Artifact
 from ssmd.authoring.building import BuildError, Plan, Quantization, Stage
+from ssmd.authoring.stripping import Constants
 from ssmd.flat.program import FlatProgram
 from ssmd_openvino import library
 from ssmd_openvino.graph import OpenVINOCall, signatures
@@ -35,6 +37,8 @@ INT4_GROUP = 64  # values of a row that share a scale
 _BYTEWISE = ("embedding", "head")  # int8 in int4 too, as nncf has it
 PROBE_TOKENS, PROBE_SLOTS = 16, 64  # of a model that leaves them open
 _ALIGNMENT = 64  # bytes, of a constant in the file of weights
+_NUMBER = re.compile(r"_\d+|^\d+")  # in a name, which it makes the only one of its kind
+_KEPT_BY_NNCF = ["nncf", "weight_compression", "ignored_scope", "names"]  # names, with their numbers
 _PLACE = re.compile(r'offset="(\d+)" size="(\d+)"')  # of a constant, in the text of an IR
 
 
@@ -75,6 +79,11 @@ class OpenVINOConverter:
             )
         made = (self._write_open if self.device_class == "cpu" else self._write_fixed)(module, plan, folder, stage)
         return made if self._passes is None else {**made, "xamba": {"passes": self._passes.to_json(), **made["xamba"]}}
+
+    def constants(self, folder: Path) -> Constants:
+        models = sorted(folder.glob("*.xml"))
+        places = {(int(p[1]), int(p[2])) for model in models for p in _PLACE.finditer(model.read_text())}
+        return {WEIGHTS: sorted(places), **{model.name: () for model in models}}
 
     def load(self, artifact: Artifact) -> FlatProgram:
         return OpenVINORuntime().load(artifact, device="cpu")  # an NPU's too: what it says must not depend on one here
@@ -228,4 +237,17 @@ def _compressed(model: Any, quantization: Quantization) -> Any:
 
 
 def _save(model: Any, file: Path, quantization: Quantization) -> None:
+    model.set_friendly_name(file.stem)
+    _renumber(model)
+    if model.has_rt_info(_KEPT_BY_NNCF):
+        model.set_rt_info("", _KEPT_BY_NNCF)
     library.openvino().save_model(model, file, compress_to_fp16=quantization == "f16")
+
+
+def _renumber(model: Any, numbers: Iterator[int] | None = None) -> None:
+    """Numbers in names count what was made in this process before: they give way to the place in the graph."""
+    numbers = itertools.count() if numbers is None else numbers
+    for op in model.get_ordered_ops():
+        op.set_friendly_name(f"{_NUMBER.sub('', op.get_friendly_name())}_{next(numbers)}")
+        if op.get_type_name() == "Loop":
+            _renumber(op.get_function(), numbers)

@@ -58,6 +58,7 @@ def converted(module: FlatModule, capacity: int, length: int | None = None) -> A
         model = openvino.convert_model(_Positional(module, names).eval(), example_input=example, input=opened)
     if length is not None:
         _fold(model)
+    _own_constants(model)
     for port, name in zip(model.inputs, (*TOKENS, *names), strict=True):
         port.get_tensor().set_names({name})
     for port, name in zip(model.outputs, ("logits", *names), strict=True):
@@ -71,3 +72,19 @@ def _fold(model: Any) -> None:
     manager = passes.Manager()
     manager.register_pass(passes.ConstantFolding())
     manager.run_passes(model)
+
+
+def _own_constants(model: Any) -> None:
+    """Let no body of a loop share constants with the graph around it, in which nncf then looks for their users."""
+    openvino = library.openvino()
+    for loop in model.get_ops():
+        if loop.get_type_name() != "Loop":
+            continue
+        body = loop.get_function()
+        for op in body.get_ops():
+            for port in op.inputs():
+                source = port.get_source_output().get_node()
+                if source.get_type_name() == "Constant":
+                    copy = openvino.op.Constant(openvino.Tensor(source.data.copy()))
+                    port.replace_source_output(copy.output(0))
+        _own_constants(body)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from ssmd import quality
 from ssmd.artifact import Artifact, SpecialTokens, seal
+from ssmd.authoring.stripping import Constants
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
 from ssmd.families.weights import Binding
@@ -78,6 +79,9 @@ class Converter(Protocol):
     def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
         """Write the model into `folder`; the module is not used after this. Returns what the manifest is to say about
         the conversion. Raises BuildError."""
+
+    def constants(self, folder: Path) -> Constants:
+        """Of each of the model's files that `write` wrote: where its constants stand."""
 
     def load(self, artifact: Artifact) -> Program:
         """The artifact, to be measured."""

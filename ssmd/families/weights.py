@@ -10,16 +10,16 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.source import Source
+from ssmd.source import Tensors
 
 Array = NDArray[np.float32]
-Binding = Callable[[Source], Array]
+Binding = Callable[[Tensors], Array]
 
 
 def tensor(name: str, *shape: int, scale: float = 1.0) -> Binding:
     """The tensor `name`, times `scale`. The binding raises SourceError if it is absent or has another shape."""
 
-    def bind(source: Source) -> Array:
+    def bind(source: Tensors) -> Array:
         array = source.tensor(name, shape)
         return array if scale == 1.0 else array * np.float32(scale)
 

@@ -1,0 +1,54 @@
+"""A source that makes its tensors up from a seed: the same numbers on every machine, no two tensors alike.
+
+Numbers come from a hash of integers (splitmix64, doi:10.1145/2660193.2660195), not from a library's generator, whose
+streams may change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLOCK = 1 << 20  # numbers at a time: their hashes take eight bytes each
+_GOLDEN, _MIX1, _MIX2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_BITS = 24  # of a float32's mantissa
+
+
+class SeededSource:
+    """Vectors lie around 1, within an eighth; matrices around 0, spread so that products keep their size."""
+
+    def __init__(self, config: Mapping[str, Any], seed: int) -> None:
+        self.config = config
+        self.seed = seed
+
+    @property
+    def path(self) -> Path:
+        return Path(f"seed {self.seed}")
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        key = int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:8], "little")
+        values = np.empty(math.prod(shape), np.float32)
+        for start in range(0, len(values), _BLOCK):
+            part = values[start : start + _BLOCK]
+            part[:] = _between(key, start, len(part))
+        if len(shape) == 1:
+            return np.float32(1) + values / np.float32(8)
+        return (values * np.float32(math.sqrt(3 / math.prod(shape[1:])))).reshape(shape)
+
+
+def _between(key: int, first: int, count: int) -> NDArray[np.float32]:
+    """Numbers `first` and on of the stream `key`, in -1..1 by steps of 2^-23."""
+    with np.errstate(over="ignore"):  # modulo 2^64
+        z = (np.arange(first + 1, first + 1 + count, dtype=np.uint64)) * _GOLDEN + np.uint64(key)
+        z = (z ^ (z >> np.uint64(30))) * _MIX1
+        z = (z ^ (z >> np.uint64(27))) * _MIX2
+        z ^= z >> np.uint64(31)
+    steps = (z >> np.uint64(64 - _BITS)).astype(np.float32)
+    between: NDArray[np.float32] = steps * np.float32(2.0 ** (1 - _BITS)) - np.float32(1)
+    return between
