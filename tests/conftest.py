@@ -22,7 +22,7 @@ CACHE = ROOT / ".cache" / "artifacts"
 CODE = (
     "ssmd/families/*.py",
     "ssmd/authoring/*.py",
-    *(f"runtimes/*/{n}.py" for n in ("build", "hollow", "recipe", "convert", "lint", "xamba", "piecewise")),
+    *(f"runtimes/*/{n}.py" for n in ("build", "hollow", "places", "recipe", "convert", "lint", "xamba", "piecewise")),
 )
 FILES = ("ssmd/source.py", "ssmd/state.py", "ssmd/artifact.py", "ssmd/cli/build.py", "tests/tiny.py")
 PACKAGES = ("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer", "openvino", "nncf")
