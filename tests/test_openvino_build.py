@@ -62,6 +62,18 @@ def test_every_weight_stands_in_the_file_once(artifacts: Mapping[str, Path]) -> 
     assert parameters * 0.99 < artifact.file(WEIGHTS).stat().st_size < parameters * 1.06
 
 
+@pytest.mark.parametrize("quantization", ["f32", "int8"])
+def test_mamba_1_with_a_state_of_one(tmp_path: Path, quantization: Any) -> None:
+    """Whose loop leaves that dimension open, and shares constants with the graph around it."""
+    source = Source.open(tiny.write_source(tmp_path / "tiny", "mamba-odd"))
+    asked: dict[str, Any] = {"name": "tiny", "quantization": quantization, "buckets": (16,), "tiers": (256,)}
+    artifact = building.build(CONVERTER, source, tmp_path / "made", **asked)
+    assert artifact.manifest.spec.recurrent[1].shape[-1] == 1
+    program = OpenVINORuntime().load(artifact)
+    assert verify(artifact, program).passed
+    program.close()
+
+
 def test_int4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = {**tiny.LLAMA, "hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 1}
     monkeypatch.setitem(tiny.VARIANTS, "wide", ("llama", wide))

@@ -32,10 +32,7 @@ class OpenVINOGraph(Graph):
         self._tensor = library.openvino().Tensor
         self._compiled = dict(compiled)
         self.signatures: dict[str, Signature] = {
-            name: Signature(
-                _tensors(compiled[name].inputs, length, capacity), _tensors(compiled[name].outputs, length, length)
-            )
-            for name, (length, capacity) in lengths.items()
+            name: _signature(compiled[name], length, capacity) for name, (length, capacity) in lengths.items()
         }
 
     def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> OpenVINOCall:
@@ -89,6 +86,15 @@ def reason(err: Exception) -> str:
     lines = [line.strip() for line in str(err).splitlines()]
     said = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
     return said[0] if said else str(err)
+
+
+def _signature(compiled: Any, length: int, capacity: int) -> Signature:
+    inputs = _tensors(compiled.inputs, length, capacity)
+    # A loop leaves dimensions of a state open that are 1; what goes in comes out.
+    fixed = {p.any_name: inputs[p.any_name] for p in compiled.inputs if p.partial_shape.is_static}
+    outputs = _tensors(compiled.outputs, length, length)
+    opened = {p.any_name.removeprefix(OUTPUT) for p in compiled.outputs if p.partial_shape.is_dynamic}
+    return Signature(inputs, {**outputs, **{n: fixed[n] for n in opened & fixed.keys()}})
 
 
 def _tensors(ports: Sequence[Any], length: int, capacity: int) -> dict[str, Tensor]:
