@@ -20,7 +20,7 @@ import numpy as np
 from daemon_process import conditions
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from true_shape import GRANITE_350M, MAMBA2_130M, Weights
+from true_shape import SHAPES, Weights
 
 from ssmd import quality, smollm2
 from ssmd.authoring.flat import FlatModule
@@ -36,8 +36,8 @@ TOKENS = 256
 ROUNDS = 15
 THREADS = 2
 SEGMENTS = (8, 16, 32, 64)
-BLOCK = MAMBA2_130M | {"num_hidden_layers": 1, "vocab_size": 256}  # head and embedding as good as nothing
-TINY = GRANITE_350M | {
+BLOCK = SHAPES["mamba2-130m"] | {"num_hidden_layers": 1, "vocab_size": 256}  # head and embedding as good as nothing
+TINY = SHAPES["granite-4.0-h-350m"] | {
     "vocab_size": 384,
     "hidden_size": 96,
     "num_hidden_layers": 4,

@@ -1,25 +1,28 @@
-"""An artifact: a folder that one runtime can load. Format 2 is described in docs/artifact-format.md."""
+"""An artifact: a folder that one runtime can load. Format 3 is described in docs/artifact-format.md."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ssmd.state import StateError, StateSpec
 
-FORMAT = 2
-READABLE = (1, 2)  # in format 1 the context is the only tier
+FORMAT = 3
+READABLE = (1, 2, 3)  # 1: the context is the only tier; 1 and 2: golden values count in the build
 MANIFEST = "artifact.json"
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 MAX_MANIFEST_BYTES = 8 << 20
 MAX_FILES = 1000
-REQUIRED = ("tokenizer.json", "golden.safetensors")
+GOLDEN = "golden.safetensors"
+REQUIRED = ("tokenizer.json", GOLDEN)
+MEASURED = ("quality", "golden")  # of a manifest: what was found out about an artifact, not what it is
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
@@ -47,9 +50,10 @@ class SpecialTokens(BaseModel):
 
 
 class Manifest(BaseModel):
-    """artifact.json. `build` hashes all the rest but `quality`, and with it every file.
+    """artifact.json. `build` hashes all the rest but MEASURED, and with it every file but the golden values.
 
     quality: what the quantized model was measured to lose (ssmd/quality.py); of some builds it is not known.
+    golden: who computed the golden values: the re-authored module in float32, or the artifact itself when it was new.
     conversion: what a runtime's build did to the graph, where it says so.
     """
 
@@ -73,6 +77,7 @@ class Manifest(BaseModel):
     files: Annotated[dict[str, FileEntry], Field(max_length=MAX_FILES)]
     builders: dict[str, str]
     quality: dict[str, dict[str, float]] = {}
+    golden: Literal["reference", "itself"] = "reference"
     conversion: dict[str, Any] = {}
 
     @field_validator("files")
@@ -111,12 +116,12 @@ class Manifest(BaseModel):
 
 
 def build_hash(fields: dict[str, Any]) -> str:
-    """The build: sha256 of the manifest's canonical JSON without `build` itself, and `quality`, which is a measurement:
-    on another processor its last digits may be others."""
-    text = json.dumps(
-        {k: v for k, v in fields.items() if k not in ("build", "quality")}, sort_keys=True, separators=(",", ":")
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    """The build: sha256 of the manifest's canonical JSON without `build` itself and what was only measured: on another
+    processor its last digits may be others."""
+    whole = {k: v for k, v in fields.items() if k not in ("build", *MEASURED)}
+    if isinstance(whole.get("format"), int) and whole["format"] >= 3:
+        whole["files"] = {k: v for k, v in whole["files"].items() if k != GOLDEN}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def file_entry(path: Path) -> FileEntry:
@@ -188,17 +193,19 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def seal(path: Path, fields: dict[str, Any]) -> Artifact:
-    """Write artifact.json for the files that lie in `path`, then open it. `fields`: all but format, build and files.
+def seal(path: Path, fields: dict[str, Any], known: Mapping[str, FileEntry] | None = None) -> Artifact:
+    """Write artifact.json for the files that lie in `path`. `fields`: all but format, build and files; `known`: entries
+    of files that have not changed since they were made.
 
     Raises ArtifactError if the result would not open.
     """
+    known = known or {}
     files = {
-        p.relative_to(path).as_posix(): file_entry(p).model_dump()
+        name: (known.get(name) or file_entry(p)).model_dump()
         for p in sorted(path.rglob("*"))
-        if p.is_file() and p.name != MANIFEST
+        if p.is_file() and (name := p.relative_to(path).as_posix()) != MANIFEST
     }
     whole = json.loads(json.dumps({**fields, "format": FORMAT, "files": files}))
     whole["build"] = build_hash(whole)
     (path / MANIFEST).write_text(json.dumps(whole, indent=1) + "\n")
-    return Artifact.open(path)
+    return Artifact(path, read_manifest(path))

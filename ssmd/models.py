@@ -61,7 +61,7 @@ def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: 
     `device`: one that the runtime must be able to use. Raises ModelError or ArtifactError.
     """
     found = _candidates(model, models_dir)
-    fitting = [i for i in found if i.manifest is None or _is_for(i.manifest, runtime)]
+    fitting = [i for i in found if i.manifest is None or is_for(i.manifest, runtime)]
     if not fitting:
         raise ModelError(_none_for(runtime, found))
     least = min((i.nbytes for i in fitting if i.manifest and not _elsewhere(i.manifest)), default=0)
@@ -99,7 +99,7 @@ def _advice(models_dir: Path) -> str:
     names = sorted({i.name for i in installed(models_dir) if not i.problem})
     if names:
         return f"installed in {models_dir}: {', '.join(names)}"
-    return f"none is installed in {models_dir}; a first one comes with: ssmd build smollm2"
+    return f"none is installed in {models_dir}; a first one comes with: ssmd pull smollm2"
 
 
 def _is_path(model: str) -> bool:
@@ -107,7 +107,8 @@ def _is_path(model: str) -> bool:
     return model in (".", "..") or model.startswith("~") or any(s in model for s in separators)
 
 
-def _is_for(manifest: Manifest, runtime: str) -> bool:
+def is_for(manifest: Manifest, runtime: str) -> bool:
+    """Whether `--runtime` of that name means it."""
     if runtime == "npu":
         return manifest.device_class == "npu"
     return runtime in ("auto", manifest.runtime)

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 _BLOCK = 1 << 20  # numbers at a time: their hashes take eight bytes each
 _GOLDEN, _MIX1, _MIX2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_SPREAD = np.float32(0.75)
 _BITS = 24  # of a float32's mantissa
 
 
 class SeededSource:
-    """Vectors lie around 1, within an eighth; matrices around 0, spread so that products keep their size."""
+    """Vectors lie around 1, far enough apart that another layer's makes another model; matrices around 0, spread so
+    that products keep their size."""
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self.config = config
@@ -31,15 +33,17 @@ class SeededSource:
     def path(self) -> Path:
         return Path(f"seed {self.seed}")
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    def tensor(self, name: str, shape: tuple[int, ...], first: int = 0, last: int | None = None) -> NDArray[np.float32]:
         key = int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:8], "little")
-        values = np.empty(math.prod(shape), np.float32)
+        row = math.prod(shape[1:])
+        begin, end = first * row, (shape[0] if last is None else min(last, shape[0])) * row
+        values = np.empty(end - begin, np.float32)
         for start in range(0, len(values), _BLOCK):
             part = values[start : start + _BLOCK]
-            part[:] = _between(key, start, len(part))
+            part[:] = _between(key, begin + start, len(part))
         if len(shape) == 1:
-            return np.float32(1) + values / np.float32(8)
-        return (values * np.float32(math.sqrt(3 / math.prod(shape[1:])))).reshape(shape)
+            return np.float32(1) + values * _SPREAD
+        return (values * np.float32(math.sqrt(3 / row))).reshape(-1, *shape[1:])
 
 
 def _between(key: int, first: int, count: int) -> NDArray[np.float32]:

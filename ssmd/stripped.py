@@ -68,15 +68,49 @@ class StrippedFile(BaseModel):
         return self
 
     @property
+    def encodings(self) -> dict[str, set[str]]:
+        """In which encodings each parameter stands here."""
+        found: dict[str, set[str]] = {}
+        for hole in self.holes:
+            found.setdefault(hole.parameter, set()).add(hole.encoding)
+        return found
+
+    @property
     def literal_bytes(self) -> int:
         return self.size - sum(h.length for h in self.holes)
 
 
-class Header(BaseModel):
-    """`config`: of the source, without what says nothing about its function. `recipe`, `conversion` and `builders` are
-    those of the artifact's manifest."""
+class Golden(BaseModel):
+    """What the model computes with the weights of SeededSource(config, seed): at each of `positions`, after feeding
+    tokens[: position + 1], some of the logits, spread over the vocabulary. They are those of the re-authored module in
+    float32, of the weights as they are encoded. `rms`: by how much the runtime differed at each where the graph was
+    made, in standard deviations of the logits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    seed: Count
+    tokens: Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
+    positions: Annotated[tuple[Count, ...], Field(min_length=1, max_length=100)]
+    logits: tuple[tuple[float, ...], ...]
+    rms: tuple[Annotated[float, Field(ge=0, le=1)], ...]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Golden:
+        if list(self.positions) != sorted(set(self.positions)) or self.positions[-1] >= len(self.tokens):
+            raise ValueError(f"positions {self.positions} do not ascend within the {len(self.tokens)} tokens")
+        if {len(self.logits), len(self.rms)} != {len(self.positions)} or len({len(row) for row in self.logits}) != 1:
+            raise ValueError("there are not as many values at each position")
+        return self
+
+
+class Header(BaseModel):
+    """`config`: of the source, without what says nothing about its function; `provenance` says where it is from, and
+    `origin` whose it is: a model's name on a hub, or "". `recipe`, `conversion` and `builders` are those of the
+    artifact's manifest."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
+    origin: Annotated[str, Field(max_length=100)]
+    provenance: Annotated[str, Field(max_length=2000)]
     family: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}$")]
     config: dict[str, Any]
     runtime: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,32}$")]
@@ -87,6 +121,7 @@ class Header(BaseModel):
     buckets: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=32)]
     tiers: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=8)]
     builders: dict[str, str]
+    golden: Golden
     files: Annotated[tuple[StrippedFile, ...], Field(min_length=1, max_length=1000)]
 
     @model_validator(mode="after")

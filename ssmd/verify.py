@@ -1,4 +1,5 @@
 """Replay of an artifact's golden values: does this program compute what the re-authored module computed at build time?
+Or, where the artifact was refitted and there was no such module, what it computed itself when it was new?
 
 golden.safetensors holds `tokens` i32[n], `positions` i32[k] ascending, and `logits` f32[k, V]: the reference logits
 after feeding tokens[: positions[j] + 1].
@@ -6,23 +7,34 @@ after feeding tokens[: positions[j] + 1].
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from ssmd.artifact import Artifact, ArtifactError
+from ssmd.artifact import GOLDEN, Artifact, ArtifactError
 from ssmd.buckets import plan
 from ssmd.runtime import Program
+from ssmd.text.tokenizer import Tokenizer
 
-GOLDEN = "golden.safetensors"
+GOLDEN_TOKENS = 40
+GOLDEN_POSITIONS = (0, 1, 15, 31, 39)
+GOLDEN_TEXT = (
+    "A river does not remember the rain that filled it, and yet its shape is the sum of every storm. On the old bridge "
+    "a woman counts 3 boats, 17 gulls and one late train; then she writes the numbers down and walks home slowly."
+)
 # Largest rms error of a step, relative to the standard deviation of the reference logits. float32 differs by the order
 # of sums only (measured 1e-6 on tiny models); int8 rounds weights and activations, and small models of wide outliers
 # suffer most (measured 0.03 on tiny models, 0.068 on SmolLM2-135M). A program that computes something else is near 1.
 TOLERANCES = {"f32": 1e-4, "f16": 1e-2, "int8": 0.25, "int4": 0.5}
+
+
+Call = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,7 @@ class StepError:
     """
 
     position: int
-    call: Literal["prefill", "decode"]
+    call: Call
     max_error: float
     rms_error: float
     max_relative: float
@@ -72,25 +84,42 @@ def verify(artifact: Artifact, program: Program) -> Report:
     over gaps by prefill. Raises ArtifactError if the golden values are malformed."""
     tolerance = tolerance_of(artifact.manifest.quantization)
     tokens, positions, expected = _golden(artifact)
-    handle = program.new_state()
-    steps: list[StepError] = []
-    try:
-        fed = 0
-        for position, reference in zip(positions, expected, strict=True):
-            for length in plan(position + 1 - fed, program.buckets):
-                part = tokens[fed : fed + length]
-                decoded = length == 1 and fed > 0
-                logits = program.decode([handle], part)[0] if decoded else program.prefill(handle, part)
-                fed += length
-            steps.append(_compare(position, "decode" if decoded else "prefill", logits, reference))
-    finally:
-        program.release(handle)
+    calls = replay(program, tokens, positions)
+    steps = [compare(p, *made, reference) for p, made, reference in zip(positions, calls, expected, strict=True)]
     return Report(tuple(steps), tolerance)
 
 
-def _compare(
-    position: int, call: Literal["prefill", "decode"], logits: NDArray[np.float32], reference: NDArray[np.float32]
-) -> StepError:
+def replay(
+    program: Program, tokens: Sequence[int], positions: Sequence[int]
+) -> Iterator[tuple[Call, NDArray[np.float32]]]:
+    """Feed `tokens` to an empty state. At each of `positions`: which call fed its token, and the logits (V,)."""
+    handle = program.new_state()
+    try:
+        fed = 0
+        for position in positions:
+            for length in plan(position + 1 - fed, program.buckets):
+                part = list(tokens[fed : fed + length])
+                decoded = length == 1 and fed > 0
+                logits = program.decode([handle], part)[0] if decoded else program.prefill(handle, part)
+                fed += length
+            yield "decode" if decoded else "prefill", logits
+    finally:
+        program.release(handle)
+
+
+def golden_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Ids of a fixed text, so that what is measured is real use."""
+    return (tokenizer.encode(GOLDEN_TEXT) * GOLDEN_TOKENS)[:GOLDEN_TOKENS]
+
+
+def save_golden(file: Path, tokens: Sequence[int], logits: NDArray[np.float32]) -> None:
+    """Write golden.safetensors; logits f32[k, V] after GOLDEN_POSITIONS of `tokens`."""
+    positions = np.array(GOLDEN_POSITIONS, np.int32)
+    save_file({"tokens": np.array(tokens, np.int32), "positions": positions, "logits": logits}, file)
+
+
+def compare(position: int, call: Call, logits: NDArray[np.float32], reference: NDArray[np.float32]) -> StepError:
+    """Of as many logits as the reference has."""
     difference = logits.astype(np.float64) - reference
     shift = float(difference.mean())
     error = difference - shift

@@ -1,4 +1,4 @@
-"""Artifact format 2: what opens, and every lie that must not."""
+"""Artifact format 3: what opens, and every lie that must not."""
 
 from __future__ import annotations
 
@@ -101,10 +101,27 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], *, rehash:
     (folder / MANIFEST).write_text(json.dumps(whole))
 
 
-def test_format_1_opens(folder: Path) -> None:
+@pytest.mark.parametrize("number", [1, 2])
+def test_earlier_formats_open(folder: Path, number: int) -> None:
     seal(folder, fields())
-    rewrite(folder, lambda m: m.update(format=1))
+    rewrite(folder, lambda m: m.update(format=number))
     assert Artifact.open(folder).manifest.tiers == ()
+
+
+def test_golden_values_are_no_part_of_the_build(folder: Path) -> None:
+    """As those of an artifact that was refitted are its own. But they are checked like any file."""
+    build = seal(folder, fields()).manifest.build
+    (folder / "golden.safetensors").write_bytes(b"others")
+    with pytest.raises(ArtifactError, match=r"golden\.safetensors"):
+        Artifact.open(folder)
+    resealed = seal(folder, fields(golden="itself", quality={"golden": {"rms": 0.5}}))
+    assert (resealed.manifest.build, resealed.manifest.golden) == (build, "itself")
+    (folder / "model.tflite").write_bytes(b"another")
+    assert seal(folder, fields()).manifest.build != build
+    rewrite(folder, lambda m: m.update(format=2))
+    before = json.loads((folder / MANIFEST).read_text())["build"]
+    rewrite(folder, lambda m: m["files"]["golden.safetensors"].update(sha256="0" * 64))
+    assert json.loads((folder / MANIFEST).read_text())["build"] != before  # in that format they were
 
 
 def test_an_edited_manifest_is_refused(folder: Path) -> None:
@@ -117,7 +134,7 @@ def test_an_edited_manifest_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda m: m.update(format=3), "format 3, this ssmd reads up to format 2"),
+        (lambda m: m.update(format=4), "format 4, this ssmd reads up to format 3"),
         (lambda m: m.update(name="../evil"), "name"),
         (lambda m: m.update(extra=1), "extra"),
         (lambda m: m.pop("lineage"), "lineage"),

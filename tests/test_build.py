@@ -25,7 +25,7 @@ from ssmd.authoring.building import BuildError
 from ssmd.cli.build import BuildFailed, Quant
 from ssmd.cli.build import build as command
 from ssmd.families.registry import family_of
-from ssmd.source import Source
+from ssmd.source import Source, SourceError
 from ssmd.verify import verify
 from ssmd_litert.build import CONVERTER
 from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
@@ -246,7 +246,7 @@ def test_what_cannot_be_built_is_refused_at_once(
 def test_stop_tokens_outside_the_vocabulary_are_refused(source: Path, tmp_path: Path) -> None:
     opened = Source.open(source)
     beyond = Source(**{f: getattr(opened, f) for f in opened.__dataclass_fields__} | {"stop_tokens": (2, 384)})
-    with pytest.raises(BuildError, match=r"\[384\] are outside the vocabulary of 384"):
+    with pytest.raises(SourceError, match=r"\[384\] are outside the vocabulary of 384"):
         building.build(CONVERTER, beyond, tmp_path / "out", name="x")
 
 
@@ -267,7 +267,7 @@ def test_a_tokenizer_that_does_not_go_with_the_model_is_refused_at_once(
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     change = {k: tokenizer[k] + [v[0] | flags] if k == "added_tokens" else v for k, v in change.items()}
     file.write_text(json.dumps(tokenizer | change))
-    with pytest.raises(BuildError, match=message):
+    with pytest.raises(SourceError, match=message):
         building.build(CONVERTER, opened, tmp_path / "out", name="x", progress=pytest.fail)
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 

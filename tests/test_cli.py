@@ -87,7 +87,7 @@ def test_list_names_good_and_broken(home: Path) -> None:
     assert re.search(r"tiny +litert +cpu +f32 +512", table)
     empty = ssmd(home, "list", "--models-dir", str(home / "none"))
     assert (empty.returncode, empty.stdout) == (0, "")
-    assert "ssmd build smollm2" in empty.stderr
+    assert "ssmd pull smollm2" in empty.stderr
 
 
 def test_show(home: Path, artifacts: TinyArtifacts) -> None:
@@ -122,7 +122,7 @@ def test_doctor(home: Path, tmp_path: Path) -> None:
     assert "no  model broken" in said
     bare = ssmd(home, "doctor", "--models-dir", str(tmp_path / "none"))
     assert bare.returncode == 1
-    assert "ssmd build smollm2" in bare.stdout
+    assert "ssmd pull smollm2" in bare.stdout
 
 
 def test_run_answers_a_prompt(home: Path) -> None:

@@ -336,9 +336,9 @@ def test_bindings_read_every_tensor_and_no_other(tmp_path: Path, variant: str) -
     read: set[str] = set()
 
     class Recorded(Source):
-        def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
+        def tensor(self, name: str, shape: tuple[int, ...], first: int = 0, last: int | None = None) -> Any:
             read.add(name)
-            return super().tensor(name, shape)
+            return super().tensor(name, shape, first, last)
 
     recorded = Recorded(**{f: getattr(source, f) for f in source.__dataclass_fields__})
     arrays = {name: binding(recorded) for name, binding in bindings.items()}

@@ -43,7 +43,7 @@ def put(models_dir: Path, name: str, folder: str, nbytes: int = 50, **changed: A
 def test_nothing_installed_says_what_to_do(tmp_path: Path) -> None:
     assert installed(tmp_path / "none") == []
     for wanted in (None, "smollm2"):
-        with pytest.raises(ModelError, match="ssmd build smollm2"):
+        with pytest.raises(ModelError, match="ssmd pull smollm2"):
             resolve(wanted, tmp_path / "none")
 
 

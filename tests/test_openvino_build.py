@@ -13,7 +13,7 @@ import tiny
 from ssmd.artifact import Artifact
 from ssmd.authoring import building
 from ssmd.authoring.building import BuildError
-from ssmd.cli.build import BuildFailed, _converter
+from ssmd.cli.build import BuildFailed, converter_of
 from ssmd.source import Source
 from ssmd.verify import verify
 from ssmd_litert.build import CONVERTER as LITERT
@@ -104,11 +104,11 @@ def test_what_is_refused(llama: Source, tmp_path: Path, converter: Any, asked: d
 
 
 def test_a_name_of_a_runtime_is_a_converter() -> None:
-    assert _converter("openvino") is CONVERTER
-    assert _converter("npu") is NPU_CONVERTER
+    assert converter_of("openvino") is CONVERTER
+    assert converter_of("npu") is NPU_CONVERTER
     assert (CONVERTER.quantizations[0], NPU_CONVERTER.quantizations[0]) == ("int8", "f16")
     with pytest.raises(BuildFailed, match="no runtime is named 'tpu'"):
-        _converter("tpu")
+        converter_of("tpu")
 
 
 def test_rewritten_graphs_say_so(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_rewritten_graphs_say_so(tmp_path: Path) -> None:
 
 def test_rewrites_are_openvinos() -> None:
     with pytest.raises(BuildFailed, match="add --runtime openvino or npu"):
-        _converter("litert", "cumba")
+        converter_of("litert", "cumba")
     with pytest.raises(XambaError, match="there is no pass 'sumba'; write cumba, reduba and actiba=N"):
-        _converter("npu", "sumba")
+        converter_of("npu", "sumba")
 
 
 def test_constants_of_several_models_are_kept_once(tmp_path: Path) -> None:

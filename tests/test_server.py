@@ -130,7 +130,7 @@ def test_a_port_in_use(artifact: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_served(artifact: Path, tmp_path: Path) -> None:
-    assert "ssmd build smollm2" in failing(tmp_path, "no-such-model")
+    assert "ssmd pull smollm2" in failing(tmp_path, "no-such-model")
     altered = tmp_path / "altered"
     shutil.copytree(artifact, altered)
     tokenizer = altered / "tokenizer.json"

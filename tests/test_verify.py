@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from ssmd.artifact import MANIFEST, Artifact, ArtifactError, seal
+from ssmd.artifact import GOLDEN, MANIFEST, Artifact, ArtifactError, seal
 from ssmd.runtime import get_runtime
-from ssmd.verify import GOLDEN, Report, StepError, tolerance_of, verify
+from ssmd.verify import Report, StepError, tolerance_of, verify
 
 
 @pytest.fixture(autouse=True)

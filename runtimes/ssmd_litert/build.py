@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ssmd.artifact import Artifact
-from ssmd.authoring.building import BuildError, Plan, Quantization, Shapes, Stage
+from ssmd.authoring.building import BuildError, Plan, Quantization, Shapes
 from ssmd.authoring.stripping import Constants
 from ssmd.flat.program import FlatProgram
 from ssmd.flat.signatures import signature_name
 from ssmd.memory import trim
+from ssmd.stages import Stage
 from ssmd_litert import recipe
 from ssmd_litert.runtime import LiteRTRuntime
 
@@ -25,6 +26,7 @@ MODEL = "model.tflite"
 class LiteRTConverter:
     runtime, device_class = "litert", "cpu"
     most_tokens: int | None = None
+    context = 2048
     tiers: tuple[int, ...] = (2048, 8192)
     quantizations: tuple[Quantization, ...] = ("int8", "int4", "f32")
     packages: ClassVar[Mapping[str, str]] = {

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.artifact import Artifact
-from ssmd.authoring.building import BuildError, Plan, Quantization, Stage
+from ssmd.authoring.building import BuildError, Plan, Quantization
 from ssmd.authoring.stripping import Constants
 from ssmd.flat.program import FlatProgram
+from ssmd.stages import Stage
 from ssmd_openvino import library
 from ssmd_openvino.graph import OpenVINOCall, signatures
 from ssmd_openvino.lint import lint, operations
@@ -54,6 +55,7 @@ class OpenVINOConverter:
             ("f16", "int8") if device_class == "npu" else ("int8", "int4", "f16", "f32")
         )
         self.most_tokens = None if device_class == "npu" else 64
+        self.context = 2048 if device_class == "npu" else 8192
         # An open model has any capacity for nothing, each of those for the NPU is a set of models.
         self.tiers: tuple[int, ...] = (2048, 8192) if device_class == "npu" else (512, 1024, 2048, 4096, 8192, 16384)
 

@@ -5,13 +5,8 @@ What is a runtime's own stands behind Converter; the `build.py` of each runtime 
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,25 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from ssmd import quality
-from ssmd.artifact import Artifact, SpecialTokens, seal
+from ssmd.artifact import Artifact, seal
 from ssmd.authoring.stripping import Constants
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
 from ssmd.families.weights import Binding
-from ssmd.memory import most_resident, return_big_blocks, trim
+from ssmd.install import checked_tokenizer, fields_of, placed, save_texts
+from ssmd.memory import return_big_blocks
 from ssmd.runtime import Program
 from ssmd.source import Source
-from ssmd.text.tokenizer import Tokenizer, TokenizerError
+from ssmd.stages import Progress, Stage, staged
+from ssmd.text.tokenizer import Tokenizer
 
-Progress = Callable[[str], None]
 Quantization = Literal["int8", "int4", "f16", "f32"]
 Shapes = Mapping[str, tuple[int, ...]]  # of a module's parameters, by name
-Stage = Callable[[str], AbstractContextManager[None]]  # announces what is done inside, and then what it took
 if TYPE_CHECKING:
     from ssmd.authoring.flat import FlatModule
     from ssmd.authoring.reference import Reference  # which loads PyTorch
-
-LOG_TAIL_BYTES = 2000  # of the converters' own words, shown when they fail
 
 
 class BuildError(ValueError):
@@ -64,6 +57,7 @@ class Converter(Protocol):
     device_class: str
     quantizations: tuple[Quantization, ...]  # the usual one first
     most_tokens: int | None  # of a prefill
+    context: int  # the usual one
     tiers: tuple[int, ...]  # usual capacities of the KV caches below the one asked for: a step attends over all slots
     packages: ClassVar[Mapping[str, str]]  # by the name to import: the distribution
 
@@ -95,7 +89,7 @@ def build(
     name: str,
     quantization: Quantization | None = None,
     buckets: Sequence[int] | None = None,
-    tiers: Sequence[int] = (2048,),
+    tiers: Sequence[int] | None = None,
     replace: bool = False,
     progress: Progress = lambda line: None,
 ) -> Artifact:
@@ -103,7 +97,7 @@ def build(
 
     `quantization` None is the converter's usual one. `buckets` are prefill lengths (None: those of the family), `tiers`
     capacities of the KV caches, both in tokens: the largest is the context, the smaller ones make short conversations
-    fast, as a step attends over all of its cache. `progress` gets lines of text.
+    fast, as a step attends over all of its cache (None: those of the converter). `progress` gets lines of text.
     Raises BuildError, SourceError or FamilyError before anything is converted if something does not fit.
     """
     if out.exists() and not replace:
@@ -114,42 +108,33 @@ def build(
     return_big_blocks()  # else what one stage frees stands beside what the next one needs
     family = family_of(source.config)
     config = family.parse(source.config)
-    most = converter.most_tokens
-    lengths = [n for n in family.buckets if most is None or n <= most] if buckets is None else buckets
-    plan = Plan(quantization or converter.quantizations[0], tuple(sorted(lengths)), tuple(sorted(tiers)))
-    tokenizer = _check(converter, source, config, plan)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    made = folder / "artifact"
-    made.mkdir()
+    plan = planned(converter, family, config, quantization, buckets, tiers)
+    tokenizer = checked_tokenizer(source, config.vocabulary)
 
     def stage(what: str) -> AbstractContextManager[None]:
-        return _stage(progress, what)
+        return staged(progress, what)
 
-    try:
+    with placed(out) as made:
         with stage("hash the source"):
             lineage = source.lineage
-        spec = family.state_spec(config, "float32" if plan.quantization == "f32" else "float16")
         reference, conversion = _write(converter, source, tokenizer, family, config, plan, made, stage)
         turned = {"rotation": BLOCK} if converter.rotates(plan.quantization) else {}
-        fields = {
-            "name": name,
-            "family": family.name,
-            "lineage": lineage,
-            "runtime": converter.runtime,
-            "device_class": converter.device_class,
-            "quantization": plan.quantization,
-            "quantization_recipe": {**turned, **converter.recipe(plan.quantization)},
-            **({"conversion": conversion} if conversion else {}),
-            "buckets": plan.buckets,
-            "context": plan.context if spec.rows else None,
-            "tiers": plan.tiers if spec.rows else (),
-            "vocabulary": config.vocabulary,
-            "special_tokens": SpecialTokens(**source.special_tokens).model_dump(),
-            "stop_tokens": list(source.stop_tokens),
-            "state": spec.to_json(),
-            "builders": {p: version(p) for p in ("ssmd-daemon", *converter.packages.values())},
-        }
+        fields = fields_of(
+            family,
+            config,
+            name=name,
+            lineage=lineage,
+            runtime=converter.runtime,
+            device_class=converter.device_class,
+            quantization=plan.quantization,
+            recipe={**turned, **converter.recipe(plan.quantization)},
+            conversion=conversion,
+            buckets=plan.buckets,
+            tiers=plan.tiers,
+            builders={p: version(p) for p in ("ssmd-daemon", *converter.packages.values())},
+            special_tokens=source.special_tokens,
+            stop_tokens=source.stop_tokens,
+        )
         with stage("compare with the f32 module"):
             artifact = seal(made, fields)
             program = converter.load(artifact)
@@ -157,19 +142,25 @@ def build(
                 measured = quality.measure(artifact, program, reference.text, reference.text_logits)
             finally:
                 program.close()
-            seal(made, fields | {"quality": measured})
-        for file in made.iterdir():
-            file.chmod(0o644)  # safetensors makes its files private, the quantizer executable
-        if out.exists():
-            out.rename(folder / "replaced")  # goes with the temporary folder
-        made.rename(out)
-    finally:  # also on Ctrl-C
-        shutil.rmtree(folder, ignore_errors=True)
+            seal(made, fields | {"quality": measured}, artifact.manifest.files)
     return Artifact.open(out)
 
 
-def _check(converter: Converter, source: Source, config: Any, plan: Plan) -> Tokenizer:
-    """All that can be refused before minutes of work. Returns the source's tokenizer."""
+def planned(
+    converter: Converter,
+    family: Family,
+    config: Any,
+    quantization: Quantization | None,
+    buckets: Sequence[int] | None,
+    tiers: Sequence[int] | None,
+) -> Plan:
+    """What is asked for, with what is usual where it is None. Raises BuildError if that cannot be built."""
+    most = converter.most_tokens
+    lengths = [n for n in family.buckets if most is None or n <= most] if buckets is None else buckets
+    if tiers is None:
+        context = min(converter.context, config.max_position)
+        tiers = (*(n for n in converter.tiers if n < context), context)
+    plan = Plan(quantization or converter.quantizations[0], tuple(sorted(lengths)), tuple(sorted(tiers)))
     buckets, tiers = plan.buckets, plan.tiers
     if plan.quantization not in converter.quantizations:
         raise BuildError(
@@ -194,20 +185,7 @@ def _check(converter: Converter, source: Source, config: Any, plan: Plan) -> Tok
             f"a context of {plan.context} tokens is more than the model was made for: config.json says "
             f"max_position_embeddings = {config.max_position}"
         )
-    try:
-        tokenizer = Tokenizer.open(source.path / "tokenizer.json")
-    except TokenizerError as err:
-        raise BuildError(str(err)) from err
-    if tokenizer.vocabulary > config.vocabulary:
-        raise BuildError(
-            f"tokenizer.json in {source.path} has ids up to {tokenizer.vocabulary - 1} and config.json says "
-            f"vocab_size = {config.vocabulary}: the model knows no such tokens; take the tokenizer that it was trained "
-            "with"
-        )
-    outside = [t for t in source.stop_tokens if t >= config.vocabulary]
-    if outside:
-        raise BuildError(f"stop tokens {outside} are outside the vocabulary of {config.vocabulary}")
-    return tokenizer
+    return plan
 
 
 def _write(
@@ -227,9 +205,7 @@ def _write(
         from ssmd.authoring.reference import Reference
         from ssmd.authoring.registry import author
 
-    (folder / "tokenizer.json").write_bytes(source.tokenizer_json)
-    if source.chat_template is not None:
-        (folder / "chat_template.jinja").write_text(source.chat_template)
+    save_texts(source, folder)
     bindings = family.bindings(config)
 
     def module_of(bindings: Mapping[str, Binding]) -> FlatModule:
@@ -246,45 +222,3 @@ def _write(
             module = module_of(rotated(bindings))
             reference.check(module)
     return reference, converter.write(module, plan, folder, stage)
-
-
-@contextmanager
-def _stage(progress: Progress, what: str) -> Iterator[None]:
-    """Announces a stage, and when it is done its seconds and the most memory that the process has held so far."""
-    progress(f"{what} …")
-    begin = time.monotonic()
-    with _hushed():
-        yield
-    trim()
-    peak = most_resident()
-    memory = "" if peak is None else f", peak memory {peak / 2**30:.1f} GiB"
-    progress(f"    {time.monotonic() - begin:.1f} s{memory}")
-
-
-@contextmanager
-def _hushed() -> Iterator[None]:
-    """Keeps back what is written to stdout and stderr, from C++ too; on an error its end goes to stderr after all.
-
-    The converters write hundreds of lines about themselves, none of which tells a user what to do.
-    """
-    with tempfile.TemporaryFile() as log:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        kept = [os.dup(fd) for fd in (1, 2)]
-        for fd in (1, 2):
-            os.dup2(log.fileno(), fd)
-        failed = False
-        try:
-            yield
-        except Exception:
-            failed = True
-            raise
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for fd, original in zip((1, 2), kept, strict=True):
-                os.dup2(original, fd)
-                os.close(original)
-            if failed:
-                log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
-                sys.stderr.write(log.read().decode(errors="replace"))

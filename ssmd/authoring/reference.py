@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,20 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from ssmd import quality
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host
 from ssmd.authoring.ops import CHUNK
 from ssmd.text.tokenizer import Tokenizer
+from ssmd.verify import GOLDEN_POSITIONS, GOLDEN_TOKENS, golden_tokens, save_golden
 
-GOLDEN_TOKENS = 40
-GOLDEN_POSITIONS = (0, 1, 15, 31, 39)
-GOLDEN_TEXT = (
-    "A river does not remember the rain that filled it, and yet its shape is the sum of every storm. On the old bridge "
-    "a woman counts 3 boats, 17 gulls and one late train; then she writes the numbers down and walks home slowly."
-)
 TOLERANCE = 1e-3  # of the largest logit: float32 in another order of sums, through all layers
 
 
@@ -43,14 +37,14 @@ class Reference:
     @staticmethod
     def of(module: FlatModule, tokenizer: Tokenizer) -> Reference:
         """Of fixed texts, so that what is measured is real use. `tokenizer`: the source's. Raises ReferenceFailed."""
-        tokens = (tokenizer.encode(GOLDEN_TEXT) * GOLDEN_TOKENS)[:GOLDEN_TOKENS]
+        tokens = golden_tokens(tokenizer)
         text = tokenizer.encode(quality.TEXT)[: min(quality.MAX_TOKENS, module.context)]
-        with _one_thread():
-            return Reference(tokens, _golden(module, tokens), text, Host(module, len(text)).rows(text, CHUNK))
+        with one_thread():
+            return Reference(tokens, golden(module, tokens), text, Host(module, len(text)).rows(text, CHUNK))
 
     def check(self, module: FlatModule) -> None:
         """Raises ReferenceFailed if another form of the module computes something else."""
-        error = float(np.abs(_golden(module, self.tokens) - self.golden).max() / np.abs(self.golden).max())
+        error = float(np.abs(golden(module, self.tokens) - self.golden).max() / np.abs(self.golden).max())
         if not error <= TOLERANCE:
             raise ReferenceFailed(
                 f"rotated, the weights give other logits (by {error:.2g} of the largest); build with --quant f32"
@@ -58,12 +52,11 @@ class Reference:
 
     def save(self, file: Path) -> None:
         """As golden.safetensors (docs/artifact-format.md)."""
-        positions = np.array(GOLDEN_POSITIONS, np.int32)
-        save_file({"tokens": np.array(self.tokens, np.int32), "positions": positions, "logits": self.golden}, file)
+        save_golden(file, self.tokens, self.golden)
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """The last bits of a sum depend on how it is divided, and the same input is to build the same bytes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -73,7 +66,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _golden(module: FlatModule, tokens: list[int]) -> NDArray[np.float32]:
+def golden(module: FlatModule, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """Logits (k, V) after GOLDEN_POSITIONS of `tokens`. Raises ReferenceFailed."""
     host = Host(module, GOLDEN_TOKENS)
     logits = []
     for position in GOLDEN_POSITIONS:

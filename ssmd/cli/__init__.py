@@ -11,6 +11,7 @@ from ssmd.cli import (
     bench,
     build,
     doctor,
+    graph,
     pull,
     run,
     serve,
@@ -47,6 +48,7 @@ session.app.command("export")(session_move.export)
 session.app.command("import")(session_move.import_)
 session_keep.add_to(session.app)
 app.add_typer(session.app, name="session")
+app.add_typer(graph.app, name="graph")
 
 
 def _version(asked: bool) -> None:

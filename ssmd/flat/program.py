@@ -327,6 +327,8 @@ class FlatProgram:
                     array.fill(np.nan)
                 call.run()
             for name, expected in self.graph.run_managed(self._signature(step, slot), known).items():
+                if not np.isfinite(expected).all():
+                    raise GraphError(f"its {name} are no numbers: the weights are damaged")
                 if not np.array_equal(expected, outputs[name]):
                     raise GraphError(f"the self-test of shared memory failed at {name!r}")
         finally:

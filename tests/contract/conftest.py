@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
-from conftest import BUILT
+from conftest import BUILT, TinyArtifacts
 from contract.driving import Case, Loaded
+from refitting import stripped
 
 from ssmd.artifact import Artifact
+from ssmd.graphs import install
 from ssmd.runtime import get_runtime
+from ssmd.source import Source
 
 RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert,openvino,npu").split(",")
 CASES = [Case(r, f, q) for r in RUNTIMES for f in ("llama", "granite") for q in ("f32", "int8")]
 CASES = [c for c in CASES if c.name in BUILT] + ([Case("npu", "granite", "f16")] if "npu" in RUNTIMES else [])
 _F32 = [made for made in BUILT.values() if made.quantization == "f32"]
+CASES += [Case(r, "granite", "int8", refitted=True) for r in RUNTIMES if r != "npu"]
 PARITY = [Case(made.runtime, made.variant, "f32") for made in _F32 if made.runtime in RUNTIMES]
 
 
@@ -30,19 +33,25 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", params=CASES, ids=str)
-def loaded(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Iterator[Loaded]:
+def loaded(
+    request: pytest.FixtureRequest, artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Loaded]:
     """One program of the case, shared by all tests: each leaves it as it found it."""
     case: Case = request.param
-    yield from _load(case, artifacts)
+    artifact = Artifact.open(artifacts[case.name])
+    if case.refitted:
+        source = Source.open(artifacts.source(case.name))
+        name, folder = artifact.manifest.name, tmp_path_factory.mktemp("refitted")
+        artifact = install(stripped(artifact, source), source, folder / "artifact", name=name)
+    yield from _load(case, artifact)
 
 
 @pytest.fixture(scope="session", params=PARITY, ids=str)
-def loaded_f32(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Iterator[Loaded]:
-    yield from _load(request.param, artifacts)
+def loaded_f32(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[Loaded]:
+    yield from _load(request.param, Artifact.open(artifacts[request.param.name]))
 
 
-def _load(case: Case, artifacts: Mapping[str, Path]) -> Iterator[Loaded]:
-    artifact = Artifact.open(artifacts[case.name])
+def _load(case: Case, artifact: Artifact) -> Iterator[Loaded]:
     # The CPU runs what was built for the NPU, too, which cannot execute here.
     load = partial(get_runtime(artifact.manifest.runtime).load, artifact, device="cpu")
     program = load()

@@ -22,6 +22,7 @@ class Case:
     runtime: str
     family: str
     quantization: str
+    refitted: bool = False  # from its stripped graph
 
     @property
     def tolerance(self) -> float:
@@ -37,7 +38,7 @@ class Case:
         return name if self.runtime == "litert" else f"{self.runtime}-{name}"
 
     def __str__(self) -> str:
-        return f"{self.runtime}-{self.family}-{self.quantization}"
+        return f"{self.runtime}-{self.family}-{self.quantization}{'-refitted' if self.refitted else ''}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,123 @@
+"""`ssmd graph`: stripped graphs made, and those that there are checked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ssmd.cli import options
+from ssmd.cli.build import Quant
+
+if TYPE_CHECKING:
+    from ssmd.authoring.stripping import Label
+
+app = typer.Typer(
+    help="Stripped graphs: models without their weights, for those who have them (docs/stripped-graph.md).",
+    no_args_is_help=True,
+)
+
+
+@app.command()
+def make(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="A config.json, or a file that has it as `config`, with `origin` and `provenance`."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder that the graph is written into.", metavar="DIR")] = Path(),
+    runtime: Annotated[str, typer.Option(help="Runtime to make it for, or npu.", metavar="NAME")] = "litert",
+    quant: Annotated[Quant | None, typer.Option(help="How weights are stored.", show_default=False)] = None,
+    buckets: options.Buckets = None,
+    context: options.Context = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model; else the file's.", metavar="NAME")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the graph if it exists.")] = False,
+) -> None:
+    """Make the stripped graph of a config; needs PyTorch and the converters.
+
+    Two models with made-up weights are converted: what is left without these must be the same, refitted it must have
+    the files of the build, and the runtime must compute what PyTorch does.
+    """
+    import tempfile
+
+    from ssmd.authoring.building import planned
+    from ssmd.authoring.stripping import make as make_graph
+    from ssmd.cli.build import converter_of, lengths_of, name_of, tiers_of
+    from ssmd.families.registry import family_of
+    from ssmd.graphs import file_name
+    from ssmd.size import show_size
+    from ssmd.stages import staged
+
+    fields, label = _labelled(config, name)
+    converter = converter_of(runtime)
+    lengths = None if buckets is None else lengths_of("--buckets", buckets)
+    tiers = None if context is None else tiers_of(lengths_of("--context", context), converter.tiers)
+    family = family_of(fields)
+    plan = planned(converter, family, family.parse(fields), None if quant is None else quant.value, lengths, tiers)
+    name_of(label.name)
+    file = out / file_name(label.name, converter.runtime, converter.device_class, plan.quantization)
+    if file.exists() and not force:
+        raise typer.BadParameter(f"{file} exists already; --force replaces it")
+    with tempfile.TemporaryDirectory(prefix="ssmd-") as scratch:
+        made = make_graph(
+            converter, fields, plan, Path(scratch), label=label, stage=lambda what: staged(typer.echo, what)
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    made.save(file)
+    holes = sum(len(f.holes) for f in made.header.files)
+    typer.echo(
+        f"{file}: {show_size(file.stat().st_size)}, {holes} holes; the runtime's logits are "
+        f"{max(made.header.golden.rms):.2g} standard deviations off PyTorch's"
+    )
+
+
+def _labelled(file: Path, name: str | None) -> tuple[dict[str, Any], Label]:
+    from ssmd.authoring.stripping import Label
+    from ssmd.source import read_json
+
+    fields = read_json(file)
+    default = file.resolve().parent.name if file.name == "config.json" else file.stem
+    if not isinstance(fields.get("config"), dict):
+        return fields, Label(name or default)
+    return fields["config"], Label(name or default, str(fields.get("origin", "")), str(fields.get("provenance", "")))
+
+
+@app.command()
+def verify(
+    graphs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[GRAPH]…", help="Files; else all that come with ssmd.")
+    ] = None,
+) -> None:
+    """Refit graphs with the weights that their golden values are of, run them and compare. Exit code 1 if one differs.
+
+    Needs neither PyTorch nor a converter, but the graph's runtime. A graph of another runtime is named and skipped.
+    """
+    import tempfile
+
+    from ssmd.graphs import SHIPPED, SUFFIX, verified
+    from ssmd.runtime import RuntimeUnavailable
+    from ssmd.stripped import StrippedGraph
+
+    failed = False
+    files = graphs or sorted(SHIPPED.glob(f"*{SUFFIX}"))
+    width = max((len(f.name) for f in files), default=0)
+    typer.echo(f"{'graph':<{width}}  {'rms':>7}  allowed  at the worst position, in standard deviations of the logits")
+    for file in files:
+        graph = StrippedGraph.open(file)
+        with tempfile.TemporaryDirectory(prefix="ssmd-") as scratch:
+            try:
+                steps = verified(graph, Path(scratch) / "model")
+            except RuntimeUnavailable as err:
+                typer.echo(f"{file.name:<{width}}  skipped: {err}")
+                continue
+        step, allowed = max(steps, key=lambda s: s[0].rms_relative / s[1])
+        passed = step.rms_relative <= allowed
+        failed = failed or not passed
+        verdict = "passed" if passed else f"FAILED at position {step.position}"
+        typer.echo(f"{file.name:<{width}}  {step.rms_relative:>7.2g}  {allowed:>7.2g}  {verdict}")
+    if failed:
+        typer.echo("error: such a graph does not compute here what its model does: do not use it", err=True)
+        sys.exit(1)
