@@ -90,7 +90,7 @@ def install(
     tokenizer = checked_tokenizer(source, family.parse(source.config).vocabulary)
     return_big_blocks()
     with placed(out) as made:
-        with staged(progress, f"refit {header.runtime}'s graph with the weights of {source.path.name}"):
+        with staged(progress, f"put the weights into the graph of {header.name} for {header.runtime}"):
             refit(graph, source, made)
         with staged(progress, "hash the source"):
             lineage = source.lineage
@@ -163,13 +163,17 @@ def shipped(runtime: str | None = None) -> Iterator[StrippedGraph]:
             yield StrippedGraph.open(file)
 
 
+def names() -> list[str]:
+    """Of the models that ssmd has graphs of."""
+    return sorted({file.name.partition("@")[0] for file in SHIPPED.glob(f"*{SUFFIX}")})
+
+
 def origin_of(name: str) -> str:
     """What a model is called on the hub of which ssmd has a graph. Raises GraphError with those that there are."""
-    names = sorted({file.name.partition("@")[0] for file in SHIPPED.glob(f"*{SUFFIX}")})
-    if name not in names:
+    if name not in names():
         raise GraphError(
             f"{name!r} is no model's name; expected owner/name, such as ibm-granite/granite-4.0-h-350m, or one that "
-            f"ssmd has a graph of: {', '.join(names)}"
+            f"ssmd has a graph of: {', '.join(names())}"
         )
     return StrippedGraph.open(next(SHIPPED.glob(f"{name}@*{SUFFIX}"))).header.origin
 

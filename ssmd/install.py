@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from ssmd.artifact import SpecialTokens
 from ssmd.families.registry import Family
 from ssmd.source import Source, SourceError
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
+
+ABANDONED_S = 24 * 3600  # no build takes as long
 
 
 def fields_of(
@@ -82,6 +85,9 @@ def save_texts(source: Source, folder: Path) -> None:
 def placed(out: Path) -> Iterator[Path]:
     """An empty folder that becomes `out`, in place of what stands there, when its body ends; else it goes again."""
     out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f".{out.name}-*"):  # by one that was killed
+        if left.is_dir() and not left.is_symlink() and time.time() - left.stat().st_mtime > ABANDONED_S:
+            shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     made = folder / "artifact"
     made.mkdir()

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ssmd import graphs
 from ssmd.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
 from ssmd.runtime import RuntimeUnavailable, get_runtime
 
@@ -91,7 +92,8 @@ def _candidates(model: str | None, models_dir: Path) -> list[Installed]:
         model = names[0]
     found = [i for i in everything if i.name == model]
     if not found:
-        raise ModelError(f"there is no model {model!r} here; {_advice(models_dir)}")
+        pull = f"; get it with: ssmd pull {model}" if model in graphs.names() else ""
+        raise ModelError(f"there is no model {model!r} here{pull}; {_advice(models_dir)}")
     return found
 
 

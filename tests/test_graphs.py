@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -175,6 +176,17 @@ def test_values_that_float16_cannot_hold(artifacts: TinyArtifacts, tmp_path: Pat
     wide = altered(source, tmp_path / "wide", lambda t: t["model.layers.1.mlp.down_proj.weight"].fill(7e4))
     with pytest.raises(RefitError, match=r"layer1_down: values up to 7e\+04 are beyond float16"):
         refit(graph, wide, tmp_path)
+
+
+def test_what_a_killed_one_left_goes_a_day_later(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    source = Source.open(artifacts.source("llama-f32"))
+    graph, out = stripped(Artifact.open(artifacts["openvino-llama-f32"]), source), tmp_path / "models" / "made"
+    left, running = out.parent / ".made-left", out.parent / ".made-running"
+    for folder in (left, running):
+        (folder / "artifact").mkdir(parents=True)
+    os.utime(left, (0, 0))
+    install(graph, source, out, name="x")
+    assert sorted(p.name for p in out.parent.iterdir()) == [".made-running", "made"]
 
 
 # rows

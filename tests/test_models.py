@@ -40,6 +40,11 @@ def put(models_dir: Path, name: str, folder: str, nbytes: int = 50, **changed: A
     return path
 
 
+def test_a_model_that_a_graph_is_shipped_of(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="'lfm2-350m' here; get it with: ssmd pull lfm2-350m; none is installed"):
+        resolve("lfm2-350m", tmp_path)
+
+
 def test_nothing_installed_says_what_to_do(tmp_path: Path) -> None:
     assert installed(tmp_path / "none") == []
     for wanted in (None, "smollm2"):

@@ -216,7 +216,7 @@ def test_seeded_tensors_are_the_same_everywhere() -> None:
         expected.append(((z ^ (z >> 31)) >> 40) / 2**23 - 1)
     assert SeededSource({}, 5).tensor("w", (1, 3)).tolist() == [expected]
     vector = SeededSource({}, 5).tensor("w", (3,))
-    assert vector.tolist() == [float(np.float32(1 + 0.75 * e)) for e in expected]
+    assert vector.tolist() == [float(np.float32(1) + np.float32(e) * np.float32(0.75)) for e in expected]
     assert not np.array_equal(vector, SeededSource({}, 6).tensor("w", (3,)))
     assert not np.array_equal(vector, SeededSource({}, 5).tensor("v", (3,)))
 
