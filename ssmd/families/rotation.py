@@ -53,20 +53,25 @@ def turned(array: Array, scale: Array | None = None) -> Array:
     step = max(1, _ELEMENTS // channels)
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
-        # A block's channels go first: so each sum below is of long runs.
-        x = (part if scale is None else part * scale).reshape(-1, size).T.copy()
-        y, width = np.empty_like(x), 1
-        while width < size:
-            a, b = (v.reshape(-1, 2, width, x.shape[1]) for v in (x, y))
-            np.add(a[:, 0], a[:, 1], out=b[:, 0])
-            np.subtract(a[:, 0], a[:, 1], out=b[:, 1])
-            x, y, width = y, x, 2 * width
-        if size == BLOCK:
-            x *= np.float32(0.125)  # as exact as a division by 8, and faster
-        else:
-            x /= np.float32(np.sqrt(size))
-        out[start : start + step].reshape(-1, size)[:] = x.T
+        blocks = (part if scale is None else part * scale).reshape(-1, size)
+        out[start : start + step].reshape(-1, size)[:] = _product(blocks.T.copy()).T
     return out.reshape(array.shape)
+
+
+def _product(x: Array) -> Array:
+    """H_b x for x (b, n), whose memory is used up. Each sum is of long runs."""
+    size = len(x)
+    y, width = np.empty_like(x), 1
+    while width < size:
+        a, b = (v.reshape(-1, 2, width, x.shape[1]) for v in (x, y))
+        np.add(a[:, 0], a[:, 1], out=b[:, 0])
+        np.subtract(a[:, 0], a[:, 1], out=b[:, 1])
+        x, y, width = y, x, 2 * width
+    if size == BLOCK:
+        x *= np.float32(0.125)  # as exact as a division by 8, and faster
+    else:
+        x /= np.float32(np.sqrt(size))
+    return x
 
 
 def rotated(bindings: Mapping[str, Binding]) -> dict[str, Binding]:
@@ -102,8 +107,16 @@ def _through(norm: Binding, weight: Binding) -> Binding:
 
 
 def _added(weight: Array) -> Array:
-    """R weight."""
-    return np.ascontiguousarray(turned(np.ascontiguousarray(weight.T)).T)
+    """R weight, of a matrix."""
+    rows, columns = weight.shape
+    size = block_of(rows)
+    out = np.empty(weight.shape, np.float32)
+    step = max(1, _ELEMENTS // size)
+    for block in range(0, rows, size):
+        for first in range(0, columns, step):
+            place = np.s_[block : block + size, first : first + step]
+            out[place] = _product(weight[place].copy())
+    return out
 
 
 def _matrix(reader: Binding) -> Binding:
