@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.torch import save_file
 
 from ssmd import smollm2
 from ssmd.families.registry import family_of
@@ -31,7 +32,7 @@ class Weights:
     """Stands for a Source: makes up each tensor that a family's bindings ask for, at the scale of a trained one."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.tensors: dict[str, NDArray[np.float16]] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         self._rng = np.random.default_rng(seed)
 
     def tensor(self, name: str, shape: tuple[int, ...], first: int = 0, last: int | None = None) -> NDArray[np.float32]:
@@ -50,12 +51,14 @@ class Weights:
             made *= 0.02
         else:
             made *= shape[-1] ** -0.5
-        self.tensors[name] = made.astype(np.float16)
-        return self.tensors[name].astype(np.float32)
+        self.tensors[name] = torch.from_numpy(np.ascontiguousarray(made)).to(torch.bfloat16)
+        widened: NDArray[np.float32] = self.tensors[name].float().numpy()
+        return widened
 
 
 def write(shape: str, folder: Path, tokenizer: Path) -> None:
-    """Write the checkpoint in float16 with the tokenizer and template of the source checkpoint `tokenizer`."""
+    """Write the checkpoint in bfloat16, as such are published, with the tokenizer and template of the source checkpoint
+    `tokenizer`."""
     config = SHAPES[shape]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))

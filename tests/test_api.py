@@ -285,7 +285,7 @@ def test_who_goes_away_is_not_worked_for(tiny: Daemon, stream: bool) -> None:
 
 
 def test_who_does_not_read_is_given_up(artifact: Path, tmp_path: Path) -> None:
-    with daemon(artifact, tmp_path, max_running=8, stall_s=0.5) as one:
+    with daemon(artifact, tmp_path, max_running=8, stall_s=0.05) as one:
         body = one.body(max_tokens=450, n=8, stream=True, logprobs=True, top_logprobs=20)
         with one.served.connect(request(body), receive_buffer=4096) as reader:
             reader.recv(1000)
