@@ -228,7 +228,7 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     if (path / WEIGHTS).is_file():
-        return _header(path / WEIGHTS)
+        return safetensors_header(path / WEIGHTS)
     if not (path / INDEX).is_file():
         pickles = sorted(p.name for p in path.iterdir() if p.suffix in PICKLES)
         if pickles:
@@ -243,7 +243,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         if shard not in shards:
             if not (path / shard).is_file():
                 raise SourceError(f"{path / INDEX} names {shard}, which is missing: download the checkpoint again")
-            shards[shard] = _header(path / shard)
+            shards[shard] = safetensors_header(path / shard)
         if name not in shards[shard]:
             raise SourceError(f"{path / INDEX} places tensor {name!r} in {shard}, which does not hold it")
         tensors[name] = shards[shard][name]
@@ -283,7 +283,7 @@ def _map(file: Path) -> mmap.mmap:
         raise SourceError(f"{file} cannot be mapped: {err}") from err
 
 
-def _header(file: Path) -> dict[str, Tensor]:
+def safetensors_header(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file. Every entry must lie in the file, side by side, and have its shape's size."""
     data = _map(file)
     length = int.from_bytes(data[:8], "little")

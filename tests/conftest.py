@@ -23,6 +23,7 @@ CODE = (
     "ssmd/families/*.py",
     "ssmd/authoring/*.py",
     *(f"runtimes/*/{n}.py" for n in ("build", "hollow", "places", "recipe", "convert", "lint", "xamba", "piecewise")),
+    *(f"runtimes/ssmd_wgpu/{n}.py" for n in ("pack", "plan", "reference")),
 )
 FILES = ("ssmd/source.py", "ssmd/state.py", "ssmd/artifact.py", "ssmd/cli/build.py", "tests/tiny.py")
 PACKAGES = ("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer", "openvino", "nncf")
@@ -32,7 +33,7 @@ ONE_EACH = (
 )
 VARIANTS = tuple(tiny.VARIANTS) if os.environ.get("SSMD_FULL") else ONE_EACH  # which `scripts/test --full` sets
 TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
-RUNTIMES = ("litert", "openvino")
+RUNTIMES = ("litert", "openvino", "wgpu")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Tiny:
 
     @property
     def folder(self) -> str:
-        made = "openvino-npu" if self.runtime == "npu" else f"{self.runtime}-cpu"
+        made = {"npu": "openvino-npu", "wgpu": "wgpu-gpu"}.get(self.runtime, f"{self.runtime}-cpu")
         return f"{self.variant}/{made}-{self.quantization}"
 
     @property

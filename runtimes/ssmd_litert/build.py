@@ -25,6 +25,7 @@ MODEL = "model.tflite"
 
 class LiteRTConverter:
     runtime, device_class = "litert", "cpu"
+    buckets: tuple[int, ...] | None = None
     most_tokens: int | None = None
     context = 2048
     tiers: tuple[int, ...] = (2048, 8192)

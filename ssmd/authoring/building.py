@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from ssmd import quality
 from ssmd.artifact import Artifact, seal
@@ -50,15 +50,40 @@ class Plan:
         return self.tiers[-1]
 
 
-class Converter(Protocol):
-    """How a runtime's files are made of a module. Its `build.py` has one, named CONVERTER."""
+class Usual(Protocol):
+    """What a runtime's artifacts can be, and are unless something else is asked for."""
 
     runtime: str
     device_class: str
     quantizations: tuple[Quantization, ...]  # the usual one first
+    buckets: tuple[int, ...] | None  # None: those of the family
     most_tokens: int | None  # of a prefill
-    context: int  # the usual one
-    tiers: tuple[int, ...]  # usual capacities of the KV caches below the one asked for: a step attends over all slots
+    context: int
+    tiers: tuple[int, ...]  # capacities of the KV caches below the one asked for: a step attends over all slots
+
+
+@runtime_checkable
+class Packer(Usual, Protocol):
+    """Of a runtime whose artifacts hold weights and a plan: there is no module to convert."""
+
+    def build(
+        self,
+        source: Source,
+        out: Path,
+        *,
+        name: str,
+        quantization: Quantization | None = None,
+        buckets: Sequence[int] | None = None,
+        tiers: Sequence[int] | None = None,
+        replace: bool = False,
+        progress: Progress = lambda line: None,
+    ) -> Artifact:
+        """As the function `build` below."""
+
+
+class Converter(Usual, Protocol):
+    """How a runtime's files are made of a module. Its `build.py` has one, named CONVERTER."""
+
     packages: ClassVar[Mapping[str, str]]  # by the name to import: the distribution
 
     def prepare(self) -> None:
@@ -147,7 +172,7 @@ def build(
 
 
 def planned(
-    converter: Converter,
+    converter: Usual,
     family: Family,
     config: Any,
     quantization: Quantization | None,
@@ -156,7 +181,8 @@ def planned(
 ) -> Plan:
     """What is asked for, with what is usual where it is None. Raises BuildError if that cannot be built."""
     most = converter.most_tokens
-    lengths = [n for n in family.buckets if most is None or n <= most] if buckets is None else buckets
+    usual = converter.buckets or family.buckets
+    lengths = [n for n in usual if most is None or n <= most] if buckets is None else buckets
     if tiers is None:
         context = min(converter.context, config.max_position)
         tiers = (*(n for n in converter.tiers if n < context), context)

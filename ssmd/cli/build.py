@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ import typer
 from ssmd.cli import options
 
 if TYPE_CHECKING:
-    from ssmd.authoring.building import Converter, Quantization
+    from ssmd.authoring.building import Converter, Packer, Quantization
     from ssmd.config import Settings
 
 
@@ -60,6 +61,7 @@ def build(
     is pulled unless that was done before.
     """
     from ssmd import smollm2
+    from ssmd.authoring.building import Packer
     from ssmd.authoring.building import build as build_artifact
     from ssmd.config import Settings
     from ssmd.source import Source
@@ -74,8 +76,8 @@ def build(
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
     with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:
-        artifact = build_artifact(
-            converter,
+        made = converter.build if isinstance(converter, Packer) else partial(build_artifact, converter)
+        artifact = made(
             Source.open(folder),
             out,
             name=name,
@@ -120,7 +122,7 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
     return fetch(checkpoint, revision, settings).path
 
 
-def converter_of(runtime: str, xamba: str | None = None) -> Converter:
+def converter_of(runtime: str, xamba: str | None = None) -> Converter | Packer:
     """What builds for a runtime, or for "npu", which is OpenVINO's. `xamba`: rewrites, which it alone has."""
     from importlib import import_module
     from importlib.metadata import entry_points
@@ -137,7 +139,7 @@ def converter_of(runtime: str, xamba: str | None = None) -> Converter:
         module = import_module(f"{package}.build")  # serving never loads it
     except ImportError as err:
         raise BuildFailed(f"runtime {runtime!r} cannot build here: {err}") from err
-    converter: Converter = getattr(module, attribute) if xamba is None else module.rewriting(runtime, xamba)
+    converter: Converter | Packer = getattr(module, attribute) if xamba is None else module.rewriting(runtime, xamba)
     return converter
 
 

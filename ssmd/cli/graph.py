@@ -43,7 +43,7 @@ def make(
     """
     import tempfile
 
-    from ssmd.authoring.building import planned
+    from ssmd.authoring.building import Packer, planned
     from ssmd.authoring.stripping import make as make_graph
     from ssmd.cli.build import converter_of, lengths_of, name_of, tiers_of
     from ssmd.families.registry import family_of
@@ -53,6 +53,8 @@ def make(
 
     fields, label = _labelled(config, name)
     converter = converter_of(runtime)
+    if isinstance(converter, Packer):
+        raise typer.BadParameter(f"runtime {runtime} packs weights as they are and has no graphs: ssmd build")
     lengths = None if buckets is None else lengths_of("--buckets", buckets)
     tiers = None if context is None else tiers_of(lengths_of("--context", context), converter.tiers)
     family = family_of(fields)

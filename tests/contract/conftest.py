@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,13 +16,16 @@ from ssmd.artifact import Artifact
 from ssmd.graphs import install
 from ssmd.runtime import get_runtime
 from ssmd.source import Source
+from ssmd_wgpu.device import devices
 
-RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert,openvino,npu").split(",")
+RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert,openvino,npu,wgpu").split(",")
 CASES = [Case(r, f, q) for r in RUNTIMES for f in ("llama", "granite") for q in ("f32", "int8")]
 CASES = [c for c in CASES if c.name in BUILT] + ([Case("npu", "granite", "f16")] if "npu" in RUNTIMES else [])
 _F32 = [made for made in BUILT.values() if made.quantization == "f32"]
-CASES += [Case(r, "granite", "int8", refitted=True) for r in RUNTIMES if r != "npu"]
+CASES += [Case(r, "granite", "int8", refitted=True) for r in RUNTIMES if r in ("litert", "openvino")]
+CASES += [replace(c, device="gl") for c in CASES if c.runtime == "wgpu"]
 PARITY = [Case(made.runtime, made.variant, "f32") for made in _F32 if made.runtime in RUNTIMES]
+PARITY += [replace(c, device="gl") for c in PARITY if c.runtime == "wgpu"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,8 +56,9 @@ def loaded_f32(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iter
 
 
 def _load(case: Case, artifact: Artifact) -> Iterator[Loaded]:
-    # The CPU runs what was built for the NPU, too, which cannot execute here.
-    load = partial(get_runtime(artifact.manifest.runtime).load, artifact, device="cpu")
+    if case.runtime == "wgpu" and case.device not in (there := {d.name for d in devices()}):
+        pytest.skip(f"no adapter {case.device} here, only {sorted(there)}: apt install mesa-vulkan-drivers libvulkan1")
+    load = partial(get_runtime(artifact.manifest.runtime).load, artifact, device=case.device)
     program = load()
     yield Loaded(case, artifact, program, load)
     program.close()

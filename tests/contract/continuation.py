@@ -1,6 +1,6 @@
 """A process of its own that restores a saved state and makes the calls of `continue_from`: see test_resume.py.
 
-usage: python continuation.py RUNTIME ARTIFACT THREADS STATE.npz LOGITS.npz
+usage: python continuation.py RUNTIME DEVICE ARTIFACT THREADS STATE.npz LOGITS.npz
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def continue_from(program: Program, handle: Handle, ids: list[int]) -> dict[str,
     return {"logits": np.stack(results), **{n: np.ascontiguousarray(a) for n, a in state.tensors.items()}}
 
 
-def main(runtime: str, artifact: str, threads: str, state_file: str, out: str) -> None:
-    program = get_runtime(runtime).load(Artifact.open(Path(artifact)), device="cpu", threads=int(threads))
+def main(runtime: str, device: str, artifact: str, threads: str, state_file: str, out: str) -> None:
+    program = get_runtime(runtime).load(Artifact.open(Path(artifact)), device=device, threads=int(threads))
     with np.load(state_file) as saved:
         tensors = {n: saved[n] for n in saved.files if n not in ("position", "ids")}
         handle = program.restore(State(int(saved["position"]), 0, tensors))

@@ -23,6 +23,11 @@ class Case:
     family: str
     quantization: str
     refitted: bool = False  # from its stripped graph
+    device: str = ""  # else that of the runtime
+
+    def __post_init__(self) -> None:
+        # The CPU runs what was built for the NPU, too, which cannot execute here.
+        object.__setattr__(self, "device", self.device or ("vulkan" if self.runtime == "wgpu" else "cpu"))
 
     @property
     def tolerance(self) -> float:
@@ -38,7 +43,8 @@ class Case:
         return name if self.runtime == "litert" else f"{self.runtime}-{name}"
 
     def __str__(self) -> str:
-        return f"{self.runtime}-{self.family}-{self.quantization}{'-refitted' if self.refitted else ''}"
+        where = f"-{self.device}" if self.runtime == "wgpu" else ""
+        return f"{self.runtime}{where}-{self.family}-{self.quantization}{'-refitted' if self.refitted else ''}"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def test_a_new_process_continues_bit_for_bit(loaded: Loaded, tmp_path: Path, thr
     expected = continuation.continue_from(program, handle, ids)
     program.close()
     artifact, files = loaded.artifact, (tmp_path / "state.npz", tmp_path / "logits.npz")
-    arguments = [artifact.manifest.runtime, artifact.path, threads, *files]
+    arguments = [artifact.manifest.runtime, loaded.case.device, artifact.path, threads, *files]
     done = subprocess.run(
         [sys.executable, continuation.__file__, *map(str, arguments)], capture_output=True, text=True, timeout=120
     )

@@ -1,0 +1,54 @@
+"""The wgpu package: how it is imported, and its C functions without the wrapping.
+
+A recorded dispatch costs 22 us through the wrappers and 3 us through these (docs/log.md): a token takes hundreds.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ssmd.flat.graph import GraphError
+
+
+def package_version() -> str:
+    """Raises ImportError where wgpu is not installed."""
+    try:
+        return version("wgpu")
+    except PackageNotFoundError as err:
+        raise ImportError("No module named 'wgpu'") from err
+
+
+@cache
+def wgpu() -> Any:
+    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # Mesa's GL driver finds no display without it
+    import wgpu
+
+    return wgpu
+
+
+@cache
+def native() -> tuple[Any, Any, Any]:
+    """lib, ffi and the handler that errors come to."""
+    wgpu()
+    from wgpu.backends.wgpu_native._api import error_handler, ffi, lib
+
+    return lib, ffi, error_handler
+
+
+@contextmanager
+def raising(what: str) -> Iterator[None]:
+    """Errors of C functions called inside are raised as GraphError instead of written to a log."""
+    handler = native()[2]
+    handler.capture(what)
+    try:
+        yield
+    finally:
+        found = handler.release(what)
+    if found is not None:
+        raise GraphError(f"{what}: {found[1]}")

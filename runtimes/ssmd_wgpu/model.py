@@ -1,0 +1,473 @@
+"""A plan on a device: its weights uploaded, and the dispatches of a decode step and of a prefill over fixed buffers.
+
+Buffers that all handles share, T tokens of one call: x (T, hidden) the residual stream; wide and qkv, what a
+first product gives; u, after a convolution; bc and dt, of Mamba-1; y, what a mixer gives; scale (T).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.flat.graph import GraphError
+from ssmd_wgpu.device import ALIGNMENT, Gpu, Kernel, Region, shader
+from ssmd_wgpu.pack import VALUES, Matrix, Weights, nbytes
+from ssmd_wgpu.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
+
+MOST_GROUPS = 65535  # of a dimension of a dispatch
+_NO_BOUND = 3.0e38  # of dt
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How products are cut: `threads_per_row` and `rows_per_thread` of a matvec, `tile` tokens and rows of a matmul."""
+
+    threads_per_row: int
+    rows_per_thread: int
+    tile: int
+
+    def __str__(self) -> str:
+        return f"{self.threads_per_row}x{self.rows_per_thread}, {self.tile}"
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """A dispatch without its handle. `layer`: whose state group 1 binds, where the kernel has a group 1.
+
+    `tokens`: those that one workgroup's y takes in a prefill; 0 where y does not count tokens.
+    """
+
+    kernel: Kernel
+    group0: Any
+    layer: int
+    grid: tuple[int, int]
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The vectors of a part of a layer, one after another in a region; `at` counts values, a multiple of 4 each."""
+
+    region: Region
+    at: dict[str, int]
+
+    def get(self, name: str) -> int | None:
+        return self.at.get(name)
+
+
+class Model:
+    """Raises GraphError if the device has no room for it or refuses a shader."""
+
+    def __init__(self, gpu: Gpu, plan: Plan, weights: Weights, most_tokens: int, half: bool, tiling: Tiling) -> None:
+        """`half`: whether keys and values are float16."""
+        self.gpu, self.plan, self.most_tokens = gpu, plan, most_tokens
+        self._half, self._tiling = half, tiling
+        self._matrices = {name: self._upload(m) for name, m in weights.matrices.items()}
+        self._parts = self._upload_vectors(weights.vectors)
+        if plan.rotated:
+            self._tables = {n.upper(): gpu.uploaded(weights.vectors[f"rope_{n}"]) for n in ("cos", "sin")}
+        self._shapes = {name: (m.rows, m.columns) for name, m in weights.matrices.items()}
+        self._buffers = self._make_buffers()
+        self._logits: Region | None = None
+        self._heads: list[list[Op]] = []
+        self.embed = list(self._embedding())
+        self.decode = [op for i in range(len(plan.layers)) for op in self._layer(i, one=True)]
+        self.prefill = [op for i in range(len(plan.layers)) for op in self._layer(i, one=False)]
+
+    # buffers
+
+    def _upload(self, m: Matrix) -> list[tuple[Region, Region | None, int, Matrix]]:
+        """Parts of whole rows that a binding can hold: values, scales, the first row, and how they stand."""
+        width = 16 * m.blocks
+        most = self.gpu.binding_bytes // width
+        if not most:
+            raise GraphError(f"a row of {width} bytes is more than a binding takes ({self.gpu.binding_bytes})")
+        made = []
+        if m.fmt == "int4" and most < m.rows:
+            most -= most % 2  # two scales stand in a word
+        for first in range(0, m.rows, most):
+            last = min(m.rows, first + most)
+            scales = None if m.scales is None else self.gpu.uploaded(m.scales[first:last])
+            part = Matrix(last - first, m.columns, m.fmt, m.values[:0], None)
+            made.append((self.gpu.uploaded(m.values[first:last]), scales, first, part))
+        return made
+
+    def _upload_vectors(self, vectors: dict[str, NDArray[np.float32]]) -> dict[str, Parameters]:
+        """By the part of the model that reads them: "", "layer3_mixer0", "layer3_mlp"."""
+        made = {"": self._packed({"norm": vectors["norm"]})}
+        for i, layer in enumerate(self.plan.layers):
+            to = f"layer{i}_"
+            for j, mixer in enumerate(layer.mixers):
+                own = {
+                    name: vectors[to + name] for name, _ in mixer.parameters(self.plan.hidden) if to + name in vectors
+                }
+                made[f"{to}mixer{j}"] = self._packed({"norm1": vectors[to + "norm1"], **own})
+            if layer.mlp is not None:
+                names = [name for name, _ in layer.mlp.parameters(self.plan.hidden) if to + name in vectors]
+                made[f"{to}mlp"] = self._packed({name: vectors[to + name] for name in names})
+        return made
+
+    def _packed(self, vectors: dict[str, NDArray[np.float32]]) -> Parameters:
+        at, places = 0, {}
+        for name, vector in vectors.items():
+            places[name] = at
+            at += -(-vector.size // 4) * 4
+        whole = np.zeros(at, np.float32)
+        for name, vector in vectors.items():
+            whole[places[name] : places[name] + vector.size] = vector.reshape(-1)
+        return Parameters(self.gpu.uploaded(whole), places)
+
+    def _make_buffers(self) -> dict[str, Region]:
+        plan, t = self.plan, self.most_tokens
+        width = {"x": plan.hidden, "wide": 4, "qkv": 4, "u": 4, "bc": 4, "dt": 4, "y": 4, "scale": 1}
+
+        def grow(**sizes: int) -> None:
+            for name, size in sizes.items():
+                width[name] = max(width[name], size)
+
+        for layer in plan.layers:
+            if layer.mlp is not None:
+                grow(wide=layer.mlp.intermediate)
+            for m in layer.mixers:
+                if isinstance(m, Mamba1):
+                    grow(wide=2 * m.inner, u=m.inner, bc=m.rank + 2 * m.states, dt=m.inner, y=m.inner)
+                elif isinstance(m, Mamba2):
+                    grow(wide=m.rows, u=m.channels, y=m.inner)
+                elif isinstance(m, ShortConv):
+                    grow(wide=3 * m.channels, y=m.channels)
+                else:
+                    grow(qkv=m.rows, y=m.heads * m.head_dim)
+        return {name: self.gpu.region(4 * size * t) for name, size in width.items()}
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one handle's logits."""
+        return -(-4 * self.plan.vocabulary // ALIGNMENT) * ALIGNMENT
+
+    def head(self, row: int) -> tuple[Sequence[Op], Region]:
+        """The dispatches that write row `row` of the logits, and where they are."""
+        if self._logits is None or (row + 1) * self.row_bytes > self._logits.size:
+            rows = max(4, 2 * row)
+            self._logits = self.gpu.region(rows * self.row_bytes)
+            self._heads.clear()
+        while len(self._heads) <= row:
+            own = Region(self._logits.buffer, len(self._heads) * self.row_bytes, self.row_bytes)
+            self._heads.append(list(self._head(own)))
+        return self._heads[row], Region(self._logits.buffer, row * self.row_bytes, 4 * self.plan.vocabulary)
+
+    # operations
+
+    def _embedding(self) -> Iterator[Op]:
+        for values, scales, first, m in self._matrices["embedding"]:
+            text = shader(
+                "embed",
+                format=m.fmt,
+                blocks=m.blocks,
+                values=VALUES[m.fmt],
+                columns=m.columns,
+                first=first,
+                rows=m.rows,
+                scale=_f32(self.plan.embedding_scale),
+            )
+            yield self._op(text, {"W": values, "S": scales, "X": self._buffers["x"]}, (-(-m.blocks // 64), 1), tokens=1)
+
+    def _head(self, logits: Region) -> Iterator[Op]:
+        name = "embedding" if self.plan.tied else "head"
+        norm = {"gain": self._parts[""].at["norm"], "eps": _f32(self.plan.eps)}
+        yield from self._matvec(name, "", "x", logits, norm=norm, last_row=True)
+
+    def _layer(self, i: int, *, one: bool) -> Iterator[Op]:
+        layer = self.plan.layers[i]
+        parts = [(f"layer{i}_mixer{j}", mixer) for j, mixer in enumerate(layer.mixers)]
+        if not one:
+            yield self._rms()
+        for part, mixer in parts:  # before another mixer changes x
+            if isinstance(mixer, Attention):
+                gain = self._parts[part].at["norm1"]
+                yield from self._product(f"layer{i}_qkv", part, "x", "qkv", one, gain=gain)
+        for part, mixer in parts:
+            if isinstance(mixer, Attention):
+                yield from self._attention(i, part, mixer, one)
+            elif isinstance(mixer, Mamba1):
+                yield from self._mamba1(i, part, mixer, one)
+            elif isinstance(mixer, Mamba2):
+                yield from self._mamba2(i, part, mixer, one)
+            else:
+                yield from self._short_conv(i, part, mixer, one)
+        if layer.mlp is not None:
+            to, part = f"layer{i}_", f"layer{i}_mlp"
+            if not one:
+                yield self._rms()
+            gain = self._parts[part].at["norm2"]
+            yield from self._product(to + "gate_up", part, "x", "wide", one, gain=gain, end="swiglu")
+            yield from self._product(to + "down", part, "wide", "x", one, end="add")
+
+    def _mamba1(self, i: int, part: str, m: Mamba1, one: bool) -> Iterator[Op]:
+        to, at = f"layer{i}_", self._parts[part].at
+        conv: dict[str, Any] = {
+            "channels": m.inner,
+            "width": m.width,
+            "conv": at["conv"],
+            "conv_bias": at.get("conv_bias"),
+        }
+        gain = at["norm1"]
+        small = {"a": at["A"], "dt_bias": at["dt_bias"], "d": at["D"]}
+        if one:
+            yield from self._product(to + "in", part, "x", "wide", True, gain=gain, end="mamba1", layer=i, **conv)
+            yield from self._product(to + "x", part, "u", "bc", True)
+            [(values, _, _, w)] = self._matrices[to + "dt"]
+            if w.fmt not in ("f32", "f16"):
+                raise GraphError(f"{to}dt is {w.fmt}; it may be f32 or f16")
+            sizes = {"channels": m.inner, "states": m.states, "rank": m.rank, "mixer_eps": _maybe(m.mixer_eps)}
+            text = shader("selective_step", format=w.fmt, blocks=w.blocks, **sizes, **small)
+            yield self._op(
+                text, {"W": values, **self._named("bc", "u", "y"), **self._wide(part)}, (-(-m.inner // 4), 1), i
+            )
+        else:
+            yield from self._product(to + "in", part, "x", "wide", False, gain=gain)
+            yield self._conv(part, i, "u", gated=False, stride=2 * m.inner, offset=0, **conv)
+            yield from self._product(to + "x", part, "u", "bc", False)
+            stride = m.rank + 2 * m.states
+            if m.mixer_eps is not None:
+                for offset, columns in ((0, m.rank), (m.rank, m.states), (m.rank + m.states, m.states)):
+                    norm = {"columns": columns, "stride": stride, "offset": offset, "eps": _f32(m.mixer_eps)}
+                    yield self._group_norm("bc", part, 1, gain=None, gate=None, **norm)
+            yield from self._product(to + "dt", part, "bc", "dt", False, stride=stride, biased=False)
+            yield self._scan(
+                part,
+                i,
+                small,
+                channels=m.inner,
+                states=m.states,
+                heads=None,
+                groups=1,
+                rank=m.rank,
+                u_stride=m.inner,
+                z_stride=2 * m.inner,
+                z_offset=m.inner,
+                gate=True,
+            )
+        yield from self._product(to + "out", part, "y", "x", one, end="add")
+
+    def _mamba2(self, i: int, part: str, m: Mamba2, one: bool) -> Iterator[Op]:
+        to, at = f"layer{i}_", self._parts[part].at
+        conv: dict[str, Any] = {
+            "channels": m.channels,
+            "width": m.width,
+            "conv": at["conv"],
+            "conv_bias": at.get("conv_bias"),
+        }
+        small = {"a": at["A"], "dt_bias": at["dt_bias"], "d": at["D"]}
+        gain = at["norm1"]
+        if one:
+            fused: dict[str, Any] = {**conv, "inner": m.inner, "end": "mamba2", "layer": i}
+            yield from self._product(to + "in", part, "x", "wide", True, gain=gain, **fused)
+        else:
+            yield from self._product(to + "in", part, "x", "wide", False, gain=gain)
+            yield self._conv(part, i, "u", gated=False, stride=m.rows, offset=m.inner, **conv)
+        yield self._scan(
+            part,
+            i,
+            small,
+            channels=m.inner,
+            states=m.states,
+            heads=m.heads,
+            groups=m.groups,
+            rank=0,
+            u_stride=m.channels,
+            z_stride=m.rows,
+            z_offset=0,
+            dt_offset=m.inner + m.channels,
+            dt_low=_f32(m.dt_low),
+            dt_high=_f32(_NO_BOUND if m.dt_high is None else m.dt_high),
+            gate=m.norm != "before the gate",
+        )
+        fused_norm = one and m.norm == "after the gate" and m.groups == 1
+        if m.norm != "none" and not fused_norm:
+            gate = m.rows if m.norm == "before the gate" else None
+            sizes = {"columns": m.inner // m.groups, "stride": m.inner, "offset": 0, "eps": _f32(m.eps)}
+            yield self._group_norm("y", part, m.groups, gain=at["gated_norm"], gate=gate, **sizes)
+        norm: dict[str, Any] = {"gain": at["gated_norm"], "eps": m.eps} if fused_norm else {}
+        yield from self._product(to + "out", part, "y", "x", one, end="add", **norm)
+
+    def _short_conv(self, i: int, part: str, m: ShortConv, one: bool) -> Iterator[Op]:
+        to, at = f"layer{i}_", self._parts[part].at
+        conv: dict[str, Any] = {
+            "channels": m.channels,
+            "width": m.width,
+            "conv": at["conv"],
+            "conv_bias": at.get("conv_bias"),
+        }
+        yield from self._product(to + "in", part, "x", "wide", one, gain=at["norm1"])
+        yield self._conv(part, i, "y", gated=True, stride=3 * m.channels, offset=0, **conv)
+        yield from self._product(to + "out", part, "y", "x", one, end="add")
+
+    def _attention(self, i: int, part: str, m: Attention, one: bool) -> Iterator[Op]:
+        to, at = f"layer{i}_", self._parts[part].at
+        sizes = {"heads": m.heads, "kv_heads": m.kv_heads, "head_dim": m.head_dim, "half": self._half}
+        text = shader(
+            "rotate",
+            **sizes,
+            rotated=m.rotated,
+            qk_eps=_maybe(m.qk_eps),
+            q_norm=at.get("q_norm"),
+            k_norm=at.get("k_norm"),
+        )
+        regions = {"QKV": self._buffers["qkv"], "P": self._parts[part].region}
+        if m.rotated:
+            regions |= self._tables
+        yield self._op(text, regions, (m.heads + 2 * m.kv_heads, 1), i, tokens=1)
+        text = shader("attention", **sizes, per_thread=-(-m.head_dim // 64))
+        yield self._op(text, {"QKV": self._buffers["qkv"], "Y": self._buffers["y"]}, (m.heads, 1), i, tokens=1)
+        yield from self._product(to + "o", part, "y", "x", one, end="add")
+
+    def _product(
+        self,
+        name: str,
+        part: str,
+        x: str,
+        y: str,
+        one: bool,
+        *,
+        gain: int | None = None,
+        eps: float | None = None,
+        end: str = "store",
+        layer: int = 0,
+        stride: int | None = None,
+        biased: bool = True,
+        **sizes: Any,
+    ) -> Iterator[Op]:
+        """By a matvec for one token, else by a matmul. `gain`: of the norm of x."""
+        bias = self._parts[part].at.get(name.partition("_")[2] + "_bias") if biased else None
+        if one:
+            norm = {"gain": gain, "eps": _f32(self.plan.eps if eps is None else eps)}
+            yield from self._matvec(
+                name, part, x, self._buffers[y], norm=norm, bias=bias, end=end, layer=layer, **sizes
+            )
+            return
+        [(values, scales, _, m)] = self._whole(name)
+        tile = self._tiling.tile
+        text = shader(
+            "matmul",
+            format=m.fmt,
+            blocks=m.blocks,
+            values=VALUES[m.fmt],
+            columns=m.columns,
+            rows=m.rows,
+            tile=tile,
+            stride=m.columns if stride is None else stride,
+            offset=0,
+            gain=gain,
+            bias=bias,
+            end=end,
+        )
+        regions = {"W": values, "S": scales, "P": self._parts[part].region}
+        regions |= {"X": self._buffers[x], "Y": self._buffers[y], "R": self._buffers["scale"]}
+        yield self._op(text, regions, (-(-m.rows // tile), 1), tokens=tile)
+
+    def _whole(self, name: str) -> list[tuple[Region, Region | None, int, Matrix]]:
+        """A matrix that must be one binding. Raises GraphError with what would fit."""
+        parts = self._matrices[name]
+        if len(parts) > 1:
+            rows, columns = self._shapes[name]
+            fitting = [f for f in VALUES if nbytes(rows, columns, f) <= self.gpu.binding_bytes]
+            advice = f"build with --quant {fitting[-1]}" if fitting else "take a smaller model"
+            raise GraphError(
+                f"{name} needs a binding of {16 * parts[0][3].blocks * rows / 1e6:.0f} MB and {self.gpu.found.name} "
+                f"gives {self.gpu.binding_bytes / 1e6:.0f} MB (max-storage-buffer-binding-size): {advice}"
+            )
+        return parts
+
+    def _matvec(
+        self,
+        name: str,
+        part: str,
+        x: str,
+        y: Region,
+        *,
+        norm: dict[str, Any],
+        bias: int | None = None,
+        end: str = "store",
+        layer: int = 0,
+        last_row: bool = False,
+        **sizes: Any,
+    ) -> Iterator[Op]:
+        parts = self._matrices[name] if last_row else self._whole(name)
+        t = self._tiling
+        for values, scales, first, m in parts:
+            rows = t.rows_per_thread if m.rows >= 512 else 2
+            each = 64 // t.threads_per_row * rows
+            text = shader(
+                "matvec",
+                format=m.fmt,
+                blocks=m.blocks,
+                values=VALUES[m.fmt],
+                columns=m.columns,
+                rows=m.rows,
+                threads_per_row=t.threads_per_row,
+                rows_per_thread=rows,
+                first=first,
+                bias=bias,
+                end=end,
+                last_row=last_row,
+                **norm,
+                **sizes,
+            )
+            regions = {"W": values, "S": scales, "P": self._parts[part].region}
+            regions |= {"X": self._buffers[x], "Y": y, "U": self._buffers["u"]}
+            yield self._op(text, regions, spread(-(-m.rows // each)), layer)
+
+    def _conv(self, part: str, layer: int, to: str, **sizes: Any) -> Op:
+        regions = {"X": self._buffers["wide"], "U": self._buffers[to], "P": self._parts[part].region}
+        return self._op(shader("conv", **sizes), regions, (-(-sizes["channels"] // 32), 1), layer)
+
+    def _scan(self, part: str, layer: int, small: dict[str, int], **sizes: Any) -> Op:
+        source = "BC" if sizes["heads"] is None else "U"
+        text = shader("scan", source=source, per_thread=-(-sizes["states"] // 16), **small, **sizes)
+        regions = {**self._named("u", "y", "bc", "dt"), **self._wide(part)}
+        return self._op(text, regions, (-(-sizes["channels"] // 4), 1), layer)
+
+    def _group_norm(self, of: str, part: str, groups: int, **sizes: Any) -> Op:
+        regions = {"Y": self._buffers[of], **self._wide(part)}
+        return self._op(shader("group_norm", **sizes), regions, (groups, 1), tokens=1)
+
+    def _rms(self) -> Op:
+        text = shader("rms", columns=self.plan.hidden, eps=_f32(self.plan.eps))
+        return self._op(text, {"X": self._buffers["x"], "R": self._buffers["scale"]}, (1, 1), tokens=1)
+
+    def _named(self, *names: str) -> dict[str, Region | None]:
+        return {name.upper(): self._buffers[name] for name in names}
+
+    def _wide(self, part: str) -> dict[str, Region | None]:
+        return {"Z": self._buffers["wide"], "P": self._parts[part].region}
+
+    def _op(
+        self, text: str, regions: Mapping[str, Region | None], grid: tuple[int, int], layer: int = 0, tokens: int = 0
+    ) -> Op:
+        if grid[0] > MOST_GROUPS or grid[1] > MOST_GROUPS:
+            raise GraphError(f"a dispatch of {grid} workgroups is more than any device takes")
+        kernel = self.gpu.kernel(text)
+        group0 = self.gpu.bound(kernel, 0, {n: r for n, r in regions.items() if r is not None})
+        return Op(kernel, group0, layer, grid, tokens)
+
+
+def spread(groups: int) -> tuple[int, int]:
+    """So many workgroups over two dimensions."""
+    high = -(-groups // MOST_GROUPS)
+    return -(-groups // high), high
+
+
+def _f32(value: float) -> str:
+    """A literal of WGSL."""
+    if not math.isfinite(value):
+        raise GraphError(f"{value} is no number")
+    return f"f32({float(value)!r})"
+
+
+def _maybe(value: float | None) -> str | None:
+    return None if value is None else _f32(value)

@@ -1,0 +1,331 @@
+"""The calls of a Program over a model on a GPU: handles whose state stays there.
+
+A handle's state is changed in place, by kernels that read nothing of other handles. Only tokens go to the device, only
+logits come back. Handles beyond what is kept on the device wait in host memory, the one used least recently first.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.flat.graph import GraphError
+from ssmd.runtime import Handle, Logits, ProgramError
+from ssmd.state import DTYPES, Part, State, StateError
+from ssmd_wgpu.model import Model
+from ssmd_wgpu.slots import Slot
+
+if TYPE_CHECKING:
+    from ssmd.artifact import Manifest
+
+FIRST_CAPACITY = 512  # tokens that a handle's caches have room for at first; twice as many whenever that is too few
+RESIDENT = 16  # handles on the device at once
+_SPARE = 4  # slots of released handles that are kept for the next ones
+_FLOAT16_MAX = 65504.0
+
+
+@dataclass
+class _Missing:
+    """What a reserved handle waits for: rows up to `position`, and these recurrent tensors."""
+
+    position: int
+    recurrent: set[str]
+
+
+@dataclass(eq=False)
+class _Handle:
+    """With a slot, it is on the device; with `away`, its state is in host memory; with neither, it was released."""
+
+    program: WgpuProgram
+    slot: Slot | None
+    position: int = 0
+    away: State | None = None
+    missing: _Missing | None = None
+    parts: dict[str, NDArray[Any]] = field(default_factory=dict)  # of a reserved handle: recurrent tensors so far
+
+
+class WgpuProgram:
+    """A loaded artifact. Every method may be called from any thread; calls wait for one another."""
+
+    def __init__(self, model: Model, manifest: Manifest, producer: str) -> None:
+        self.spec = manifest.spec
+        self.buckets = manifest.buckets
+        self.context = manifest.context
+        self.vocabulary = manifest.vocabulary
+        self.producer = producer
+        self.threads = 1  # of the processor: it only records
+        self.resident = RESIDENT
+        self._model, self._gpu = model, model.gpu
+        self._lock = threading.RLock()
+        self._closed = False
+        self._live: OrderedDict[_Handle, None] = OrderedDict()  # those on the device, the one used last is the last
+        self._spare: list[Slot] = []
+
+    # calls of the contract
+
+    def new_state(self) -> Handle:
+        with self._lock:
+            return self._new_handle(0)
+
+    def prefill(self, handle: Handle, tokens: Sequence[int]) -> Logits:
+        ids = self._check_tokens(tokens)
+        if not 1 <= len(ids) <= self.buckets[-1]:
+            raise ProgramError(f"a prefill takes 1 to {self.buckets[-1]} tokens, not {len(ids)}")
+        with self._lock:
+            self._check_handle(handle, len(ids))
+            slot = self._at_hand(handle, len(ids))
+            slot.feed(handle.position, ids)
+            head, region = self._model.head(0)
+            ops = [*self._model.embed, *(self._model.prefill if len(ids) > 1 else self._model.decode), *head]
+            [row] = self._gpu.recorder.read(slot.dispatches(ops, len(ids)), [region])
+            handle.position += len(ids)
+            return row.view(np.float32)
+
+    def decode(self, handles: Sequence[Handle], tokens: Sequence[int]) -> Logits:
+        ids = self._check_tokens(tokens)
+        if not len(handles) == len(ids) >= 1:
+            raise ProgramError(f"decode takes one token for each handle, not {len(ids)} for {len(handles)}")
+        if len({id(h) for h in handles}) != len(handles):
+            raise ProgramError("decode was given the same handle twice")
+        with self._lock:
+            for handle in handles:
+                self._check_handle(handle, 1)
+            logits = np.empty((len(handles), self.vocabulary), np.float32)
+            for first in range(0, len(handles), self.resident):  # no more than can be on the device at once
+                part = slice(first, first + self.resident)
+                self._decode(handles[part], ids[part], logits[part])
+            return logits
+
+    def _decode(self, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
+        dispatches, regions = [], []
+        slots = [self._at_hand(handle, 1) for handle in handles]
+        heads = [self._model.head(row) for row in reversed(range(len(handles)))][::-1]  # the last one makes room
+        for handle, slot, (head, region), i in zip(handles, slots, heads, range(len(ids)), strict=True):
+            slot.feed(handle.position, ids[i : i + 1])
+            if not slot.decode:
+                slot.decode = slot.dispatches([*self._model.embed, *self._model.decode], 1)
+            dispatches += slot.decode
+            dispatches += slot.dispatches(head, 1)
+            regions.append(region)
+        for i, row in enumerate(self._gpu.recorder.read(dispatches, regions)):
+            logits[i] = row.view(np.float32)
+        for handle in handles:
+            handle.position += 1
+
+    def position(self, handle: Handle) -> int:
+        with self._lock:
+            self._check_handle(handle, 0, whole=False)
+            position: int = handle.position
+            return position
+
+    def save(self, handle: Handle, since: int = 0) -> State:
+        with self._lock:
+            self._check_handle(handle, 0)
+            if not 0 <= since <= handle.position:
+                raise ProgramError(f"cannot save rows since {since} of a state at position {handle.position}")
+            if handle.away is not None:
+                rows = {t.name: handle.away.tensors[t.name][:, since:] for t in self.spec.rows}
+                return State(handle.position, since, {**handle.away.tensors, **rows})
+            return self._read(handle.slot, since, handle.position)
+
+    def restore(self, state: State) -> Handle:
+        if state.since:
+            raise StateError(f"a state that holds rows since {state.since} only cannot be restored: all are needed")
+        state.check(self.spec)
+        handle = self.reserve(state.position)
+        self.fill(handle, Part(0, state.position, state.tensors))
+        return handle
+
+    def reserve(self, position: int) -> Handle:
+        if position < 0 or (self.context is not None and position > self.context):
+            raise StateError(f"the state has {position} tokens, the context is {self.context}")
+        with self._lock:
+            handle = self._new_handle(position)
+            handle.position = position if not self.spec.rows else 0
+            handle.missing = _Missing(position, {t.name for t in self.spec.recurrent})
+            return handle
+
+    def fill(self, handle: Handle, part: Part) -> None:
+        part.check(self.spec)
+        with self._lock:
+            self._check_handle(handle, 0, whole=False)
+            missing: _Missing | None = handle.missing
+            if missing is None:
+                raise StateError("the handle is whole already")
+            recurrent = part.tensors.keys() - self.spec.row_columns.keys()
+            if strangers := recurrent - missing.recurrent:
+                raise StateError(f"state tensors {sorted(strangers)} were given already")
+            has_rows = part.last > part.first and bool(self.spec.rows)
+            if has_rows and not (part.first == handle.position and part.last <= missing.position):
+                raise StateError(
+                    f"rows [{part.first}, {part.last}) do not fit: those from {handle.position} to {missing.position} "
+                    "are missing"
+                )
+            slot = handle.slot
+            assert slot is not None  # a handle that is not whole is never sent away
+            for name in recurrent:
+                self._gpu.write(slot.regions[name], np.ascontiguousarray(part.tensors[name], np.float32))
+            if has_rows:
+                for t, region in zip(self.spec.rows, slot.row_regions(part.first, part.last), strict=True):
+                    rows = part.tensors[t.name].transpose(1, 0, 2)  # (n, G, D) as it stands there
+                    if t.numpy_dtype != DTYPES["float32"] and rows.dtype == DTYPES["float32"]:
+                        rows = rows.clip(-_FLOAT16_MAX, _FLOAT16_MAX)
+                    self._gpu.write(region, np.ascontiguousarray(rows, t.numpy_dtype))
+                handle.position = part.last
+            missing.recurrent -= recurrent
+            if handle.position == missing.position and not missing.recurrent:
+                handle.missing = None
+
+    def clone(self, handle: Handle) -> Handle:
+        with self._lock:
+            self._check_handle(handle, 0)
+            slot = self._at_hand(handle, 0)
+            twin = self._new_handle(handle.position, keep=handle)
+            assert twin.slot is not None
+            twin.slot.take(slot, handle.position)
+            twin.position = handle.position
+            return twin
+
+    def release(self, handle: Handle) -> None:
+        with self._lock:
+            if not isinstance(handle, _Handle) or handle.program is not self:
+                raise ProgramError("the handle belongs to another program")
+            self._live.pop(handle, None)
+            slot, handle.slot, handle.away = handle.slot, None, None
+            if slot is not None and not self._closed:
+                self._keep(slot)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for handle in self._live:
+                handle.slot = None
+            self._live.clear()
+            self._spare.clear()
+            del self._model
+
+    # what is inside
+
+    def _check_tokens(self, tokens: Sequence[int]) -> NDArray[np.int32]:
+        """Raises ProgramError for what is no id of the vocabulary, before anything runs."""
+        try:
+            ids = [operator.index(t) for t in tokens]
+        except TypeError as err:
+            raise ProgramError(f"token ids must be whole numbers ({err})") from err
+        for i in ids:
+            if not 0 <= i < self.vocabulary:
+                raise ProgramError(f"token id {i} is outside the vocabulary of {self.vocabulary}")
+        return np.array(ids, np.int32)
+
+    def _check_handle(self, handle: Handle, more: int, *, whole: bool = True) -> None:
+        if self._closed:
+            raise ProgramError("the program is closed")
+        if not isinstance(handle, _Handle) or handle.program is not self:
+            raise ProgramError("the handle belongs to another program")
+        if handle.slot is None and handle.away is None:
+            raise ProgramError("the handle was released")
+        if whole and handle.missing is not None:
+            raise ProgramError("the handle is not whole: parts of its state are missing")
+        if self.context is not None and handle.position + more > self.context:
+            raise ProgramError(
+                f"{handle.position} tokens are in the context of {self.context}: there is no room for {more} more"
+            )
+
+    def _new_handle(self, tokens: int, keep: _Handle | None = None) -> _Handle:
+        """With room for so many tokens. `keep` stays on the device."""
+        if self._closed:
+            raise ProgramError("the program is closed")
+        handle = _Handle(self, self._new_slot(tokens, keep))
+        self._live[handle] = None
+        return handle
+
+    def _new_slot(self, tokens: int, keep: _Handle | None) -> Slot:
+        self._make_place(keep)
+        capacity = self._capacity(tokens)
+        fitting = [slot for slot in self._spare if slot.capacity >= capacity]
+        if fitting:
+            slot = min(fitting, key=lambda s: s.capacity)
+            self._spare.remove(slot)
+            slot.clear()
+            return slot
+        while True:
+            try:
+                return Slot(self._gpu, self.spec, self._model.most_tokens, capacity)
+            except GraphError:
+                if self._spare:
+                    self._spare.clear()
+                elif not self._send_away(keep):
+                    raise
+
+    def _capacity(self, tokens: int) -> int:
+        if self.context is None:
+            return 0
+        capacity = FIRST_CAPACITY
+        while capacity < tokens:
+            capacity *= 2
+        return min(capacity, self.context)
+
+    def _make_place(self, keep: _Handle | None) -> None:
+        while len(self._live) >= self.resident and self._send_away(keep):
+            pass
+
+    def _send_away(self, keep: _Handle | None) -> bool:
+        """Take the whole handle that was used least recently off the device. False if there is none."""
+        for handle in self._live:
+            if handle.missing is None and handle is not keep and handle.slot is not None:
+                handle.away = self._read(handle.slot, 0, handle.position)
+                slot, handle.slot = handle.slot, None
+                del self._live[handle]
+                self._keep(slot)
+                return True
+        return False
+
+    def _keep(self, slot: Slot) -> None:
+        if len(self._spare) < _SPARE:
+            self._spare.append(slot)
+
+    def _at_hand(self, handle: _Handle, more: int) -> Slot:
+        """The handle's slot, brought back to the device if need be, with room for `more` tokens."""
+        if handle.slot is None:
+            assert handle.away is not None
+            slot = self._new_slot(handle.position + more, None)
+            self._load(slot, handle.away)
+            handle.slot, handle.away = slot, None
+        self._live[handle] = None
+        self._live.move_to_end(handle)
+        if self.spec.rows and handle.position + more > handle.slot.capacity:
+            handle.slot.grow(self._capacity(handle.position + more), handle.position)
+        return handle.slot
+
+    def _load(self, slot: Slot, state: State) -> None:
+        for t in self.spec.recurrent:
+            self._gpu.write(slot.regions[t.name], np.ascontiguousarray(state.tensors[t.name]))
+        for t, region in zip(self.spec.rows, slot.row_regions(0, state.position), strict=True):
+            self._gpu.write(region, np.ascontiguousarray(state.tensors[t.name].transpose(1, 0, 2)))
+
+    def _read(self, slot: Slot | None, since: int, position: int) -> State:
+        assert slot is not None
+        tensors = (*self.spec.recurrent, *self.spec.rows)
+        regions = [*slot.recurrent_regions(), *slot.row_regions(since, position)]
+        if position == since:
+            regions = regions[: len(self.spec.recurrent)]
+        arrays = {}
+        raws = self._gpu.recorder.read([], regions) if regions else []
+        for t, raw in zip(tensors, raws, strict=False):
+            if t.recurrent:
+                arrays[t.name] = raw.view(t.numpy_dtype).reshape(t.shape)
+            else:
+                arrays[t.name] = raw.view(t.numpy_dtype).reshape(position - since, *t.shape).transpose(1, 0, 2)
+            arrays[t.name].flags.writeable = False
+        for t in self.spec.rows:
+            arrays.setdefault(t.name, np.empty((t.shape[0], 0, t.shape[1]), t.numpy_dtype))
+        return State(position, since, arrays)

@@ -1,0 +1,164 @@
+"""What a plan computes, in numpy and float64: an artifact's golden values, from weights that are not packed.
+
+Written from the papers' recurrences, token by token; a layer's weights are read when it is computed and then let go.
+Glossary: T tokens, C channels, N d_state, H heads, G key/value heads or groups, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd_wgpu.pack import Rows
+from ssmd_wgpu.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
+
+Array = NDArray[np.float64]  # in which the order of sums does not show in the golden values, float32
+
+
+def silu(x: Array) -> Array:
+    with np.errstate(over="ignore"):  # exp(-x) of a very negative x is infinite, and the quotient 0
+        return np.asarray(x / (1 + np.exp(-x)))
+
+
+def softplus(x: Array) -> Array:
+    return np.logaddexp(x, 0.0)
+
+
+def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
+    """arXiv:1910.07467, over the last axis."""
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    return x if weight is None else x * weight
+
+
+def causal_conv(x: Array, weight: Array, bias: Array | None) -> Array:
+    """x (T, C), weight (C, width) -> (T, C), from an empty past."""
+    length, width = len(x), weight.shape[1]
+    padded = np.concatenate([np.zeros((width - 1, x.shape[1])), x])
+    y = sum(padded[k : k + length] * weight[:, k] for k in range(width))
+    return np.asarray(y if bias is None else y + bias)
+
+
+def selective_scan(x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> Array:
+    """arXiv:2312.00752, algorithm 2: x and dt (T, C), a (C, N), b and c (T, N), d (C,) -> (T, C)."""
+    state, ys = np.zeros_like(a), []
+    for xt, dtt, bt, ct in zip(x, dt, b, c, strict=True):
+        state = np.exp(dtt[:, None] * a) * state + np.outer(dtt * xt, bt)
+        ys.append(state @ ct + d * xt)
+    return np.stack(ys)
+
+
+def ssd(x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> Array:
+    """arXiv:2405.21060, section 3: x (T, H, P), dt (T, H), a and d (H,), b and c (T, G, N) -> (T, H, P)."""
+    heads, groups = x.shape[1], b.shape[1]
+    state, ys = np.zeros((heads, x.shape[2], b.shape[2])), []
+    for xt, dtt, bt, ct in zip(x, dt, b, c, strict=True):
+        bh, ch = (np.repeat(v, heads // groups, 0) for v in (bt, ct))  # (H, N)
+        state = np.exp(dtt * a)[:, None, None] * state + (dtt[:, None] * xt)[..., None] * bh[:, None]
+        ys.append((state * ch[:, None]).sum(-1) + d[:, None] * xt)
+    return np.stack(ys)
+
+
+def rope(x: Array, cos: Array, sin: Array) -> Array:
+    """x (T, heads, D), cos and sin (T, R / 2): the first R values of each head are rotated (arXiv:2104.09864)."""
+    half = cos.shape[1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[:, None], sin[:, None]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def attention(q: Array, k: Array, v: Array) -> Array:
+    """q (T, H, D) scaled, k and v (T, G, D) -> (T, H, D), each token over those up to its own."""
+    length, each = len(q), q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, each, 1), np.repeat(v, each, 1)
+    scores = np.einsum("thd,shd->hts", q, k)
+    scores[:, np.triu(np.ones((length, length), bool), 1)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out: Array = np.einsum("hts,shd->thd", weights / weights.sum(-1, keepdims=True), v)
+    return out
+
+
+class Reference:
+    """A model that reads one text from its beginning."""
+
+    def __init__(self, plan: Plan, rows: Mapping[str, Rows]) -> None:
+        self._plan, self._rows = plan, rows
+        self._cos = self._sin = np.empty((0, 0))
+
+    def logits(self, tokens: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
+        """(k, V) after the tokens at these positions."""
+        plan = self._plan
+        if plan.rotated:
+            self._cos, self._sin = (self._whole(name)[: len(tokens)] for name in ("rope_cos", "rope_sin"))
+        h = self._picked("embedding", tokens) * plan.embedding_scale  # (T, hidden)
+        for i, layer in enumerate(plan.layers):
+            x = rms_norm(h, self._whole(f"layer{i}_norm1"), plan.eps)
+            h = h + sum(self._mixer(f"layer{i}_", mixer, x) for mixer in layer.mixers)
+            if layer.mlp is not None:
+                x = rms_norm(h, self._whole(f"layer{i}_norm2"), plan.eps)
+                gate, up = np.split(self._linear(f"layer{i}_gate_up", x), 2, -1)
+                h = h + self._linear(f"layer{i}_down", silu(gate) * up)
+        h = rms_norm(h[list(positions)], self._whole("norm"), plan.eps)
+        return self._linear("embedding" if plan.tied else "head", h).astype(np.float32)
+
+    def _mixer(self, to: str, mixer: Mamba1 | Mamba2 | ShortConv | Attention, x: Array) -> Array:
+        if isinstance(mixer, Attention):
+            return self._attention(to, mixer, x)
+        y = self._linear(to + "in", x)
+        conv, bias = self._whole(to + "conv"), self._maybe(to + "conv_bias")
+        if isinstance(mixer, ShortConv):
+            b, gate, x = np.split(y, 3, -1)
+            return self._linear(to + "out", gate * causal_conv(b * x, conv, bias))
+        a, d, dt_bias = (self._whole(to + name) for name in ("A", "D", "dt_bias"))
+        if isinstance(mixer, Mamba1):
+            x, gate = np.split(y, 2, -1)
+            x = silu(causal_conv(x, conv, bias))
+            parts = np.split(self._linear(to + "x", x), (mixer.rank, mixer.rank + mixer.states), -1)
+            if mixer.mixer_eps is not None:
+                parts = [rms_norm(part, None, mixer.mixer_eps) for part in parts]
+            dt = softplus(self._linear(to + "dt", parts[0]) + dt_bias)
+            return self._linear(to + "out", selective_scan(x, dt, a, parts[1], parts[2], d) * silu(gate))
+        length, m = len(x), mixer
+        gate, x, dt = np.split(y, (m.inner, m.inner + m.channels), -1)
+        x, b, c = np.split(silu(causal_conv(x, conv, bias)), (m.inner, m.inner + m.groups * m.states), -1)
+        dt = np.clip(softplus(dt + dt_bias), m.dt_low, m.dt_high)
+        b, c = (v.reshape(length, m.groups, m.states) for v in (b, c))
+        y = ssd(x.reshape(length, m.heads, m.head_dim), dt, a, b, c, d).reshape(length, m.inner)
+        if m.norm != "before the gate":
+            y = y * silu(gate)
+        if m.norm != "none":
+            y = rms_norm(y.reshape(length, m.groups, -1), None, m.eps).reshape(length, m.inner)
+            y = y * self._whole(to + "gated_norm")
+        if m.norm == "before the gate":
+            y = y * silu(gate)
+        return self._linear(to + "out", y)
+
+    def _attention(self, to: str, m: Attention, x: Array) -> Array:
+        heads = self._linear(to + "qkv", x).reshape(len(x), -1, m.head_dim)
+        q, k, v = np.split(heads, (m.heads, m.heads + m.kv_heads), 1)
+        if m.qk_eps is not None:
+            q, k = (rms_norm(t, self._whole(to + n), m.qk_eps) for t, n in ((q, "q_norm"), (k, "k_norm")))
+        if m.rotated:
+            q, k = (rope(t, self._cos, self._sin) for t in (q, k))
+        return self._linear(to + "o", attention(q, k, v).reshape(len(x), -1))
+
+    def _linear(self, name: str, x: Array) -> Array:
+        y: Array = np.concatenate([x @ block.T.astype(np.float64) for block in self._rows[name]()], -1)
+        bias = None if name.endswith("_dt") else self._maybe(f"{name}_bias")  # that of dt comes before its softplus
+        return y if bias is None else y + bias
+
+    def _picked(self, name: str, rows: Sequence[int]) -> Array:
+        made = np.empty((len(rows), self._plan.hidden))
+        wanted, first = np.asarray(rows), 0
+        for block in self._rows[name]():
+            inside = (wanted >= first) & (wanted < first + len(block))
+            made[inside] = block[wanted[inside] - first]
+            first += len(block)
+        return made
+
+    def _whole(self, name: str) -> Array:
+        return np.concatenate(list(self._rows[name]())).astype(np.float64)
+
+    def _maybe(self, name: str) -> Array | None:
+        return self._whole(name) if name in self._rows else None

@@ -1,0 +1,65 @@
+"""The wgpu runtime: packed weights and hand-written kernels on any GPU, by Vulkan, Metal, DirectX 12 or OpenGL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ssmd.flat.graph import GraphError
+from ssmd.runtime import Device, ProgramError
+from ssmd_wgpu import library
+from ssmd_wgpu.device import Gpu, choose, devices
+from ssmd_wgpu.model import Model, Tiling
+from ssmd_wgpu.pack import FILE as WEIGHTS
+from ssmd_wgpu.pack import Weights
+from ssmd_wgpu.plan import FILE as PLAN
+from ssmd_wgpu.plan import Plan
+from ssmd_wgpu.program import WgpuProgram
+
+if TYPE_CHECKING:
+    from ssmd.artifact import Artifact
+
+MOST_THREADS = 256
+SOFTWARE, HARDWARE = Tiling(8, 4, 32), Tiling(16, 4, 64)
+
+
+class WgpuRuntime:
+    name = "wgpu"
+
+    def __init__(self) -> None:
+        library.package_version()
+
+    def devices(self) -> list[Device]:
+        return devices()
+
+    def load(self, artifact: Artifact, *, device: str | None = None, threads: int | None = None) -> WgpuProgram:
+        """Load on `device`: "gpu", the best adapter, or one of `devices`. `threads`, of a processor, change nothing.
+
+        Raises ProgramError if the artifact is not one of this runtime, does not hold what its manifest says or does
+        not fit the device, and RuntimeUnavailable for a device that is not here.
+        """
+        manifest = artifact.manifest
+        if manifest.runtime != self.name:
+            raise ProgramError(f"artifact {artifact.path} is for the runtime {manifest.runtime!r}, not {self.name!r}")
+        if threads is not None and not 1 <= threads <= MOST_THREADS:
+            raise ProgramError(f"threads is {threads}, expected 1 to {MOST_THREADS}")
+        for name in (PLAN, WEIGHTS):
+            if not artifact.has(name):
+                raise ProgramError(f"artifact {artifact.path} has no {name}; build it again")
+        plan = Plan.open(artifact.file(PLAN))
+        half = any(t.dtype == "float16" for t in manifest.spec.rows)
+        if plan.spec("float16" if half else "float32").to_json() != manifest.spec.to_json():
+            raise ProgramError(
+                f"artifact {artifact.path}: its plan has another state than its manifest; build it again"
+            )
+        if plan.vocabulary != manifest.vocabulary or (manifest.context or 0) > plan.context:
+            raise ProgramError(f"artifact {artifact.path}: its plan does not fit its manifest; build it again")
+        weights = Weights(artifact.file(WEIGHTS), plan.parameters())
+        found = choose(device)
+        gpu = Gpu(found)
+        tiling = SOFTWARE if found.software else HARDWARE
+        try:
+            model = Model(gpu, plan, weights, manifest.buckets[-1], half, tiling)
+        except GraphError as err:
+            raise ProgramError(f"artifact {artifact.path} does not run on {found.name} here: {err}") from err
+        producer = f"wgpu {library.package_version()}; {found.description}; {tiling}"
+        return WgpuProgram(model, manifest, producer)

@@ -1,0 +1,114 @@
+// Y = norm(X) W^T + bias for T tokens, in tiles of TM tokens and TN rows of W; each thread has 4 by 4 of them.
+{% import "weights.wgsl" as weights %}
+{% include "numbers.wgsl" %}
+
+const K = {{ columns }}u;
+const KB = {{ blocks }}u;
+const N = {{ rows }}u;
+const TM = {{ tile }}u;
+const TN = {{ tile }}u;
+const TK = 32u;
+const THREADS = {{ (tile // 4) * (tile // 4) }}u;
+{{ weights.declare(format) }}
+@group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // gain (K), bias (N), see SmallParts
+@group(0) @binding(3) var<storage, read> X: array<f32>;  // (T, stride), of which K from an offset on
+@group(0) @binding(4) var<storage, read_write> Y: array<f32>;  // (T, N), swiglu: (T, N / 2)
+{% if gain is not none %}
+@group(0) @binding(5) var<storage, read> R: array<f32>;  // (T): 1 / rms(x)
+{% endif %}
+@group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
+
+var<workgroup> xs: array<vec4<f32>, {{ 32 * tile // 4 }}>;  // (TK, TM / 4)
+var<workgroup> ws: array<vec4<f32>, {{ 32 * tile // 4 }}>;  // (TK, TN / 4)
+
+fn p(i: u32) -> f32 {
+  return P[i / 4u][i % 4u];
+}
+
+fn row_of(i: u32) -> u32 {  // of W, for row i of this shader
+  let r = min(i, N - 1u);
+{% if end == "swiglu" %}
+  return (r % 2u) * {{ rows // 2 }}u + r / 2u;  // gate and up of a value side by side
+{% else %}
+  return r;
+{% endif %}
+}
+
+fn finished(i: u32, sum: f32, t: u32) -> f32 {
+  return sum{% if gain is not none %} * R[t]{% endif %}{% if bias is not none %} + p({{ bias }}u + row_of(i)){% endif %};
+}
+
+@compute @workgroup_size({{ (tile // 4) * (tile // 4) }})
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) li: u32) {
+  let count = CTL[1];
+  let t0 = group.y * TM;
+  let n0 = group.x * TN;
+  let tm = li / (TN / 4u);
+  let tn = li % (TN / 4u);
+  var c = array<vec4<f32>, 4>();  // token, row
+  for (var k0 = 0u; k0 < K; k0 += TK) {
+    for (var i = li; i < TK * TM / 4u; i += THREADS) {
+      let k = k0 + i % TK;
+      let m = i / TK;
+      var v = vec4<f32>();
+      if (k < K) {
+        let at = (t0 + 4u * m) * {{ stride }}u + {{ offset }}u + k;
+        {% for j in range(4) %}
+        if (t0 + 4u * m + {{ j }}u < count) { v[{{ j }}] = X[at + {{ j * stride }}u]; }
+        {% endfor %}
+        {% if gain is not none %}
+        v *= p({{ gain }}u + k);
+        {% endif %}
+      }
+      xs[(i % TK) * (TM / 4u) + m] = v;
+    }
+    for (var i = li; i < TN * TK / {{ values }}u; i += THREADS) {
+      let part = i % (TK / {{ values }}u);
+      let n = i / (TK / {{ values }}u);
+      let b = k0 / {{ values }}u + part;
+      let r = row_of(n0 + n);
+      var scale = select(0.0, 1.0, n0 + n < N && b < KB);
+      let block = r * KB + min(b, KB - 1u);
+      let w = W[block];
+      {% if format == "int8" %}
+      scale *= S[r];
+      {% elif format == "int4" %}
+      scale *= block_scale(block);
+      {% endif %}
+      {% for i in range(values // 4) %}
+      {
+        let v = scale * {{ weights.part(format, i) }};
+        {% for j in range(4) %}
+        ws[(part * {{ values }}u + {{ 4 * i + j }}u) * (TN / 4u) + n / 4u][n % 4u] = v[{{ j }}];
+        {% endfor %}
+      }
+      {% endfor %}
+    }
+    workgroupBarrier();
+    for (var k = 0u; k < TK; k++) {
+      let x = xs[k * (TM / 4u) + tm];
+      let w = ws[k * (TN / 4u) + tn];
+      c[0] += x.x * w;
+      c[1] += x.y * w;
+      c[2] += x.z * w;
+      c[3] += x.w * w;
+    }
+    workgroupBarrier();
+  }
+  for (var i = 0u; i < 4u; i++) {
+    let t = t0 + 4u * tm + i;
+    if (t >= count) { break; }
+    let n = n0 + 4u * tn;
+    {% if end == "swiglu" %}
+    for (var j = 0u; j < 4u; j += 2u) {
+      if (n + j + 1u < N) {
+        Y[t * {{ rows // 2 }}u + (n + j) / 2u] = silu(finished(n + j, c[i][j], t)) * finished(n + j + 1u, c[i][j + 1u], t);
+      }
+    }
+    {% else %}
+    for (var j = 0u; j < 4u; j++) {
+      if (n + j < N) { Y[t * N + n + j] {{ "+=" if end == "add" else "=" }} finished(n + j, c[i][j], t); }
+    }
+    {% endif %}
+  }
+}

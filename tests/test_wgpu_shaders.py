@@ -1,0 +1,491 @@
+"""Every shader of the wgpu runtime against plain numpy in float64, at odd sizes, on every software adapter there is.
+
+Quantized kernels are held against the weights that their bytes stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ssmd_wgpu.device import Gpu, Region, adapters, choose, shader
+from ssmd_wgpu.model import spread
+from ssmd_wgpu.pack import VALUES, Format, blocks, decoded, encode
+
+Array = NDArray[Any]
+TOLERANCE = 1e-5  # of the largest value
+FORMATS: tuple[Format, ...] = ("f32", "f16", "int8", "int4")
+RNG = np.random.default_rng(7)
+EPS = "f32(1e-5)"
+
+
+@pytest.fixture(scope="module", params=["vulkan", "gl"])
+def gpu(request: pytest.FixtureRequest) -> Gpu:
+    if request.param not in {found.name for found in adapters()}:
+        pytest.skip(f"no adapter {request.param} here: apt install mesa-vulkan-drivers libvulkan1 libgl1-mesa-dri")
+    return Gpu(choose(request.param))
+
+
+def normal(*shape: int, scale: float = 1.0) -> NDArray[np.float32]:
+    return (RNG.standard_normal(shape) * scale).astype(np.float32)
+
+
+def run(gpu: Gpu, text: str, arrays: Mapping[str, Array], grid: tuple[int, ...], *wanted: str) -> list[Array]:
+    """Dispatch once; what the wanted arrays hold then, in their shapes."""
+    kernel = gpu.kernel(text)
+    regions: dict[str, Region] = {}
+    groups: list[Any] = [None, None]
+    for i, names in enumerate(kernel.bindings):
+        regions |= {name: gpu.uploaded(np.ascontiguousarray(arrays[name])) for name in names}
+        groups[i] = gpu.bound(kernel, i, regions)
+    raw = [None if g is None else g._internal for g in groups]
+    x, y = (*grid, 1)[:2]
+    found = gpu.recorder.read(
+        [(kernel.pipeline._internal, raw[0], raw[1], x, y, 1)],
+        [Region(regions[n].buffer, 0, -(-arrays[n].nbytes // 4) * 4) for n in wanted],
+    )
+    return [
+        f[: arrays[n].nbytes].view(arrays[n].dtype).reshape(arrays[n].shape) for n, f in zip(wanted, found, strict=True)
+    ]
+
+
+def control(position: int, count: int, tokens: Array | None = None) -> NDArray[np.uint32]:
+    ids = np.zeros(count, np.uint32) if tokens is None else tokens.astype(np.uint32)
+    return np.concatenate([np.array([position, count, 0, 0], np.uint32), ids])
+
+
+def close(found: Array, expected: Array, tolerance: float = TOLERANCE) -> None:
+    assert found.shape == expected.shape
+    assert np.isfinite(found).all()
+    assert np.abs(found - expected).max() <= tolerance * max(float(np.abs(expected).max()), 1e-30)
+
+
+def packed(**vectors: Array | None) -> tuple[NDArray[np.float32], dict[str, int | None]]:
+    """Vectors one after another, as the model packs them, and where each stands."""
+    at, places, parts = 0, dict[str, int | None](), []
+    for name, vector in vectors.items():
+        places[name] = None if vector is None else at
+        if vector is not None:
+            size = -(-vector.size // 4) * 4
+            parts.append(np.pad(vector.reshape(-1), (0, size - vector.size)))
+            at += size
+    return (np.concatenate(parts) if parts else np.zeros(4, np.float32)).astype(np.float32), places
+
+
+def matrix(rows: int, columns: int, fmt: Format) -> tuple[dict[str, Array], NDArray[np.float64], dict[str, Any]]:
+    """Bindings, the weights in float64, and what a shader is told of them."""
+    values, *scales = encode(normal(rows, columns, scale=columns**-0.5), fmt)
+    sizes = {"format": fmt, "blocks": blocks(columns, fmt), "values": VALUES[fmt], "columns": columns, "rows": rows}
+    return (
+        {"W": values, **({"S": scales[0]} if scales else {})},
+        decoded(columns, fmt, values, *scales).astype(np.float64),
+        sizes,
+    )
+
+
+def silu(x: Array) -> Array:
+    return np.asarray(x / (1 + np.exp(-x.astype(np.float64))))
+
+
+def softplus(x: Array) -> Array:
+    return np.logaddexp(x.astype(np.float64), 0.0)
+
+
+def normed(x: Array, gain: Array | None) -> Array:
+    wide = x.astype(np.float64)
+    return np.asarray(wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * (1 if gain is None else gain))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 4), (7, 60), (530, 97), (640, 96), (70_003, 33)])
+@pytest.mark.parametrize("dressed", [False, True])
+def test_matvec(gpu: Gpu, fmt: Format, rows: int, columns: int, dressed: bool) -> None:
+    """`dressed`: with a norm and a bias, added to what is there. More than 65,536 rows take a second dimension."""
+    arrays, w, sizes = matrix(rows, columns, fmt)
+    x, y = normal(columns), normal(rows)
+    gain, bias = (normal(columns), normal(rows)) if dressed else (None, None)
+    arrays["P"], at = packed(gain=gain, bias=bias)
+    text = shader(
+        "matvec",
+        **sizes,
+        **at,
+        threads_per_row=16,
+        rows_per_thread=4,
+        first=0,
+        eps=EPS,
+        end="add" if dressed else "store",
+        last_row=False,
+    )
+    [found] = run(gpu, text, {**arrays, "X": x, "Y": y}, spread(-(-rows // 16)), "Y")
+    close(found, w @ x.astype(np.float64) if bias is None else w @ normed(x, gain) + bias + y)
+
+
+@pytest.mark.parametrize("columns", [64, 50])
+def test_matvec_of_the_last_token(gpu: Gpu, columns: int) -> None:
+    arrays, w, sizes = matrix(37, columns, "int8")
+    arrays["P"], _ = packed()
+    x = normal(5, columns)
+    text = shader(
+        "matvec",
+        **sizes,
+        gain=None,
+        bias=None,
+        threads_per_row=8,
+        rows_per_thread=2,
+        first=3,
+        eps=EPS,
+        end="store",
+        last_row=True,
+    )
+    arrays |= {"X": x, "Y": np.zeros(40, np.float32), "CTL": control(9, 4)}
+    [found] = run(gpu, text, arrays, (3,), "Y")
+    close(found[3:], w @ x[3].astype(np.float64))
+    assert not found[:3].any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("inner", [1, 33, 96])
+def test_matvec_of_swiglu(gpu: Gpu, fmt: Format, inner: int) -> None:
+    arrays, w, sizes = matrix(2 * inner, 60, fmt)
+    x, bias = normal(60), normal(2 * inner)
+    arrays["P"], at = packed(bias=bias)
+    text = shader(
+        "matvec",
+        **sizes,
+        **at,
+        gain=None,
+        threads_per_row=16,
+        rows_per_thread=4,
+        first=0,
+        eps=EPS,
+        end="swiglu",
+        last_row=False,
+    )
+    [found] = run(gpu, text, {**arrays, "X": x, "Y": np.zeros(inner, np.float32)}, (-(-2 * inner // 16),), "Y")
+    gate, up = np.split(w @ x.astype(np.float64) + bias, 2)
+    close(found, silu(gate) * up)
+
+
+@pytest.mark.parametrize("end", ["mamba1", "mamba2"])
+@pytest.mark.parametrize("width", [2, 3, 4, 5])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_matvec_into_a_convolution(gpu: Gpu, end: str, width: int, with_bias: bool) -> None:
+    """Rows of mamba1: conv input, gate; of mamba2: gate, conv input, dt."""
+    inner, channels = 21, 21 if end == "mamba1" else 33
+    rows = 2 * inner if end == "mamba1" else inner + channels + 3
+    arrays, w, sizes = matrix(rows, 64, "f32")
+    x, conv, state = normal(64), normal(channels, width), normal(channels, width - 1)
+    bias = normal(channels) if with_bias else None
+    arrays["P"], at = packed(conv=conv, conv_bias=bias)
+    text = shader(
+        "matvec",
+        **sizes,
+        **at,
+        gain=None,
+        bias=None,
+        threads_per_row=8,
+        rows_per_thread=4,
+        first=0,
+        eps=EPS,
+        end=end,
+        last_row=False,
+        channels=channels,
+        inner=inner,
+        width=width,
+    )
+    arrays |= {"X": x, "Y": np.zeros(rows, np.float32), "U": np.zeros(channels, np.float32), "CONV": state}
+    y, u, new = run(gpu, text, arrays, (-(-rows // 32),), "Y", "U", "CONV")
+    wanted = w @ x.astype(np.float64)
+    close(y, wanted)
+    first = 0 if end == "mamba1" else inner
+    window = np.concatenate([state, wanted[first : first + channels, None]], 1)
+    close(u, silu((window * conv).sum(1) + (0 if bias is None else bias)))
+    close(new, window[:, 1:])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 4, 1), (70, 60, 45), (33, 97, 5), (128, 64, 64)])
+@pytest.mark.parametrize("end", ["store", "add", "swiglu"])
+def test_matmul(gpu: Gpu, fmt: Format, rows: int, columns: int, count: int, end: str) -> None:
+    if end == "swiglu":
+        rows *= 2
+    arrays, w, sizes = matrix(rows, columns, fmt)
+    stride, offset = columns + 5, 3
+    x, gain, bias = normal(count + 2, stride), normal(columns), normal(rows)
+    y = normal(count + 2, rows // 2 if end == "swiglu" else rows)
+    part = x[:count, offset : offset + columns]
+    arrays["P"], at = packed(gain=gain, bias=bias)
+    scale = 1 / np.sqrt((part.astype(np.float64) ** 2).mean(-1) + 1e-5)
+    text = shader("matmul", **sizes, **at, tile=32, stride=stride, offset=offset, end=end)
+    arrays |= {"X": x, "Y": y, "R": scale.astype(np.float32), "CTL": control(0, count)}
+    [found] = run(gpu, text, arrays, (-(-rows // 32), -(-count // 32)), "Y")
+    wanted = normed(part, gain) @ w.T + bias
+    if end == "swiglu":
+        gate, up = np.split(wanted, 2, -1)
+        wanted = silu(gate) * up
+    close(found[:count], wanted + y[:count] if end == "add" else wanted)
+    assert (found[count:] == y[count:]).all()  # nothing is written beyond the tokens that there are
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("columns", [64, 50, 33])
+def test_embed(gpu: Gpu, fmt: Format, columns: int) -> None:
+    """A part of the embedding that begins at row 10: tokens outside it are left to others."""
+    arrays, w, sizes = matrix(20, columns, fmt)
+    tokens = np.array([10, 29, 9, 30, 13, 4_000_000_000])
+    before = normal(7, columns)
+    text = shader("embed", **sizes, first=10, scale="f32(12.0)")
+    arrays |= {"X": before, "CTL": control(3, len(tokens), tokens)}
+    [found] = run(gpu, text, arrays, (-(-sizes["blocks"] // 64), len(tokens)), "X")
+    for t, token in enumerate(tokens):
+        if 10 <= token < 30:
+            close(found[t], w[token - 10] * 12)
+        else:
+            assert (found[t] == before[t]).all()
+    assert (found[6] == before[6]).all()
+
+
+@pytest.mark.parametrize("columns", [1, 64, 100, 1000])
+def test_rms(gpu: Gpu, columns: int) -> None:
+    x = normal(3, columns)
+    [found] = run(gpu, shader("rms", columns=columns, eps=EPS), {"X": x, "R": np.zeros(3, np.float32)}, (1, 3), "R")
+    close(found, 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1) + 1e-5))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_group_norm(gpu: Gpu, groups: int, gated: bool, weighted: bool) -> None:
+    size, stride, offset = 70, 70 * groups + 9, 4
+    y, z = normal(3, stride), normal(3, size * groups + 2)
+    gain = normal(size * groups)
+    p, _ = packed(gain=gain)
+    gate, where = (size * groups + 2 if gated else None), (0 if weighted else None)
+    text = shader("group_norm", columns=size, stride=stride, offset=offset, eps=EPS, gain=where, gate=gate)
+    [found] = run(gpu, text, {"Y": y, "P": p, "Z": z}, (groups, 3), "Y")
+    part = y[:, offset : offset + size * groups].reshape(3, groups, size)
+    wanted = normed(part, None).reshape(3, -1) * (gain if weighted else 1)
+    wanted = wanted * silu(z[:, : size * groups]) if gated else wanted
+    close(found[:, offset : offset + size * groups], wanted)
+    assert (found[:, :offset] == y[:, :offset]).all()
+    assert (found[:, offset + size * groups :] == y[:, offset + size * groups :]).all()
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 9])
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("gated", [False, True])
+def test_conv(gpu: Gpu, width: int, count: int, gated: bool) -> None:
+    channels, offset = 45, 0 if gated else 7
+    stride = 3 * channels if gated else channels + 11
+    x, conv, bias, state = (
+        normal(count + 1, stride),
+        normal(channels, width),
+        normal(channels),
+        normal(channels, width - 1),
+    )
+    p, at = packed(conv=conv, conv_bias=bias)
+    text = shader("conv", channels=channels, width=width, stride=stride, offset=offset, gated=gated, **at)
+    arrays = {"X": x, "P": p, "U": np.zeros((count + 1, channels), np.float32), "CONV": state, "CTL": control(5, count)}
+    u, new = run(gpu, text, arrays, (-(-channels // 32),), "U", "CONV")
+    fed = x[:count, offset : offset + channels].astype(np.float64)
+    if gated:
+        fed = fed * x[:count, 2 * channels :]
+    sequence = np.concatenate([state.T, fed])
+    y = sum(sequence[k : k + count] * conv[:, k] for k in range(width)) + bias
+    close(u[:count], y * x[:count, channels : 2 * channels] if gated else silu(y))
+    close(new, sequence[count:].T)
+    assert not u[count:].any()
+
+
+def scanned(x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array, state: Array) -> tuple[Array, Array]:
+    """Token by token: x, dt (T, C); a (C, N); b, c (T, C, N); d (C,); state (C, N)."""
+    state, ys = state.astype(np.float64), []
+    for t in range(len(x)):
+        state = np.exp(dt[t][:, None] * a) * state + (dt[t] * x[t])[:, None] * b[t]
+        ys.append((state * c[t]).sum(-1) + d * x[t])
+    return np.array(ys), state
+
+
+@pytest.mark.parametrize("states", [1, 5, 16, 64, 128])
+@pytest.mark.parametrize("count", [1, 16, 37])
+def test_scan_of_mamba1(gpu: Gpu, states: int, count: int) -> None:
+    channels, rank = 22, 3
+    u, dt, bc, z = (normal(count, n) for n in (channels, channels, rank + 2 * states, 2 * channels))
+    a, bias, d, state = -np.exp(normal(channels, states)), normal(channels), normal(channels), normal(channels, states)
+    p, at = packed(a=a, dt_bias=bias, d=d)
+    text = shader(
+        "scan",
+        source="BC",
+        per_thread=-(-states // 16),
+        **at,
+        channels=channels,
+        states=states,
+        heads=None,
+        groups=1,
+        rank=rank,
+        u_stride=channels,
+        z_stride=2 * channels,
+        z_offset=channels,
+        gate=True,
+    )
+    arrays = {"U": u, "Z": z, "P": p, "BC": bc, "DT": dt, "SSM": state, "CTL": control(1, count)}
+    arrays["Y"] = np.zeros((count, channels), np.float32)
+    y, new = run(gpu, text, arrays, (-(-channels // 4),), "Y", "SSM")
+    b, c = (np.repeat(v[:, None], channels, 1) for v in (bc[:, rank : rank + states], bc[:, rank + states :]))
+    wanted, after = scanned(u, softplus(dt + bias), a, b, c, d, state)
+    close(y, wanted * silu(z[:, channels:]))
+    close(new, after)
+
+
+@pytest.mark.parametrize("states", [9, 16, 64, 128])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("count", "high"), [(1, 3.0e38), (40, 0.5)])
+def test_scan_of_mamba2(gpu: Gpu, states: int, groups: int, count: int, high: float) -> None:
+    heads, size = 4, 7
+    inner = heads * size
+    channels, stride = inner + 2 * groups * states, 2 * inner + 2 * groups * states + heads
+    u, z = normal(count, channels), normal(count, stride)
+    a, bias, d, state = -np.exp(normal(heads)), normal(heads), normal(heads), normal(inner, states)
+    p, at = packed(a=a, dt_bias=bias, d=d)
+    text = shader(
+        "scan",
+        source="U",
+        per_thread=-(-states // 16),
+        **at,
+        channels=inner,
+        states=states,
+        heads=heads,
+        groups=groups,
+        rank=0,
+        u_stride=channels,
+        z_stride=stride,
+        z_offset=0,
+        dt_offset=inner + channels,
+        dt_low="f32(0.1)",
+        dt_high=f"f32({high!r})",
+        gate=True,
+    )
+    arrays = {"U": u, "Z": z, "P": p, "SSM": state, "CTL": control(1, count)}
+    arrays["Y"] = np.zeros((count, inner), np.float32)
+    y, new = run(gpu, text, arrays, (-(-inner // 4),), "Y", "SSM")
+    dt = np.clip(softplus(z[:, inner + channels :] + bias), 0.1, high)
+    spread_b, spread_c = (
+        np.repeat(v.reshape(count, groups, states), inner // groups, 1)
+        for v in (u[:, inner : inner + groups * states], u[:, inner + groups * states :])
+    )
+    per_channel = [np.repeat(v, size, -1) for v in (dt, a, d)]
+    decay = np.repeat(per_channel[1][:, None], states, 1)
+    wanted, after = scanned(u[:, :inner], per_channel[0], decay, spread_b, spread_c, per_channel[2], state)
+    close(y, wanted * silu(z[:, :inner]))
+    close(new, after)
+
+
+@pytest.mark.parametrize("fmt", ["f32", "f16"])
+@pytest.mark.parametrize("states", [1, 7, 16, 64])
+@pytest.mark.parametrize("mixer_eps", [None, 0.3])
+def test_selective_step(gpu: Gpu, fmt: Format, states: int, mixer_eps: float | None) -> None:
+    channels, rank = 22, 19
+    arrays, w, sizes = matrix(channels, rank, fmt)
+    bc, u, z = normal(rank + 2 * states), normal(channels), normal(2 * channels)
+    a, bias, d, state = -np.exp(normal(channels, states)), normal(channels), normal(channels), normal(channels, states)
+    arrays["P"], at = packed(a=a, dt_bias=bias, d=d)
+    text = shader(
+        "selective_step",
+        format=fmt,
+        blocks=sizes["blocks"],
+        channels=channels,
+        states=states,
+        rank=rank,
+        mixer_eps=None if mixer_eps is None else f"f32({mixer_eps})",
+        **at,
+    )
+    arrays |= {"BC": bc, "U": u, "Z": z, "Y": np.zeros(channels, np.float32), "SSM": state}
+    y, new = run(gpu, text, arrays, (-(-channels // 4),), "Y", "SSM")
+    parts = np.split(bc.astype(np.float64), (rank, rank + states))
+    if mixer_eps is not None:
+        parts = [part / np.sqrt((part**2).mean() + mixer_eps) for part in parts]
+    dt = softplus(w @ parts[0] + bias)
+    b, c = (np.repeat(v[None, None], channels, 1) for v in parts[1:])
+    wanted, after = scanned(u[None], dt[None], a, b, c, d, state)
+    close(y, wanted[0] * silu(z[channels:]))
+    close(new, after)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("dim", "rotated"), [(16, 16), (14, 0), (24, 6), (128, 128)])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool) -> None:
+    heads, kv, count, position, capacity = 6, 2, 3, 5, 9
+    qkv = normal(count, heads + 2 * kv, dim)
+    angles = normal(12, rotated // 2)
+    cos, sin = np.cos(angles), np.sin(angles)
+    gains = (normal(dim), normal(dim)) if qk_norm else (None, None)
+    p, at = packed(q_norm=gains[0], k_norm=gains[1])
+    text = shader(
+        "rotate",
+        heads=heads,
+        kv_heads=kv,
+        head_dim=dim,
+        rotated=rotated,
+        half=half,
+        qk_eps=EPS if qk_norm else None,
+        **at,
+    )
+    kept = np.float16 if half else np.float32
+    key, value = normal(capacity, kv, dim).astype(kept), normal(capacity, kv, dim).astype(kept)
+    arrays = {"QKV": qkv, "P": p, "COS": cos, "SIN": sin, "KEY": key, "VALUE": value, "CTL": control(position, count)}
+    q, new_key, new_value = run(gpu, text, arrays, (heads + 2 * kv, count), "QKV", "KEY", "VALUE")
+    whole = qkv.astype(np.float64)
+    parts = [whole[:, :heads], whole[:, heads : heads + kv]]
+    if qk_norm:
+        parts = [normed(part, gain) for part, gain in zip(parts, gains, strict=True)]
+    part_cos, part_sin = (v[position : position + count, None].astype(np.float64) for v in (cos, sin))
+    turned = []
+    for part in parts:
+        one, two = part[..., : rotated // 2], part[..., rotated // 2 : rotated]
+        rows = [one * part_cos - two * part_sin, two * part_cos + one * part_sin, part[..., rotated:]]
+        turned.append(np.concatenate(rows, -1))
+    close(q[:, :heads], turned[0])
+    rounding = 6e-4 if half else TOLERANCE
+    close(new_key[position : position + count], turned[1], rounding)
+    close(new_value[position : position + count], whole[:, heads + kv :], rounding)
+    others = [i for i in range(capacity) if not position <= i < position + count]
+    assert (new_key[others] == key[others]).all()
+    assert (new_value[others] == value[others]).all()
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 16), (5, 5, 14), (4, 1, 128), (3, 1, 70)])
+@pytest.mark.parametrize(("position", "count"), [(0, 1), (0, 5), (63, 2), (130, 3)])
+def test_attention(gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position: int, count: int) -> None:
+    """What lies in the cache after a token's own row does not count, whatever it is."""
+    capacity = position + count + 2
+    qkv = normal(count, heads + 2 * kv, dim, scale=dim**-0.25)
+    key, value = (normal(capacity, kv, dim).astype(np.float16 if half else np.float32) for _ in range(2))
+    key[position + count :] = value[position + count :] = np.nan
+    text = shader("attention", heads=heads, kv_heads=kv, head_dim=dim, half=half, per_thread=-(-dim // 64))
+    arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(position, count)}
+    [found] = run(gpu, text, {**arrays, "Y": np.zeros((count, heads, dim), np.float32)}, (heads, count), "Y")
+    for t in range(count):
+        rows = position + t + 1
+        k, v = (np.repeat(c[:rows].astype(np.float64), heads // kv, 1) for c in (key, value))
+        scores = np.einsum("hd,nhd->hn", qkv[t, :heads].astype(np.float64), k)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        close(found[t], np.einsum("hn,nhd->hd", weights / weights.sum(-1, keepdims=True), v))
+
+
+def test_scores_of_any_size_are_weighed(gpu: Gpu) -> None:
+    """An online softmax must not overflow, nor lose the one row that counts."""
+    key = np.zeros((200, 1, 16), np.float32)
+    key[:, 0, 0] = np.linspace(-3e4, 3e4, 200)
+    value = normal(200, 1, 16)
+    qkv = np.zeros((1, 3, 16), np.float32)
+    qkv[0, 0, 0] = 10.0
+    text = shader("attention", heads=1, kv_heads=1, head_dim=16, half=False, per_thread=1)
+    arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(199, 1), "Y": np.zeros((1, 16), np.float32)}
+    [found] = run(gpu, text, arrays, (1, 1), "Y")
+    close(found[0], value[199, 0])
