@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,26 +25,35 @@ def turn(daemon: DaemonProcess, messages: list[dict[str, str]], forced: Reply | 
 
 
 @pytest.mark.parametrize("quantization", ["f32", "int8"])
-def test_there_and_back(quantization: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "route",
+    [
+        ("litert", "litert", "openvino", "openvino", "litert"),
+        ("litert", "wgpu", "wgpu", "openvino", "wgpu", "litert"),
+    ],
+    ids=" ".join,
+)
+def test_there_and_back(quantization: str, route: tuple[str, ...], artifacts: TinyArtifacts, tmp_path: Path) -> None:
     name = f"granite-{quantization}"
-    here, there = artifacts[name], artifacts[f"openvino-{name}"]
+    paths = [artifacts[name if runtime == "litert" else f"{runtime}-{name}"] for runtime in route]
     messages, replies = [SYSTEM], []
-    for path in (here, here, there, there, here):
+    for path in paths:
         with DaemonProcess(path, tmp_path / "moved") as daemon:
             replies.append(turn(daemon, messages))
             daemon.kill()
     kinds = [r.usage["ssmd"]["resume"] for r in replies]
-    assert kinds == ["none", "exact", "portable", "exact", "portable"]
+    assert kinds == ["none", *("exact" if a == b else "portable" for a, b in pairwise(route))]
     assert len({r.session for r in replies}) == 1
     for reply in replies[1:]:  # what came before is not read again, whoever computed it
         assert fed(reply) < 100
         assert reply.usage["prompt_tokens_details"]["cached_tokens"] > 50
     stayed, others = [SYSTEM], []
-    with DaemonProcess(here, tmp_path / "stayed") as daemon:
+    with DaemonProcess(paths[0], tmp_path / "stayed") as daemon:
         others = [turn(daemon, stayed, forced=reply) for reply in replies]
-    assert [r.logprobs for r in replies[:2]] == [r.logprobs for r in others[:2]]
+    same_yet = 1 + (route[0] == route[1])
+    assert [r.logprobs for r in replies[:same_yet]] == [r.logprobs for r in others[:same_yet]]
     # A sampled token may tip over where logits differ by rounding: up to the first that did, the rest says nothing.
-    for moved, other in zip(replies[2:], others[2:], strict=True):
+    for moved, other in zip(replies[same_yet:], others[same_yet:], strict=True):
         pairs = np.array(list(zip(moved.logprobs, other.logprobs, strict=False)))
         assert len(pairs) == 24 or moved.text != other.text
         if quantization == "f32":

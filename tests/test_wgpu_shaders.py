@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ssmd_wgpu.device import Gpu, Region, adapters, choose, shader
+from ssmd_wgpu.device import Gpu, adapters, choose, shader
 from ssmd_wgpu.model import spread
 from ssmd_wgpu.pack import VALUES, Format, blocks, decoded, encode
+from ssmd_wgpu.recorder import Region
 
 Array = NDArray[Any]
 TOLERANCE = 1e-5  # of the largest value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ssmd.flat.graph import GraphError
 from ssmd.runtime import Device, RuntimeUnavailable
 from ssmd_wgpu import library
+from ssmd_wgpu.recorder import Recorder, Region
 
 BACKENDS = {"Vulkan": "vulkan", "Metal": "metal", "D3D12": "dx12", "OpenGL": "gl"}  # the best one first
 KINDS = {"DiscreteGPU": "discrete GPU", "IntegratedGPU": "integrated GPU", "CPU": "software on the processor"}
@@ -37,7 +38,6 @@ _NEEDED = {
     "max-compute-invocations-per-workgroup": 256,
     "max-compute-workgroup-size-x": 256,
 }
-_POLLS = 1000  # one is enough, as it waits
 _BINDING = re.compile(r"@group\((\d)\)\s*@binding\((\d)\)\s*var<storage,\s*(read|read_write)>\s*(\w+)\s*:")
 _SHADERS = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "shaders"),
@@ -137,15 +137,6 @@ def shader(file: str, **values: Any) -> str:
     return _SHADERS.get_template(f"{file}.wgsl").render(**values)
 
 
-@dataclass(frozen=True)
-class Region:
-    """A part of a buffer, in bytes."""
-
-    buffer: Any
-    offset: int
-    size: int
-
-
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A compiled shader. `bindings`: of each group, name -> number."""
@@ -176,13 +167,15 @@ class Gpu:
         most: int = min(self.limits["max-storage-buffer-binding-size"], self.limits["max-buffer-size"])
         return most // 16 * 16
 
-    def buffer(self, nbytes: int, *, readable: bool = False, mapped: bool = False) -> Any:
-        """A buffer of zeros; `readable`: by the host, not by shaders. Raises GraphError if there is no memory."""
+    def buffer(self, nbytes: int) -> Any:
+        """A buffer of zeros. Raises GraphError if there is no memory for it."""
         flags = library.wgpu().BufferUsage
-        usage = flags.MAP_READ | flags.COPY_DST if readable else flags.STORAGE | flags.COPY_SRC | flags.COPY_DST
+        usage = flags.STORAGE | flags.COPY_SRC | flags.COPY_DST
         size = max(16, -(-nbytes // 16) * 16)
+        if size > self.limits["max-buffer-size"]:
+            raise GraphError(f"a buffer of {size / 1e6:.0f} MB is beyond the max-buffer-size of {self.found.name}")
         try:
-            return self.device.create_buffer(size=size, usage=usage, mapped_at_creation=mapped)
+            return self.device.create_buffer(size=size, usage=usage)
         except Exception as err:
             raise GraphError(f"no memory for {nbytes / 1e6:.1f} MB on {self.found.name}: {err}") from err
 
@@ -191,22 +184,22 @@ class Gpu:
         return Region(buffer, 0, buffer.size)
 
     def uploaded(self, array: NDArray[Any]) -> Region:
-        """A buffer that holds the array, which is read once: from a mapped file into the device's memory."""
-        buffer = self.buffer(array.nbytes, mapped=True)
+        """A buffer that holds the array."""
+        region = self.region(array.nbytes)
         raw = array.reshape(-1).view(np.uint8)
-        whole = raw.nbytes // 4 * 4
-        if whole:
-            buffer.write_mapped(raw[:whole].data)
-        if whole != raw.nbytes:
-            buffer.write_mapped(raw[whole:].tobytes().ljust(4, b"\0"), whole)
-        buffer.unmap()
-        return Region(buffer, 0, buffer.size)
+        self.write(region, np.pad(raw, (0, -raw.nbytes % 4)))
+        return region
 
     def write(self, region: Region, data: NDArray[Any], offset: int = 0) -> None:
         if offset + data.nbytes > region.size:
             raise GraphError(f"{data.nbytes} bytes at {offset} are beyond the {region.size} of a buffer")
         if data.nbytes:
             self.queue.write_buffer(region.buffer, region.offset + offset, np.ascontiguousarray(data))
+
+    def wait(self) -> None:
+        """Until all that was submitted is done."""
+        self.recorder.submit([])
+        self.recorder.poll()
 
     def kernel(self, text: str) -> Kernel:
         """Compiled once for each text."""
@@ -255,107 +248,4 @@ class Gpu:
 
     @cached_property
     def recorder(self) -> Recorder:
-        return Recorder(self)
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Bytes from one buffer to another."""
-
-    source: Any
-    source_offset: int
-    target: Any
-    target_offset: int
-    size: int
-
-
-Dispatch = tuple[Any, Any, Any, int, int, int]  # pipeline, bind group 0, bind group 1 or None, workgroups x, y, z
-
-
-class Recorder:
-    """Records dispatches through C functions, all into one compute pass, submits them, and reads back."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        lib, ffi, _ = library.native()
-        self._lib, self._ffi = lib, ffi
-        self._device, self._queue = gpu.device._internal, gpu.queue._internal
-        self._encoder_descriptor = ffi.new("WGPUCommandEncoderDescriptor *")
-        self._pass_descriptor = ffi.new("WGPUComputePassDescriptor *")
-        self._buffer_descriptor = ffi.new("WGPUCommandBufferDescriptor *")
-        self._commands = ffi.new("WGPUCommandBuffer[1]")
-        self._staging: Any = None
-
-    def submit(
-        self, dispatches: Sequence[Dispatch], copies: Sequence[Copy] = (), clears: Sequence[Region] = ()
-    ) -> None:
-        """Clears, then dispatches, then copies, in order. Raises GraphError if the device refuses."""
-        lib, null = self._lib, self._ffi.NULL
-        with library.raising("submit"):
-            encoder = lib.wgpuDeviceCreateCommandEncoder(self._device, self._encoder_descriptor)
-            for region in clears:
-                lib.wgpuCommandEncoderClearBuffer(encoder, region.buffer._internal, region.offset, region.size)
-            if dispatches:
-                recorded = lib.wgpuCommandEncoderBeginComputePass(encoder, self._pass_descriptor)
-                set_pipeline, set_group = lib.wgpuComputePassEncoderSetPipeline, lib.wgpuComputePassEncoderSetBindGroup
-                dispatch, last = lib.wgpuComputePassEncoderDispatchWorkgroups, None
-                for pipeline, group0, group1, x, y, z in dispatches:
-                    if pipeline is not last:
-                        set_pipeline(recorded, pipeline)
-                        last = pipeline
-                    set_group(recorded, 0, group0, 0, null)
-                    if group1 is not None:
-                        set_group(recorded, 1, group1, 0, null)
-                    dispatch(recorded, x, y, z)
-                lib.wgpuComputePassEncoderEnd(recorded)
-                lib.wgpuComputePassEncoderRelease(recorded)
-            for c in copies:
-                lib.wgpuCommandEncoderCopyBufferToBuffer(
-                    encoder, c.source._internal, c.source_offset, c.target._internal, c.target_offset, c.size
-                )
-            self._commands[0] = lib.wgpuCommandEncoderFinish(encoder, self._buffer_descriptor)
-            lib.wgpuCommandEncoderRelease(encoder)
-            lib.wgpuQueueSubmit(self._queue, 1, self._commands)
-            lib.wgpuCommandBufferRelease(self._commands[0])
-
-    def read(self, dispatches: Sequence[Dispatch], regions: Sequence[Region]) -> list[NDArray[np.uint8]]:
-        """Submit, wait, and return fresh copies of these regions."""
-        total = sum(region.size for region in regions)
-        if self._staging is None or self._staging.size < total:
-            self._staging = self._gpu.buffer(total, readable=True)
-        copies, at = [], 0
-        for region in regions:
-            copies.append(Copy(region.buffer, region.offset, self._staging, at, region.size))
-            at += region.size
-        self.submit(dispatches, copies)
-        return self._mapped(total, [region.size for region in regions])
-
-    def _mapped(self, total: int, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        lib, ffi = self._lib, self._ffi
-        status: list[int] = []
-
-        @ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)")  # type: ignore[untyped-decorator]
-        def done(code: int, *_: Any) -> None:
-            status.append(int(code))
-
-        info = ffi.new("WGPUBufferMapCallbackInfo *")
-        info.mode, info.callback = lib.WGPUCallbackMode_AllowProcessEvents, done
-        with library.raising("read back"):
-            lib.wgpuBufferMapAsync(self._staging._internal, lib.WGPUMapMode_Read, 0, total, info[0])
-            for _ in range(_POLLS):
-                lib.wgpuDevicePoll(self._device, True, ffi.NULL)  # waits for what was submitted
-                if status:
-                    break
-            else:
-                raise GraphError("the device does not answer: it is lost")
-        if status[0] != lib.WGPUMapAsyncStatus_Success:
-            raise GraphError(f"the device gave nothing back (status {status[0]}): it is lost")
-        pointer = lib.wgpuBufferGetConstMappedRange(self._staging._internal, 0, total)
-        whole = np.frombuffer(ffi.buffer(pointer, total), np.uint8)
-        parts, at = [], 0
-        for size in sizes:
-            parts.append(whole[at : at + size].copy())
-            at += size
-        del whole
-        lib.wgpuBufferUnmap(self._staging._internal)
-        return parts
+        return Recorder(self.device, self.queue)

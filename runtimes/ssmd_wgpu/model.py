@@ -1,4 +1,4 @@
-"""A plan on a device: its weights uploaded, and the dispatches of a decode step and of a prefill over fixed buffers.
+"""A plan on a device: the dispatches of a decode step and of a prefill over fixed buffers.
 
 Buffers that all handles share, T tokens of one call: x (T, hidden) the residual stream; wide and qkv, what a
 first product gives; u, after a convolution; bc and dt, of Mamba-1; y, what a mixer gives; scale (T).
@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ssmd.flat.graph import GraphError
-from ssmd_wgpu.device import ALIGNMENT, Gpu, Kernel, Region, shader
-from ssmd_wgpu.pack import VALUES, Matrix, Weights, nbytes
+from ssmd_wgpu.device import ALIGNMENT, Gpu, Kernel, shader
+from ssmd_wgpu.pack import VALUES, Weights, nbytes
 from ssmd_wgpu.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
+from ssmd_wgpu.recorder import Region
+from ssmd_wgpu.resident import Part, Resident
 
 MOST_GROUPS = 65535  # of a dimension of a dispatch
 _NO_BOUND = 3.0e38  # of dt
@@ -35,6 +34,9 @@ class Tiling:
         return f"{self.threads_per_row}x{self.rows_per_thread}, {self.tile}"
 
 
+SOFTWARE, HARDWARE = Tiling(8, 4, 32), Tiling(16, 4, 64)
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """A dispatch without its handle. `layer`: whose state group 1 binds, where the kernel has a group 1.
@@ -49,17 +51,6 @@ class Op:
     tokens: int = 0
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """The vectors of a part of a layer, one after another in a region; `at` counts values, a multiple of 4 each."""
-
-    region: Region
-    at: dict[str, int]
-
-    def get(self, name: str) -> int | None:
-        return self.at.get(name)
-
-
 class Model:
     """Raises GraphError if the device has no room for it or refuses a shader."""
 
@@ -67,12 +58,10 @@ class Model:
         """`half`: whether keys and values are float16."""
         self.gpu, self.plan, self.most_tokens = gpu, plan, most_tokens
         self._half, self._tiling = half, tiling
-        self._matrices = {name: self._upload(m) for name, m in weights.matrices.items()}
-        self._parts = self._upload_vectors(weights.vectors)
-        if plan.rotated:
-            self._tables = {n.upper(): gpu.uploaded(weights.vectors[f"rope_{n}"]) for n in ("cos", "sin")}
-        self._shapes = {name: (m.rows, m.columns) for name, m in weights.matrices.items()}
+        weighty = Resident(gpu, plan, weights)
+        self._matrices, self._parts, self._tables = weighty.matrices, weighty.vectors, weighty.tables
         self._buffers = self._make_buffers()
+        weighty.upload()
         self._logits: Region | None = None
         self._heads: list[list[Op]] = []
         self.embed = list(self._embedding())
@@ -80,47 +69,6 @@ class Model:
         self.prefill = [op for i in range(len(plan.layers)) for op in self._layer(i, one=False)]
 
     # buffers
-
-    def _upload(self, m: Matrix) -> list[tuple[Region, Region | None, int, Matrix]]:
-        """Parts of whole rows that a binding can hold: values, scales, the first row, and how they stand."""
-        width = 16 * m.blocks
-        most = self.gpu.binding_bytes // width
-        if not most:
-            raise GraphError(f"a row of {width} bytes is more than a binding takes ({self.gpu.binding_bytes})")
-        made = []
-        if m.fmt == "int4" and most < m.rows:
-            most -= most % 2  # two scales stand in a word
-        for first in range(0, m.rows, most):
-            last = min(m.rows, first + most)
-            scales = None if m.scales is None else self.gpu.uploaded(m.scales[first:last])
-            part = Matrix(last - first, m.columns, m.fmt, m.values[:0], None)
-            made.append((self.gpu.uploaded(m.values[first:last]), scales, first, part))
-        return made
-
-    def _upload_vectors(self, vectors: dict[str, NDArray[np.float32]]) -> dict[str, Parameters]:
-        """By the part of the model that reads them: "", "layer3_mixer0", "layer3_mlp"."""
-        made = {"": self._packed({"norm": vectors["norm"]})}
-        for i, layer in enumerate(self.plan.layers):
-            to = f"layer{i}_"
-            for j, mixer in enumerate(layer.mixers):
-                own = {
-                    name: vectors[to + name] for name, _ in mixer.parameters(self.plan.hidden) if to + name in vectors
-                }
-                made[f"{to}mixer{j}"] = self._packed({"norm1": vectors[to + "norm1"], **own})
-            if layer.mlp is not None:
-                names = [name for name, _ in layer.mlp.parameters(self.plan.hidden) if to + name in vectors]
-                made[f"{to}mlp"] = self._packed({name: vectors[to + name] for name in names})
-        return made
-
-    def _packed(self, vectors: dict[str, NDArray[np.float32]]) -> Parameters:
-        at, places = 0, {}
-        for name, vector in vectors.items():
-            places[name] = at
-            at += -(-vector.size // 4) * 4
-        whole = np.zeros(at, np.float32)
-        for name, vector in vectors.items():
-            whole[places[name] : places[name] + vector.size] = vector.reshape(-1)
-        return Parameters(self.gpu.uploaded(whole), places)
 
     def _make_buffers(self) -> dict[str, Region]:
         plan, t = self.plan, self.most_tokens
@@ -163,18 +111,11 @@ class Model:
     # operations
 
     def _embedding(self) -> Iterator[Op]:
-        for values, scales, first, m in self._matrices["embedding"]:
-            text = shader(
-                "embed",
-                format=m.fmt,
-                blocks=m.blocks,
-                values=VALUES[m.fmt],
-                columns=m.columns,
-                first=first,
-                rows=m.rows,
-                scale=_f32(self.plan.embedding_scale),
-            )
-            yield self._op(text, {"W": values, "S": scales, "X": self._buffers["x"]}, (-(-m.blocks // 64), 1), tokens=1)
+        m, scale = self._matrices["embedding"], _f32(self.plan.embedding_scale)
+        for part in m.parts:
+            text = shader("embed", **m.sizes, first=part.first, rows=part.rows, scale=scale)
+            regions = {"W": part.values, "S": part.scales, "X": self._buffers["x"]}
+            yield self._op(text, regions, (-(-m.sizes["blocks"] // 64), 1), tokens=1)
 
     def _head(self, logits: Region) -> Iterator[Op]:
         name = "embedding" if self.plan.tied else "head"
@@ -220,11 +161,11 @@ class Model:
         if one:
             yield from self._product(to + "in", part, "x", "wide", True, gain=gain, end="mamba1", layer=i, **conv)
             yield from self._product(to + "x", part, "u", "bc", True)
-            [(values, _, _, w)] = self._matrices[to + "dt"]
+            w, values = self._matrices[to + "dt"], self._whole(to + "dt").values
             if w.fmt not in ("f32", "f16"):
                 raise GraphError(f"{to}dt is {w.fmt}; it may be f32 or f16")
             sizes = {"channels": m.inner, "states": m.states, "rank": m.rank, "mixer_eps": _maybe(m.mixer_eps)}
-            text = shader("selective_step", format=w.fmt, blocks=w.blocks, **sizes, **small)
+            text = shader("selective_step", format=w.fmt, blocks=w.sizes["blocks"], **sizes, **small)
             yield self._op(
                 text, {"W": values, **self._named("bc", "u", "y"), **self._wide(part)}, (-(-m.inner // 4), 1), i
             )
@@ -350,14 +291,10 @@ class Model:
                 name, part, x, self._buffers[y], norm=norm, bias=bias, end=end, layer=layer, **sizes
             )
             return
-        [(values, scales, _, m)] = self._whole(name)
-        tile = self._tiling.tile
+        m, whole, tile = self._matrices[name], self._whole(name), self._tiling.tile
         text = shader(
             "matmul",
-            format=m.fmt,
-            blocks=m.blocks,
-            values=VALUES[m.fmt],
-            columns=m.columns,
+            **m.sizes,
             rows=m.rows,
             tile=tile,
             stride=m.columns if stride is None else stride,
@@ -366,22 +303,21 @@ class Model:
             bias=bias,
             end=end,
         )
-        regions = {"W": values, "S": scales, "P": self._parts[part].region}
+        regions = {"W": whole.values, "S": whole.scales, "P": self._parts[part].region}
         regions |= {"X": self._buffers[x], "Y": self._buffers[y], "R": self._buffers["scale"]}
         yield self._op(text, regions, (-(-m.rows // tile), 1), tokens=tile)
 
-    def _whole(self, name: str) -> list[tuple[Region, Region | None, int, Matrix]]:
+    def _whole(self, name: str) -> Part:
         """A matrix that must be one binding. Raises GraphError with what would fit."""
-        parts = self._matrices[name]
-        if len(parts) > 1:
-            rows, columns = self._shapes[name]
-            fitting = [f for f in VALUES if nbytes(rows, columns, f) <= self.gpu.binding_bytes]
-            advice = f"build with --quant {fitting[-1]}" if fitting else "take a smaller model"
+        m, most = self._matrices[name], self.gpu.binding_bytes
+        if len(m.parts) > 1:
+            fitting = [f for f in VALUES if nbytes(m.rows, m.columns, f) <= most]
+            advice = f"build with --quant {fitting[0]}" if fitting else "take a smaller model"
             raise GraphError(
-                f"{name} needs a binding of {16 * parts[0][3].blocks * rows / 1e6:.0f} MB and {self.gpu.found.name} "
-                f"gives {self.gpu.binding_bytes / 1e6:.0f} MB (max-storage-buffer-binding-size): {advice}"
+                f"{name} needs a binding of {16 * m.sizes['blocks'] * m.rows / 1e6:.0f} MB and {self.gpu.found.name} "
+                f"gives {most / 1e6:.0f} MB (max-storage-buffer-binding-size): {advice}"
             )
-        return parts
+        return m.parts[0]
 
     def _matvec(
         self,
@@ -397,30 +333,25 @@ class Model:
         last_row: bool = False,
         **sizes: Any,
     ) -> Iterator[Op]:
-        parts = self._matrices[name] if last_row else self._whole(name)
-        t = self._tiling
-        for values, scales, first, m in parts:
-            rows = t.rows_per_thread if m.rows >= 512 else 2
-            each = 64 // t.threads_per_row * rows
+        m, t = self._matrices[name], self._tiling
+        for cut in m.parts if last_row else (self._whole(name),):
+            rows = t.rows_per_thread if cut.rows >= 512 else 2
             text = shader(
                 "matvec",
-                format=m.fmt,
-                blocks=m.blocks,
-                values=VALUES[m.fmt],
-                columns=m.columns,
-                rows=m.rows,
+                **m.sizes,
+                rows=cut.rows,
                 threads_per_row=t.threads_per_row,
                 rows_per_thread=rows,
-                first=first,
+                first=cut.first,
                 bias=bias,
                 end=end,
                 last_row=last_row,
                 **norm,
                 **sizes,
             )
-            regions = {"W": values, "S": scales, "P": self._parts[part].region}
+            regions = {"W": cut.values, "S": cut.scales, "P": self._parts[part].region}
             regions |= {"X": self._buffers[x], "Y": y, "U": self._buffers["u"]}
-            yield self._op(text, regions, spread(-(-m.rows // each)), layer)
+            yield self._op(text, regions, spread(-(-cut.rows // (64 // t.threads_per_row * rows))), layer)
 
     def _conv(self, part: str, layer: int, to: str, **sizes: Any) -> Op:
         regions = {"X": self._buffers["wide"], "U": self._buffers[to], "P": self._parts[part].region}

@@ -8,7 +8,7 @@ from ssmd.flat.graph import GraphError
 from ssmd.runtime import Device, ProgramError
 from ssmd_wgpu import library
 from ssmd_wgpu.device import Gpu, choose, devices
-from ssmd_wgpu.model import Model, Tiling
+from ssmd_wgpu.model import HARDWARE, SOFTWARE, Model
 from ssmd_wgpu.pack import FILE as WEIGHTS
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import FILE as PLAN
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ssmd.artifact import Artifact
 
 MOST_THREADS = 256
-SOFTWARE, HARDWARE = Tiling(8, 4, 32), Tiling(16, 4, 64)
 
 
 class WgpuRuntime:

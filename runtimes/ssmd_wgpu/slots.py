@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.state import StateSpec, TensorSpec
-from ssmd_wgpu.device import ALIGNMENT, Copy, Dispatch, Gpu, Kernel, Region
+from ssmd_wgpu.device import ALIGNMENT, Gpu, Kernel
 from ssmd_wgpu.model import Op
+from ssmd_wgpu.recorder import Copy, Dispatch, Region
 
 _BINDINGS = {"CONV": "conv", "SSM": "ssm", "KEY": "key", "VALUE": "value"}
 CONTROL = 4  # words before the tokens of a call: position, count, 0, 0

@@ -1,0 +1,196 @@
+"""The wgpu runtime on the adapter that it finds, at the shapes of four models with random weights: dispatches, what
+recording them costs, tokens/s and the share of memory bandwidth.
+
+    python benchmarks/gpu.py [MODEL…] [--device NAME] [--quant f16,int8,int4] [--count] [--json FILE]
+
+It needs ssmd's wheel and those of numpy, wgpu, pydantic and jinja2, nothing else. `--count`: nothing is computed, for
+adapters that are software. Bandwidth is that of a shader that reads 1 GiB, beside what a plain copy reads and writes.
+Decode: a token at a time, logits read back at each. A share of bandwidth counts weights and state, both read once a
+token and the recurrent state written once. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from ssmd.families.registry import family_of
+from ssmd.state import StateSpec
+from ssmd_wgpu import pack
+from ssmd_wgpu.build import plan_of
+from ssmd_wgpu.device import Gpu, choose
+from ssmd_wgpu.model import HARDWARE, SOFTWARE, Model
+from ssmd_wgpu.plan import Plan
+from ssmd_wgpu.recorder import Copy, Region
+from ssmd_wgpu.slots import Slot
+
+PROMPT, MOST = 512, 256
+MAMBA = {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "tie_word_embeddings": True}
+SHAPES: dict[str, dict[str, Any]] = {
+    "mamba-130m": MAMBA | {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 24, "vocab_size": 50280},
+    "mamba2-130m": {"model_type": "mamba2", "hidden_size": 768, "num_heads": 24, "head_dim": 64, "state_size": 128}
+    | {"n_groups": 1, "num_hidden_layers": 24, "vocab_size": 50288, "tie_word_embeddings": True},
+    "granite-4.0-h-350m": {"model_type": "granitemoehybrid", "hidden_size": 768, "num_hidden_layers": 32}
+    | {"layer_types": ["attention" if i in (10, 13, 17, 27) else "mamba" for i in range(32)], "num_local_experts": 0}
+    | {"num_attention_heads": 12, "num_key_value_heads": 4, "shared_intermediate_size": 2048, "mamba_n_heads": 48}
+    | {"mamba_d_head": 32, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2, "vocab_size": 100352}
+    | {"max_position_embeddings": 32768, "tie_word_embeddings": True},
+    "falcon-mamba-7b": MAMBA
+    | {"model_type": "falcon_mamba", "hidden_size": 4096, "intermediate_size": 8192, "time_step_rank": 256}
+    | {"num_hidden_layers": 64, "vocab_size": 65024, "tie_word_embeddings": False},
+}
+
+
+class Random:
+    """Stands for Weights: matrices of one shape share their bytes, which each is uploaded from for itself."""
+
+    def __init__(self, plan: Plan, quantization: pack.Format) -> None:
+        rng = np.random.default_rng(0)
+        made: dict[Any, pack.Matrix] = {}
+        self.matrices: dict[str, pack.Matrix] = {}
+        self.vectors: dict[str, Any] = {}
+        for name, shape in plan.parameters().items():
+            if not pack.is_matrix(name, shape):
+                self.vectors[name] = np.full(shape, -1.0 if name.endswith("_A") else 0.5, np.float32)
+                continue
+            fmt = pack.format_of(name, quantization)
+            if (shape, fmt) not in made:
+                few = rng.standard_normal((256, shape[1]), np.float32) * shape[1] ** -0.5
+                parts = [np.resize(part, (shape[0], *part.shape[1:])) for part in pack.encode(few, fmt)]
+                made[shape, fmt] = pack.Matrix(shape[0], shape[1], fmt, parts[0], parts[1] if len(parts) > 1 else None)
+            self.matrices[name] = made[shape, fmt]
+
+    @property
+    def nbytes(self) -> int:
+        """Read for one token: the embedding is a head, too, or only a row of it is."""
+        whole = {n: pack.nbytes(m.rows, m.columns, m.fmt) for n, m in self.matrices.items()}
+        if "head" in whole:
+            del whole["embedding"]
+        small: int = sum(v.nbytes for n, v in self.vectors.items() if not n.startswith("rope"))
+        return sum(whole.values()) + small
+
+
+def median_s(run: Any, times: int) -> float:
+    run()
+    taken = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+def bandwidth(gpu: Gpu) -> dict[str, float]:
+    """GB/s of a shader that reads and sums, and of a copy, which reads and writes."""
+    size = min(gpu.binding_bytes, (1 << 26) if gpu.found.software else (1 << 30)) // 4096 * 4096
+    text = f"""
+@group(0) @binding(0) var<storage, read> A: array<vec4<f32>>;
+@group(0) @binding(1) var<storage, read_write> B: array<f32>;
+@compute @workgroup_size(256)
+fn main(@builtin(global_invocation_id) at: vec3<u32>) {{
+  var s = vec4<f32>();
+  for (var i = at.x; i < {size // 16}u; i += {4096 * 256}u) {{ s += A[i]; }}
+  B[at.x % 65536u] = s.x + s.y + s.z + s.w;
+}}"""
+    a, b, out = gpu.region(size), gpu.region(size), gpu.region(4 * 65536)
+    kernel = gpu.kernel(text)
+    group = gpu.bound(kernel, 0, {"A": a, "B": out})
+    reading = [(kernel.pipeline._internal, group._internal, None, 4096, 1, 1)] * 4
+    small = Region(out.buffer, 0, 16)
+    read_s = median_s(lambda: gpu.recorder.read(reading, [small]), 7) / 4
+    copies = [Copy(a.buffer, 0, b.buffer, 0, size)] * 4
+
+    def copy() -> None:
+        gpu.recorder.submit([], copies)
+        gpu.recorder.read([], [small])
+
+    return {"read_gb_s": size / read_s / 1e9, "copy_gb_s": 2 * size / (median_s(copy, 7) / 4) / 1e9}
+
+
+def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, read_gb_s: float) -> dict[str, Any]:
+    family = family_of(SHAPES[name])
+    plan = plan_of(family, family.parse(SHAPES[name]), 2048)
+    weights = Random(plan, quantization)
+    if counting:  # all buffers are there, none is filled
+        gpu.write = lambda *_: None  # type: ignore[method-assign]
+    begin = time.perf_counter()
+    half = quantization != "f32"
+    tiling = SOFTWARE if gpu.found.software else HARDWARE
+    model = Model(gpu, plan, cast(pack.Weights, weights), MOST, half, tiling)
+    load_s = time.perf_counter() - begin
+    spec: StateSpec = plan.spec("float16" if half else "float32")
+    slot = Slot(gpu, spec, MOST, 1024)
+    head, region = model.head(0)
+    step = slot.dispatches([*model.embed, *model.decode, *head], 1)
+    row: dict[str, Any] = {
+        "model": name,
+        "quant": quantization,
+        "weights_mb": weights.nbytes / 1e6,
+        "dispatches": len(step),
+        "prefill_dispatches": len(model.embed) + len(model.prefill) + len(head),
+        "weight_reads_per_prompt_token": -(-MOST // tiling.tile) / MOST,
+        "load_s": load_s,
+    }
+    times = 100 if counting else 20
+    empty = [(p, a, b, 0, 0, 0) for p, a, b, *_ in step]  # the same recording, and no work
+    row["record_us"] = 1e6 * median_s(lambda: gpu.recorder.submit(empty), times) / len(step)
+    if counting:
+        return row
+    position = 0
+
+    def decode() -> None:
+        nonlocal position
+        slot.feed(position % 900, np.array([5], np.int32))
+        gpu.recorder.read(step, [region])
+        position += 1
+
+    def prompt() -> None:
+        for at in range(0, PROMPT, MOST):
+            slot.feed(at, np.full(MOST, 7, np.int32))
+            gpu.recorder.read(slot.dispatches([*model.embed, *model.prefill, *head], MOST), [region])
+
+    token_s = median_s(decode, 7 if gpu.found.software else 64)
+    prompt_s = median_s(prompt, 1 if gpu.found.software else 5)
+    recurrent = sum(t.nbytes_at(0) for t in spec.recurrent)
+    moved = weights.nbytes + 2 * recurrent
+    row |= {
+        "decode_tok_s": 1 / token_s,
+        "bandwidth_share": moved / token_s / 1e9 / read_gb_s,
+        "prefill_tok_s": PROMPT / prompt_s,
+        "prefill_over_decode": PROMPT / prompt_s * token_s,
+    }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(SHAPES), metavar="MODEL")
+    parser.add_argument("--device")
+    parser.add_argument("--quant", default="f16,int8,int4")
+    parser.add_argument("--count", action="store_true")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    found = choose(asked.device)
+    print(found.description, flush=True)
+    probe = bandwidth(Gpu(found))
+    print(f"a shader reads {probe['read_gb_s']:.1f} GB/s, a copy moves {probe['copy_gb_s']:.1f} GB/s", flush=True)
+    rows = []
+    for name in asked.models:
+        for quantization in asked.quant.split(","):
+            rows.append(measured(Gpu(found), name, quantization, asked.count, probe["read_gb_s"]))
+            print(
+                "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()),
+                flush=True,
+            )
+    if asked.json:
+        asked.json.write_text(json.dumps({"adapter": found.description, **probe, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Records dispatches through C functions, all into one compute pass, submits them, and reads back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.flat.graph import GraphError
+from ssmd_wgpu import library
+
+_POLLS = 1000  # one is enough, as it waits
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a buffer, in bytes."""
+
+    buffer: Any
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes from one buffer to another."""
+
+    source: Any
+    source_offset: int
+    target: Any
+    target_offset: int
+    size: int
+
+
+Dispatch = tuple[Any, Any, Any, int, int, int]  # pipeline, bind group 0, bind group 1 or None, workgroups x, y, z
+
+
+class Recorder:
+    """Of one device."""
+
+    def __init__(self, device: Any, queue: Any) -> None:
+        self._wrapped = device
+        lib, ffi, _ = library.native()
+        self._lib, self._ffi = lib, ffi
+        self._device, self._queue = device._internal, queue._internal
+        self._encoder_descriptor = ffi.new("WGPUCommandEncoderDescriptor *")
+        self._pass_descriptor = ffi.new("WGPUComputePassDescriptor *")
+        self._buffer_descriptor = ffi.new("WGPUCommandBufferDescriptor *")
+        self._commands = ffi.new("WGPUCommandBuffer[1]")
+        self._staging: Any = None
+
+    def submit(
+        self, dispatches: Sequence[Dispatch], copies: Sequence[Copy] = (), clears: Sequence[Region] = ()
+    ) -> None:
+        """Clears, then dispatches, then copies, in order. Raises GraphError if the device refuses."""
+        lib, null = self._lib, self._ffi.NULL
+        with library.raising("submit"):
+            encoder = lib.wgpuDeviceCreateCommandEncoder(self._device, self._encoder_descriptor)
+            for region in clears:
+                lib.wgpuCommandEncoderClearBuffer(encoder, region.buffer._internal, region.offset, region.size)
+            if dispatches:
+                recorded = lib.wgpuCommandEncoderBeginComputePass(encoder, self._pass_descriptor)
+                set_pipeline, set_group = lib.wgpuComputePassEncoderSetPipeline, lib.wgpuComputePassEncoderSetBindGroup
+                dispatch, last = lib.wgpuComputePassEncoderDispatchWorkgroups, None
+                for pipeline, group0, group1, x, y, z in dispatches:
+                    if pipeline is not last:
+                        set_pipeline(recorded, pipeline)
+                        last = pipeline
+                    set_group(recorded, 0, group0, 0, null)
+                    if group1 is not None:
+                        set_group(recorded, 1, group1, 0, null)
+                    dispatch(recorded, x, y, z)
+                lib.wgpuComputePassEncoderEnd(recorded)
+                lib.wgpuComputePassEncoderRelease(recorded)
+            for c in copies:
+                lib.wgpuCommandEncoderCopyBufferToBuffer(
+                    encoder, c.source._internal, c.source_offset, c.target._internal, c.target_offset, c.size
+                )
+            self._commands[0] = lib.wgpuCommandEncoderFinish(encoder, self._buffer_descriptor)
+            lib.wgpuCommandEncoderRelease(encoder)
+            lib.wgpuQueueSubmit(self._queue, 1, self._commands)
+            lib.wgpuCommandBufferRelease(self._commands[0])
+
+    def poll(self) -> None:
+        """Wait for the device, and have it answer."""
+        self._lib.wgpuDevicePoll(self._device, True, self._ffi.NULL)
+
+    def read(self, dispatches: Sequence[Dispatch], regions: Sequence[Region]) -> list[NDArray[np.uint8]]:
+        """Submit, wait, and return fresh copies of these regions."""
+        total = sum(region.size for region in regions)
+        if self._staging is None or self._staging.size < total:
+            self._staging = self._make_staging(total)
+        copies, at = [], 0
+        for region in regions:
+            copies.append(Copy(region.buffer, region.offset, self._staging, at, region.size))
+            at += region.size
+        self.submit(dispatches, copies)
+        return self._mapped(total, [region.size for region in regions])
+
+    def _mapped(self, total: int, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+        lib, ffi = self._lib, self._ffi
+        status: list[int] = []
+
+        @ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)")  # type: ignore[untyped-decorator]
+        def done(code: int, *_: Any) -> None:
+            status.append(int(code))
+
+        info = ffi.new("WGPUBufferMapCallbackInfo *")
+        info.mode, info.callback = lib.WGPUCallbackMode_AllowProcessEvents, done
+        with library.raising("read back"):
+            lib.wgpuBufferMapAsync(self._staging._internal, lib.WGPUMapMode_Read, 0, total, info[0])
+            for _ in range(_POLLS):
+                self.poll()
+                if status:
+                    break
+            else:
+                raise GraphError("the device does not answer: it is lost")
+        if status[0] != lib.WGPUMapAsyncStatus_Success:
+            raise GraphError(f"the device gave nothing back (status {status[0]}): it is lost")
+        pointer = lib.wgpuBufferGetConstMappedRange(self._staging._internal, 0, total)
+        whole = np.frombuffer(ffi.buffer(pointer, total), np.uint8)
+        parts, at = [], 0
+        for size in sizes:
+            parts.append(whole[at : at + size].copy())
+            at += size
+        del whole
+        lib.wgpuBufferUnmap(self._staging._internal)
+        return parts
+
+    def _make_staging(self, nbytes: int) -> Any:
+        flags = library.wgpu().BufferUsage
+        try:
+            return self._wrapped.create_buffer(size=-(-nbytes // 16) * 16, usage=flags.MAP_READ | flags.COPY_DST)
+        except Exception as err:
+            raise GraphError(f"no memory to read {nbytes / 1e6:.1f} MB back: {err}") from err
