@@ -23,7 +23,7 @@ from ssmd.keeper import Keeper
 from ssmd.lane import Lane
 from ssmd.metrics import Metrics
 from ssmd.prompt import Planner
-from ssmd.runtime import Logits, Program
+from ssmd.runtime import Logits, Program, StateLost
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.store import Store
 from ssmd.text.template import ChatTemplate
@@ -188,8 +188,13 @@ class Engine:
             work()
         except Exception as err:
             log.exception("a step failed")
+            lost = isinstance(err, StateLost)  # who asks again goes on from the last checkpoint
             for g in [g for g in generations if g in self._running]:
-                g.error = Rejected(f"generation failed: {err}", status=500, code="generation_failed")
+                g.error = (
+                    Rejected(str(err), status=503, code="device_lost", retry_after_s=1)
+                    if lost
+                    else Rejected(f"generation failed: {err}", status=500, code="generation_failed")
+                )
                 self._cancel(g)
 
     def _advance_prompt(self, g: Generation, others: bool) -> None:

@@ -27,6 +27,13 @@ class ProgramError(ValueError):
     """A call that a program refuses before anything ran; the handle is unharmed."""
 
 
+class StateLost(RuntimeError):
+    """The device went away, and with it the state of the handles on it, which are of no use but to be released.
+
+    The program works again, or tries to at its next call.
+    """
+
+
 class RuntimeUnavailable(RuntimeError):
     """No runtime of that name, or it cannot run here; the message says what to install or change."""
 

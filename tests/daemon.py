@@ -57,7 +57,7 @@ def daemon(
 ) -> Iterator[Daemon]:
     """`data_dir` None keeps nothing."""
     artifact = Artifact.open(path)
-    program = get_runtime("litert").load(artifact, threads=1)
+    program = get_runtime(artifact.manifest.runtime).load(artifact, threads=1)
     store = None if data_dir is None else Store.open(data_dir)
     engine = Engine(artifact, program, store, metrics=Metrics(), max_running=max_running, max_queue=max_queue)
     engine.start()

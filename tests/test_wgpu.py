@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from conftest import TinyArtifacts
 from contract.driving import decode, started
+from daemon import daemon, whole_text
 
 from ssmd.artifact import Artifact
 from ssmd.families.registry import family_of
 from ssmd.flat.graph import GraphError
-from ssmd.runtime import ProgramError, RuntimeUnavailable
+from ssmd.runtime import ProgramError, RuntimeUnavailable, StateLost
 from ssmd.source import Source
 from ssmd.state import State
 from ssmd.verify import verify
@@ -408,3 +409,66 @@ def test_what_to_install_depends_on_the_system() -> None:
     assert "mesa-vulkan-drivers" in texts[0]
     assert "macOS" in texts[1]
     assert "driver of your graphics card" in texts[2]
+
+
+# A device that goes away.
+
+
+@pytest.mark.parametrize("name", ["vulkan", "gl"])
+def test_a_lost_device_is_opened_again(granite: Artifact, name: str) -> None:
+    if name not in {a.name for a in adapters()}:
+        pytest.skip(f"no adapter {name} here")
+    one = WgpuRuntime().load(granite, device=name)
+    handle, other = started(one, IDS[:50]), started(one, IDS[:20])
+    state = one.save(handle)
+    expected = decode(one, handle, IDS[:3]).tobytes()
+    one._gpu.device.destroy()
+    with pytest.raises(StateLost, match="was lost and is open again: ask once more"):
+        one.decode([handle], [1])
+    for use in (lambda: one.decode([handle], [1]), lambda: one.save(other), lambda: one.clone(other)):
+        with pytest.raises(StateLost, match="was lost with its device"):
+            use()
+    again = one.restore(state)
+    assert decode(one, again, IDS[:3]).tobytes() == expected
+    for gone in (handle, other, again):
+        one.release(gone)
+    for use in (one.new_state, lambda: one.restore(state)):  # whatever call is the first to find out
+        one._gpu.device.destroy()
+        with pytest.raises(StateLost):
+            use()
+    assert decode(one, one.restore(state), IDS[:3]).tobytes() == expected
+    one.close()
+
+
+def test_a_device_that_stays_away_is_tried_at_every_call(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = WgpuRuntime().load(granite)
+    state = one.save(started(one, IDS[:20]))
+    monkeypatch.setattr(device, "adapters", list)
+    one._gpu.device.destroy()
+    with pytest.raises(StateLost, match=r"the GPU is lost .*see ssmd doctor"):
+        one.new_state()
+    with pytest.raises((StateLost, RuntimeUnavailable)):
+        one.new_state()
+    monkeypatch.undo()
+    assert one.position(one.restore(state)) == 20
+    one.close()
+
+
+def test_a_conversation_outlives_its_device(granite: Artifact, tmp_path: Path) -> None:
+    """The request that finds the device lost is told to come back; the next one goes on from the checkpoint."""
+    with daemon(granite.path, tmp_path) as one:
+        first = one.chat("Remember the number 42")
+        program: Any = one.engine.program
+        program._gpu.device.destroy()
+        messages = [
+            {"role": "user", "content": "Remember the number 42"},
+            {"role": "assistant", "content": whole_text(first)},
+            {"role": "user", "content": "Which number?"},
+        ]
+        refused = one.chat(messages=messages)
+        assert (refused.status, refused.error["code"]) == (503, "device_lost")
+        assert refused.headers["retry-after"] == "1"
+        second = one.chat(messages=messages)
+        assert second.status == 200
+        assert second.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
+        assert second.json["usage"]["ssmd"]["resume"] == "exact"

@@ -194,7 +194,18 @@ class Gpu:
         if offset + data.nbytes > region.size:
             raise GraphError(f"{data.nbytes} bytes at {offset} are beyond the {region.size} of a buffer")
         if data.nbytes:
-            self.queue.write_buffer(region.buffer, region.offset + offset, np.ascontiguousarray(data))
+            try:
+                self.queue.write_buffer(region.buffer, region.offset + offset, np.ascontiguousarray(data))
+            except Exception as err:
+                raise GraphError(f"nothing can be written to {self.found.name}: {err}") from err
+
+    def answers(self) -> bool:
+        """Whether the device is still there."""
+        try:
+            self.recorder.probe()
+        except GraphError:
+            return False
+        return True
 
     def wait(self) -> None:
         """Until all that was submitted is done."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssmd.flat.graph import GraphError
+from ssmd_wgpu import library
 from ssmd_wgpu.device import ALIGNMENT, Gpu, Kernel, shader
 from ssmd_wgpu.pack import VALUES, Weights, nbytes
 from ssmd_wgpu.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
@@ -91,6 +92,11 @@ class Model:
                 else:
                     grow(qkv=m.rows, y=m.heads * m.head_dim)
         return {name: self.gpu.region(4 * size * t) for name, size in width.items()}
+
+    @property
+    def producer(self) -> str:
+        """What an exact resume needs beside the build: other drivers and other tilings sum in another order."""
+        return f"wgpu {library.package_version()}; {self.gpu.found.description}; {self._tiling}"
 
     @property
     def row_bytes(self) -> int:

@@ -6,10 +6,12 @@ logits come back. Handles beyond what is kept on the device wait in host memory,
 
 from __future__ import annotations
 
+import logging
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.flat.graph import GraphError
-from ssmd.runtime import Handle, Logits, ProgramError
+from ssmd.runtime import Handle, Logits, ProgramError, RuntimeUnavailable, StateLost
 from ssmd.state import DTYPES, Part, State, StateError
+from ssmd_wgpu.device import Gpu
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.slots import Slot
 
 if TYPE_CHECKING:
     from ssmd.artifact import Manifest
 
+log = logging.getLogger(__name__)
 FIRST_CAPACITY = 512  # tokens that a handle's caches have room for at first; twice as many whenever that is too few
 RESIDENT = 16  # handles on the device at once
 _SPARE = 4  # slots of released handles that are kept for the next ones
@@ -41,12 +45,14 @@ class _Missing:
 
 @dataclass(eq=False)
 class _Handle:
-    """With a slot, it is on the device; with `away`, its state is in host memory; with neither, it was released."""
+    """With a slot, it is on the device; with `away`, its state is in host memory; with neither, it was released or
+    lost."""
 
     program: WgpuProgram
     slot: Slot | None
     position: int = 0
     away: State | None = None
+    lost: bool = False  # with its device
     missing: _Missing | None = None
     parts: dict[str, NDArray[Any]] = field(default_factory=dict)  # of a reserved handle: recurrent tensors so far
 
@@ -54,15 +60,17 @@ class _Handle:
 class WgpuProgram:
     """A loaded artifact. Every method may be called from any thread; calls wait for one another."""
 
-    def __init__(self, model: Model, manifest: Manifest, producer: str) -> None:
+    def __init__(self, load: Callable[[], Model], manifest: Manifest) -> None:
+        """`load`: the artifact onto a device that is opened for it; once more when that device is lost."""
         self.spec = manifest.spec
         self.buckets = manifest.buckets
         self.context = manifest.context
         self.vocabulary = manifest.vocabulary
-        self.producer = producer
         self.threads = 1  # of the processor: it only records
         self.resident = RESIDENT
-        self._model, self._gpu = model, model.gpu
+        self._load_model = load
+        self._loaded: Model | None = load()
+        self.producer = self._loaded.producer
         self._lock = threading.RLock()
         self._closed = False
         self._live: OrderedDict[_Handle, None] = OrderedDict()  # those on the device, the one used last is the last
@@ -71,7 +79,7 @@ class WgpuProgram:
     # calls of the contract
 
     def new_state(self) -> Handle:
-        with self._lock:
+        with self._lock, self._device():
             return self._new_handle(0)
 
     def prefill(self, handle: Handle, tokens: Sequence[int]) -> Logits:
@@ -80,11 +88,12 @@ class WgpuProgram:
             raise ProgramError(f"a prefill takes 1 to {self.buckets[-1]} tokens, not {len(ids)}")
         with self._lock:
             self._check_handle(handle, len(ids))
-            slot = self._at_hand(handle, len(ids))
-            slot.feed(handle.position, ids)
-            head, region = self._model.head(0)
-            ops = [*self._model.embed, *(self._model.prefill if len(ids) > 1 else self._model.decode), *head]
-            [row] = self._gpu.recorder.read(slot.dispatches(ops, len(ids)), [region])
+            with self._device() as model:
+                slot = self._at_hand(handle, len(ids))
+                slot.feed(handle.position, ids)
+                head, region = model.head(0)
+                ops = [*model.embed, *(model.prefill if len(ids) > 1 else model.decode), *head]
+                [row] = model.gpu.recorder.read(slot.dispatches(ops, len(ids)), [region], probed=True)
             handle.position += len(ids)
             return row.view(np.float32)
 
@@ -100,21 +109,22 @@ class WgpuProgram:
             logits = np.empty((len(handles), self.vocabulary), np.float32)
             for first in range(0, len(handles), self.resident):  # no more than can be on the device at once
                 part = slice(first, first + self.resident)
-                self._decode(handles[part], ids[part], logits[part])
+                with self._device() as model:
+                    self._decode(model, handles[part], ids[part], logits[part])
             return logits
 
-    def _decode(self, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
+    def _decode(self, model: Model, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
         dispatches, regions = [], []
         slots = [self._at_hand(handle, 1) for handle in handles]
-        heads = [self._model.head(row) for row in reversed(range(len(handles)))][::-1]  # the last one makes room
+        heads = [model.head(row) for row in reversed(range(len(handles)))][::-1]  # the last one makes room
         for handle, slot, (head, region), i in zip(handles, slots, heads, range(len(ids)), strict=True):
             slot.feed(handle.position, ids[i : i + 1])
             if not slot.decode:
-                slot.decode = slot.dispatches([*self._model.embed, *self._model.decode], 1)
+                slot.decode = slot.dispatches([*model.embed, *model.decode], 1)
             dispatches += slot.decode
             dispatches += slot.dispatches(head, 1)
             regions.append(region)
-        for i, row in enumerate(self._gpu.recorder.read(dispatches, regions)):
+        for i, row in enumerate(model.gpu.recorder.read(dispatches, regions, probed=True)):
             logits[i] = row.view(np.float32)
         for handle in handles:
             handle.position += 1
@@ -133,7 +143,8 @@ class WgpuProgram:
             if handle.away is not None:
                 rows = {t.name: handle.away.tensors[t.name][:, since:] for t in self.spec.rows}
                 return State(handle.position, since, {**handle.away.tensors, **rows})
-            return self._read(handle.slot, since, handle.position)
+            with self._device():
+                return self._read(handle.slot, since, handle.position)
 
     def restore(self, state: State) -> Handle:
         if state.since:
@@ -147,7 +158,8 @@ class WgpuProgram:
         if position < 0 or (self.context is not None and position > self.context):
             raise StateError(f"the state has {position} tokens, the context is {self.context}")
         with self._lock:
-            handle = self._new_handle(position)
+            with self._device():
+                handle = self._new_handle(position)
             handle.position = position if not self.spec.rows else 0
             handle.missing = _Missing(position, {t.name for t in self.spec.recurrent})
             return handle
@@ -170,14 +182,16 @@ class WgpuProgram:
                 )
             slot = handle.slot
             assert slot is not None  # a handle that is not whole is never sent away
-            for name in recurrent:
-                self._gpu.write(slot.regions[name], np.ascontiguousarray(part.tensors[name], np.float32))
-            if has_rows:
+            with self._device() as model:
+                for name in recurrent:
+                    model.gpu.write(slot.regions[name], np.ascontiguousarray(part.tensors[name], np.float32))
                 for t, region in zip(self.spec.rows, slot.row_regions(part.first, part.last), strict=True):
-                    rows = part.tensors[t.name].transpose(1, 0, 2)  # (n, G, D) as it stands there
-                    if t.numpy_dtype != DTYPES["float32"] and rows.dtype == DTYPES["float32"]:
-                        rows = rows.clip(-_FLOAT16_MAX, _FLOAT16_MAX)
-                    self._gpu.write(region, np.ascontiguousarray(rows, t.numpy_dtype))
+                    if has_rows:
+                        rows = part.tensors[t.name].transpose(1, 0, 2)  # (n, G, D) as it stands there
+                        if t.numpy_dtype != DTYPES["float32"] and rows.dtype == DTYPES["float32"]:
+                            rows = rows.clip(-_FLOAT16_MAX, _FLOAT16_MAX)
+                        model.gpu.write(region, np.ascontiguousarray(rows, t.numpy_dtype))
+            if has_rows:
                 handle.position = part.last
             missing.recurrent -= recurrent
             if handle.position == missing.position and not missing.recurrent:
@@ -186,10 +200,11 @@ class WgpuProgram:
     def clone(self, handle: Handle) -> Handle:
         with self._lock:
             self._check_handle(handle, 0)
-            slot = self._at_hand(handle, 0)
-            twin = self._new_handle(handle.position, keep=handle)
-            assert twin.slot is not None
-            twin.slot.take(slot, handle.position)
+            with self._device():
+                slot = self._at_hand(handle, 0)
+                twin = self._new_handle(handle.position, keep=handle)
+                assert twin.slot is not None
+                twin.slot.take(slot, handle.position)
             twin.position = handle.position
             return twin
 
@@ -211,9 +226,45 @@ class WgpuProgram:
                 handle.slot = None
             self._live.clear()
             self._spare.clear()
-            del self._model
+            self._loaded = None
 
     # what is inside
+
+    @contextmanager
+    def _device(self) -> Iterator[Model]:
+        """The model on its device. If that is lost inside, it is loaded again, and StateLost raised."""
+        if self._closed:
+            raise ProgramError("the program is closed")
+        try:
+            if self._loaded is None:
+                self._loaded = self._load_model()
+            yield self._loaded
+        except GraphError as err:
+            if self._loaded is not None and self._loaded.gpu.answers():
+                raise
+            log.exception("the device is lost; the program is loaded again")
+            for handle in self._live:
+                handle.slot, handle.lost = None, True
+            self._live.clear()
+            self._spare.clear()
+            self._loaded = None
+            try:
+                self._loaded = self._load_model()
+                self.producer = self._loaded.producer  # another adapter may have taken its place
+            except (GraphError, RuntimeUnavailable) as again:
+                raise StateLost(f"the GPU is lost ({again}); see ssmd doctor") from err
+            raise StateLost(
+                "the GPU was lost and is open again: ask once more, it goes on from what is stored"
+            ) from err
+
+    @property
+    def _model(self) -> Model:
+        assert self._loaded is not None  # inside `_device`
+        return self._loaded
+
+    @property
+    def _gpu(self) -> Gpu:
+        return self._model.gpu
 
     def _check_tokens(self, tokens: Sequence[int]) -> NDArray[np.int32]:
         """Raises ProgramError for what is no id of the vocabulary, before anything runs."""
@@ -231,6 +282,8 @@ class WgpuProgram:
             raise ProgramError("the program is closed")
         if not isinstance(handle, _Handle) or handle.program is not self:
             raise ProgramError("the handle belongs to another program")
+        if handle.lost:
+            raise StateLost("this state was lost with its device")
         if handle.slot is None and handle.away is None:
             raise ProgramError("the handle was released")
         if whole and handle.missing is not None:

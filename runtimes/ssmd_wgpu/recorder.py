@@ -42,7 +42,7 @@ class Recorder:
     """Of one device."""
 
     def __init__(self, device: Any, queue: Any) -> None:
-        self._wrapped = device
+        self._wrapped, self._queue_wrapped = device, queue
         lib, ffi, _ = library.native()
         self._lib, self._ffi = lib, ffi
         self._device, self._queue = device._internal, queue._internal
@@ -51,11 +51,29 @@ class Recorder:
         self._buffer_descriptor = ffi.new("WGPUCommandBufferDescriptor *")
         self._commands = ffi.new("WGPUCommandBuffer[1]")
         self._staging: Any = None
+        self._scratch = device.create_buffer(size=16, usage=library.wgpu().BufferUsage.COPY_DST)
+
+    def probe(self) -> None:
+        """Raises GraphError if the device is lost: a submission to such a one would end the process."""
+        try:
+            self._queue_wrapped.write_buffer(self._scratch, 0, bytes(16))
+        except Exception as err:
+            raise GraphError(f"the device is lost: {err}") from err
 
     def submit(
-        self, dispatches: Sequence[Dispatch], copies: Sequence[Copy] = (), clears: Sequence[Region] = ()
+        self,
+        dispatches: Sequence[Dispatch],
+        copies: Sequence[Copy] = (),
+        clears: Sequence[Region] = (),
+        *,
+        probed: bool = False,
     ) -> None:
-        """Clears, then dispatches, then copies, in order. Raises GraphError if the device refuses."""
+        """Clears, then dispatches, then copies, in order. `probed`: something was written to the device just before.
+
+        Raises GraphError if the device refuses or is lost.
+        """
+        if not probed:
+            self.probe()
         lib, null = self._lib, self._ffi.NULL
         with library.raising("submit"):
             encoder = lib.wgpuDeviceCreateCommandEncoder(self._device, self._encoder_descriptor)
@@ -88,7 +106,9 @@ class Recorder:
         """Wait for the device, and have it answer."""
         self._lib.wgpuDevicePoll(self._device, True, self._ffi.NULL)
 
-    def read(self, dispatches: Sequence[Dispatch], regions: Sequence[Region]) -> list[NDArray[np.uint8]]:
+    def read(
+        self, dispatches: Sequence[Dispatch], regions: Sequence[Region], *, probed: bool = False
+    ) -> list[NDArray[np.uint8]]:
         """Submit, wait, and return fresh copies of these regions."""
         total = sum(region.size for region in regions)
         if self._staging is None or self._staging.size < total:
@@ -97,7 +117,7 @@ class Recorder:
         for region in regions:
             copies.append(Copy(region.buffer, region.offset, self._staging, at, region.size))
             at += region.size
-        self.submit(dispatches, copies)
+        self.submit(dispatches, copies, probed=probed)
         return self._mapped(total, [region.size for region in regions])
 
     def _mapped(self, total: int, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:

@@ -52,13 +52,15 @@ class WgpuRuntime:
             )
         if plan.vocabulary != manifest.vocabulary or (manifest.context or 0) > plan.context:
             raise ProgramError(f"artifact {artifact.path}: its plan does not fit its manifest; build it again")
-        weights = Weights(artifact.file(WEIGHTS), plan.parameters())
-        found = choose(device)
-        gpu = Gpu(found)
-        tiling = SOFTWARE if found.software else HARDWARE
+        parameters = plan.parameters()
+        Weights(artifact.file(WEIGHTS), parameters)  # before a device is asked for anything
+
+        def model() -> Model:
+            gpu = Gpu(choose(device))
+            tiling = SOFTWARE if gpu.found.software else HARDWARE
+            return Model(gpu, plan, Weights(artifact.file(WEIGHTS), parameters), manifest.buckets[-1], half, tiling)
+
         try:
-            model = Model(gpu, plan, weights, manifest.buckets[-1], half, tiling)
+            return WgpuProgram(model, manifest)
         except GraphError as err:
-            raise ProgramError(f"artifact {artifact.path} does not run on {found.name} here: {err}") from err
-        producer = f"wgpu {library.package_version()}; {found.description}; {tiling}"
-        return WgpuProgram(model, manifest, producer)
+            raise ProgramError(f"artifact {artifact.path} does not run on {device or 'the GPU'} here: {err}") from err
