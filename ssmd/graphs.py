@@ -200,15 +200,15 @@ def choose(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[Stripped
     return None, "; ".join(why) + nearest
 
 
-def unusable(runtime: str) -> str:
-    """Why a runtime cannot run on this processor, or "". Imports it."""
+def unusable(runtime: str, device: str = "cpu") -> str:
+    """Why a runtime cannot run on a device of this machine, or "". Imports it."""
     if runtime == "npu":
         return "ssmd has no stripped graphs for the NPU"
     try:
         devices = get_runtime(runtime).devices()
     except RuntimeUnavailable as err:
         return str(err)
-    return next((d.why_not for d in devices if d.name == "cpu"), f"runtime {runtime} has no device cpu")
+    return next((d.why_not for d in devices if d.name == device), f"runtime {runtime} has no device {device}")
 
 
 def file_name(name: str, runtime: str, device_class: str, quantization: str) -> str:

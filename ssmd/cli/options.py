@@ -15,7 +15,10 @@ Runtime = Annotated[
     str | None, typer.Option(help="Use this runtime's artifact; auto picks the best that runs here.", metavar="NAME")
 ]
 Device = Annotated[
-    str | None, typer.Option(help="cpu, gpu or npu; else what the artifact was built for.", metavar="NAME")
+    str | None,
+    typer.Option(
+        help="cpu, gpu or npu, of wgpu also vulkan, gl, metal or dx12; else what it was built for.", metavar="NAME"
+    ),
 ]
 Threads = Annotated[int | None, typer.Option(help="Compute threads.", metavar="N")]
 DataDir = Annotated[Path | None, typer.Option(help="Where sessions are kept.", metavar="DIR")]
@@ -34,7 +37,7 @@ Buckets = Annotated[
 Context = Annotated[
     str | None,
     typer.Option(
-        help="Tokens that a conversation can have, else 2048, of OpenVINO 8192; several: capacities to move up by.",
+        help="Tokens that a conversation can have, else 2048, of OpenVINO and wgpu 8192; several: KV tiers.",
         metavar="N",
     ),
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +17,8 @@ from ssmd.cli import options
 from ssmd.cli.failure import INTERRUPTED, fail
 
 if TYPE_CHECKING:
+    from ssmd.artifact import Artifact
+    from ssmd.authoring.building import Packer
     from ssmd.config import Settings
     from ssmd.hub import HubFile
     from ssmd.source import Source
@@ -66,10 +68,13 @@ def pull(
         artifact = None
         if to is None:
             source = Source.open(path)
+            own, packer = name.rpartition("/")[2], packer_of(runtime)
             wanted = [runtime] if runtime is not None else graphs.RUNTIMES
-            graph, why_not = graphs.choose(source.config, wanted)
-            if graph is not None:
-                artifact = refitted(graph, source, name.rpartition("/")[2], settings, say, force=force)
+            graph, why_not = (None, "") if packer else graphs.choose(source.config, wanted)
+            if packer is not None:
+                artifact = packed(packer, source, own, settings, say, force=force)
+            elif graph is not None:
+                artifact = refitted(graph, source, own, settings, say, force=force)
             elif runtime is not None:
                 advice = f"ssmd build {name if folder is None else folder} --runtime {runtime}"
                 fail(f"{why_not}; with PyTorch it can be built: {advice}")
@@ -89,17 +94,46 @@ def refitted(
     graph: StrippedGraph, source: Source, name: str, settings: Settings, say: Progress, *, force: bool = False
 ) -> Path:
     """The folder of the artifact that a graph gives with a source; one that is there is kept, unless `force`."""
-    from ssmd.cli.build import name_of
     from ssmd.graphs import install
+
+    h = graph.header
+    out = _folder(settings, name, h.runtime, h.device_class, h.quantization)
+    return _made(out, force, say, name, lambda: install(graph, source, out, name=name, progress=say))
+
+
+def packer_of(runtime: str | None) -> Packer | None:
+    """Of a runtime that takes weights as they are, in any config, and needs no graph."""
+    from ssmd import graphs
+    from ssmd.authoring.building import Packer
+    from ssmd.cli.build import converter_of
+
+    if runtime is None or runtime in (*graphs.RUNTIMES, "npu", "auto"):
+        return None
+    converter = converter_of(runtime)
+    return converter if isinstance(converter, Packer) else None
+
+
+def packed(
+    packer: Packer, source: Source, name: str, settings: Settings, say: Progress, *, force: bool = False
+) -> Path:
+    """As `refitted`, of a runtime that needs no graph."""
+    out = _folder(settings, name, packer.runtime, packer.device_class, packer.quantizations[0])
+    return _made(out, force, say, name, lambda: packer.build(source, out, name=name, replace=True, progress=say))
+
+
+def _folder(settings: Settings, name: str, runtime: str, device_class: str, quantization: str) -> Path:
+    from ssmd.cli.build import name_of
+
+    return settings.models_dir / name_of(name) / f"{runtime}-{device_class}-{quantization}"
+
+
+def _made(out: Path, force: bool, say: Progress, name: str, make: Callable[[], Artifact]) -> Path:
     from ssmd.size import show_size
 
-    header = graph.header
-    out = settings.models_dir / name_of(name) / f"{header.runtime}-{header.device_class}-{header.quantization}"
     if out.exists() and not force:
         say(f"{out} is here already; --force makes it again")
         return out
-    artifact = install(graph, source, out, name=name, progress=say)
-    size = sum(f.size for f in artifact.manifest.files.values())
+    size = sum(f.size for f in make().manifest.files.values())
     say(f"{out}: {show_size(size)}; try: ssmd run {name}")
     return out
 
@@ -158,15 +192,22 @@ def first_model(model: str | None, settings: Settings) -> str | None:
     fitting = [i for i in there if i.manifest is None or is_for(i.manifest, settings.runtime)]
     if there if model is None else [i for i in fitting if i.name == model]:
         return model
-    wanted = graphs.RUNTIMES if settings.runtime == "auto" else [settings.runtime]
-    if not any(graphs.unusable(runtime) == "" for runtime in wanted) or not smollm2.is_here():
+    if not smollm2.is_here():
         return model  # which gets an error that says what there is
+    packer = packer_of(settings.runtime)
+    wanted = graphs.RUNTIMES if settings.runtime == "auto" else [settings.runtime]
+    device = "cpu" if packer is None else packer.device_class
+    if not any(graphs.unusable(runtime, device) == "" for runtime in wanted):
+        return model
 
     def say(line: str) -> None:
         typer.echo(line, err=True)  # stdout is for answers
 
     with unpacked_smollm2(say) as path:
         source = Source.open(path)
+        if packer is not None:
+            packed(packer, source, smollm2.NAME, settings, say)
+            return smollm2.NAME
         graph, _ = graphs.choose(source.config, wanted)
         if graph is None:
             return model
