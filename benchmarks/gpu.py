@@ -25,7 +25,8 @@ from ssmd.state import StateSpec
 from ssmd_wgpu import pack
 from ssmd_wgpu.build import plan_of
 from ssmd_wgpu.device import Gpu, choose
-from ssmd_wgpu.model import HARDWARE, SOFTWARE, Model
+from ssmd_wgpu.model import Model
+from ssmd_wgpu.operations import HARDWARE, SOFTWARE
 from ssmd_wgpu.plan import Plan
 from ssmd_wgpu.recorder import Copy, Region
 from ssmd_wgpu.slots import Slot

@@ -24,9 +24,10 @@ from ssmd.runtime import ProgramError, RuntimeUnavailable, StateLost
 from ssmd.source import Source
 from ssmd.state import State
 from ssmd.verify import verify
-from ssmd_wgpu import device, pack, program
+from ssmd_wgpu import device, handles, pack
 from ssmd_wgpu.build import CONVERTER, plan_of, rows_of
 from ssmd_wgpu.device import Gpu, adapters, devices, no_adapter
+from ssmd_wgpu.model import Model
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import Plan
 from ssmd_wgpu.program import WgpuProgram
@@ -51,6 +52,15 @@ def loaded(granite: Artifact) -> Iterator[WgpuProgram]:
     made.close()
 
 
+def model_of(program: Any) -> Model:
+    model: Model = program._loaded
+    return model
+
+
+def gpu_of(program: Any) -> Gpu:
+    return model_of(program).gpu
+
+
 def conversation(program: WgpuProgram, seed: int) -> bytes:
     handle = started(program, IDS[seed : seed + 40])
     out = decode(program, handle, IDS[seed : seed + 3])
@@ -70,23 +80,23 @@ def test_handles_beyond_what_the_device_keeps_wait_in_host_memory(
         handle = started(loaded, IDS[i : i + 30 + i])
         alone.append((decode(loaded, handle, IDS[:3]), loaded.save(handle)))
         loaded.release(handle)
-    monkeypatch.setattr(loaded, "resident", 2)
-    handles = [started(loaded, IDS[i : i + 30 + i]) for i in range(5)]
-    assert sum(h.away is not None for h in handles) == 3
-    assert [loaded.position(h) for h in handles] == [30, 31, 32, 33, 34]
-    rows = np.stack([loaded.decode(handles, [i] * 5) for i in IDS[:3]])  # (3, 5, V)
-    for i, handle in enumerate(handles):
+    monkeypatch.setattr(loaded.handles, "resident", 2)
+    them = [started(loaded, IDS[i : i + 30 + i]) for i in range(5)]
+    assert sum(h.away is not None for h in them) == 3
+    assert [loaded.position(h) for h in them] == [30, 31, 32, 33, 34]
+    rows = np.stack([loaded.decode(them, [i] * 5) for i in IDS[:3]])  # (3, 5, V)
+    for i, handle in enumerate(them):
         assert rows[:, i].tobytes() == alone[i][0].tobytes()
         state = loaded.save(handle)
         assert all(state.tensors[n].tobytes() == a.tobytes() for n, a in alone[i][1].tensors.items())
-    tail = loaded.save(handles[0], since=20)
+    tail = loaded.save(them[0], since=20)
     assert tail.tensors["key_2"].tobytes() == alone[0][1].tensors["key_2"][:, 20:].tobytes()
-    twin = loaded.clone(handles[0])
-    expected = loaded.decode([handles[0]], [9])
+    twin = loaded.clone(them[0])
+    expected = loaded.decode([them[0]], [9])
     assert loaded.decode([twin], [9]).tobytes() == expected.tobytes()
-    for handle in (*handles, twin):
+    for handle in (*them, twin):
         loaded.release(handle)
-    loaded.release(handles[0])
+    loaded.release(them[0])
 
 
 def test_a_cache_that_grows_changes_no_bit(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +113,7 @@ def test_a_cache_that_grows_changes_no_bit(granite: Artifact, monkeypatch: pytes
         return np.stack(logits).tobytes(), capacity
 
     large = read()
-    monkeypatch.setattr(program, "FIRST_CAPACITY", 16)
+    monkeypatch.setattr(handles, "FIRST_CAPACITY", 16)
     small = read()
     assert (large[1], small[1]) == (512, 256)
     assert small[0] == large[0]
@@ -117,7 +127,7 @@ def test_parts_of_the_embedding(artifacts: TinyArtifacts, monkeypatch: pytest.Mo
     for most in (Gpu(adapters()[0]).binding_bytes, size * 4 // 5, size * 4 // 5 + 100):
         monkeypatch.setattr(Gpu, "binding_bytes", most)
         one = WgpuRuntime().load(artifact)
-        counts = (len(one._model.embed), len(one._model.head(0)[0]))
+        counts = (len(model_of(one).embed), len(model_of(one).head(0)[0]))
         outcomes.append((counts, conversation(one, 5)))
         one.close()
     assert [counts for counts, _ in outcomes] == [(1, 1), (2, 2), (2, 2)]
@@ -152,7 +162,7 @@ def test_too_little_memory_is_said_before_anything_is_uploaded(
 def test_handles_without_memory_send_others_away(loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = conversation(loaded, 11)
     first = started(loaded, IDS[:20])
-    loaded._spare.clear()
+    loaded.handles.spare.clear()
     real, refused = Slot, list[bool]()
 
     def slot(*arguments: Any) -> Any:
@@ -161,10 +171,38 @@ def test_handles_without_memory_send_others_away(loaded: WgpuProgram, monkeypatc
             raise GraphError("no memory")
         return real(*arguments)
 
-    monkeypatch.setattr(program, "Slot", slot)
+    monkeypatch.setattr(handles, "Slot", slot)
     assert conversation(loaded, 11) == expected
     assert first.away is not None
     loaded.release(first)
+
+
+def test_a_step_whose_handles_take_one_anothers_memory(loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of three comes back by sending the first away: the step is made in two."""
+    expected = []
+    for i in range(3):
+        alone = started(loaded, IDS[i : i + 20])
+        expected.append(decode(loaded, alone, [i, 7]).tobytes())
+        loaded.release(alone)
+    them = [started(loaded, IDS[i : i + 20]) for i in (2, 0, 1)]
+    while them[0].away is None:
+        assert loaded.handles._send_away(model_of(loaded), them[1])
+    loaded.handles.spare.clear()
+    refused = list[bool]()
+
+    def slot(*arguments: Any) -> Any:
+        if len(refused) < 1:
+            refused.append(True)
+            raise GraphError("no memory")
+        return Slot(*arguments)
+
+    monkeypatch.setattr(handles, "Slot", slot)
+    order = [1, 2, 0]
+    rows = [loaded.decode([them[i] for i in order], tokens) for tokens in ([0, 1, 2], [7, 7, 7])]
+    assert refused
+    assert [row.tobytes() for row in np.stack(rows, 1)] == expected
+    for handle in them:
+        loaded.release(handle)
 
 
 # Quantization and files.
@@ -422,7 +460,7 @@ def test_a_lost_device_is_opened_again(granite: Artifact, name: str) -> None:
     handle, other = started(one, IDS[:50]), started(one, IDS[:20])
     state = one.save(handle)
     expected = decode(one, handle, IDS[:3]).tobytes()
-    one._gpu.device.destroy()
+    gpu_of(one).device.destroy()
     with pytest.raises(StateLost, match="was lost and is open again: ask once more"):
         one.decode([handle], [1])
     for use in (lambda: one.decode([handle], [1]), lambda: one.save(other), lambda: one.clone(other)):
@@ -433,7 +471,7 @@ def test_a_lost_device_is_opened_again(granite: Artifact, name: str) -> None:
     for gone in (handle, other, again):
         one.release(gone)
     for use in (one.new_state, lambda: one.restore(state)):  # whatever call is the first to find out
-        one._gpu.device.destroy()
+        gpu_of(one).device.destroy()
         with pytest.raises(StateLost):
             use()
     assert decode(one, one.restore(state), IDS[:3]).tobytes() == expected
@@ -444,7 +482,7 @@ def test_a_device_that_stays_away_is_tried_at_every_call(granite: Artifact, monk
     one = WgpuRuntime().load(granite)
     state = one.save(started(one, IDS[:20]))
     monkeypatch.setattr(device, "adapters", list)
-    one._gpu.device.destroy()
+    gpu_of(one).device.destroy()
     with pytest.raises(StateLost, match=r"the GPU is lost .*see ssmd doctor"):
         one.new_state()
     with pytest.raises((StateLost, RuntimeUnavailable)):
@@ -458,8 +496,7 @@ def test_a_conversation_outlives_its_device(granite: Artifact, tmp_path: Path) -
     """The request that finds the device lost is told to come back; the next one goes on from the checkpoint."""
     with daemon(granite.path, tmp_path) as one:
         first = one.chat("Remember the number 42")
-        program: Any = one.engine.program
-        program._gpu.device.destroy()
+        gpu_of(one.engine.program).device.destroy()
         messages = [
             {"role": "user", "content": "Remember the number 42"},
             {"role": "assistant", "content": whole_text(first)},

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ssmd_wgpu.device import Gpu, adapters, choose, shader
-from ssmd_wgpu.model import spread
+from ssmd_wgpu.operations import spread
 from ssmd_wgpu.pack import VALUES, Format, blocks, decoded, encode
 from ssmd_wgpu.recorder import Region
 
@@ -490,3 +490,33 @@ def test_scores_of_any_size_are_weighed(gpu: Gpu) -> None:
     arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(199, 1), "Y": np.zeros((1, 16), np.float32)}
     [found] = run(gpu, text, arrays, (1, 1), "Y")
     close(found[0], value[199, 0])
+
+
+def test_an_index_beyond_a_binding_reads_and_writes_nothing_else(gpu: Gpu) -> None:
+    """The last line of defence: what stands beside a binding in its buffer is out of reach of any index."""
+    whole = gpu.region(768)
+    gpu.write(whole, np.full(192, 7.0, np.float32))
+    part = Region(whole.buffer, 256, 256)
+    gpu.write(part, np.zeros(64, np.float32))
+    text = """
+@group(0) @binding(0) var<storage, read_write> A: array<f32>;
+@group(0) @binding(1) var<storage, read_write> Y: array<f32>;
+@group(0) @binding(2) var<storage, read> I: array<u32>;
+
+@compute @workgroup_size(1)
+fn main() {
+  for (var k = 0u; k < 6u; k++) {
+    Y[k] = A[I[k]];
+    A[I[k]] = 9.0;
+  }
+}"""
+    kernel, y = gpu.kernel(text), gpu.region(64)
+    indices = gpu.uploaded(np.array([64, 100, 4294967232, 4294967295, 1 << 20, 192], np.uint32))
+    group = gpu.bound(kernel, 0, {"A": part, "Y": y, "I": indices})
+    read, after = gpu.recorder.read(
+        [(kernel.pipeline._internal, group._internal, None, 1, 1, 1)], [y, Region(whole.buffer, 0, 768)]
+    )
+    assert not (read.view(np.float32)[:6] == 7.0).any()
+    around = after.view(np.float32)
+    assert (around[:64] == 7.0).all()
+    assert (around[128:] == 7.0).all()

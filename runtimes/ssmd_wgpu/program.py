@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 import operator
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,40 +19,14 @@ from numpy.typing import NDArray
 from ssmd.flat.graph import GraphError
 from ssmd.runtime import Handle, Logits, ProgramError, RuntimeUnavailable, StateLost
 from ssmd.state import DTYPES, Part, State, StateError
-from ssmd_wgpu.device import Gpu
+from ssmd_wgpu.handles import Handled, Handles, Missing
 from ssmd_wgpu.model import Model
-from ssmd_wgpu.slots import Slot
 
 if TYPE_CHECKING:
     from ssmd.artifact import Manifest
 
 log = logging.getLogger(__name__)
-FIRST_CAPACITY = 512  # tokens that a handle's caches have room for at first; twice as many whenever that is too few
-RESIDENT = 16  # handles on the device at once
-_SPARE = 4  # slots of released handles that are kept for the next ones
 _FLOAT16_MAX = 65504.0
-
-
-@dataclass
-class _Missing:
-    """What a reserved handle waits for: rows up to `position`, and these recurrent tensors."""
-
-    position: int
-    recurrent: set[str]
-
-
-@dataclass(eq=False)
-class _Handle:
-    """With a slot, it is on the device; with `away`, its state is in host memory; with neither, it was released or
-    lost."""
-
-    program: WgpuProgram
-    slot: Slot | None
-    position: int = 0
-    away: State | None = None
-    lost: bool = False  # with its device
-    missing: _Missing | None = None
-    parts: dict[str, NDArray[Any]] = field(default_factory=dict)  # of a reserved handle: recurrent tensors so far
 
 
 class WgpuProgram:
@@ -67,20 +39,18 @@ class WgpuProgram:
         self.context = manifest.context
         self.vocabulary = manifest.vocabulary
         self.threads = 1  # of the processor: it only records
-        self.resident = RESIDENT
         self._load_model = load
         self._loaded: Model | None = load()
         self.producer = self._loaded.producer
         self._lock = threading.RLock()
         self._closed = False
-        self._live: OrderedDict[_Handle, None] = OrderedDict()  # those on the device, the one used last is the last
-        self._spare: list[Slot] = []
+        self.handles = Handles(self.spec, self.context)
 
     # calls of the contract
 
     def new_state(self) -> Handle:
-        with self._lock, self._device():
-            return self._new_handle(0)
+        with self._lock, self._device() as model:
+            return self.handles.new(model, self, 0)
 
     def prefill(self, handle: Handle, tokens: Sequence[int]) -> Logits:
         ids = self._check_tokens(tokens)
@@ -89,7 +59,7 @@ class WgpuProgram:
         with self._lock:
             self._check_handle(handle, len(ids))
             with self._device() as model:
-                slot = self._at_hand(handle, len(ids))
+                slot = self.handles.at_hand(model, handle, len(ids))
                 slot.feed(handle.position, ids)
                 head, region = model.head(0)
                 ops = [*model.embed, *(model.prefill if len(ids) > 1 else model.decode), *head]
@@ -107,15 +77,20 @@ class WgpuProgram:
             for handle in handles:
                 self._check_handle(handle, 1)
             logits = np.empty((len(handles), self.vocabulary), np.float32)
-            for first in range(0, len(handles), self.resident):  # no more than can be on the device at once
-                part = slice(first, first + self.resident)
+            for first in range(0, len(handles), self.handles.resident):  # no more than can be on the device at once
+                part = slice(first, first + self.handles.resident)
                 with self._device() as model:
                     self._decode(model, handles[part], ids[part], logits[part])
             return logits
 
-    def _decode(self, model: Model, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
+    def _decode(self, model: Model, handles: Sequence[Handled], ids: NDArray[np.int32], logits: Logits) -> None:
         dispatches, regions = [], []
-        slots = [self._at_hand(handle, 1) for handle in handles]
+        slots = [self.handles.at_hand(model, handle, 1) for handle in handles]
+        if any(handle.slot is not slot for handle, slot in zip(handles, slots, strict=True)):
+            half = len(handles) // 2  # one took another's memory
+            self._decode(model, handles[:half], ids[:half], logits[:half])
+            self._decode(model, handles[half:], ids[half:], logits[half:])
+            return
         heads = [model.head(row) for row in reversed(range(len(handles)))][::-1]  # the last one makes room
         for handle, slot, (head, region), i in zip(handles, slots, heads, range(len(ids)), strict=True):
             slot.feed(handle.position, ids[i : i + 1])
@@ -140,11 +115,8 @@ class WgpuProgram:
             self._check_handle(handle, 0)
             if not 0 <= since <= handle.position:
                 raise ProgramError(f"cannot save rows since {since} of a state at position {handle.position}")
-            if handle.away is not None:
-                rows = {t.name: handle.away.tensors[t.name][:, since:] for t in self.spec.rows}
-                return State(handle.position, since, {**handle.away.tensors, **rows})
-            with self._device():
-                return self._read(handle.slot, since, handle.position)
+            with self._device() as model:
+                return self.handles.read(model, handle, since)
 
     def restore(self, state: State) -> Handle:
         if state.since:
@@ -158,17 +130,17 @@ class WgpuProgram:
         if position < 0 or (self.context is not None and position > self.context):
             raise StateError(f"the state has {position} tokens, the context is {self.context}")
         with self._lock:
-            with self._device():
-                handle = self._new_handle(position)
+            with self._device() as model:
+                handle = self.handles.new(model, self, position)
             handle.position = position if not self.spec.rows else 0
-            handle.missing = _Missing(position, {t.name for t in self.spec.recurrent})
+            handle.missing = Missing(position, {t.name for t in self.spec.recurrent})
             return handle
 
     def fill(self, handle: Handle, part: Part) -> None:
         part.check(self.spec)
         with self._lock:
             self._check_handle(handle, 0, whole=False)
-            missing: _Missing | None = handle.missing
+            missing: Missing | None = handle.missing
             if missing is None:
                 raise StateError("the handle is whole already")
             recurrent = part.tensors.keys() - self.spec.row_columns.keys()
@@ -200,9 +172,9 @@ class WgpuProgram:
     def clone(self, handle: Handle) -> Handle:
         with self._lock:
             self._check_handle(handle, 0)
-            with self._device():
-                slot = self._at_hand(handle, 0)
-                twin = self._new_handle(handle.position, keep=handle)
+            with self._device() as model:
+                slot = self.handles.at_hand(model, handle, 0)
+                twin = self.handles.new(model, self, handle.position, keep=handle)
                 assert twin.slot is not None
                 twin.slot.take(slot, handle.position)
             twin.position = handle.position
@@ -210,22 +182,16 @@ class WgpuProgram:
 
     def release(self, handle: Handle) -> None:
         with self._lock:
-            if not isinstance(handle, _Handle) or handle.program is not self:
+            if not isinstance(handle, Handled) or handle.program is not self:
                 raise ProgramError("the handle belongs to another program")
-            self._live.pop(handle, None)
-            slot, handle.slot, handle.away = handle.slot, None, None
-            if slot is not None and not self._closed:
-                self._keep(slot)
+            self.handles.release(handle)
 
     def close(self) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            for handle in self._live:
-                handle.slot = None
-            self._live.clear()
-            self._spare.clear()
+            self.handles.forget()
             self._loaded = None
 
     # what is inside
@@ -243,10 +209,7 @@ class WgpuProgram:
             if self._loaded is not None and self._loaded.gpu.answers():
                 raise
             log.exception("the device is lost; the program is loaded again")
-            for handle in self._live:
-                handle.slot, handle.lost = None, True
-            self._live.clear()
-            self._spare.clear()
+            self.handles.forget()
             self._loaded = None
             try:
                 self._loaded = self._load_model()
@@ -256,15 +219,6 @@ class WgpuProgram:
             raise StateLost(
                 "the GPU was lost and is open again: ask once more, it goes on from what is stored"
             ) from err
-
-    @property
-    def _model(self) -> Model:
-        assert self._loaded is not None  # inside `_device`
-        return self._loaded
-
-    @property
-    def _gpu(self) -> Gpu:
-        return self._model.gpu
 
     def _check_tokens(self, tokens: Sequence[int]) -> NDArray[np.int32]:
         """Raises ProgramError for what is no id of the vocabulary, before anything runs."""
@@ -280,7 +234,7 @@ class WgpuProgram:
     def _check_handle(self, handle: Handle, more: int, *, whole: bool = True) -> None:
         if self._closed:
             raise ProgramError("the program is closed")
-        if not isinstance(handle, _Handle) or handle.program is not self:
+        if not isinstance(handle, Handled) or handle.program is not self:
             raise ProgramError("the handle belongs to another program")
         if handle.lost:
             raise StateLost("this state was lost with its device")
@@ -292,93 +246,3 @@ class WgpuProgram:
             raise ProgramError(
                 f"{handle.position} tokens are in the context of {self.context}: there is no room for {more} more"
             )
-
-    def _new_handle(self, tokens: int, keep: _Handle | None = None) -> _Handle:
-        """With room for so many tokens. `keep` stays on the device."""
-        if self._closed:
-            raise ProgramError("the program is closed")
-        handle = _Handle(self, self._new_slot(tokens, keep))
-        self._live[handle] = None
-        return handle
-
-    def _new_slot(self, tokens: int, keep: _Handle | None) -> Slot:
-        self._make_place(keep)
-        capacity = self._capacity(tokens)
-        fitting = [slot for slot in self._spare if slot.capacity >= capacity]
-        if fitting:
-            slot = min(fitting, key=lambda s: s.capacity)
-            self._spare.remove(slot)
-            slot.clear()
-            return slot
-        while True:
-            try:
-                return Slot(self._gpu, self.spec, self._model.most_tokens, capacity)
-            except GraphError:
-                if self._spare:
-                    self._spare.clear()
-                elif not self._send_away(keep):
-                    raise
-
-    def _capacity(self, tokens: int) -> int:
-        if self.context is None:
-            return 0
-        capacity = FIRST_CAPACITY
-        while capacity < tokens:
-            capacity *= 2
-        return min(capacity, self.context)
-
-    def _make_place(self, keep: _Handle | None) -> None:
-        while len(self._live) >= self.resident and self._send_away(keep):
-            pass
-
-    def _send_away(self, keep: _Handle | None) -> bool:
-        """Take the whole handle that was used least recently off the device. False if there is none."""
-        for handle in self._live:
-            if handle.missing is None and handle is not keep and handle.slot is not None:
-                handle.away = self._read(handle.slot, 0, handle.position)
-                slot, handle.slot = handle.slot, None
-                del self._live[handle]
-                self._keep(slot)
-                return True
-        return False
-
-    def _keep(self, slot: Slot) -> None:
-        if len(self._spare) < _SPARE:
-            self._spare.append(slot)
-
-    def _at_hand(self, handle: _Handle, more: int) -> Slot:
-        """The handle's slot, brought back to the device if need be, with room for `more` tokens."""
-        if handle.slot is None:
-            assert handle.away is not None
-            slot = self._new_slot(handle.position + more, None)
-            self._load(slot, handle.away)
-            handle.slot, handle.away = slot, None
-        self._live[handle] = None
-        self._live.move_to_end(handle)
-        if self.spec.rows and handle.position + more > handle.slot.capacity:
-            handle.slot.grow(self._capacity(handle.position + more), handle.position)
-        return handle.slot
-
-    def _load(self, slot: Slot, state: State) -> None:
-        for t in self.spec.recurrent:
-            self._gpu.write(slot.regions[t.name], np.ascontiguousarray(state.tensors[t.name]))
-        for t, region in zip(self.spec.rows, slot.row_regions(0, state.position), strict=True):
-            self._gpu.write(region, np.ascontiguousarray(state.tensors[t.name].transpose(1, 0, 2)))
-
-    def _read(self, slot: Slot | None, since: int, position: int) -> State:
-        assert slot is not None
-        tensors = (*self.spec.recurrent, *self.spec.rows)
-        regions = [*slot.recurrent_regions(), *slot.row_regions(since, position)]
-        if position == since:
-            regions = regions[: len(self.spec.recurrent)]
-        arrays = {}
-        raws = self._gpu.recorder.read([], regions) if regions else []
-        for t, raw in zip(tensors, raws, strict=False):
-            if t.recurrent:
-                arrays[t.name] = raw.view(t.numpy_dtype).reshape(t.shape)
-            else:
-                arrays[t.name] = raw.view(t.numpy_dtype).reshape(position - since, *t.shape).transpose(1, 0, 2)
-            arrays[t.name].flags.writeable = False
-        for t in self.spec.rows:
-            arrays.setdefault(t.name, np.empty((t.shape[0], 0, t.shape[1]), t.numpy_dtype))
-        return State(position, since, arrays)

@@ -8,7 +8,8 @@ from ssmd.flat.graph import GraphError
 from ssmd.runtime import Device, ProgramError
 from ssmd_wgpu import library
 from ssmd_wgpu.device import Gpu, choose, devices
-from ssmd_wgpu.model import HARDWARE, SOFTWARE, Model
+from ssmd_wgpu.model import Model
+from ssmd_wgpu.operations import HARDWARE, SOFTWARE
 from ssmd_wgpu.pack import FILE as WEIGHTS
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import FILE as PLAN
