@@ -30,6 +30,7 @@ from ssmd_wgpu.operations import HARDWARE, SOFTWARE
 from ssmd_wgpu.plan import Plan
 from ssmd_wgpu.recorder import Copy, Region
 from ssmd_wgpu.slots import Slot
+from ssmd_wgpu.tuning import tuned
 
 PROMPT, MOST = 512, 256
 MAMBA = {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "tie_word_embeddings": True}
@@ -122,7 +123,7 @@ def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, rea
         gpu.write = lambda *_: None  # type: ignore[method-assign]
     begin = time.perf_counter()
     half = quantization != "f32"
-    tiling = SOFTWARE if gpu.found.software else HARDWARE
+    tiling = (SOFTWARE if gpu.found.software else HARDWARE) if counting else tuned(gpu, quantization)
     model = Model(gpu, plan, cast(pack.Weights, weights), MOST, half, tiling)
     load_s = time.perf_counter() - begin
     spec: StateSpec = plan.spec("float16" if half else "float32")
@@ -135,6 +136,7 @@ def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, rea
         "weights_mb": weights.nbytes / 1e6,
         "dispatches": len(step),
         "prefill_dispatches": len(model.embed) + len(model.prefill) + len(head),
+        "tiling": str(tiling),
         "weight_reads_per_prompt_token": -(-MOST // tiling.tile) / MOST,
         "load_s": load_s,
     }

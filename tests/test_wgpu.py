@@ -24,10 +24,11 @@ from ssmd.runtime import ProgramError, RuntimeUnavailable, StateLost
 from ssmd.source import Source
 from ssmd.state import State
 from ssmd.verify import verify
-from ssmd_wgpu import device, handles, pack
+from ssmd_wgpu import device, handles, pack, runtime, tuning
 from ssmd_wgpu.build import CONVERTER, plan_of, rows_of
-from ssmd_wgpu.device import Gpu, adapters, devices, no_adapter
+from ssmd_wgpu.device import Found, Gpu, adapters, devices, no_adapter
 from ssmd_wgpu.model import Model
+from ssmd_wgpu.operations import Tiling
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import Plan
 from ssmd_wgpu.program import WgpuProgram
@@ -447,6 +448,61 @@ def test_what_to_install_depends_on_the_system() -> None:
     assert "mesa-vulkan-drivers" in texts[0]
     assert "macOS" in texts[1]
     assert "driver of your graphics card" in texts[2]
+
+
+# Tilings.
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Tilings are measured, of a small matrix, and kept here."""
+    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(Found, "software", False)
+    for name, size in (("ROWS", 96), ("COLUMNS", 64), ("TOKENS", 40), ("ROUNDS", 1), ("REPEATS", 1)):
+        monkeypatch.setattr(tuning, name, size)
+    return tmp_path / "wgpu"
+
+
+def test_a_tiling_is_measured_once(
+    small: Path, granite: Artifact, loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = WgpuRuntime().load(granite)
+    [file] = small.iterdir()
+    best = Tiling(**json.loads(file.read_text()))
+    assert best in tuning.candidates(gpu_of(one))
+    assert one.producer.endswith(f"; {best}")
+    assert np.isfinite(decode(one, started(one, IDS[:40]), IDS[:3])).all()
+    one.close()
+    monkeypatch.setattr(tuning, "measured", lambda *_: pytest.fail("measured again"))
+    assert tuning.tuned(gpu_of(loaded), "f32") == best
+    assert len(list(small.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"threads_per_row": 3, "rows_per_thread": 1, "tile": 32}', '{"x": 1}']
+)
+def test_a_tiling_that_makes_no_sense_is_measured_again(small: Path, loaded: WgpuProgram, text: str) -> None:
+    gpu = gpu_of(loaded)
+    assert tuning.tuned(gpu, "int8") in tuning.candidates(gpu)
+    [file] = small.iterdir()
+    file.write_text(text)
+    assert tuning.tuned(gpu, "int8") in tuning.candidates(gpu)
+    assert Tiling(**json.loads(file.read_text())) in tuning.candidates(gpu)
+
+
+def test_every_tiling_computes_the_same(
+    granite: Artifact, loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = np.frombuffer(conversation(loaded, 9), np.float32)
+    some = [t for t in tuning.candidates(gpu_of(loaded)) if t.tile == 64][::3]
+    assert len(some) > 3
+    for tiling in some:
+        monkeypatch.setattr(runtime, "tuned", lambda *_, tiling=tiling: tiling)
+        one = WgpuRuntime().load(granite)
+        found = np.frombuffer(conversation(one, 9), np.float32)
+        assert np.abs(found - expected).max() <= 5e-5 * expected.std()
+        assert str(tiling) in one.producer
+        one.close()
 
 
 # A device that goes away.

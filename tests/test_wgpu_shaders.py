@@ -115,6 +115,7 @@ def test_matvec(gpu: Gpu, fmt: Format, rows: int, columns: int, dressed: bool) -
         **sizes,
         **at,
         threads_per_row=16,
+        subgroups=False,
         rows_per_thread=4,
         first=0,
         eps=EPS,
@@ -123,6 +124,33 @@ def test_matvec(gpu: Gpu, fmt: Format, rows: int, columns: int, dressed: bool) -
     )
     [found] = run(gpu, text, {**arrays, "X": x, "Y": y}, spread(-(-rows // 16)), "Y")
     close(found, w @ x.astype(np.float64) if bias is None else w @ normed(x, gain) + bias + y)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("end", ["store", "swiglu"])
+@pytest.mark.parametrize(("threads", "rows_each"), [(2, 2), (4, 4), (4, 2), (8, 8), (8, 2)])
+def test_matvec_by_subgroups(gpu: Gpu, fmt: Format, end: str, threads: int, rows_each: int) -> None:
+    if threads > gpu.subgroup:
+        pytest.skip(f"subgroups of {gpu.found.name} may have {gpu.subgroup} threads")
+    arrays, w, sizes = matrix(66, 97, fmt)
+    x, gain, bias = normal(97), normal(97), normal(66)
+    arrays["P"], at = packed(gain=gain, bias=bias)
+    text = shader(
+        "matvec",
+        **sizes,
+        **at,
+        threads_per_row=threads,
+        rows_per_thread=rows_each,
+        subgroups=True,
+        first=0,
+        eps=EPS,
+        end=end,
+        last_row=False,
+    )
+    y = np.zeros(33 if end == "swiglu" else 66, np.float32)
+    [found] = run(gpu, text, {**arrays, "X": x, "Y": y}, (-(-66 // (64 // threads * rows_each)),), "Y")
+    wanted = w @ normed(x, gain) + bias
+    close(found, silu(wanted[:33]) * wanted[33:] if end == "swiglu" else wanted)
 
 
 @pytest.mark.parametrize("columns", [64, 50])
@@ -136,6 +164,7 @@ def test_matvec_of_the_last_token(gpu: Gpu, columns: int) -> None:
         gain=None,
         bias=None,
         threads_per_row=8,
+        subgroups=False,
         rows_per_thread=2,
         first=3,
         eps=EPS,
@@ -160,6 +189,7 @@ def test_matvec_of_swiglu(gpu: Gpu, fmt: Format, inner: int) -> None:
         **at,
         gain=None,
         threads_per_row=16,
+        subgroups=False,
         rows_per_thread=4,
         first=0,
         eps=EPS,
@@ -189,6 +219,7 @@ def test_matvec_into_a_convolution(gpu: Gpu, end: str, width: int, with_bias: bo
         gain=None,
         bias=None,
         threads_per_row=8,
+        subgroups=False,
         rows_per_thread=4,
         first=0,
         eps=EPS,

@@ -21,6 +21,7 @@ from ssmd_wgpu.recorder import Recorder, Region
 
 BACKENDS = {"Vulkan": "vulkan", "Metal": "metal", "D3D12": "dx12", "OpenGL": "gl"}  # the best one first
 KINDS = {"DiscreteGPU": "discrete GPU", "IntegratedGPU": "integrated GPU", "CPU": "software on the processor"}
+SUBGROUP = "subgroup"  # a feature
 BEST = "gpu"  # the device that stands for the best adapter
 LIMITS = (
     "max-buffer-size",
@@ -38,9 +39,18 @@ _NEEDED = {
     "max-compute-invocations-per-workgroup": 256,
     "max-compute-workgroup-size-x": 256,
 }
+_INTEL = 0x8086  # whose compiler may choose another size, 8 at least, for each kernel
+_SIZES = """
+@group(0) @binding(0) var<storage, read_write> Y: array<u32>;
+
+@compute @workgroup_size(64)
+fn main(@builtin(local_invocation_index) li: u32, @builtin(subgroup_size) size: u32) {
+  Y[li] = size;
+}"""
 _BINDING = re.compile(r"@group\((\d)\)\s*@binding\((\d)\)\s*var<storage,\s*(read|read_write)>\s*(\w+)\s*:")
-_SHADERS = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "shaders"),
+SHADERS = Path(__file__).parent / "shaders"
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(SHADERS),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -134,7 +144,7 @@ def choose(name: str | None) -> Found:
 
 def shader(file: str, **values: Any) -> str:
     """The text of shaders/`file`.wgsl for these sizes."""
-    return _SHADERS.get_template(f"{file}.wgsl").render(**values)
+    return _TEMPLATES.get_template(f"{file}.wgsl").render(**values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,13 +163,26 @@ class Gpu:
         self.found = found
         limits = found.adapter.limits
         self.limits = {name: limits[name] for name in LIMITS}
+        features = [SUBGROUP] if SUBGROUP in found.adapter.features else []
         try:
-            self.device = found.adapter.request_device_sync(required_features=[], required_limits=self.limits)
+            self.device = found.adapter.request_device_sync(required_features=features, required_limits=self.limits)
         except Exception as err:  # wgpu raises RuntimeError, and errors of its own
             raise RuntimeUnavailable(f"device {found.name} ({found.description}) cannot be opened: {err}") from err
         self.queue = self.device.queue
         self._kernels: dict[str, Kernel] = {}
         self._layouts: dict[tuple[tuple[int, bool], ...], Any] = {}
+
+    @cached_property
+    def subgroup(self) -> int:
+        """So many threads at least can read one another's values; 0 where none can. wgpu-native 0.32 does not tell."""
+        if SUBGROUP not in self.found.adapter.features:
+            return 0
+        kernel, sizes = self.kernel(_SIZES), self.region(4 * 64)
+        group = self.bound(kernel, 0, {"Y": sizes})
+        dispatch = (kernel.pipeline._internal, group._internal, None, 1, 1, 1)
+        [found] = self.recorder.read([dispatch], [sizes])
+        least = int(found.view(np.uint32).min())
+        return min(least, 8) if self.found.adapter.info["vendor_id"] == _INTEL else least
 
     @property
     def binding_bytes(self) -> int:

@@ -24,14 +24,18 @@ _NO_BOUND = 3.0e38  # of dt
 
 @dataclass(frozen=True)
 class Tiling:
-    """How products are cut: `threads_per_row` and `rows_per_thread` of a matvec, `tile` tokens and rows of a matmul."""
+    """How products are cut: `threads_per_row` and `rows_per_thread` of a matvec, `tile` tokens and rows of a matmul.
+
+    `subgroups`: whether threads add up among themselves, not in memory they share.
+    """
 
     threads_per_row: int
     rows_per_thread: int
     tile: int
+    subgroups: bool = False
 
     def __str__(self) -> str:
-        return f"{self.threads_per_row}x{self.rows_per_thread}, {self.tile}"
+        return f"{self.threads_per_row}x{self.rows_per_thread}{'s' if self.subgroups else ''}, {self.tile}"
 
 
 SOFTWARE, HARDWARE = Tiling(8, 4, 32), Tiling(16, 4, 64)
@@ -292,6 +296,7 @@ class Operations:
                 **m.sizes,
                 rows=cut.rows,
                 threads_per_row=t.threads_per_row,
+                subgroups=t.subgroups,
                 rows_per_thread=rows,
                 first=cut.first,
                 bias=bias,

@@ -9,12 +9,12 @@ from ssmd.runtime import Device, ProgramError
 from ssmd_wgpu import library
 from ssmd_wgpu.device import Gpu, choose, devices
 from ssmd_wgpu.model import Model
-from ssmd_wgpu.operations import HARDWARE, SOFTWARE
 from ssmd_wgpu.pack import FILE as WEIGHTS
-from ssmd_wgpu.pack import Weights
+from ssmd_wgpu.pack import VALUES, Format, Weights
 from ssmd_wgpu.plan import FILE as PLAN
 from ssmd_wgpu.plan import Plan
 from ssmd_wgpu.program import WgpuProgram
+from ssmd_wgpu.tuning import tuned
 
 if TYPE_CHECKING:
     from ssmd.artifact import Artifact
@@ -56,10 +56,15 @@ class WgpuRuntime:
         parameters = plan.parameters()
         Weights(artifact.file(WEIGHTS), parameters)  # before a device is asked for anything
 
+        fmt = next((f for f in VALUES if f == manifest.quantization), None)
+        if fmt is None:
+            raise ProgramError(f"artifact {artifact.path} is {manifest.quantization}; there are: {', '.join(VALUES)}")
+        known: Format = fmt
+
         def model() -> Model:
             gpu = Gpu(choose(device))
-            tiling = SOFTWARE if gpu.found.software else HARDWARE
-            return Model(gpu, plan, Weights(artifact.file(WEIGHTS), parameters), manifest.buckets[-1], half, tiling)
+            weights = Weights(artifact.file(WEIGHTS), parameters)
+            return Model(gpu, plan, weights, manifest.buckets[-1], half, tuned(gpu, known))
 
         try:
             return WgpuProgram(model, manifest)

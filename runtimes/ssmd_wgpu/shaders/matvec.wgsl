@@ -20,8 +20,10 @@ const RPT = {{ rows_per_thread }}u;
 @group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
 {% endif %}
 
+{% if not subgroups %}
 var<workgroup> sums: array<f32, {{ 64 * (rows_per_thread + (1 if gain is not none else 0)) }}>;
 
+{% endif %}
 fn p(i: u32) -> f32 {
   return P[i / 4u][i % 4u];
 }
@@ -50,11 +52,19 @@ fn row_of(i: u32) -> u32 {  // of W, for row i of this shader
 {% endif %}
 }
 
+{% if subgroups %}
+fn over_threads(x: f32) -> f32 {  // the sum over the TPR threads that share rows, which lie in one subgroup
+  var sum = x;
+  for (var step = TPR / 2u; step > 0u; step /= 2u) { sum += subgroupShuffleXor(sum, step); }
+  return sum;
+}
+{% else %}
 fn total(i: u32, first: u32) -> f32 {  // of accumulator i over the threads from `first` on
   var sum = 0.0;
   for (var j = 0u; j < TPR; j++) { sum += sums[i * 64u + first + j]; }
   return sum;
 }
+{% endif %}
 
 fn finished(i: u32, sum: f32, rms: f32) -> f32 {  // row i of this shader
   let r = row_of(i);
@@ -130,6 +140,17 @@ fn main(
     }
     {% endfor %}
   }
+  {% if subgroups %}
+  var totals: array<f32, RPT>;
+  {% for i in range(rows_per_thread) %}
+  totals[{{ i }}] = over_threads(a{{ i }});
+  {% endfor %}
+  {% if gain is not none %}
+  let rms = inverseSqrt(over_threads(squares) / f32(K) + {{ eps }});
+  {% else %}
+  let rms = 1.0;
+  {% endif %}
+  {% else %}
   {% for i in range(rows_per_thread) %}
   sums[{{ i * 64 }}u + li] = a{{ i }};
   {% endfor %}
@@ -143,14 +164,16 @@ fn main(
   {% else %}
   let rms = 1.0;
   {% endif %}
+  {% endif %}
+  {% set total = "totals[%s]" if subgroups else "total(%s, first)" %}
   {% if end == "swiglu" %}
   let i = base + 2u * lane;
   if (2u * lane < RPT && i + 1u < N) {
-    let gate = finished(i, total(2u * lane, first), rms);
-    Y[i / 2u] = silu(gate) * finished(i + 1u, total(2u * lane + 1u, first), rms);
+    let gate = finished(i, {{ total % "2u * lane" }}, rms);
+    Y[i / 2u] = silu(gate) * finished(i + 1u, {{ total % "2u * lane + 1u" }}, rms);
   }
   {% else %}
   let i = base + lane;
-  if (lane < RPT && i < N) { end(i, finished(i, total(lane, first), rms)); }
+  if (lane < RPT && i < N) { end(i, finished(i, {{ total % "lane" }}, rms)); }
   {% endif %}
 }
