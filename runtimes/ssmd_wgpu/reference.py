@@ -1,6 +1,6 @@
 """What a plan computes, in numpy and float64: an artifact's golden values, from weights that are not packed.
 
-Written from the papers' recurrences, token by token; a layer's weights are read when it is computed and then let go.
+Written from the papers; a layer's weights are read when it is computed and then let go.
 Glossary: T tokens, C channels, N d_state, H heads, G key/value heads or groups, D head_dim.
 """
 
@@ -50,14 +50,14 @@ def selective_scan(x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) 
 
 
 def ssd(x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> Array:
-    """arXiv:2405.21060, section 3: x (T, H, P), dt (T, H), a and d (H,), b and c (T, G, N) -> (T, H, P)."""
-    heads, groups = x.shape[1], b.shape[1]
-    state, ys = np.zeros((heads, x.shape[2], b.shape[2])), []
-    for xt, dtt, bt, ct in zip(x, dt, b, c, strict=True):
-        bh, ch = (np.repeat(v, heads // groups, 0) for v in (bt, ct))  # (H, N)
-        state = np.exp(dtt * a)[:, None, None] * state + (dtt[:, None] * xt)[..., None] * bh[:, None]
-        ys.append((state * ch[:, None]).sum(-1) + d[:, None] * xt)
-    return np.stack(ys)
+    """x (T, H, P), dt (T, H), a and d (H,), b and c (T, G, N) -> (T, H, P): the quadratic form of arXiv:2405.21060,
+    section 5, which holds no state."""
+    each = x.shape[1] // b.shape[1]
+    logs = np.cumsum(dt * a, 0)  # (T, H): of the decay since the beginning
+    decays = np.exp(np.minimum(logs[:, None] - logs[None], 0.0)) * np.tri(len(x))[..., None]  # (T, S, H)
+    scores = np.repeat(np.einsum("tgn,sgn->tsg", c, b), each, -1)  # (T, S, H)
+    y: Array = np.einsum("tsh,shp->thp", scores * decays * dt[None], x)
+    return y + d[:, None] * x
 
 
 def rope(x: Array, cos: Array, sin: Array) -> Array:
