@@ -494,7 +494,7 @@ def test_every_tiling_computes_the_same(
     granite: Artifact, loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = np.frombuffer(conversation(loaded, 9), np.float32)
-    some = [t for t in tuning.candidates(gpu_of(loaded)) if t.tile == 64][::3]
+    some = [t for t in tuning.candidates(gpu_of(loaded)) if t.tile == 64][::5]
     assert len(some) > 3
     for tiling in some:
         monkeypatch.setattr(runtime, "tuned", lambda *_, tiling=tiling: tiling)

@@ -240,9 +240,20 @@ def test_matvec_into_a_convolution(gpu: Gpu, end: str, width: int, with_bias: bo
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 4, 1), (70, 60, 45), (33, 97, 5), (128, 64, 64)])
+@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 4, 1), (70, 60, 45), (128, 64, 64)])
 @pytest.mark.parametrize("end", ["store", "add", "swiglu"])
 def test_matmul(gpu: Gpu, fmt: Format, rows: int, columns: int, count: int, end: str) -> None:
+    multiplied(gpu, fmt, rows, columns, count, end, tile=32, quads=1)
+
+
+@pytest.mark.parametrize("fmt", ["f32", "int4"])
+@pytest.mark.parametrize("end", ["store", "swiglu"])
+@pytest.mark.parametrize(("tile", "quads"), [(64, 1), (64, 2), (128, 2)])
+def test_matmul_in_other_tiles(gpu: Gpu, fmt: Format, end: str, tile: int, quads: int) -> None:
+    multiplied(gpu, fmt, 140, 97, 133, end, tile=tile, quads=quads)
+
+
+def multiplied(gpu: Gpu, fmt: Format, rows: int, columns: int, count: int, end: str, *, tile: int, quads: int) -> None:
     if end == "swiglu":
         rows *= 2
     arrays, w, sizes = matrix(rows, columns, fmt)
@@ -252,9 +263,9 @@ def test_matmul(gpu: Gpu, fmt: Format, rows: int, columns: int, count: int, end:
     part = x[:count, offset : offset + columns]
     arrays["P"], at = packed(gain=gain, bias=bias)
     scale = 1 / np.sqrt((part.astype(np.float64) ** 2).mean(-1) + 1e-5)
-    text = shader("matmul", **sizes, **at, tile=32, stride=stride, offset=offset, end=end)
+    text = shader("matmul", **sizes, **at, tile=tile, quads=quads, stride=stride, offset=offset, end=end)
     arrays |= {"X": x, "Y": y, "R": scale.astype(np.float32), "CTL": control(0, count)}
-    [found] = run(gpu, text, arrays, (-(-rows // 32), -(-count // 32)), "Y")
+    [found] = run(gpu, text, arrays, (-(-rows // tile), -(-count // tile)), "Y")
     wanted = normed(part, gain) @ w.T + bias
     if end == "swiglu":
         gate, up = np.split(wanted, 2, -1)
@@ -499,7 +510,7 @@ def test_attention(gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position
     qkv = normal(count, heads + 2 * kv, dim, scale=dim**-0.25)
     key, value = (normal(capacity, kv, dim).astype(np.float16 if half else np.float32) for _ in range(2))
     key[position + count :] = value[position + count :] = np.nan
-    text = shader("attention", heads=heads, kv_heads=kv, head_dim=dim, half=half, per_thread=-(-dim // 64))
+    text = shader("attention", heads=heads, kv_heads=kv, head_dim=dim, half=half, part=0, per_thread=-(-dim // 64))
     arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(position, count)}
     [found] = run(gpu, text, {**arrays, "Y": np.zeros((count, heads, dim), np.float32)}, (heads, count), "Y")
     for t in range(count):
@@ -510,6 +521,29 @@ def test_attention(gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position
         close(found[t], np.einsum("hn,nhd->hd", weights / weights.sum(-1, keepdims=True), v))
 
 
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 16), (3, 1, 70)])
+@pytest.mark.parametrize("position", [0, 31, 32, 63, 100])
+def test_attention_in_parts(gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position: int) -> None:
+    """Of 32 rows each; there is room for six, and what a part without rows left from before does not count."""
+    part, parts, capacity = 32, 6, 192
+    qkv = normal(heads + 2 * kv, dim, scale=dim**-0.25)
+    key, value = (normal(capacity, kv, dim).astype(np.float16 if half else np.float32) for _ in range(2))
+    key[position + 1 :] = value[position + 1 :] = np.nan
+    sizes = {"heads": heads, "head_dim": dim, "part": part, "parts": parts}
+    text = shader("attention", **sizes, kv_heads=kv, half=half, per_thread=-(-dim // 64))
+    left = np.full((heads, parts, dim + 2), 1e9, np.float32)
+    arrays: dict[str, Array] = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(position, 1), "Y": left}
+    [found] = run(gpu, text, arrays, (heads, parts), "Y")
+    assert (found[:, position // part + 1 :] == 1e9).all()
+    arrays = {"PARTS": found, "CTL": control(position, 1), "Y": np.zeros((heads, dim), np.float32)}
+    [merged] = run(gpu, shader("attention_merge", **sizes), arrays, (heads,), "Y")
+    k, v = (np.repeat(c[: position + 1].astype(np.float64), heads // kv, 1) for c in (key, value))
+    scores = np.einsum("hd,nhd->hn", qkv[:heads].astype(np.float64), k)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    close(merged, np.einsum("hn,nhd->hd", weights / weights.sum(-1, keepdims=True), v))
+
+
 def test_scores_of_any_size_are_weighed(gpu: Gpu) -> None:
     """An online softmax must not overflow, nor lose the one row that counts."""
     key = np.zeros((200, 1, 16), np.float32)
@@ -517,7 +551,7 @@ def test_scores_of_any_size_are_weighed(gpu: Gpu) -> None:
     value = normal(200, 1, 16)
     qkv = np.zeros((1, 3, 16), np.float32)
     qkv[0, 0, 0] = 10.0
-    text = shader("attention", heads=1, kv_heads=1, head_dim=16, half=False, per_thread=1)
+    text = shader("attention", heads=1, kv_heads=1, head_dim=16, half=False, part=0, per_thread=1)
     arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(199, 1), "Y": np.zeros((1, 16), np.float32)}
     [found] = run(gpu, text, arrays, (1, 1), "Y")
     close(found[0], value[199, 0])

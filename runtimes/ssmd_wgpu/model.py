@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ssmd_wgpu import library
 from ssmd_wgpu.device import ALIGNMENT, Gpu
-from ssmd_wgpu.operations import Op, Operations, Tiling
+from ssmd_wgpu.operations import Op, Operations, Tiling, parts_of
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import Mamba1, Mamba2, Plan, ShortConv
 from ssmd_wgpu.recorder import Region
@@ -32,6 +32,7 @@ class Model:
     def _make_buffers(self) -> dict[str, Region]:
         plan, t = self.plan, self.most_tokens
         width = {"x": plan.hidden, "wide": 4, "qkv": 4, "u": 4, "bc": 4, "dt": 4, "y": 4, "scale": 1}
+        parts = 4  # of attention, in one token
 
         def grow(**sizes: int) -> None:
             for name, size in sizes.items():
@@ -49,7 +50,9 @@ class Model:
                     grow(wide=3 * m.channels, y=m.channels)
                 else:
                     grow(qkv=m.rows, y=m.heads * m.head_dim)
-        return {name: self.gpu.region(4 * size * t) for name, size in width.items()}
+                    parts = max(parts, m.heads * parts_of(plan.context) * (m.head_dim + 2))
+        made = {name: self.gpu.region(4 * size * t) for name, size in width.items()}
+        return {**made, "parts": self.gpu.region(4 * parts)}
 
     @property
     def producer(self) -> str:

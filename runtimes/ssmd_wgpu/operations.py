@@ -19,12 +19,14 @@ from ssmd_wgpu.recorder import Region
 from ssmd_wgpu.resident import Part, Resident
 
 MOST_GROUPS = 65535  # of a dimension of a dispatch
+PART_ROWS = 256  # of a KV cache, for one workgroup of a decode step
 _NO_BOUND = 3.0e38  # of dt
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How products are cut: `threads_per_row` and `rows_per_thread` of a matvec, `tile` tokens and rows of a matmul.
+    """How products are cut: `threads_per_row` and `rows_per_thread` of a matvec, `tile` tokens and rows of a matmul
+    of which a thread has `quads` times 4 each way.
 
     `subgroups`: whether threads add up among themselves, not in memory they share.
     """
@@ -32,10 +34,11 @@ class Tiling:
     threads_per_row: int
     rows_per_thread: int
     tile: int
+    quads: int = 1
     subgroups: bool = False
 
     def __str__(self) -> str:
-        return f"{self.threads_per_row}x{self.rows_per_thread}{'s' if self.subgroups else ''}, {self.tile}"
+        return f"{self.threads_per_row}x{self.rows_per_thread}{'s' if self.subgroups else ''}, {self.tile}/{self.quads}"
 
 
 SOFTWARE, HARDWARE = Tiling(8, 4, 32), Tiling(16, 4, 64)
@@ -45,7 +48,8 @@ SOFTWARE, HARDWARE = Tiling(8, 4, 32), Tiling(16, 4, 64)
 class Op:
     """A dispatch without its handle. `layer`: whose state group 1 binds, where the kernel has a group 1.
 
-    `tokens`: those that one workgroup's y takes in a prefill; 0 where y does not count tokens.
+    `tokens`: those that one workgroup's y takes in a prefill; 0 where y does not count tokens. `rows`: those of the
+    cache that it takes; 0 where y does not count them.
     """
 
     kernel: Kernel
@@ -53,6 +57,7 @@ class Op:
     layer: int
     grid: tuple[int, int]
     tokens: int = 0
+    rows: int = 0
 
 
 class Operations:
@@ -218,8 +223,13 @@ class Operations:
         if m.rotated:
             regions |= self._tables
         yield self._op(text, regions, (m.heads + 2 * m.kv_heads, 1), i, tokens=1)
-        text = shader("attention", **sizes, per_thread=-(-m.head_dim // 64))
-        yield self._op(text, {"QKV": self._buffers["qkv"], "Y": self._buffers["y"]}, (m.heads, 1), i, tokens=1)
+        cut = {"part": PART_ROWS if one else 0, "parts": parts_of(self._plan.context)}
+        text = shader("attention", **sizes, **cut, per_thread=-(-m.head_dim // 64))
+        regions = {"QKV": self._buffers["qkv"], "Y": self._buffers["parts" if one else "y"]}
+        yield self._op(text, regions, (m.heads, 1), i, tokens=0 if one else 1, rows=PART_ROWS if one else 0)
+        if one:
+            text = shader("attention_merge", heads=m.heads, head_dim=m.head_dim, **cut)
+            yield self._op(text, {"PARTS": self._buffers["parts"], "Y": self._buffers["y"]}, (m.heads, 1), i)
         yield from self._product(to + "o", part, "y", "x", one, end="add")
 
     def _product(
@@ -252,6 +262,7 @@ class Operations:
             **m.sizes,
             rows=m.rows,
             tile=tile,
+            quads=self._tiling.quads,
             stride=m.columns if stride is None else stride,
             offset=0,
             gain=gain,
@@ -334,13 +345,24 @@ class Operations:
         return {"Z": self._buffers["wide"], "P": self._parts[part].region}
 
     def _op(
-        self, text: str, regions: Mapping[str, Region | None], grid: tuple[int, int], layer: int = 0, tokens: int = 0
+        self,
+        text: str,
+        regions: Mapping[str, Region | None],
+        grid: tuple[int, int],
+        layer: int = 0,
+        tokens: int = 0,
+        rows: int = 0,
     ) -> Op:
         if grid[0] > MOST_GROUPS or grid[1] > MOST_GROUPS:
             raise GraphError(f"a dispatch of {grid} workgroups is more than any device takes")
         kernel = self._gpu.kernel(text)
         group0 = self._gpu.bound(kernel, 0, {n: r for n, r in regions.items() if r is not None})
-        return Op(kernel, group0, layer, grid, tokens)
+        return Op(kernel, group0, layer, grid, tokens, rows)
+
+
+def parts_of(rows: int) -> int:
+    """Of a cache with room for so many rows."""
+    return -(-rows // PART_ROWS)
 
 
 def spread(groups: int) -> tuple[int, int]:

@@ -113,6 +113,8 @@ class Slot:
             x, y = op.grid
             if op.tokens:
                 y = -(-count // op.tokens)
+            if op.rows:
+                y = -(-self.capacity // op.rows)
             group1 = self.group(op.kernel, op.layer)
             raw = None if group1 is None else group1._internal
             made.append((op.kernel.pipeline._internal, op.group0._internal, raw, x, y, 1))

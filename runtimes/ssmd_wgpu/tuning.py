@@ -54,13 +54,19 @@ def tuned(gpu: Gpu, fmt: Format) -> Tiling:
 
 def candidates(gpu: Gpu) -> list[Tiling]:
     return [
-        Tiling(threads, rows, tile, subgroups)
+        Tiling(threads, rows, tile, quads, subgroups)
         for threads in (8, 16, 32, 64)
         for rows in (2, 4, 8)
-        for tile in (32, 64)
+        for tile, quads in tiles(gpu)
         for subgroups in (False, True)
         if rows <= threads and (not subgroups or threads <= gpu.subgroup)
     ]
+
+
+def tiles(gpu: Gpu) -> list[tuple[int, int]]:
+    """Of a matmul, and the quads of a thread. Tiles of tokens and of rows, 32 values deep, lie in shared memory."""
+    most = gpu.limits["max-compute-workgroup-storage-size"] // (2 * 32 * 4)
+    return [(tile, quads) for tile, quads in ((32, 1), (64, 1), (64, 2), (128, 2)) if tile <= most]
 
 
 def measured(gpu: Gpu, fmt: Format) -> Tiling:
@@ -68,14 +74,14 @@ def measured(gpu: Gpu, fmt: Format) -> Tiling:
     bench = _Bench(gpu, fmt)
     times: dict[tuple[int, int, bool], float] = {}
     expected: NDArray[np.float32] | None = None
-    for t in (t for t in candidates(gpu) if t.tile == HARDWARE.tile):
+    for t in (t for t in candidates(gpu) if (t.tile, t.quads) == (32, 1)):
         seconds, found = bench.matvec(t)
         expected = found if expected is None else expected
         if np.abs(found - expected).max() <= _AGREE * np.abs(expected).max():
             times[t.threads_per_row, t.rows_per_thread, t.subgroups] = seconds
     threads, rows, subgroups = min(times, key=lambda key: times[key])
-    tile = min((32, 64), key=bench.matmul)
-    best = Tiling(threads, rows, tile, subgroups)
+    tile, quads = min(tiles(gpu), key=lambda cut: bench.matmul(*cut))
+    best = Tiling(threads, rows, tile, quads, subgroups)
     log.info("measured %d tilings for %s on %s: %s", len(times), fmt, gpu.found.description, best)
     return best
 
@@ -117,8 +123,8 @@ class _Bench:
         [found] = self._gpu.recorder.read([dispatch], [Region(self._regions["Y"].buffer, 0, 4 * ROWS)])
         return self._seconds(dispatch), found.view(np.float32)
 
-    def matmul(self, tile: int) -> float:
-        text = shader("matmul", **self._sizes, tile=tile, stride=COLUMNS, offset=0)
+    def matmul(self, tile: int, quads: int) -> float:
+        text = shader("matmul", **self._sizes, tile=tile, quads=quads, stride=COLUMNS, offset=0)
         return self._seconds(self._dispatch(text, -(-ROWS // tile), -(-TOKENS // tile)))
 
     def _dispatch(self, text: str, x: int, y: int) -> Dispatch:

@@ -24,6 +24,7 @@ CASES = [c for c in CASES if c.name in BUILT] + ([Case("npu", "granite", "f16")]
 _F32 = [made for made in BUILT.values() if made.quantization == "f32"]
 CASES += [Case(r, "granite", "int8", refitted=True) for r in RUNTIMES if r in ("litert", "openvino")]
 CASES += [replace(c, device="gl") for c in CASES if c.runtime == "wgpu"]
+CASES += [Case("wgpu", "falcon-mamba", "f32")] if "wgpu" in RUNTIMES else []
 PARITY = [Case(made.runtime, made.variant, "f32") for made in _F32 if made.runtime in RUNTIMES]
 PARITY += [replace(c, device="gl") for c in PARITY if c.runtime == "wgpu"]
 

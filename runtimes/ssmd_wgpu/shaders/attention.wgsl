@@ -1,10 +1,11 @@
 // Causal attention of one query head and one token over the rows of the cache up to its own, by an online softmax over
 // 64 rows at a time. Scores are plain products: their scale stands in the queries.
+// `part`: of one token; so many rows of the cache for each workgroup, whose sums attention_merge.wgsl puts together.
 const H = {{ heads }}u;
 const G = {{ kv_heads }}u;
 const D = {{ head_dim }}u;
 @group(0) @binding(0) var<storage, read> QKV: array<f32>;  // (T, H + 2 G, D)
-@group(0) @binding(1) var<storage, read_write> Y: array<f32>;  // (T, H, D)
+@group(0) @binding(1) var<storage, read_write> Y: array<f32>;  // (T, H, D); part: (H, parts, D + 2), largest and weight last
 @group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
 @group(1) @binding(1) var<storage, read_write> KEY: array<{{ "u32" if half else "f32" }}>;  // (capacity, G, D)
 @group(1) @binding(2) var<storage, read_write> VALUE: array<{{ "u32" if half else "f32" }}>;  // (capacity, G, D)
@@ -15,8 +16,18 @@ var<workgroup> scores: array<f32, 64>;
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   let g = group.x / (H / G);
+  {% if part %}
+  let begin = group.y * {{ part }}u;
+  let rows = min(CTL[0] + 1u, begin + {{ part }}u);
+  if (begin >= rows) { return; }
+  let from0 = group.x * D;
+  let to = (group.x * {{ parts }}u + group.y) * (D + 2u);
+  {% else %}
+  let begin = 0u;
   let rows = CTL[0] + group.y + 1u;
   let from0 = (group.y * (H + 2u * G) + group.x) * D;
+  let to = (group.y * H + group.x) * D;
+  {% endif %}
   for (var i = li; i < D; i += 64u) { query[i] = QKV[from0 + i]; }
   workgroupBarrier();
   var largest = -3.4e38;
@@ -24,7 +35,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   {% for e in range(per_thread) %}
   var out{{ e }} = 0.0;
   {% endfor %}
-  for (var first = 0u; first < rows; first += 64u) {
+  for (var first = begin; first < rows; first += 64u) {
     let row = first + li;
     var score = -3.4e38;
     if (row < rows) {
@@ -66,6 +77,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     workgroupBarrier();
   }
   {% for e in range(per_thread) %}
-  if (li + {{ 64 * e }}u < D) { Y[(group.y * H + group.x) * D + li + {{ 64 * e }}u] = out{{ e }} / weight; }
+  if (li + {{ 64 * e }}u < D) { Y[to + li + {{ 64 * e }}u] = out{{ e }}{{ "" if part else " / weight" }}; }
   {% endfor %}
+  {% if part %}
+  if (li == 0u) {
+    Y[to + D] = largest;
+    Y[to + D + 1u] = weight;
+  }
+  {% endif %}
 }

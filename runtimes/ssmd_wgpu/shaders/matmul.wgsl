@@ -1,4 +1,5 @@
-// Y = norm(X) W^T + bias for T tokens, in tiles of TM tokens and TN rows of W; each thread has 4 by 4 of them.
+// Y = norm(X) W^T + bias for T tokens, in tiles of TM tokens and TN rows of W. Each thread has one quad of tokens and one
+// of rows, or two of each, which lie SIDE quads apart.
 {% import "weights.wgsl" as weights %}
 {% include "numbers.wgsl" %}
 
@@ -8,7 +9,8 @@ const N = {{ rows }}u;
 const TM = {{ tile }}u;
 const TN = {{ tile }}u;
 const TK = 32u;
-const THREADS = {{ (tile // 4) * (tile // 4) }}u;
+const SIDE = {{ tile // 4 // quads }}u;
+const THREADS = SIDE * SIDE;
 {{ weights.declare(format) }}
 @group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // gain (K), bias (N), see SmallParts
 @group(0) @binding(3) var<storage, read> X: array<f32>;  // (T, stride), of which K from an offset on
@@ -34,18 +36,39 @@ fn row_of(i: u32) -> u32 {  // of W, for row i of this shader
 {% endif %}
 }
 
-fn finished(i: u32, sum: f32, t: u32) -> f32 {
+fn finished(i: u32, sum: f32, t: u32) -> f32 {  // row i of this shader
   return sum{% if gain is not none %} * R[t]{% endif %}{% if bias is not none %} + p({{ bias }}u + row_of(i)){% endif %};
 }
 
-@compute @workgroup_size({{ (tile // 4) * (tile // 4) }})
+fn write(t: u32, n: u32, sums: vec4<f32>, count: u32) {  // of rows n to n + 3
+  if (t >= count) { return; }
+{% if end == "swiglu" %}
+  for (var j = 0u; j < 4u; j += 2u) {
+    if (n + j + 1u < N) {
+      Y[t * {{ rows // 2 }}u + (n + j) / 2u] = silu(finished(n + j, sums[j], t)) * finished(n + j + 1u, sums[j + 1u], t);
+    }
+  }
+{% else %}
+  for (var j = 0u; j < 4u; j++) {
+    if (n + j < N) { Y[t * N + n + j] {{ "+=" if end == "add" else "=" }} finished(n + j, sums[j], t); }
+  }
+{% endif %}
+}
+
+@compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   let count = CTL[1];
   let t0 = group.y * TM;
   let n0 = group.x * TN;
-  let tm = li / (TN / 4u);
-  let tn = li % (TN / 4u);
-  var c = array<vec4<f32>, 4>();  // token, row
+  let tm = li / SIDE;
+  let tn = li % SIDE;
+  {% for a in range(quads) %}
+  {% for i in range(4) %}
+  {% for b in range(quads) %}
+  var c{{ a }}{{ i }}{{ b }} = vec4<f32>();  // of token i of quad a the rows of quad b
+  {% endfor %}
+  {% endfor %}
+  {% endfor %}
   for (var k0 = 0u; k0 < K; k0 += TK) {
     for (var i = li; i < TK * TM / 4u; i += THREADS) {
       let k = k0 + i % TK;
@@ -86,29 +109,25 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     workgroupBarrier();
     for (var k = 0u; k < TK; k++) {
-      let x = xs[k * (TM / 4u) + tm];
-      let w = ws[k * (TN / 4u) + tn];
-      c[0] += x.x * w;
-      c[1] += x.y * w;
-      c[2] += x.z * w;
-      c[3] += x.w * w;
+      {% for a in range(quads) %}
+      let x{{ a }} = xs[k * (TM / 4u) + tm + {{ a }}u * SIDE];
+      let w{{ a }} = ws[k * (TN / 4u) + tn + {{ a }}u * SIDE];
+      {% endfor %}
+      {% for a in range(quads) %}
+      {% for i in range(4) %}
+      {% for b in range(quads) %}
+      c{{ a }}{{ i }}{{ b }} += x{{ a }}[{{ i }}] * w{{ b }};
+      {% endfor %}
+      {% endfor %}
+      {% endfor %}
     }
     workgroupBarrier();
   }
-  for (var i = 0u; i < 4u; i++) {
-    let t = t0 + 4u * tm + i;
-    if (t >= count) { break; }
-    let n = n0 + 4u * tn;
-    {% if end == "swiglu" %}
-    for (var j = 0u; j < 4u; j += 2u) {
-      if (n + j + 1u < N) {
-        Y[t * {{ rows // 2 }}u + (n + j) / 2u] = silu(finished(n + j, c[i][j], t)) * finished(n + j + 1u, c[i][j + 1u], t);
-      }
-    }
-    {% else %}
-    for (var j = 0u; j < 4u; j++) {
-      if (n + j < N) { Y[t * N + n + j] {{ "+=" if end == "add" else "=" }} finished(n + j, c[i][j], t); }
-    }
-    {% endif %}
-  }
+  {% for a in range(quads) %}
+  {% for i in range(4) %}
+  {% for b in range(quads) %}
+  write(t0 + 4u * (tm + {{ a }}u * SIDE) + {{ i }}u, n0 + 4u * (tn + {{ b }}u * SIDE), c{{ a }}{{ i }}{{ b }}, count);
+  {% endfor %}
+  {% endfor %}
+  {% endfor %}
 }
