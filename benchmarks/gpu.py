@@ -3,7 +3,7 @@ recording them costs, tokens/s and the share of memory bandwidth.
 
     python benchmarks/gpu.py [MODEL…] [--device NAME] [--quant f16,int8,int4] [--count] [--json FILE]
 
-It needs ssmd's wheel and those of numpy, wgpu, pydantic and jinja2, nothing else. `--count`: nothing is computed, for
+It needs ssmd's wheel with the extra `wgpu`, nothing else. `--count`: nothing is computed, for
 adapters that are software. Bandwidth is that of a shader that reads 1 GiB, beside what a plain copy reads and writes.
 Decode: a token at a time, logits read back at each. A share of bandwidth counts weights and state, both read once a
 token and the recurrent state written once. Medians.

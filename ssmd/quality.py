@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ssmd.artifact import Artifact
 from ssmd.runtime import Program
-from ssmd.verify import verify
+from ssmd.verify import StepError, verify
 
 MAX_TOKENS = 400
 _MOST_NATS = 700.0  # whose perplexity is still a number
@@ -53,7 +53,7 @@ def measure(artifact: Artifact, program: Program, tokens: Sequence[int], referen
     reference; `text` what the artifact and the reference (logits f32[n, V] after each of `tokens`) make of a text.
     Raises QualityError.
     """
-    worst = verify(artifact, program).worst
+    steps = verify(artifact, program).steps
     handle = program.new_state()
     try:
         found = np.stack([program.decode([handle], [token])[0].copy() for token in tokens])
@@ -63,6 +63,14 @@ def measure(artifact: Artifact, program: Program, tokens: Sequence[int], referen
         raise QualityError(
             f"quantized to {artifact.manifest.quantization} its logits are not finite; build another form"
         )
+    return summed(steps, found, reference, tokens)
+
+
+def summed(
+    steps: Sequence[StepError], found: NDArray[np.float32], reference: NDArray[np.float32], tokens: Sequence[int]
+) -> Any:
+    """As `measure`, of what was computed already."""
+    worst = max(steps, key=lambda s: s.rms_relative)
     return {
         "golden": {"rms": _rounded(worst.rms_relative), "max": _rounded(worst.max_relative)},
         "text": {"tokens": len(tokens), **compared(found, reference, tokens)},

@@ -25,7 +25,7 @@ from ssmd.source import Source
 from ssmd.state import State
 from ssmd.verify import verify
 from ssmd_wgpu import device, handles, pack, runtime, tuning
-from ssmd_wgpu.build import CONVERTER, plan_of, rows_of
+from ssmd_wgpu.build import CONVERTER, packed_rows, plan_of, rows_of
 from ssmd_wgpu.device import Found, Gpu, adapters, devices, no_adapter
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.operations import Tiling
@@ -221,15 +221,7 @@ def test_kernels_compute_with_the_weights_that_the_file_stands_for(
     shapes = plan.parameters()
     weights = Weights(made.file("weights.safetensors"), shapes)
 
-    def rows(name: str) -> Iterator[Any]:
-        if name in weights.vectors:
-            yield weights.vectors[name]
-            return
-        m = weights.matrices[name]
-        yield pack.decoded(m.columns, m.fmt, m.values, *(() if m.scales is None else (m.scales,)))
-
-    dequantized = {name: (lambda name=name: rows(name)) for name in shapes}
-    expected = Reference(plan, dequantized).logits(IDS[:40], range(40))
+    expected = Reference(plan, packed_rows(weights)).logits(IDS[:40], range(40))
     one = WgpuRuntime().load(made)
     handle = one.new_state()
     steps = np.concatenate([one.decode([handle], [i]) for i in IDS[:40]])

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ssmd import quality
 from ssmd.artifact import GOLDEN, Artifact, seal
 from ssmd.authoring.building import BuildError, Quantization, planned
 from ssmd.families import bamba, falcon_h1, granitemoehybrid, lfm2, llama, mamba, mamba2
@@ -26,8 +27,9 @@ from ssmd.install import checked_tokenizer, fields_of, placed, save_texts
 from ssmd.memory import return_big_blocks
 from ssmd.source import Source
 from ssmd.stages import Progress, staged
-from ssmd.verify import GOLDEN_POSITIONS, golden_tokens, save_golden
+from ssmd.verify import GOLDEN_POSITIONS, compare, golden_tokens, save_golden
 from ssmd_wgpu import pack
+from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import FILE, Attention, Layer, Mamba1, Mamba2, Mixer, Plan, ShortConv, Swiglu
 from ssmd_wgpu.reference import Reference
 
@@ -94,6 +96,19 @@ class WgpuConverter:
                 if not np.isfinite(logits).all():
                     raise BuildError("the model's logits are not finite: its weights or its config are damaged")
                 save_golden(made / GOLDEN, tokens, logits)
+            lost = {}
+            if asked.quantization != "f32":
+                with stage("compare with the weights as they were"):
+                    packed = Reference(plan, packed_rows(Weights(made / pack.FILE, shapes)))
+                    text = tokenizer.encode(quality.TEXT)[: min(quality.MAX_TOKENS, plan.context)]
+                    steps = [
+                        compare(p, "prefill", *pair)
+                        for p, *pair in zip(
+                            GOLDEN_POSITIONS, packed.logits(tokens, GOLDEN_POSITIONS), logits, strict=True
+                        )
+                    ]
+                    found, true = (r.logits(text, range(len(text))) for r in (packed, Reference(plan, rows)))
+                    lost = quality.summed(steps, found, true, text)
             fields = fields_of(
                 family,
                 config,
@@ -111,7 +126,7 @@ class WgpuConverter:
                 stop_tokens=source.stop_tokens,
             )
             with stage("hash the artifact"):
-                seal(made, fields)
+                seal(made, fields | ({"quality": lost} if lost else {}))
         return Artifact.open(out)
 
 
@@ -259,6 +274,11 @@ def rows_of(family: Family, config: Any, plan: Plan, source: Source) -> dict[str
         return binding.blocks(source)
 
     return {name: partial(rows, binding) for name, binding in made.items()}
+
+
+def packed_rows(weights: Weights) -> dict[str, pack.Rows]:
+    """The same of weights that are packed already."""
+    return {name: partial(weights.rows, name) for name in (*weights.vectors, *weights.matrices)}
 
 
 def _split(name: str) -> tuple[str, str]:

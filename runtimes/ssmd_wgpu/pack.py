@@ -36,6 +36,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {
     "I8": np.dtype("i1"),
     "U8": np.dtype("u1"),
 }
+_DECODED_VALUES = 1 << 20  # at a time
 _SMALL = ("x", "dt")  # Mamba-1's: few bytes, and what they give stands in an exponent
 _BYTEWISE = ("embedding", "head")
 
@@ -91,7 +92,7 @@ def encode(rows: NDArray[np.float32], fmt: Format) -> tuple[Array, ...]:
 
 
 def decoded(columns: int, fmt: Format, values: Array, *scales: Array) -> NDArray[np.float32]:
-    """What the kernels compute with, (n, K): the inverse of `encode`, for tests."""
+    """What the kernels compute with, (n, K): the inverse of `encode`."""
     if fmt == "int4":
         parts = values.reshape(len(values), -1, 4)
         levels = np.stack([parts & 15, parts >> 4], 2).reshape(len(values), -1, 32)
@@ -151,6 +152,17 @@ class Weights:
             raise ProgramError(
                 f"{file} holds {strangers[0]!r}, which the plan has no use for; build the artifact again"
             )
+
+    def rows(self, name: str) -> Iterator[NDArray[np.float32]]:
+        """A parameter as the kernels compute with it, in float32, some rows at a time."""
+        if name in self.vectors:
+            yield self.vectors[name]
+            return
+        m = self.matrices[name]
+        step = max(1, _DECODED_VALUES // m.columns)
+        for first in range(0, m.rows, step):
+            part = slice(first, first + step)
+            yield decoded(m.columns, m.fmt, m.values[part], *(() if m.scales is None else (m.scales[part],)))
 
     def _matrix(self, name: str, tensor: Tensor, rows: int, columns: int) -> Matrix:
         fmt = next((f for f, dtype in _DTYPES.items() if dtype == tensor.dtype), None)

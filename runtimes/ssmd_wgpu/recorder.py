@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ssmd.flat.graph import GraphError
 from ssmd_wgpu import library
 
+_STAGING_BYTES = 64 << 20  # kept for the next read: the states of large models, and rows of some thousand tokens
 _POLLS = 1000  # one is enough, as it waits
 
 
@@ -118,7 +119,10 @@ class Recorder:
             copies.append(Copy(region.buffer, region.offset, self._staging, at, region.size))
             at += region.size
         self.submit(dispatches, copies, probed=probed)
-        return self._mapped(total, [region.size for region in regions])
+        parts = self._mapped(total, [region.size for region in regions])
+        if self._staging.size > _STAGING_BYTES:
+            self._staging = None
+        return parts
 
     def _mapped(self, total: int, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
         lib, ffi = self._lib, self._ffi

@@ -100,7 +100,11 @@ class Reference:
                 gate, up = np.split(self._linear(f"layer{i}_gate_up", x), 2, -1)
                 h = h + self._linear(f"layer{i}_down", silu(gate) * up)
         h = rms_norm(h[list(positions)], self._whole("norm"), plan.eps)
-        return self._linear("embedding" if plan.tied else "head", h).astype(np.float32)
+        made, first = np.empty((len(h), plan.vocabulary), np.float32), 0
+        for block in self._rows["embedding" if plan.tied else "head"]():
+            made[:, first : first + len(block)] = h @ block.T.astype(np.float64)
+            first += len(block)
+        return made
 
     def _mixer(self, to: str, mixer: Mamba1 | Mamba2 | ShortConv | Attention, x: Array) -> Array:
         if isinstance(mixer, Attention):
