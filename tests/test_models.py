@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from ssmd.artifact import MANIFEST, seal
 from ssmd.models import ModelError, installed, resolve
+from ssmd.runtime import RuntimeUnavailable, get_runtime
 
 
 def put(models_dir: Path, name: str, folder: str, nbytes: int = 50, **changed: Any) -> Path:
@@ -126,3 +129,15 @@ def test_a_broken_artifact_does_not_hide_a_good_one(tmp_path: Path) -> None:
     (broken / "model.bin").unlink()
     good = put(tmp_path, "m", "litert-cpu-f32")
     assert resolve("m", tmp_path) == good
+
+
+@pytest.mark.parametrize("name", ["litert", "openvino", "wgpu"])
+def test_a_runtime_that_is_not_installed_says_how(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(import_module(f"ssmd_{name}.library"), "version", absent)
+    with pytest.raises(
+        RuntimeUnavailable, match=rf"not installed .*; install it with: pip install 'ssmd-daemon\[{name}\]'"
+    ):
+        get_runtime(name)
