@@ -11,6 +11,8 @@ from conftest import TinyArtifacts
 from daemon_process import DaemonProcess, Reply
 from test_resume import QUESTIONS, SAMPLING, SYSTEM, fed, say
 
+from ssmd_wgpu.device import adapters
+
 # Largest difference of a chosen token's log-probability between the conversation that moved and one that did not.
 # float32: sums in another order, measured 2e-6. int8: the runtimes round activations in other blocks, measured 0.02.
 TOLERANCES = {"f32": 1e-4, "int8": 0.2}
@@ -34,6 +36,8 @@ def turn(daemon: DaemonProcess, messages: list[dict[str, str]], forced: Reply | 
     ids=" ".join,
 )
 def test_there_and_back(quantization: str, route: tuple[str, ...], artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    if "wgpu" in route and not adapters():
+        pytest.skip("no adapter here: apt install mesa-vulkan-drivers libvulkan1")
     name = f"granite-{quantization}"
     paths = [artifacts[name if runtime == "litert" else f"{runtime}-{name}"] for runtime in route]
     messages, replies = [SYSTEM], []

@@ -36,6 +36,7 @@ from ssmd_wgpu.reference import Reference
 from ssmd_wgpu.runtime import WgpuRuntime
 from ssmd_wgpu.slots import Slot
 
+pytestmark = pytest.mark.skipif(not adapters(), reason="no adapter: apt install mesa-vulkan-drivers libvulkan1")
 IDS: list[int] = np.random.default_rng(3).integers(0, 384, 400).tolist()
 
 
@@ -46,8 +47,6 @@ def granite(artifacts: TinyArtifacts) -> Artifact:
 
 @pytest.fixture(scope="module")
 def loaded(granite: Artifact) -> Iterator[WgpuProgram]:
-    if not adapters():
-        pytest.skip(no_adapter(sys.platform))
     made = WgpuRuntime().load(granite)
     yield made
     made.close()
