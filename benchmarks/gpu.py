@@ -135,7 +135,7 @@ def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, rea
         "quant": quantization,
         "weights_mb": weights.nbytes / 1e6,
         "dispatches": len(step),
-        "prefill_dispatches": len(model.embed) + len(model.prefill) + len(head),
+        "prefill_dispatches": len(model.embed) + len(model.prefill(MOST)) + len(head),
         "tiling": str(tiling),
         "weight_reads_per_prompt_token": -(-MOST // tiling.tile) / MOST,
         "load_s": load_s,
@@ -156,7 +156,7 @@ def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, rea
     def prompt() -> None:
         for at in range(0, PROMPT, MOST):
             slot.feed(at, np.full(MOST, 7, np.int32))
-            gpu.recorder.read(slot.dispatches([*model.embed, *model.prefill, *head], MOST), [region])
+            gpu.recorder.read(slot.dispatches([*model.embed, *model.prefill(MOST), *head], MOST), [region])
 
     token_s = median_s(decode, 7 if gpu.found.software else 64)
     prompt_s = median_s(prompt, 1 if gpu.found.software else 5)

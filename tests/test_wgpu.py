@@ -449,7 +449,9 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Tilings are measured, of a small matrix, and kept here."""
     monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(Found, "software", False)
-    for name, size in (("ROWS", 96), ("COLUMNS", 64), ("TOKENS", 40), ("ROUNDS", 1), ("REPEATS", 1)):
+    sizes: tuple[tuple[str, Any], ...]
+    sizes = (("ROWS", 96), ("COLUMNS", 64), ("TOKENS", 40), ("ROUNDS", 1), ("REPEATS", 1), ("MAMBA2", (2, 8, 16)))
+    for name, size in sizes:
         monkeypatch.setattr(tuning, name, size)
     return tmp_path / "wgpu"
 
@@ -485,8 +487,9 @@ def test_every_tiling_computes_the_same(
     granite: Artifact, loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = np.frombuffer(conversation(loaded, 9), np.float32)
-    some = [t for t in tuning.candidates(gpu_of(loaded)) if t.tile == 64][::5]
+    some = [t for t in tuning.candidates(gpu_of(loaded)) if t.tile == 64][::9]
     assert len(some) > 3
+    assert {t.chunked for t in some} == {t.subgroups for t in some} == {False, True}
     for tiling in some:
         monkeypatch.setattr(runtime, "tuned", lambda *_, tiling=tiling: tiling)
         one = WgpuRuntime().load(granite)

@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from ssmd_wgpu.device import Gpu, adapters, choose, shader
-from ssmd_wgpu.operations import spread
 from ssmd_wgpu.pack import VALUES, Format, blocks, decoded, encode
 from ssmd_wgpu.recorder import Region
+from ssmd_wgpu.ssd import recurrence, spread
 
 Array = NDArray[Any]
 TOLERANCE = 1e-5  # of the largest value
@@ -585,3 +585,38 @@ fn main() {
     around = after.view(np.float32)
     assert (around[:64] == 7.0).all()
     assert (around[128:] == 7.0).all()
+
+
+@pytest.mark.parametrize("states", [9, 32, 128])
+@pytest.mark.parametrize("size", [7, 40])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("count", "high"), [(1, 3.0e38), (32, 0.5), (75, 3.0e38)])
+def test_mamba2_by_chunks(gpu: Gpu, states: int, size: int, groups: int, count: int, high: float) -> None:
+    """Four shaders one after another, against the recurrence."""
+    heads, chunk = 4, 32
+    inner, chunks = heads * size, -(-count // chunk)
+    channels, stride = inner + 2 * groups * states, 2 * inner + 2 * groups * states + heads
+    u, z = normal(count, channels), normal(count, stride)
+    a, bias, d, state = -np.exp(normal(heads)), normal(heads), normal(heads), normal(inner, states)
+    p, at = packed(a=a, dt_bias=bias, d=d)
+    sizes: dict[str, Any] = {**at, "heads": heads, "head_dim": size, "states": states, "groups": groups}
+    sizes |= {"u_stride": channels, "z_stride": stride, "dt_offset": inner + channels, "gate": True}
+    sizes |= {"dt_low": "f32(0.1)", "dt_high": f"f32({high!r})"}
+    made: dict[str, Array] = {"U": u, "Z": z, "P": p, "SSM": state, "CTL": control(1, count)}
+    made |= {name: np.zeros((count, heads), np.float32) for name in ("DT", "LOGS")}
+    made["CHUNKS"] = np.full((chunks, inner, states), np.nan, np.float32)
+    made["Y"] = np.zeros((count, inner), np.float32)
+    changed = (("DT", "LOGS"), ("CHUNKS",), ("CHUNKS", "SSM"), ("Y",))
+    for (text, (x, y), tokens), wanted in zip(recurrence(sizes, chunked=True), changed, strict=True):
+        grid = (x, -(-count // tokens) if tokens else y)
+        made |= dict(zip(wanted, run(gpu, text, made, grid, *wanted), strict=True))
+    dt = np.clip(softplus(z[:, inner + channels :] + bias), 0.1, high)
+    spread_b, spread_c = (
+        np.repeat(v.reshape(count, groups, states), inner // groups, 1)
+        for v in (u[:, inner : inner + groups * states], u[:, inner + groups * states :])
+    )
+    per_channel = [np.repeat(v, size, -1) for v in (dt, a, d)]
+    decay = np.repeat(per_channel[1][:, None], states, 1)
+    wanted_y, after = scanned(u[:, :inner], per_channel[0], decay, spread_b, spread_c, per_channel[2], state)
+    close(made["Y"], wanted_y * silu(z[:, :inner]))
+    close(made["SSM"], after)

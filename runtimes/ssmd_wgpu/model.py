@@ -11,6 +11,7 @@ from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import Mamba1, Mamba2, Plan, ShortConv
 from ssmd_wgpu.recorder import Region
 from ssmd_wgpu.resident import Resident
+from ssmd_wgpu.ssd import CHUNK
 
 
 class Model:
@@ -20,6 +21,7 @@ class Model:
         """`half`: whether keys and values are float16."""
         self.gpu, self.plan, self.most_tokens = gpu, plan, most_tokens
         self._tiling = tiling
+        self._chunked = tiling.chunked and most_tokens > CHUNK
         weighty = Resident(gpu, plan, weights)
         self._ops = Operations(gpu, plan, weighty, self._make_buffers(), half, tiling)
         weighty.upload()
@@ -27,12 +29,15 @@ class Model:
         self._heads: list[list[Op]] = []
         self.embed = list(self._ops.embedding())
         self.decode = [op for i in range(len(plan.layers)) for op in self._ops.layer(i, one=True)]
-        self.prefill = [op for i in range(len(plan.layers)) for op in self._ops.layer(i, one=False)]
+        self._prefills = [
+            [op for i in range(len(plan.layers)) for op in self._ops.layer(i, one=False, chunked=chunked)]
+            for chunked in ((False, True) if self._chunked else (False,))
+        ]
 
     def _make_buffers(self) -> dict[str, Region]:
         plan, t = self.plan, self.most_tokens
-        width = {"x": plan.hidden, "wide": 4, "qkv": 4, "u": 4, "bc": 4, "dt": 4, "y": 4, "scale": 1}
-        parts = 4  # of attention, in one token
+        width = {"x": plan.hidden, "wide": 4, "qkv": 4, "u": 4, "bc": 4, "dt": 4, "logs": 4, "y": 4, "scale": 1}
+        parts = chunks = 4  # of attention, in one token; states that chunks begin with
 
         def grow(**sizes: int) -> None:
             for name, size in sizes.items():
@@ -46,13 +51,22 @@ class Model:
                     grow(wide=2 * m.inner, u=m.inner, bc=m.rank + 2 * m.states, dt=m.inner, y=m.inner)
                 elif isinstance(m, Mamba2):
                     grow(wide=m.rows, u=m.channels, y=m.inner)
+                    if self._chunked:
+                        grow(dt=m.heads, logs=m.heads)
+                        chunks = max(chunks, m.inner * m.states * -(-t // CHUNK))
                 elif isinstance(m, ShortConv):
                     grow(wide=3 * m.channels, y=m.channels)
                 else:
                     grow(qkv=m.rows, y=m.heads * m.head_dim)
                     parts = max(parts, m.heads * parts_of(plan.context) * (m.head_dim + 2))
         made = {name: self.gpu.region(4 * size * t) for name, size in width.items()}
-        return {**made, "parts": self.gpu.region(4 * parts)}
+        return {**made, "parts": self.gpu.region(4 * parts), "chunks": self.gpu.region(4 * chunks)}
+
+    def prefill(self, count: int) -> Sequence[Op]:
+        """The dispatches of so many tokens, without embedding and head."""
+        if count == 1:
+            return self.decode
+        return self._prefills[-1 if count > CHUNK else 0]
 
     @property
     def producer(self) -> str:

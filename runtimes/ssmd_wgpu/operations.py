@@ -17,8 +17,8 @@ from ssmd_wgpu.pack import VALUES, nbytes
 from ssmd_wgpu.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
 from ssmd_wgpu.recorder import Region
 from ssmd_wgpu.resident import Part, Resident
+from ssmd_wgpu.ssd import MOST_GROUPS, recurrence, spread
 
-MOST_GROUPS = 65535  # of a dimension of a dispatch
 PART_ROWS = 256  # of a KV cache, for one workgroup of a decode step
 _NO_BOUND = 3.0e38  # of dt
 
@@ -28,7 +28,8 @@ class Tiling:
     """How products are cut: `threads_per_row` and `rows_per_thread` of a matvec, `tile` tokens and rows of a matmul
     of which a thread has `quads` times 4 each way.
 
-    `subgroups`: whether threads add up among themselves, not in memory they share.
+    `subgroups`: whether threads add up among themselves, not in memory they share. `chunked`: whether a prefill of more
+    than a chunk computes Mamba-2 by chunks.
     """
 
     threads_per_row: int
@@ -36,12 +37,15 @@ class Tiling:
     tile: int
     quads: int = 1
     subgroups: bool = False
+    chunked: bool = False
 
     def __str__(self) -> str:
-        return f"{self.threads_per_row}x{self.rows_per_thread}{'s' if self.subgroups else ''}, {self.tile}/{self.quads}"
+        matvec = f"{self.threads_per_row}x{self.rows_per_thread}{'s' if self.subgroups else ''}"
+        return f"{matvec}, {self.tile}/{self.quads}{'c' if self.chunked else ''}"
 
 
-SOFTWARE, HARDWARE = Tiling(8, 4, 32), Tiling(16, 4, 64)
+SOFTWARE = Tiling(8, 4, 64, 2, chunked=True)  # measured on lavapipe and llvmpipe (docs/log.md)
+HARDWARE = Tiling(16, 4, 64, 2, chunked=True)  # where nothing could be measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +86,8 @@ class Operations:
         norm = {"gain": self._parts[""].at["norm"], "eps": _f32(self._plan.eps)}
         yield from self._matvec(name, "", "x", logits, norm=norm, last_row=True)
 
-    def layer(self, i: int, *, one: bool) -> Iterator[Op]:
+    def layer(self, i: int, *, one: bool, chunked: bool = False) -> Iterator[Op]:
+        """Of one token, or of T; `chunked`: Mamba-2 by chunks."""
         layer = self._plan.layers[i]
         parts = [(f"layer{i}_mixer{j}", mixer) for j, mixer in enumerate(layer.mixers)]
         if not one:
@@ -97,7 +102,7 @@ class Operations:
             elif isinstance(mixer, Mamba1):
                 yield from self._mamba1(i, part, mixer, one)
             elif isinstance(mixer, Mamba2):
-                yield from self._mamba2(i, part, mixer, one)
+                yield from self._mamba2(i, part, mixer, one, chunked)
             else:
                 yield from self._short_conv(i, part, mixer, one)
         if layer.mlp is not None:
@@ -155,7 +160,7 @@ class Operations:
             )
         yield from self._product(to + "out", part, "y", "x", one, end="add")
 
-    def _mamba2(self, i: int, part: str, m: Mamba2, one: bool) -> Iterator[Op]:
+    def _mamba2(self, i: int, part: str, m: Mamba2, one: bool, chunked: bool) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
         conv: dict[str, Any] = {
             "channels": m.channels,
@@ -171,23 +176,21 @@ class Operations:
         else:
             yield from self._product(to + "in", part, "x", "wide", False, gain=gain)
             yield self._conv(part, i, "u", gated=False, stride=m.rows, offset=m.inner, **conv)
-        yield self._scan(
-            part,
-            i,
-            small,
-            channels=m.inner,
-            states=m.states,
-            heads=m.heads,
-            groups=m.groups,
-            rank=0,
-            u_stride=m.channels,
-            z_stride=m.rows,
-            z_offset=0,
-            dt_offset=m.inner + m.channels,
-            dt_low=_f32(m.dt_low),
-            dt_high=_f32(_NO_BOUND if m.dt_high is None else m.dt_high),
-            gate=m.norm != "before the gate",
-        )
+        shape: dict[str, Any] = {
+            "heads": m.heads,
+            "head_dim": m.head_dim,
+            "states": m.states,
+            "groups": m.groups,
+            "u_stride": m.channels,
+            "z_stride": m.rows,
+            "dt_offset": m.inner + m.channels,
+            "dt_low": _f32(m.dt_low),
+            "dt_high": _f32(_NO_BOUND if m.dt_high is None else m.dt_high),
+            "gate": m.norm != "before the gate",
+        }
+        regions = {**self._named("u", "y", "dt", "logs", "chunks"), **self._wide(part)}
+        for text, grid, tokens in recurrence({**small, **shape}, chunked=chunked):
+            yield self._op(text, regions, grid, i, tokens)
         fused_norm = one and m.norm == "after the gate" and m.groups == 1
         if m.norm != "none" and not fused_norm:
             gate = m.rows if m.norm == "before the gate" else None
@@ -325,8 +328,7 @@ class Operations:
         return self._op(shader("conv", **sizes), regions, (-(-sizes["channels"] // 32), 1), layer)
 
     def _scan(self, part: str, layer: int, small: dict[str, int], **sizes: Any) -> Op:
-        source = "BC" if sizes["heads"] is None else "U"
-        text = shader("scan", source=source, per_thread=-(-sizes["states"] // 16), **small, **sizes)
+        text = shader("scan", source="BC", per_thread=-(-sizes["states"] // 16), **small, **sizes)
         regions = {**self._named("u", "y", "bc", "dt"), **self._wide(part)}
         return self._op(text, regions, (-(-sizes["channels"] // 4), 1), layer)
 
@@ -363,12 +365,6 @@ class Operations:
 def parts_of(rows: int) -> int:
     """Of a cache with room for so many rows."""
     return -(-rows // PART_ROWS)
-
-
-def spread(groups: int) -> tuple[int, int]:
-    """So many workgroups over two dimensions."""
-    high = -(-groups // MOST_GROUPS)
-    return -(-groups // high), high
 
 
 def _f32(value: float) -> str:

@@ -62,7 +62,7 @@ class WgpuProgram:
                 slot = self.handles.at_hand(model, handle, len(ids))
                 slot.feed(handle.position, ids)
                 head, region = model.head(0)
-                ops = [*model.embed, *(model.prefill if len(ids) > 1 else model.decode), *head]
+                ops = [*model.embed, *model.prefill(len(ids)), *head]
                 [row] = model.gpu.recorder.read(slot.dispatches(ops, len(ids)), [region], probed=True)
             handle.position += len(ids)
             return row.view(np.float32)

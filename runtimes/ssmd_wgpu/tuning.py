@@ -11,6 +11,7 @@ import json
 import logging
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from ssmd.cache import cache_folder
 from ssmd.flat.graph import GraphError
 from ssmd_wgpu import library
 from ssmd_wgpu.device import SHADERS, Gpu, shader
-from ssmd_wgpu.operations import HARDWARE, SOFTWARE, Tiling, spread
+from ssmd_wgpu.operations import HARDWARE, SOFTWARE, Tiling
 from ssmd_wgpu.pack import VALUES, Format, blocks, encode
 from ssmd_wgpu.recorder import Dispatch, Region
+from ssmd_wgpu.ssd import CHUNK, recurrence, spread
 
 log = logging.getLogger(__name__)
 ROWS, COLUMNS, TOKENS = 8192, 2048, 256  # of what is measured
+MAMBA2 = 48, 32, 128  # heads, head_dim, states
 ROUNDS, REPEATS = 5, 8  # medians of rounds, each of so many dispatches
 _AGREE = 1e-4  # of the largest value: a candidate that computes something else is no candidate
 
@@ -54,11 +57,12 @@ def tuned(gpu: Gpu, fmt: Format) -> Tiling:
 
 def candidates(gpu: Gpu) -> list[Tiling]:
     return [
-        Tiling(threads, rows, tile, quads, subgroups)
+        Tiling(threads, rows, tile, quads, subgroups, chunked)
         for threads in (8, 16, 32, 64)
         for rows in (2, 4, 8)
         for tile, quads in tiles(gpu)
         for subgroups in (False, True)
+        for chunked in (False, True)
         if rows <= threads and (not subgroups or threads <= gpu.subgroup)
     ]
 
@@ -74,14 +78,15 @@ def measured(gpu: Gpu, fmt: Format) -> Tiling:
     bench = _Bench(gpu, fmt)
     times: dict[tuple[int, int, bool], float] = {}
     expected: NDArray[np.float32] | None = None
-    for t in (t for t in candidates(gpu) if (t.tile, t.quads) == (32, 1)):
+    for t in (t for t in candidates(gpu) if (t.tile, t.quads, t.chunked) == (32, 1, False)):
         seconds, found = bench.matvec(t)
         expected = found if expected is None else expected
         if np.abs(found - expected).max() <= _AGREE * np.abs(expected).max():
             times[t.threads_per_row, t.rows_per_thread, t.subgroups] = seconds
     threads, rows, subgroups = min(times, key=lambda key: times[key])
     tile, quads = min(tiles(gpu), key=lambda cut: bench.matmul(*cut))
-    best = Tiling(threads, rows, tile, quads, subgroups)
+    chunked = min((False, True), key=bench.mamba2)
+    best = Tiling(threads, rows, tile, quads, subgroups, chunked)
     log.info("measured %d tilings for %s on %s: %s", len(times), fmt, gpu.found.description, best)
     return best
 
@@ -91,6 +96,7 @@ class _Bench:
 
     def __init__(self, gpu: Gpu, fmt: Format) -> None:
         self._gpu, self._fmt = gpu, fmt
+        self._kept: list[Any] = []  # bind groups, as long as dispatches name them
         rng = np.random.default_rng(0)
         values, *scales = encode(rng.standard_normal((ROWS, COLUMNS), np.float32), fmt)
         x = rng.standard_normal((TOKENS, COLUMNS), np.float32)
@@ -127,21 +133,39 @@ class _Bench:
         text = shader("matmul", **self._sizes, tile=tile, quads=quads, stride=COLUMNS, offset=0)
         return self._seconds(self._dispatch(text, -(-ROWS // tile), -(-TOKENS // tile)))
 
-    def _dispatch(self, text: str, x: int, y: int) -> Dispatch:
-        kernel = self._gpu.kernel(text)
-        self._groups = [self._gpu.bound(kernel, 0, self._regions)]  # alive until the dispatch is done
-        if len(kernel.layouts) > 1:
-            self._groups.append(self._gpu.bound(kernel, 1, {"CTL": self._control}))
-        groups = [*(group._internal for group in self._groups), None]
-        return kernel.pipeline._internal, groups[0], groups[1], x, y, 1
+    def mamba2(self, chunked: bool) -> float:
+        """Of a layer's recurrence."""
+        heads, head_dim, states = MAMBA2
+        inner = heads * head_dim
+        made = {"u": inner + 2 * states, "z": 2 * inner + 2 * states + heads, "y": inner, "dt": heads, "logs": heads}
+        regions = {name.upper(): self._gpu.region(4 * TOKENS * width) for name, width in made.items()}
+        regions["SSM"] = self._gpu.region(4 * inner * states)
+        regions["CHUNKS"] = self._gpu.region(-(-TOKENS // CHUNK) * regions["SSM"].size)
+        regions["P"] = self._gpu.uploaded(np.zeros(heads + 4, np.float32))
+        sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "states": states, "groups": 1, "gate": True}
+        sizes |= {"a": 0, "dt_bias": 0, "d": 0, "dt_low": "f32(0.0)", "dt_high": "f32(1.0)"}
+        sizes |= {"u_stride": made["u"], "z_stride": made["z"], "dt_offset": made["z"] - heads}
+        steps = recurrence(sizes, chunked=chunked)
+        return self._seconds(
+            *(self._dispatch(text, x, -(-TOKENS // tokens) if tokens else y, regions) for text, (x, y), tokens in steps)
+        )
 
-    def _seconds(self, dispatch: Dispatch) -> float:
+    def _dispatch(self, text: str, x: int, y: int, regions: Mapping[str, Region] | None = None) -> Dispatch:
+        kernel = self._gpu.kernel(text)
+        groups = [self._gpu.bound(kernel, 0, regions or self._regions), None]
+        if len(kernel.layouts) > 1:
+            groups[1] = self._gpu.bound(kernel, 1, {**(regions or {}), "CTL": self._control})
+        self._kept += groups
+        first, second = (None if group is None else group._internal for group in groups)
+        return kernel.pipeline._internal, first, second, x, y, 1
+
+    def _seconds(self, *dispatches: Dispatch) -> float:
         taken = []
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS + 1):
             begin = time.perf_counter()
-            self._gpu.recorder.read([dispatch] * REPEATS, [Region(self._regions["Y"].buffer, 0, 16)])
+            self._gpu.recorder.read([*dispatches] * REPEATS, [Region(self._regions["Y"].buffer, 0, 16)])
             taken.append(time.perf_counter() - begin)
-        return statistics.median(taken)
+        return statistics.median(taken[1:])
 
 
 def _file(gpu: Gpu, fmt: Format) -> Path:
