@@ -28,7 +28,7 @@ from ssmd_wgpu.device import Gpu, choose
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.operations import HARDWARE, SOFTWARE
 from ssmd_wgpu.plan import Plan
-from ssmd_wgpu.recorder import Copy, Region
+from ssmd_wgpu.recorder import Copy, Region, dispatch
 from ssmd_wgpu.slots import Slot
 from ssmd_wgpu.tuning import tuned
 
@@ -103,7 +103,7 @@ fn main(@builtin(global_invocation_id) at: vec3<u32>) {{
     a, b, out = gpu.region(size), gpu.region(size), gpu.region(4 * 65536)
     kernel = gpu.kernel(text)
     group = gpu.bound(kernel, 0, {"A": a, "B": out})
-    reading = [(kernel.pipeline._internal, group._internal, None, 4096, 1, 1)] * 4
+    reading = [dispatch(kernel.pipeline, group, None, 4096, 1)] * 4
     small = Region(out.buffer, 0, 16)
     read_s = median_s(lambda: gpu.recorder.read(reading, [small]), 7) / 4
     copies = [Copy(a.buffer, 0, b.buffer, 0, size)] * 4
@@ -141,7 +141,7 @@ def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, rea
         "load_s": load_s,
     }
     times = 100 if counting else 20
-    empty = [(p, a, b, 0, 0, 0) for p, a, b, *_ in step]  # the same recording, and no work
+    empty = [(p, a, b, 0, 0, wrapped) for p, a, b, _, _, wrapped in step]  # the same recording, and no work
     row["record_us"] = 1e6 * median_s(lambda: gpu.recorder.submit(empty), times) / len(step)
     if counting:
         return row

@@ -134,6 +134,25 @@ def test_parts_of_the_embedding(artifacts: TinyArtifacts, monkeypatch: pytest.Mo
     assert len({logits for _, logits in outcomes}) == 1
 
 
+def test_recording_by_wgpu_py_gives_the_same_bits(
+    granite: Artifact, loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = conversation(loaded, 21)
+    monkeypatch.setenv("SSMD_WGPU_WRAPPED", "1")
+    one = WgpuRuntime().load(granite)
+    made: list[Any] = []
+    real = gpu_of(one).device.create_command_encoder
+
+    def counted() -> Any:
+        made.append(real())
+        return made[-1]
+
+    monkeypatch.setattr(gpu_of(one).device, "create_command_encoder", counted)
+    assert conversation(one, 21) == expected
+    assert len(made) >= 4  # a prefill and three steps
+    one.close()
+
+
 def test_bindings_that_are_too_small(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gpu, "binding_bytes", 50_000)
     with pytest.raises(ProgramError, match=r"needs a binding of .* gives 0 MB .*: build with --quant int8"):

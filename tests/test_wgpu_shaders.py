@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ssmd_wgpu.device import Gpu, adapters, choose, shader
 from ssmd_wgpu.pack import VALUES, Format, blocks, decoded, encode
-from ssmd_wgpu.recorder import Region
+from ssmd_wgpu.recorder import Region, dispatch
 from ssmd_wgpu.ssd import recurrence, spread
 
 Array = NDArray[Any]
@@ -43,10 +43,9 @@ def run(gpu: Gpu, text: str, arrays: Mapping[str, Array], grid: tuple[int, ...],
     for i, names in enumerate(kernel.bindings):
         regions |= {name: gpu.uploaded(np.ascontiguousarray(arrays[name])) for name in names}
         groups[i] = gpu.bound(kernel, i, regions)
-    raw = [None if g is None else g._internal for g in groups]
     x, y = (*grid, 1)[:2]
     found = gpu.recorder.read(
-        [(kernel.pipeline._internal, raw[0], raw[1], x, y, 1)],
+        [dispatch(kernel.pipeline, groups[0], groups[1], x, y)],
         [Region(regions[n].buffer, 0, -(-arrays[n].nbytes // 4) * 4) for n in wanted],
     )
     return [
@@ -578,9 +577,7 @@ fn main() {
     kernel, y = gpu.kernel(text), gpu.region(64)
     indices = gpu.uploaded(np.array([64, 100, 4294967232, 4294967295, 1 << 20, 192], np.uint32))
     group = gpu.bound(kernel, 0, {"A": part, "Y": y, "I": indices})
-    read, after = gpu.recorder.read(
-        [(kernel.pipeline._internal, group._internal, None, 1, 1, 1)], [y, Region(whole.buffer, 0, 768)]
-    )
+    read, after = gpu.recorder.read([dispatch(kernel.pipeline, group, None, 1, 1)], [y, Region(whole.buffer, 0, 768)])
     assert not (read.view(np.float32)[:6] == 7.0).any()
     around = after.view(np.float32)
     assert (around[:64] == 7.0).all()

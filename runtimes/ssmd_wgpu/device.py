@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ssmd.flat.graph import GraphError
 from ssmd.runtime import Device, RuntimeUnavailable
 from ssmd_wgpu import library
-from ssmd_wgpu.recorder import Recorder, Region
+from ssmd_wgpu.recorder import Recorder, Region, dispatch
 
 BACKENDS = {"Vulkan": "vulkan", "Metal": "metal", "D3D12": "dx12", "OpenGL": "gl"}  # the best one first
 KINDS = {"DiscreteGPU": "discrete GPU", "IntegratedGPU": "integrated GPU", "CPU": "software on the processor"}
@@ -179,8 +179,7 @@ class Gpu:
             return 0
         kernel, sizes = self.kernel(_SIZES), self.region(4 * 64)
         group = self.bound(kernel, 0, {"Y": sizes})
-        dispatch = (kernel.pipeline._internal, group._internal, None, 1, 1, 1)
-        [found] = self.recorder.read([dispatch], [sizes])
+        [found] = self.recorder.read([dispatch(kernel.pipeline, group, None, 1, 1)], [sizes])
         least = int(found.view(np.uint32).min())
         return min(least, 8) if self.found.adapter.info["vendor_id"] == _INTEL else least
 

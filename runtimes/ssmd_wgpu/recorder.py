@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +37,22 @@ class Copy:
     size: int
 
 
-Dispatch = tuple[Any, Any, Any, int, int, int]  # pipeline, bind group 0, bind group 1 or None, workgroups x, y, z
+# Pipeline, bind group 0, bind group 1 or None, as C has them; workgroups x, y; and the same three as wgpu-py has them.
+Dispatch = tuple[Any, Any, Any, int, int, tuple[Any, Any, Any]]
+
+
+def dispatch(pipeline: Any, group0: Any, group1: Any, x: int, y: int) -> Dispatch:
+    second = None if group1 is None else group1._internal
+    return pipeline._internal, group0._internal, second, x, y, (pipeline, group0, group1)
 
 
 class Recorder:
-    """Of one device."""
+    """Of one device. With SSMD_WGPU_WRAPPED=1 wgpu-py records, which says at which call something is wrong, and takes
+    eight times as long."""
 
     def __init__(self, device: Any, queue: Any) -> None:
         self._wrapped, self._queue_wrapped = device, queue
+        self._debugging = os.environ.get("SSMD_WGPU_WRAPPED", "") not in ("", "0")
         lib, ffi, _ = library.native()
         self._lib, self._ffi = lib, ffi
         self._device, self._queue = device._internal, queue._internal
@@ -75,6 +84,9 @@ class Recorder:
         """
         if not probed:
             self.probe()
+        if self._debugging:
+            self._submit_wrapped(dispatches, copies, clears)
+            return
         lib, null = self._lib, self._ffi.NULL
         with library.raising("submit"):
             encoder = lib.wgpuDeviceCreateCommandEncoder(self._device, self._encoder_descriptor)
@@ -83,15 +95,15 @@ class Recorder:
             if dispatches:
                 recorded = lib.wgpuCommandEncoderBeginComputePass(encoder, self._pass_descriptor)
                 set_pipeline, set_group = lib.wgpuComputePassEncoderSetPipeline, lib.wgpuComputePassEncoderSetBindGroup
-                dispatch, last = lib.wgpuComputePassEncoderDispatchWorkgroups, None
-                for pipeline, group0, group1, x, y, z in dispatches:
+                run, last = lib.wgpuComputePassEncoderDispatchWorkgroups, None
+                for pipeline, group0, group1, x, y, _ in dispatches:
                     if pipeline is not last:
                         set_pipeline(recorded, pipeline)
                         last = pipeline
                     set_group(recorded, 0, group0, 0, null)
                     if group1 is not None:
                         set_group(recorded, 1, group1, 0, null)
-                    dispatch(recorded, x, y, z)
+                    run(recorded, x, y, 1)
                 lib.wgpuComputePassEncoderEnd(recorded)
                 lib.wgpuComputePassEncoderRelease(recorded)
             for c in copies:
@@ -102,6 +114,23 @@ class Recorder:
             lib.wgpuCommandEncoderRelease(encoder)
             lib.wgpuQueueSubmit(self._queue, 1, self._commands)
             lib.wgpuCommandBufferRelease(self._commands[0])
+
+    def _submit_wrapped(self, dispatches: Sequence[Dispatch], copies: Sequence[Copy], clears: Sequence[Region]) -> None:
+        encoder = self._wrapped.create_command_encoder()
+        for region in clears:
+            encoder.clear_buffer(region.buffer, region.offset, region.size)
+        if dispatches:
+            recorded = encoder.begin_compute_pass()
+            for *_, x, y, (pipeline, group0, group1) in dispatches:
+                recorded.set_pipeline(pipeline)
+                recorded.set_bind_group(0, group0)
+                if group1 is not None:
+                    recorded.set_bind_group(1, group1)
+                recorded.dispatch_workgroups(x, y, 1)
+            recorded.end()
+        for c in copies:
+            encoder.copy_buffer_to_buffer(c.source, c.source_offset, c.target, c.target_offset, c.size)
+        self._queue_wrapped.submit([encoder.finish()])
 
     def poll(self) -> None:
         """Wait for the device, and have it answer."""

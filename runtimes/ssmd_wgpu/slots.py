@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ssmd.state import StateSpec, TensorSpec
 from ssmd_wgpu.device import ALIGNMENT, Gpu, Kernel
 from ssmd_wgpu.operations import Op
-from ssmd_wgpu.recorder import Copy, Dispatch, Region
+from ssmd_wgpu.recorder import Copy, Dispatch, Region, dispatch
 
 _BINDINGS = {"CONV": "conv", "SSM": "ssm", "KEY": "key", "VALUE": "value"}
 CONTROL = 4  # words before the tokens of a call: position, count, 0, 0
@@ -115,9 +115,7 @@ class Slot:
                 y = -(-count // op.tokens)
             if op.rows:
                 y = -(-self.capacity // op.rows)
-            group1 = self.group(op.kernel, op.layer)
-            raw = None if group1 is None else group1._internal
-            made.append((op.kernel.pipeline._internal, op.group0._internal, raw, x, y, 1))
+            made.append(dispatch(op.kernel.pipeline, op.group0, self.group(op.kernel, op.layer), x, y))
         return made
 
     def recurrent_regions(self) -> list[Region]:

@@ -24,7 +24,7 @@ from ssmd_wgpu import library
 from ssmd_wgpu.device import SHADERS, Gpu, shader
 from ssmd_wgpu.operations import HARDWARE, SOFTWARE, Tiling
 from ssmd_wgpu.pack import VALUES, Format, blocks, encode
-from ssmd_wgpu.recorder import Dispatch, Region
+from ssmd_wgpu.recorder import Dispatch, Region, dispatch
 from ssmd_wgpu.ssd import CHUNK, recurrence, spread
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,6 @@ class _Bench:
 
     def __init__(self, gpu: Gpu, fmt: Format) -> None:
         self._gpu, self._fmt = gpu, fmt
-        self._kept: list[Any] = []  # bind groups, as long as dispatches name them
         rng = np.random.default_rng(0)
         values, *scales = encode(rng.standard_normal((ROWS, COLUMNS), np.float32), fmt)
         x = rng.standard_normal((TOKENS, COLUMNS), np.float32)
@@ -125,9 +124,9 @@ class _Bench:
             eps="f32(0.0)",
             last_row=False,
         )
-        dispatch = self._dispatch(text, *spread(-(-ROWS // (64 // t.threads_per_row * t.rows_per_thread))))
-        [found] = self._gpu.recorder.read([dispatch], [Region(self._regions["Y"].buffer, 0, 4 * ROWS)])
-        return self._seconds(dispatch), found.view(np.float32)
+        one = self._dispatch(text, *spread(-(-ROWS // (64 // t.threads_per_row * t.rows_per_thread))))
+        [found] = self._gpu.recorder.read([one], [Region(self._regions["Y"].buffer, 0, 4 * ROWS)])
+        return self._seconds(one), found.view(np.float32)
 
     def matmul(self, tile: int, quads: int) -> float:
         text = shader("matmul", **self._sizes, tile=tile, quads=quads, stride=COLUMNS, offset=0)
@@ -152,12 +151,10 @@ class _Bench:
 
     def _dispatch(self, text: str, x: int, y: int, regions: Mapping[str, Region] | None = None) -> Dispatch:
         kernel = self._gpu.kernel(text)
-        groups = [self._gpu.bound(kernel, 0, regions or self._regions), None]
+        group0, group1 = self._gpu.bound(kernel, 0, regions or self._regions), None
         if len(kernel.layouts) > 1:
-            groups[1] = self._gpu.bound(kernel, 1, {**(regions or {}), "CTL": self._control})
-        self._kept += groups
-        first, second = (None if group is None else group._internal for group in groups)
-        return kernel.pipeline._internal, first, second, x, y, 1
+            group1 = self._gpu.bound(kernel, 1, {**(regions or {}), "CTL": self._control})
+        return dispatch(kernel.pipeline, group0, group1, x, y)
 
     def _seconds(self, *dispatches: Dispatch) -> float:
         taken = []
