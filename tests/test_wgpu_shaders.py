@@ -104,7 +104,7 @@ def normed(x: Array, gain: Array | None) -> Array:
 @pytest.mark.parametrize(("rows", "columns"), [(1, 4), (7, 60), (530, 97), (640, 96), (70_003, 33)])
 @pytest.mark.parametrize("dressed", [False, True])
 def test_matvec(gpu: Gpu, fmt: Format, rows: int, columns: int, dressed: bool) -> None:
-    """`dressed`: with a norm and a bias, added to what is there. More than 65,536 rows take a second dimension."""
+    """`dressed`: with a norm and a bias, added to what is there."""
     arrays, w, sizes = matrix(rows, columns, fmt)
     x, y = normal(columns), normal(rows)
     gain, bias = (normal(columns), normal(rows)) if dressed else (None, None)
@@ -123,6 +123,18 @@ def test_matvec(gpu: Gpu, fmt: Format, rows: int, columns: int, dressed: bool) -
     )
     [found] = run(gpu, text, {**arrays, "X": x, "Y": y}, spread(-(-rows // 16)), "Y")
     close(found, w @ x.astype(np.float64) if bias is None else w @ normed(x, gain) + bias + y)
+
+
+def test_more_workgroups_than_a_dimension_holds(gpu: Gpu) -> None:
+    arrays, w, sizes = matrix(140_003, 8, "int8")
+    arrays["P"], _ = packed()
+    x = normal(8)
+    more = {"threads_per_row": 64, "rows_per_thread": 2, "subgroups": False, "first": 0, "eps": EPS}
+    text = shader("matvec", **sizes, **more, gain=None, bias=None, end="store", last_row=False)
+    grid = spread(70_002)
+    assert grid == (35_001, 2)
+    [found] = run(gpu, text, {**arrays, "X": x, "Y": np.zeros(140_003, np.float32)}, grid, "Y")
+    close(found, w @ x.astype(np.float64))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
