@@ -24,7 +24,7 @@ from ssmd.runtime import ProgramError, RuntimeUnavailable, StateLost
 from ssmd.source import Source
 from ssmd.state import State
 from ssmd.verify import verify
-from ssmd_wgpu import device, handles, pack, runtime, tuning
+from ssmd_wgpu import device, handles, pack, program, runtime, tuning
 from ssmd_wgpu.build import CONVERTER, packed_rows, plan_of, rows_of
 from ssmd_wgpu.device import Found, Gpu, adapters, devices, no_adapter
 from ssmd_wgpu.model import Model
@@ -151,6 +151,23 @@ def test_recording_by_wgpu_py_gives_the_same_bits(
     assert conversation(one, 21) == expected
     assert len(made) >= 4  # a prefill and three steps
     one.close()
+
+
+def test_a_prefill_that_is_submitted_in_parts_gives_the_same_bits(
+    loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = conversation(loaded, 33)
+    monkeypatch.setattr(program, "_AT_ONCE", 7)
+    submitted: list[int] = []
+    real = gpu_of(loaded).recorder.submit
+
+    def counted(dispatches: Any, *more: Any, **options: Any) -> None:
+        submitted.append(len(dispatches))
+        real(dispatches, *more, **options)
+
+    monkeypatch.setattr(gpu_of(loaded).recorder, "submit", counted)
+    assert conversation(loaded, 33) == expected
+    assert submitted.count(7) > 5
 
 
 def test_bindings_that_are_too_small(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _FLOAT16_MAX = 65504.0
+_AT_ONCE = 64  # dispatches of a prefill that are submitted together
 
 
 class WgpuProgram:
@@ -63,7 +64,12 @@ class WgpuProgram:
                 slot.feed(handle.position, ids)
                 head, region = model.head(0)
                 ops = [*model.embed, *model.prefill(len(ids)), *head]
-                [row] = model.gpu.recorder.read(slot.dispatches(ops, len(ids)), [region], probed=True)
+                dispatches = slot.dispatches(ops, len(ids))
+                # Not all at once: a driver takes what runs for seconds for a hang, and no window moves meanwhile.
+                while len(dispatches) > _AT_ONCE:
+                    model.gpu.recorder.submit(dispatches[:_AT_ONCE], probed=True)
+                    dispatches = dispatches[_AT_ONCE:]
+                [row] = model.gpu.recorder.read(dispatches, [region])
             handle.position += len(ids)
             return row.view(np.float32)
 
