@@ -67,7 +67,7 @@ class WgpuProgram:
                 dispatches = slot.dispatches(ops, len(ids))
                 # Not all at once: a driver takes what runs for seconds for a hang, and no window moves meanwhile.
                 while len(dispatches) > _AT_ONCE:
-                    model.gpu.recorder.submit(dispatches[:_AT_ONCE], probed=True)
+                    model.gpu.recorder.submit(dispatches[:_AT_ONCE])
                     dispatches = dispatches[_AT_ONCE:]
                 [row] = model.gpu.recorder.read(dispatches, [region])
             handle.position += len(ids)
