@@ -24,6 +24,7 @@ Kind = Literal["conv", "ssm", "key", "value"]
 KINDS: tuple[Kind, ...] = ("conv", "ssm", "key", "value")
 AXES: dict[Kind, tuple[int, ...]] = {"conv": (2,), "ssm": (2, 3), "key": (2,), "value": (2,)}  # how many can be
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+FLOAT16_MAX = 65504.0
 LAYOUT_VERSION = 1
 
 
@@ -204,6 +205,13 @@ class Part:
             shape = known[name].shape_at(self.last - self.first)
             if array.shape != shape or array.dtype not in DTYPES.values():
                 raise StateError(f"state tensor {name!r} is {array.dtype} {array.shape}, the program needs {shape}")
+
+
+def narrowed(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Float32 rows in float16 if that is `dtype`, never rounded to infinity; others as they are."""
+    if dtype == DTYPES["float16"] != rows.dtype:
+        return rows.clip(-FLOAT16_MAX, FLOAT16_MAX).astype(dtype)
+    return rows
 
 
 def _finite(array: NDArray[Any]) -> bool:

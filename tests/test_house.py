@@ -25,6 +25,7 @@ FLOORS = {
     "ssmd.stages": 1,
     "ssmd.artifact": 2,
     "ssmd.runtime": 2,
+    "ssmd.contract": 2,
     "ssmd.text": 2,
     "ssmd.verify": 2,
     "ssmd.quality": 2,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ssmd.contract import Held
 from ssmd.flat.graph import GraphError
 from ssmd.state import State, StateSpec
 from ssmd_wgpu.model import Model
@@ -17,25 +18,13 @@ RESIDENT = 16  # handles on the device at once
 _SPARE = 4  # slots of released handles that are kept for the next ones
 
 
-@dataclass
-class Missing:
-    """What a reserved handle waits for: rows up to `position`, and these recurrent tensors."""
-
-    position: int
-    recurrent: set[str]
-
-
-@dataclass(eq=False)
-class Handled:
+@dataclass(eq=False, slots=True)
+class Handled(Held):
     """With a slot, it is on the device; with `away`, its state is in host memory; with neither, it was released or
-    lost. `program` made it."""
+    lost."""
 
-    program: object
     slot: Slot | None
-    position: int = 0
     away: State | None = None
-    lost: bool = False  # with its device
-    missing: Missing | None = None
 
 
 class Handles:

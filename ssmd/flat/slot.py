@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from ssmd.flat.buffers import Lease, Memory, carve, populate, stack
 from ssmd.flat.graph import Array, Call, Tensor
-from ssmd.state import StateSpec, TensorSpec
+from ssmd.state import FLOAT16_MAX, StateSpec, TensorSpec, narrowed
 
 _FLOAT32 = np.dtype(np.float32)
-_FLOAT16_MAX = np.float32(65504.0)
 
 
 def graph_shape(tensor: TensorSpec, rows: int) -> tuple[int, ...]:
@@ -186,7 +185,7 @@ class Slot:
             rows = group.tokens(fresh, 0, count)
             kept = rows
             if group.dtype != _FLOAT32:
-                rows.clip(-_FLOAT16_MAX, _FLOAT16_MAX, out=rows)  # rounding must not overflow to infinity
+                rows.clip(-FLOAT16_MAX, FLOAT16_MAX, out=rows)  # rounding must not overflow to infinity
                 kept = rows.astype(group.dtype)
                 rows[...] = (
                     kept  # here, not in the cache: its columns are far apart, and a cast there takes twice as long
@@ -224,9 +223,7 @@ class Slot:
         for group, cache in zip(self.groups, self._caches, strict=True):
             target = group.tokens(cache, first, stop)
             for layer, name in enumerate(group.names):  # one at a time stays in the processor's cache
-                rows = tensors[name]  # (Hkv, n, D)
-                if rows.dtype != group.dtype and group.dtype != _FLOAT32:
-                    rows = rows.clip(-_FLOAT16_MAX, _FLOAT16_MAX).astype(group.dtype)
+                rows = narrowed(tensors[name], group.dtype)  # (Hkv, n, D)
                 wide = widened(rows.transpose(1, 0, 2)).transpose(1, 0, 2)  # contiguous as it is stored
                 target[layer] = wide if group.kind == "key" else wide.transpose(0, 2, 1)
 

@@ -63,6 +63,7 @@ def test_it_takes_nothing_before_it_is_whole(loaded: Loaded) -> None:
             partial(program.decode, [filled], [1]),
             partial(program.save, filled),
             partial(program.clone, filled),
+            partial(program.position, filled),
         ]
         for use in uses:
             with pytest.raises(ProgramError, match="not whole"):
