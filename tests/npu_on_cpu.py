@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ssmd.probe import judge
 from ssmd.runtime import Device
 from ssmd_openvino import probe, runtime
 
@@ -38,4 +39,4 @@ class _Patch:
 
 if __name__ == "__main__":
     play(_Patch)
-    probe.main()
+    judge(runtime.OpenVINORuntime(probe=False))

@@ -28,6 +28,7 @@ FLOORS = {
     "ssmd.contract": 2,
     "ssmd.text": 2,
     "ssmd.verify": 2,
+    "ssmd.probe": 2,
     "ssmd.quality": 2,
     "ssmd.flat": 2,
     "ssmd.families": 2,

@@ -26,6 +26,7 @@ from safetensors.numpy import load_file, save_file
 
 from ssmd.artifact import Artifact
 from ssmd.models import ModelError, resolve
+from ssmd.probe import probed
 from ssmd.runtime import RuntimeUnavailable
 from ssmd_openvino import library, probe
 from ssmd_openvino.lint import lint, operations
@@ -205,12 +206,12 @@ def test_wrong_values_are_a_verdict(granite: Artifact, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"passed": 1, "why": ""}', '{"passed": true}'])
-def test_a_damaged_verdict_is_found_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+def test_a_damaged_verdict_is_found_out_again(tmp_path: Path, content: str) -> None:
     (tmp_path / "verdict.json").write_text(content)
     said = json.dumps({"passed": True, "why": ""})
-    monkeypatch.setattr(probe, "COMMAND", (sys.executable, "-c", f"print('noise'); print({said!r})"))
+    command = (sys.executable, "-c", f"print('noise'); print({said!r})")
     artifact: Any = type("A", (), {"path": tmp_path})()
-    assert probe.probed(artifact, "npu", tmp_path).passed
+    assert probed(command, artifact, "npu", tmp_path).passed
     assert (tmp_path / "verdict.json").read_text() == said
 
 

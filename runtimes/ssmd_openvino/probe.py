@@ -1,103 +1,15 @@
-"""The first load of an artifact on a device whose driver may crash: in a process of its own, against golden values.
-
-The verdict is kept for this artifact, device and driver. What the process compiled is kept too, as compile.py says,
-so that the load that follows takes it from there.
-"""
+"""Tries an artifact on a device in a process of its own. What it compiles is kept, as compile.py says, so that the load
+that follows takes it from there."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import signal
-import subprocess
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from ssmd.artifact import Artifact
-from ssmd.verify import verify
+from ssmd.probe import judge
 
-log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "ssmd_openvino.probe")
-LIMIT_S = 3600  # a compiler of large models takes minutes
-_TAIL = 500  # characters of what a process said last
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """`why` is empty if it passed."""
-
-    passed: bool
-    why: str
-
-
-def probed(artifact: Artifact, device: str, folder: Path) -> Verdict:
-    """The verdict in `folder`, which is of this artifact, device and driver; where there is none it is found out."""
-    file = folder / "verdict.json"
-    kept = _read(file)
-    if kept is not None:
-        return kept
-    log.info("first load on %s: trying it in a process of its own, which compiles it; this can take minutes", device)
-    verdict = _tried(artifact.path, device)
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file.write_text(json.dumps(asdict(verdict)))
-    except OSError as err:
-        log.warning("the verdict could not be kept (%s): each load tries the artifact again", err)
-    return verdict
-
-
-def main() -> None:
-    """Load the artifact named first on the device named second and print the verdict on golden values as JSON."""
-    from ssmd_openvino.runtime import OpenVINORuntime
-
-    artifact = Artifact.open(Path(sys.argv[1]))
-    program = OpenVINORuntime(probe=False).load(artifact, device=sys.argv[2])
-    try:
-        report = verify(artifact, program)
-    finally:
-        program.close()
-    worst = report.worst
-    why = f"its logits are {worst.rms_relative:.3g} standard deviations off, {report.tolerance:g} is allowed"
-    sys.stdout.write(json.dumps(asdict(Verdict(report.passed, "" if report.passed else why))) + "\n")
-
-
-def _tried(path: Path, device: str) -> Verdict:
-    try:
-        done = subprocess.run(
-            [*COMMAND, str(path), device], capture_output=True, text=True, timeout=LIMIT_S, check=False, env=os.environ
-        )
-    except subprocess.TimeoutExpired:
-        return Verdict(False, f"it was not done after {LIMIT_S} s")
-    except OSError as err:
-        return Verdict(False, f"no process could be started to try it: {err}")
-    if done.returncode < 0:
-        return Verdict(False, f"its driver crashed ({signal.Signals(-done.returncode).name})")
-    said = _parsed(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "")
-    if done.returncode or said is None:
-        last = done.stderr.strip().rpartition("\n")[2]  # of a traceback: the error
-        return Verdict(False, last[-_TAIL:] or f"it ended with exit code {done.returncode}")
-    return said
-
-
-def _read(file: Path) -> Verdict | None:
-    try:
-        return _parsed(file.read_text())
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _parsed(text: str) -> Verdict | None:
-    try:
-        fields = json.loads(text)
-    except ValueError:
-        return None
-    match fields:
-        case {"passed": bool(passed), "why": str(why)}:
-            return Verdict(passed, why)
-    return None
-
 
 if __name__ == "__main__":
-    main()
+    from ssmd_openvino.runtime import OpenVINORuntime
+
+    judge(OpenVINORuntime(probe=False))

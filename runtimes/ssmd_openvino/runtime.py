@@ -8,13 +8,14 @@ from ssmd.flat.graph import GraphError
 from ssmd.flat.program import FlatProgram
 from ssmd.flat.threads import default_threads
 from ssmd.memory import drop_mapped, trim
+from ssmd.probe import probed
 from ssmd.processor import cpu_name
 from ssmd.runtime import Device, ProgramError, RuntimeUnavailable
 from ssmd_openvino import library
+from ssmd_openvino import probe as tried
 from ssmd_openvino.compile import Compiler, identity
 from ssmd_openvino.devices import devices
 from ssmd_openvino.graph import OpenVINOGraph, signatures
-from ssmd_openvino.probe import probed
 
 if TYPE_CHECKING:
     from ssmd.artifact import Artifact, Manifest
@@ -99,7 +100,7 @@ class OpenVINORuntime:
         # Nothing of the CPU's is kept: what it imports holds the weights in memory once more (docs/decisions.md).
         compiler = Compiler(self._started(), PLUGINS[device], properties, None if device == "cpu" else manifest.build)
         if self._probe and compiler.folder is not None:
-            verdict = probed(artifact, device, compiler.folder)
+            verdict = probed(tried.COMMAND, artifact, device, compiler.folder)
             if not verdict.passed:
                 raise RuntimeUnavailable(
                     f"artifact {artifact.path} was tried on {device} and {verdict.why}; it will not be used there with "
