@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     threads: int | None = Field(None, ge=1, le=1024, description="compute threads; default: what the runtime chooses")
     runtime: str = Field("auto", pattern=r"^[a-z0-9_]{1,32}$", description="a runtime's name, npu, or auto")
     device: str | None = Field(
-        None, pattern=r"^[a-z0-9_]{1,32}$", description="a device of the runtime; default: what the artifact is for"
+        None, pattern=r"^[a-z0-9_.]{1,32}$", description="a device of the runtime; default: what the artifact is for"
     )
     max_running: int = Field(4, ge=1, le=256, description="choices that decode at the same time")
     max_queue: int = Field(64, ge=1, le=10_000, description="requests that wait; more are answered 503")
