@@ -24,6 +24,10 @@ LIMIT_S = 3600  # a compiler of large models takes minutes
 _TAIL = 500  # characters of what a process said last
 
 
+class CrashError(RuntimeError):
+    """A process failed, or was killed by what it tried; the message says how."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """`why` is empty if it passed."""
@@ -62,20 +66,28 @@ def judge(runtime: Runtime) -> None:
     sys.stdout.write(json.dumps(asdict(Verdict(report.passed, "" if report.passed else why))) + "\n")
 
 
-def _tried(command: Sequence[str]) -> Verdict:
+def last_line(command: Sequence[str]) -> str:
+    """What a command that may crash says last. Raises CrashError if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=os.environ)
-    except subprocess.TimeoutExpired:
-        return Verdict(False, f"it was not done after {LIMIT_S} s")
+    except subprocess.TimeoutExpired as err:
+        raise CrashError(f"it was not done after {LIMIT_S} s") from err
     except OSError as err:
-        return Verdict(False, f"no process could be started to try it: {err}")
+        raise CrashError(f"no process could be started to try it: {err}") from err
     if done.returncode < 0:
-        return Verdict(False, f"its driver crashed ({signal.Signals(-done.returncode).name})")
-    said = _parsed(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "")
-    if done.returncode or said is None:
+        raise CrashError(f"its driver crashed ({signal.Signals(-done.returncode).name})")
+    if done.returncode or not done.stdout.strip():
         last = done.stderr.strip().rpartition("\n")[2]  # of a traceback: the error
-        return Verdict(False, last[-_TAIL:] or f"it ended with exit code {done.returncode}")
-    return said
+        raise CrashError(last[-_TAIL:] or f"it ended with exit code {done.returncode}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def _tried(command: Sequence[str]) -> Verdict:
+    try:
+        said = last_line(command)
+    except CrashError as err:
+        return Verdict(False, str(err))
+    return _parsed(said) or Verdict(False, f"it said {said[:_TAIL]!r}")
 
 
 def _read(file: Path) -> Verdict | None:

@@ -24,16 +24,20 @@ CODE = (
     "ssmd/authoring/*.py",
     *(f"runtimes/*/{n}.py" for n in ("build", "hollow", "places", "recipe", "convert", "lint", "xamba", "piecewise")),
     *(f"runtimes/ssmd_wgpu/{n}.py" for n in ("pack", "plan", "reference")),
+    "runtimes/ssmd_coreml/stacks.py",
 )
 FILES = ("ssmd/source.py", "ssmd/state.py", "ssmd/artifact.py", "ssmd/cli/build.py", "tests/tiny.py")
-PACKAGES = ("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer", "openvino", "nncf")
+PACKAGES = (
+    *("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer", "openvino", "nncf"),
+    "coremltools",
+)
 ONE_EACH = (
     *("llama", "granite", "granite-groups", "qwen3", "mamba", "falcon-mamba", "lfm2"),
     *("mamba2-groups", "bamba-last", "falcon-h1-norm"),
 )
 VARIANTS = tuple(tiny.VARIANTS) if os.environ.get("SSMD_FULL") else ONE_EACH  # which `scripts/test --full` sets
 TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
-RUNTIMES = ("litert", "openvino", "wgpu")
+RUNTIMES = ("litert", "openvino", "wgpu", "coreml")
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,23 @@ class Tiny:
 
     @property
     def folder(self) -> str:
-        made = {"npu": "openvino-npu", "wgpu": "wgpu-gpu"}.get(self.runtime, f"{self.runtime}-cpu")
-        return f"{self.variant}/{made}-{self.quantization}"
+        made = {"npu": "openvino-npu", "wgpu": "wgpu-gpu", "coreml": "coreml-gpu"}.get(
+            self.runtime, f"{self.runtime}-cpu"
+        )
+        return f"{self.variant}/{made}-{self.quantization}{'-stateless' if self.stateless else ''}"
+
+    @property
+    def stateless(self) -> bool:
+        """Core ML's states are float16: what is to be float32 has none."""
+        return (self.runtime, self.quantization) == ("coreml", "f32")
 
     @property
     def asked(self) -> tuple[str, ...]:
         """Options of `ssmd build`."""
         what = ("--runtime", self.runtime, "--quant", self.quantization)
-        return (*what, "--buckets", "16,64", "--context", self.tiers)
+        tiers = self.tiers.rpartition(",")[2] if self.runtime == "coreml" else self.tiers  # which has one
+        variant = ("--variant", "stateless") if self.stateless else ()
+        return (*what, "--buckets", "16,64", "--context", tiers, *variant)
 
 
 def _built() -> Iterator[tuple[str, Tiny]]:
@@ -65,6 +78,8 @@ def _built() -> Iterator[tuple[str, Tiny]]:
             made = Tiny(variant, runtime, quantization, TIERS.get(name, "512"))
             yield name if runtime == "litert" else f"{runtime}-{name}", made
     yield "npu-granite-f16", Tiny("granite", "npu", "f16")
+    for variant in ("granite", "llama", "mamba"):
+        yield f"coreml-{variant}-f16", Tiny(variant, "coreml", "f16")
 
 
 BUILT = dict(_built())

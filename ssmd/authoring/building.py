@@ -21,7 +21,7 @@ from ssmd.families.rotation import BLOCK, rotated
 from ssmd.families.weights import Binding
 from ssmd.install import checked_tokenizer, fields_of, placed, save_texts
 from ssmd.memory import return_big_blocks
-from ssmd.runtime import Program
+from ssmd.runtime import Program, RuntimeUnavailable
 from ssmd.source import Source
 from ssmd.stages import Progress, Stage, staged
 from ssmd.text.tokenizer import Tokenizer
@@ -103,7 +103,7 @@ class Converter(Usual, Protocol):
         """Of each of the model's files that `write` wrote: where its constants stand."""
 
     def load(self, artifact: Artifact) -> Program:
-        """The artifact, to be measured."""
+        """The artifact, to be measured. Raises RuntimeUnavailable where it can be built but not run."""
 
 
 def build(
@@ -162,12 +162,16 @@ def build(
         )
         with stage("compare with the f32 module"):
             artifact = seal(made, fields)
-            program = converter.load(artifact)
             try:
-                measured = quality.measure(artifact, program, reference.text, reference.text_logits)
-            finally:
-                program.close()
-            seal(made, fields | {"quality": measured}, artifact.manifest.files)
+                program = converter.load(artifact)
+            except RuntimeUnavailable as err:
+                progress(f"    not compared: {err}")
+            else:
+                try:
+                    measured = quality.measure(artifact, program, reference.text, reference.text_logits)
+                finally:
+                    program.close()
+                seal(made, fields | {"quality": measured}, artifact.manifest.files)
     return Artifact.open(out)
 
 

@@ -53,6 +53,10 @@ def build(
         str | None,
         typer.Option(help="Rewrites of an OpenVINO graph: cumba, reduba, actiba=SEGMENTS.", metavar="PASSES"),
     ] = None,
+    variant: Annotated[
+        str | None,
+        typer.Option(help="Of a Core ML artifact: stateful (the usual one) or stateless.", metavar="VARIANT"),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
 ) -> None:
     """Build an artifact from a source checkpoint. What ssmd has a stripped graph of needs no build: `ssmd pull`.
@@ -70,9 +74,10 @@ def build(
     asked = None if context is None else lengths_of("--context", context)
     name = name_of(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
     settings = Settings(models_dir=models_dir)
-    converter = converter_of(runtime, xamba)
+    converter = converter_of(runtime, xamba, variant)
     quantization: Quantization = converter.quantizations[0] if quant is None else quant.value
-    out = settings.models_dir / name / f"{converter.runtime}-{converter.device_class}-{quantization}"
+    folder_name = f"{converter.runtime}-{converter.device_class}-{quantization}"
+    out = settings.models_dir / name / (folder_name + ("-stateless" if variant == "stateless" else ""))
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
     with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:
@@ -122,8 +127,9 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
     return fetch(checkpoint, revision, settings).path
 
 
-def converter_of(runtime: str, xamba: str | None = None) -> Converter | Packer:
-    """What builds for a runtime, or for "npu", which is OpenVINO's. `xamba`: rewrites, which it alone has."""
+def converter_of(runtime: str, xamba: str | None = None, variant: str | None = None) -> Converter | Packer:
+    """What builds for a runtime, or for "npu", which is OpenVINO's. `xamba`: rewrites, which it alone has; `variant`:
+    of a Core ML artifact."""
     from importlib import import_module
     from importlib.metadata import entry_points
 
@@ -135,10 +141,18 @@ def converter_of(runtime: str, xamba: str | None = None) -> Converter | Packer:
         raise BuildFailed(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
     if xamba is not None and name != "openvino":
         raise BuildFailed(f"--xamba rewrites OpenVINO's graphs, not those of {runtime}; add --runtime openvino or npu")
+    if variant is not None and name != "coreml":
+        raise BuildFailed(f"--variant is for Core ML's artifacts, not those of {runtime}; add --runtime coreml")
     try:
         module = import_module(f"{package}.build")  # serving never loads it
     except ImportError as err:
         raise BuildFailed(f"runtime {runtime!r} cannot build here: {err}") from err
+    if variant is not None:
+        try:
+            made: Converter = module.varied(variant)
+        except ValueError as err:
+            raise BuildFailed(f"--variant: {err}") from err
+        return made
     converter: Converter | Packer = getattr(module, attribute) if xamba is None else module.rewriting(runtime, xamba)
     return converter
 

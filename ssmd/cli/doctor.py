@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 
 def doctor(
+    runtime: Annotated[
+        str | None, typer.Argument(metavar="RUNTIME", help="Look closer at the artifacts of one; there is: coreml.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="With RUNTIME: write what was found to a file, to be sent.", metavar="FILE")
+    ] = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
     as_json: options.Json = False,
@@ -27,7 +33,10 @@ def doctor(
     from ssmd.config import Settings, config_file
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir)
-    report: dict[str, Any] = {
+    if runtime is not None:
+        _look(runtime, settings.models_dir, report, as_json)
+        return
+    found: dict[str, Any] = {
         "version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -37,14 +46,51 @@ def doctor(
         "runtimes": _runtimes(),
         "models": _models(settings.models_dir),
     }
-    usable_devices = any(not d["problem"] for r in report["runtimes"] for d in r["devices"])
-    servable = any(not m["problem"] for m in report["models"])
-    report["ok"] = usable_devices and servable and report["data_dir"]["problem"] is None
+    usable_devices = any(not d["problem"] for r in found["runtimes"] for d in r["devices"])
+    servable = any(not m["problem"] for m in found["models"])
+    found["ok"] = usable_devices and servable and found["data_dir"]["problem"] is None
     if as_json:
-        typer.echo(json.dumps(report, indent=1))
+        typer.echo(json.dumps(found, indent=1))
     else:
-        _print(report)
-    sys.exit(0 if report["ok"] else 1)
+        _print(found)
+    sys.exit(0 if found["ok"] else 1)
+
+
+class NoLookError(ValueError):
+    """A runtime that there is no closer look at."""
+
+
+def _look(runtime: str, models_dir: Path, report: Path | None, as_json: bool) -> None:
+    """The runtime's own look at its artifacts, where it has one: `look` of its module `doctor`."""
+    from importlib import import_module
+    from importlib.metadata import entry_points
+
+    from ssmd.artifact import Artifact
+    from ssmd.models import installed
+    from ssmd.runtime import runtime_names
+
+    package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(runtime)
+    if package is None:
+        raise NoLookError(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
+    try:
+        module = import_module(f"{package}.doctor")
+    except ModuleNotFoundError as err:
+        if err.name != f"{package}.doctor":
+            raise
+        raise NoLookError(f"there is no closer look at {runtime}; `ssmd doctor` says what works") from err
+    mine = [one for one in installed(models_dir) if one.manifest and one.manifest.runtime == runtime]
+    artifacts = [Artifact.open(one.path) for one in mine if not one.problem]
+    found = module.look(artifacts, (lambda line: None) if as_json else typer.echo)
+    for one in mine:
+        if one.problem:
+            typer.echo(f"{one.path}: {one.problem}", err=True)
+    if not mine:
+        typer.echo(f"no artifact of {runtime} is in {models_dir}; ssmd build --runtime {runtime} makes one", err=True)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    if report is not None:
+        report.write_text(json.dumps(found, indent=1) + "\n")
+        typer.echo(f"written to {report}", err=True)
 
 
 def _data_problem(settings: Settings) -> str | None:

@@ -10,21 +10,22 @@ from functools import partial
 import pytest
 from conftest import BUILT, TinyArtifacts
 from contract.driving import Case, Loaded
+from evaluated import runtime_of
 from refitting import stripped
 
 from ssmd.artifact import Artifact
 from ssmd.graphs import install
-from ssmd.runtime import get_runtime
 from ssmd.source import Source
 from ssmd_wgpu.device import devices
 
-RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert,openvino,npu,wgpu").split(",")
+RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert,openvino,npu,wgpu,coreml").split(",")
 CASES = [Case(r, f, q) for r in RUNTIMES for f in ("llama", "granite") for q in ("f32", "int8")]
 CASES = [c for c in CASES if c.name in BUILT] + ([Case("npu", "granite", "f16")] if "npu" in RUNTIMES else [])
 _F32 = [made for made in BUILT.values() if made.quantization == "f32"]
 CASES += [Case(r, "granite", "int8", refitted=True) for r in RUNTIMES if r in ("litert", "openvino")]
 CASES += [replace(c, device="gl") for c in CASES if c.runtime == "wgpu"]
 CASES += [Case("wgpu", "falcon-mamba", "f32")] if "wgpu" in RUNTIMES else []
+CASES += [Case("coreml", f, "f16") for f in ("granite", "llama", "mamba")] if "coreml" in RUNTIMES else []
 PARITY = [Case(made.runtime, made.variant, "f32") for made in _F32 if made.runtime in RUNTIMES]
 PARITY += [replace(c, device="gl") for c in PARITY if c.runtime == "wgpu"]
 
@@ -59,7 +60,7 @@ def loaded_f32(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iter
 def _load(case: Case, artifact: Artifact) -> Iterator[Loaded]:
     if case.runtime == "wgpu" and case.device not in (there := {d.name for d in devices()}):
         pytest.skip(f"no adapter {case.device} here, only {sorted(there)}: apt install mesa-vulkan-drivers libvulkan1")
-    load = partial(get_runtime(artifact.manifest.runtime).load, artifact, device=case.device)
+    load = partial(runtime_of(artifact.manifest.runtime).load, artifact, device=case.device)
     program = load()
     yield Loaded(case, artifact, program, load)
     program.close()

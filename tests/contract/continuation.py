@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from evaluated import runtime_of
 from numpy.typing import NDArray
 
 from ssmd.artifact import Artifact
-from ssmd.runtime import Handle, Program, get_runtime
+from ssmd.runtime import Handle, Program
 from ssmd.state import State
 
 
@@ -27,7 +28,7 @@ def continue_from(program: Program, handle: Handle, ids: list[int]) -> dict[str,
 
 
 def main(runtime: str, device: str, artifact: str, threads: str, state_file: str, out: str) -> None:
-    program = get_runtime(runtime).load(Artifact.open(Path(artifact)), device=device, threads=int(threads))
+    program = runtime_of(runtime).load(Artifact.open(Path(artifact)), device=device, threads=int(threads))
     with np.load(state_file) as saved:
         tensors = {n: saved[n] for n in saved.files if n not in ("position", "ids")}
         handle = program.restore(State(int(saved["position"]), 0, tensors))

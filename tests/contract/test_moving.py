@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from conftest import BUILT, RUNTIMES
 from contract.driving import decode, feed
+from evaluated import runtime_of
 
 from ssmd.artifact import Artifact
-from ssmd.runtime import Program, get_runtime
+from ssmd.runtime import Program
 from ssmd_wgpu.device import adapters
 
 HERE = [r for r in RUNTIMES if r != "wgpu" or adapters()]  # scripts/setup says what a machine without one lacks
@@ -25,7 +26,7 @@ def artifact(artifacts: Mapping[str, Path], runtime: str, name: str) -> Artifact
 
 @pytest.fixture(params=[b.variant for b in BUILT.values() if b.runtime == RUNTIMES[0] and b.quantization == "f32"])
 def programs(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Iterator[dict[str, Program]]:
-    found = {r: get_runtime(r).load(artifact(artifacts, r, f"{request.param}-f32")) for r in HERE}
+    found = {r: runtime_of(r).load(artifact(artifacts, r, f"{request.param}-f32")) for r in HERE}
     yield found
     for program in found.values():
         program.close()

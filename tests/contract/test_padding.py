@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from contract.driving import Loaded, decode, feed, same, started, state_error
+from contract.driving import Loaded, decode, feed, same, started
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 15, 17, 40, 63])
@@ -37,7 +37,7 @@ def test_padded_prefill_leaves_the_state_of_its_tokens(loaded: Loaded, n: int) -
     padded, single = started(program, ids), program.new_state()
     logits = decode(program, single, ids)[-1]
     assert program.position(padded) == program.position(single) == n
-    assert state_error(program.save(padded), program.save(single)) <= loaded.case.tolerance
+    assert loaded.case.state_error(program.save(padded), program.save(single)) <= loaded.case.tolerance
     again = program.new_state()
     difference = np.abs(feed(program, again, ids, [n]) - logits).max() / logits.std()
     assert difference <= loaded.case.tolerance

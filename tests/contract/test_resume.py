@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,11 @@ def test_a_new_process_continues_bit_for_bit(loaded: Loaded, tmp_path: Path, thr
     artifact, files = loaded.artifact, (tmp_path / "state.npz", tmp_path / "logits.npz")
     arguments = [artifact.manifest.runtime, loaded.case.device, artifact.path, threads, *files]
     done = subprocess.run(
-        [sys.executable, continuation.__file__, *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [sys.executable, continuation.__file__, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "logits.npz") as actual:

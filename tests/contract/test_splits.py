@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from contract.driving import Loaded, decode, error, feed, state_error
+from contract.driving import Loaded, decode, error, feed
 
 SPLITS = {
     "whole buckets": [64, 64, 16, 6],
@@ -21,7 +21,7 @@ def test_splits_agree(loaded: Loaded, lengths: list[int]) -> None:
     expected = feed(program, one, ids, [64, 64, 22])
     actual = feed(program, other, ids, lengths)
     assert error(actual, expected) <= loaded.case.tolerance
-    assert state_error(program.save(other), program.save(one)) <= loaded.case.tolerance
+    assert loaded.case.state_error(program.save(other), program.save(one)) <= loaded.case.tolerance
     assert error(decode(program, other, later), decode(program, one, later)) <= loaded.case.tolerance
     program.release(one)
     program.release(other)

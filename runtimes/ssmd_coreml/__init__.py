@@ -1,0 +1,1 @@
+"""Core ML: artifacts for Apple's machines, built and verified on any other."""

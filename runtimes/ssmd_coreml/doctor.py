@@ -1,0 +1,179 @@
+"""A closer look at Core ML artifacts, `ssmd doctor coreml`: on a Mac each is executed on every compute unit, in a
+process of its own, elsewhere it is told what was verified and what was not.
+
+As a program: execute the artifact named first on the unit named second and print what was measured as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ssmd.artifact import Artifact
+from ssmd.flat.graph import GraphError
+from ssmd.probe import CrashError, last_line
+from ssmd.runtime import Program
+from ssmd.verify import verify
+from ssmd_coreml import library
+from ssmd_coreml.backend import COMPUTE_UNITS, compiled_path
+from ssmd_coreml.package import Package
+from ssmd_coreml.runtime import DEVICES, MODEL, CoreMLRuntime
+
+VERIFIED = "verified by an independent evaluator on Linux, not executed on Apple hardware"
+COMMAND = (sys.executable, "-m", "ssmd_coreml.doctor")
+DECODED, REPEATS = 32, 5  # tokens and prefills that are timed
+
+
+def look(artifacts: Sequence[Artifact], say: Callable[[str], None]) -> dict[str, Any]:
+    """What is found out about each artifact, for a report that can be sent; `say` gets lines of text."""
+    runtime = CoreMLRuntime(probe=False)
+    why_not = runtime.devices()[0].why_not
+    report: dict[str, Any] = {"system": why_not or "executed here", "artifacts": []}
+    say(f"how artifacts are built is {VERIFIED}" + (f"; {why_not}" if why_not else ""))
+    for artifact in artifacts:
+        found = read(artifact)
+        if not why_not:
+            found["executed"] = {unit: _executed(artifact, unit) for unit in DEVICES}
+        report["artifacts"].append(found)
+        for line in lines(found):
+            say(line)
+    return report
+
+
+def read(artifact: Artifact) -> dict[str, Any]:
+    """What the files say, without executing anything: functions, operations, bytes that a call reads, states."""
+    manifest = artifact.manifest
+    found: dict[str, Any] = {
+        "name": manifest.name,
+        "build": manifest.build,
+        "quantization": manifest.quantization,
+        "variant": manifest.conversion.get("variant"),
+        "ane": manifest.conversion.get("ane"),
+        "builders": manifest.builders,
+    }
+    try:
+        package = Package(artifact.path / MODEL)
+    except GraphError as err:
+        return {**found, "problem": str(err)}
+    found["functions"] = {
+        name: {
+            "operations": package.counted(name),
+            "constant_bytes": sum(package.constants(name).values()),
+            "state_bytes": sum(math.prod(t.shape) * t.dtype.itemsize for t in interface.states.values()),
+        }
+        for name, interface in package.functions.items()
+    }
+    return found
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    made = [f"{found['name']} ({found['variant']}, {found['quantization']}, build {found['build'][:12]})"]
+    if "problem" in found:
+        return [*made, f"  {found['problem']}"]
+    for name, function in found["functions"].items():
+        made.append(
+            f"  {name}: {sum(function['operations'].values())} operations, reads {function['constant_bytes'] / 1e6:.1f}"
+            f" MB of constants; states of {function['state_bytes'] / 1e6:.1f} MB"
+        )
+    ane = found["ane"]
+    made.append(f"  Neural Engine: {ane if isinstance(ane, str) else '; '.join(ane or ['not known'])}")
+    for unit, seen in found.get("executed", {}).items():
+        if "problem" in seen:
+            made.append(f"  {unit}: {seen['problem']}")
+            continue
+        verdict = "passed" if seen["passed"] else "FAILED"
+        made.append(
+            f"  {unit}: golden values {verdict} (worst step {seen['worst_rms']:.2g} standard deviations off), load "
+            f"{seen['load_s']:.1f} s, decode {seen['decode_ms']:.2f} ms, prefill "
+            + ", ".join(f"{n}: {ms:.1f} ms" for n, ms in seen["prefill_ms"].items())
+        )
+        for name, counts in seen["placement"].items():
+            made.append(f"    {name}: " + ", ".join(f"{n} operations on {where}" for where, n in counts.items()))
+    return made
+
+
+def _executed(artifact: Artifact, unit: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(last_line([*COMMAND, str(artifact.path), unit]))
+    except CrashError as err:
+        return {"problem": str(err)}
+    return found
+
+
+def execute(artifact: Artifact, unit: str, runtime: CoreMLRuntime) -> dict[str, Any]:
+    """Golden values and times (ms, medians) of an artifact on a compute unit."""
+    started = time.perf_counter()
+    program = runtime.load(artifact, device=unit)
+    loaded = time.perf_counter() - started
+    try:
+        report = verify(artifact, program)
+        decode_ms, prefill_ms = _timed(program)
+    finally:
+        program.close()
+    return {
+        "passed": report.passed,
+        "worst_rms": report.worst.rms_relative,
+        "load_s": loaded,
+        "decode_ms": decode_ms,
+        "prefill_ms": prefill_ms,
+    }
+
+
+def _timed(program: Program) -> tuple[float, dict[int, float]]:
+    """Of a decode step, and of a whole prefill of every length."""
+    prefill_ms = {}
+    for length in program.buckets:
+        took = []
+        for _ in range(REPEATS):
+            handle = program.new_state()
+            started = time.perf_counter()
+            program.prefill(handle, [0] * length)
+            took.append((time.perf_counter() - started) * 1e3)
+            program.release(handle)
+        prefill_ms[length] = statistics.median(took)
+    handle, took = program.new_state(), []
+    for _ in range(DECODED):
+        started = time.perf_counter()
+        program.decode([handle], [0])
+        took.append((time.perf_counter() - started) * 1e3)
+    program.release(handle)
+    return statistics.median(took), prefill_ms
+
+
+def placement(artifact: Artifact, unit: str) -> dict[str, dict[str, int]]:
+    """How many operations of each function Core ML means to run where, by MLComputePlan (macOS 14.4)."""
+    ct = library.coremltools()
+    from coremltools.models.compute_plan import MLComputePlan
+
+    [units] = [name for key, name in COMPUTE_UNITS.items() if key == unit]
+    with library.quiet():
+        plan = MLComputePlan.load_from_path(
+            str(compiled_path(artifact.manifest.build)), compute_units=ct.ComputeUnit[units]
+        )
+    found = {}
+    for name, function in plan.model_structure.program.functions.items():
+        counts: Counter[str] = Counter()
+        for operation in function.block.operations:
+            usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
+            if usage is not None:
+                counts[type(usage.preferred_compute_device).__name__] += 1
+        found[name] = dict(counts)
+    return found
+
+
+def main() -> None:
+    artifact = Artifact.open(Path(sys.argv[1]))
+    measured = execute(artifact, sys.argv[2], CoreMLRuntime(probe=False))
+    sys.stdout.write(json.dumps({**measured, "placement": placement(artifact, sys.argv[2])}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""coremltools, imported without what it says on every import, and which of its parts work here."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+FIRST_MACOS = (15, 0)  # with states and with functions that share their weights
+
+
+def coremltools() -> Any:
+    """The package. Raises ImportError when it is not installed."""
+    with quiet():
+        return import_module("coremltools")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """It warns of PyTorch's version, of bindings that only macOS has, and of every constant that it makes an int32."""
+    log = logging.getLogger("coremltools")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
+
+
+def package_version() -> str:
+    """The installed version of coremltools. Raises ImportError when it is not installed."""
+    try:
+        return version("coremltools")
+    except PackageNotFoundError as err:
+        raise ImportError("coremltools is not installed") from err
+
+
+def macos() -> tuple[int, ...] | None:
+    """(15, 1) on macOS 15.1; None elsewhere."""
+    if sys.platform != "darwin":
+        return None
+    return tuple(int(part) for part in platform.mac_ver()[0].split(".")[:2] if part.isdecimal())

@@ -1,0 +1,90 @@
+"""A saved .mlpackage as its protobuf says it is: functions, their tensors and states, operations and constants.
+
+Read with coremltools' classes of the format, which work on every system.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ssmd.flat.graph import GraphError, Tensor
+from ssmd_coreml import library
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "FLOAT32": np.dtype(np.float32),
+    "FLOAT16": np.dtype(np.float16),
+    "INT32": np.dtype(np.int32),
+}
+_NO_WORK = ("const",)  # operations that compute nothing when a function runs
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What a function takes, gives and keeps, by name."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    states: dict[str, Tensor]
+
+
+class Package:
+    """Raises GraphError if it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with library.quiet():
+                self._spec = library.coremltools().utils.load_spec(str(path))
+        except Exception as err:  # of a file that is no protobuf or missing: as many types as there are causes
+            raise GraphError(f"{path.name} cannot be read ({err})") from err
+        if self._spec.WhichOneof("Type") != "mlProgram":
+            raise GraphError(f"{path.name} is no ML program")
+
+    @property
+    def functions(self) -> dict[str, Interface]:
+        return {f.name: _interface(f) for f in self._spec.description.functions}
+
+    def operations(self, function: str) -> Iterator[Any]:
+        """Its operations as the protobuf has them, constants included."""
+        block = self._spec.mlProgram.functions[function]
+        yield from block.block_specializations[block.opset].operations
+
+    def counted(self, function: str) -> dict[str, int]:
+        """How many operations of each type it runs, by type."""
+        counts = Counter(op.type for op in self.operations(function))
+        return {kind: counts[kind] for kind in sorted(counts) if kind not in _NO_WORK}
+
+    def constants(self, function: str) -> dict[int, int]:
+        """Bytes of each constant in the file of weights that it refers to, by its place there: what a call reads."""
+        sizes: dict[int, int] = {}
+        for op in self.operations(function):
+            for value in [*op.attributes.values(), *(b.value for i in op.inputs.values() for b in i.arguments)]:
+                if value.WhichOneof("value") == "blobFileValue":
+                    shape = [d.constant.size for d in value.type.tensorType.dimensions]
+                    bits = _BITS[value.type.tensorType.dataType]
+                    sizes[value.blobFileValue.offset] = int(np.prod(shape, dtype=np.int64)) * bits // 8
+        return sizes
+
+
+# By the protobuf's numbers of DataType (MIL.proto).
+_BITS = {1: 8, 10: 16, 11: 32, 12: 64, 21: 8, 22: 16, 23: 32, 24: 64, 25: 4, 31: 8, 32: 16, 33: 32, 34: 64, 35: 4}
+
+
+def _interface(function: Any) -> Interface:
+    return Interface(
+        {f.name: _tensor(f.name, f.type.multiArrayType) for f in function.input},
+        {f.name: _tensor(f.name, f.type.multiArrayType) for f in function.output},
+        {f.name: _tensor(f.name, f.type.stateType.arrayType) for f in function.state},
+    )
+
+
+def _tensor(name: str, array: Any) -> Tensor:
+    kind = array.ArrayDataType.Name(array.dataType)
+    if kind not in _DTYPES:
+        raise GraphError(f"tensor {name!r} is of type {kind}")
+    return Tensor(tuple(array.shape), _DTYPES[kind])

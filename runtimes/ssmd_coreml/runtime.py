@@ -1,0 +1,145 @@
+"""The Core ML runtime: artifacts of one package with a function for decode and each prefill length."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ssmd.flat.graph import GraphError, Tensor
+from ssmd.flat.program import FlatProgram
+from ssmd.flat.signatures import signature_name
+from ssmd.flat.threads import default_threads
+from ssmd.probe import probed
+from ssmd.runtime import Device, ProgramError, RuntimeUnavailable
+from ssmd_coreml import library
+from ssmd_coreml import probe as tried
+from ssmd_coreml.backend import COMPUTE_UNITS, Backend, CoreML, Function, Units, system_folder
+from ssmd_coreml.graph import CoreMLGraph
+from ssmd_coreml.package import Interface, Package
+from ssmd_coreml.program import StatefulProgram
+from ssmd_coreml.stacks import STATE_DTYPE, stacks
+
+if TYPE_CHECKING:
+    from ssmd.artifact import Artifact, Manifest
+
+log = logging.getLogger(__name__)
+MODEL = "model.mlpackage"
+MOST_THREADS = 256
+INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+DEVICES: dict[Units, str] = {
+    "gpu": "Apple GPU and processor",
+    "cpu": "Apple processor",
+    "ane": "Apple Neural Engine and processor; an artifact is tried there first",
+}
+
+
+class CoreMLRuntime:
+    name = "coreml"
+
+    def __init__(self, backend: Backend | None = None, *, probe: bool = True) -> None:
+        """`backend`: what executes packages; Core ML unless given. `probe`: whether the first load on the Neural
+        Engine is tried in a process of its own."""
+        if backend is None and library.macos() is not None:
+            library.package_version()
+        self._backend: Backend = CoreML() if backend is None else backend
+        self._probe = probe
+
+    def devices(self) -> list[Device]:
+        why_not = self._backend.problem()
+        return [Device(name, description, why_not) for name, description in DEVICES.items()]
+
+    def load(
+        self, artifact: Artifact, *, device: str | None = None, threads: int | None = None
+    ) -> StatefulProgram | FlatProgram:
+        """Load on `device`: "gpu" (the default), "cpu" or "ane", which falls back to "gpu" where an artifact fails on
+        it. `threads` change nothing: Core ML chooses its own.
+
+        Raises ProgramError if the artifact is not one of this runtime or its package does not have what its manifest
+        says, and RuntimeUnavailable for a device that is not here.
+        """
+        manifest = artifact.manifest
+        if manifest.runtime != self.name:
+            raise ProgramError(f"artifact {artifact.path} is for the runtime {manifest.runtime!r}, not {self.name!r}")
+        if threads is not None and not 1 <= threads <= MOST_THREADS:
+            raise ProgramError(f"threads must be between 1 and {MOST_THREADS}, not {threads}")
+        why = {d.name: d.why_not for d in self.devices()}.get(device or "gpu", "there is no such device")
+        if why:
+            raise RuntimeUnavailable(f"runtime {self.name!r} cannot use device {device or 'gpu'!r}: {why}")
+        [units] = [u for u in COMPUTE_UNITS if u == (device or "gpu")]
+        if units == "ane" and self._probe:
+            units = self._probed(artifact)
+        stateful = manifest.conversion.get("variant") != "stateless"
+        try:
+            interfaces = Package(artifact.path / MODEL).functions
+            _check(interfaces, manifest, stateful)
+            functions = self._backend.load(artifact.path / MODEL, tuple(interfaces), units, manifest.build)
+            return self._program(functions, interfaces, manifest, units, stateful)
+        except GraphError as err:
+            raise ProgramError(f"artifact {artifact.path} cannot be loaded ({err}); build it again") from err
+
+    def _program(
+        self,
+        functions: dict[str, Function],
+        interfaces: dict[str, Interface],
+        manifest: Manifest,
+        units: Units,
+        stateful: bool,
+    ) -> StatefulProgram | FlatProgram:
+        """Raises GraphError."""
+        producer, threads = f"coreml {self._backend.identity(units)}", default_threads()
+        program: StatefulProgram | FlatProgram
+        if stateful:
+            program = StatefulProgram(functions, manifest, producer, threads)
+        else:
+            program = FlatProgram(CoreMLGraph(functions, interfaces), manifest, producer, threads)
+        try:
+            program.self_test()
+        except GraphError:
+            program.close()
+            raise
+        return program
+
+    def _probed(self, artifact: Artifact) -> Units:
+        """Where to run what is asked for on the Neural Engine."""
+        folder = system_folder(artifact.manifest.build) / "ane"
+        verdict = probed(tried.COMMAND, artifact, "ane", folder)
+        if verdict.passed:
+            return "ane"
+        log.warning(
+            "%s runs on the GPU: it was tried on the Neural Engine and %s (remove %s to have it tried again)",
+            artifact.manifest.name,
+            verdict.why,
+            folder,
+        )
+        return "gpu"
+
+
+def _check(interfaces: dict[str, Interface], manifest: Manifest, stateful: bool) -> None:
+    """Raises GraphError unless the package has every function, and a stateful one what its manifest says.
+
+    Of a stateless one the program checks the tensors.
+    """
+    wanted = [signature_name(n, 0, 0) for n in (1, *manifest.buckets)]
+    missing = [name for name in wanted if name not in interfaces]
+    if missing:
+        raise GraphError(f"{MODEL} has no function {missing[0]!r}, it has: {', '.join(sorted(interfaces)) or 'none'}")
+    if not stateful:
+        return
+    states = {s.name: Tensor(s.shape, STATE_DTYPE) for s in stacks(manifest.spec, manifest.context or 1)}
+    for name, length in zip(wanted, (1, *manifest.buckets), strict=True):
+        expected = Interface(
+            {"tokens": Tensor((1, length), INT32), "pos": Tensor((1,), INT32), "n_valid": Tensor((1,), INT32)},
+            {"logits": Tensor((1, manifest.vocabulary), FLOAT32)},
+            states,
+        )
+        found = interfaces[name]
+        for what in ("inputs", "outputs", "states"):
+            have, want = getattr(found, what), getattr(expected, what)
+            for key in sorted(have.keys() | want.keys()):
+                if have.get(key) != want.get(key):
+                    raise GraphError(
+                        f"function {name!r}: of its {what} {key!r} is {have.get(key)}, the manifest says "
+                        f"{want.get(key)}"
+                    )
