@@ -26,8 +26,8 @@ from ssmd_wgpu import pack
 from ssmd_wgpu.build import plan_of
 from ssmd_wgpu.device import Gpu, choose
 from ssmd_wgpu.model import Model
-from ssmd_wgpu.operations import HARDWARE, SOFTWARE
 from ssmd_wgpu.plan import Plan
+from ssmd_wgpu.products import HARDWARE, SOFTWARE
 from ssmd_wgpu.recorder import Copy, Region, dispatch
 from ssmd_wgpu.slots import Slot
 from ssmd_wgpu.tuning import tuned

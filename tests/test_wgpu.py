@@ -28,9 +28,9 @@ from ssmd_wgpu import device, handles, pack, program, runtime, tuning
 from ssmd_wgpu.build import CONVERTER, packed_rows, plan_of, rows_of
 from ssmd_wgpu.device import Found, Gpu, adapters, devices, no_adapter
 from ssmd_wgpu.model import Model
-from ssmd_wgpu.operations import Tiling
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import Plan
+from ssmd_wgpu.products import Tiling
 from ssmd_wgpu.program import WgpuProgram
 from ssmd_wgpu.reference import Reference
 from ssmd_wgpu.runtime import WgpuRuntime

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from ssmd_wgpu import library
 from ssmd_wgpu.device import ALIGNMENT, Gpu
-from ssmd_wgpu.operations import Op, Operations, Tiling, parts_of
+from ssmd_wgpu.op import Op
+from ssmd_wgpu.operations import Operations, parts_of
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import Mamba1, Mamba2, Plan, ShortConv
+from ssmd_wgpu.products import Tiling
 from ssmd_wgpu.recorder import Region
 from ssmd_wgpu.resident import Resident
 from ssmd_wgpu.ssd import CHUNK

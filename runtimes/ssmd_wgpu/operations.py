@@ -6,62 +6,20 @@ first product gives; u, after a convolution; bc and dt, of Mamba-1; y, what a mi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ssmd.flat.graph import GraphError
-from ssmd_wgpu.device import Gpu, Kernel, shader
-from ssmd_wgpu.pack import VALUES, nbytes
+from ssmd_wgpu.device import Gpu, shader
+from ssmd_wgpu.op import Op, f32, f32_or_none, operation
 from ssmd_wgpu.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
+from ssmd_wgpu.products import Products, Tiling
 from ssmd_wgpu.recorder import Region
-from ssmd_wgpu.resident import Part, Resident
-from ssmd_wgpu.ssd import MOST_GROUPS, recurrence, spread
+from ssmd_wgpu.resident import Resident
+from ssmd_wgpu.ssd import recurrence
 
 PART_ROWS = 256  # of a KV cache, for one workgroup of a decode step
 _NO_BOUND = 3.0e38  # of dt
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How products are cut: `threads_per_row` and `rows_per_thread` of a matvec, `tile` tokens and rows of a matmul
-    of which a thread has `quads` times 4 each way.
-
-    `subgroups`: whether threads add up among themselves, not in memory they share. `chunked`: whether a prefill of more
-    than a chunk computes Mamba-2 by chunks.
-    """
-
-    threads_per_row: int
-    rows_per_thread: int
-    tile: int
-    quads: int = 1
-    subgroups: bool = False
-    chunked: bool = False
-
-    def __str__(self) -> str:
-        matvec = f"{self.threads_per_row}x{self.rows_per_thread}{'s' if self.subgroups else ''}"
-        return f"{matvec}, {self.tile}/{self.quads}{'c' if self.chunked else ''}"
-
-
-SOFTWARE = Tiling(8, 4, 64, 2, chunked=True)  # measured on lavapipe and llvmpipe (docs/log.md)
-HARDWARE = Tiling(16, 4, 64, 2, chunked=True)  # where nothing could be measured
-
-
-@dataclass(frozen=True, eq=False)
-class Op:
-    """A dispatch without its handle. `layer`: whose state group 1 binds, where the kernel has a group 1.
-
-    `tokens`: those that one workgroup's y takes in a prefill; 0 where y does not count tokens. `rows`: those of the
-    cache that it takes; 0 where y does not count them.
-    """
-
-    kernel: Kernel
-    group0: Any
-    layer: int
-    grid: tuple[int, int]
-    tokens: int = 0
-    rows: int = 0
 
 
 class Operations:
@@ -70,21 +28,21 @@ class Operations:
     def __init__(
         self, gpu: Gpu, plan: Plan, weights: Resident, buffers: Mapping[str, Region], half: bool, tiling: Tiling
     ) -> None:
-        self._gpu, self._plan, self._half, self._tiling = gpu, plan, half, tiling
+        self._gpu, self._plan, self._half, self._buffers = gpu, plan, half, buffers
         self._matrices, self._parts, self._tables = weights.matrices, weights.vectors, weights.tables
-        self._buffers = buffers
+        self._products = Products(gpu, weights, buffers, plan.eps, tiling)
 
     def embedding(self) -> Iterator[Op]:
-        m, scale = self._matrices["embedding"], _f32(self._plan.embedding_scale)
+        m, scale = self._matrices["embedding"], f32(self._plan.embedding_scale)
         for part in m.parts:
             text = shader("embed", **m.sizes, first=part.first, rows=part.rows, scale=scale)
             regions = {"W": part.values, "S": part.scales, "X": self._buffers["x"]}
-            yield self._op(text, regions, (-(-m.sizes["blocks"] // 64), 1), tokens=1)
+            yield operation(self._gpu, text, regions, (-(-m.sizes["blocks"] // 64), 1), tokens=1)
 
     def head(self, logits: Region) -> Iterator[Op]:
         name = "embedding" if self._plan.tied else "head"
-        norm = {"gain": self._parts[""].at["norm"], "eps": _f32(self._plan.eps)}
-        yield from self._matvec(name, "", "x", logits, norm=norm, last_row=True)
+        norm = {"gain": self._parts[""].at["norm"], "eps": f32(self._plan.eps)}
+        yield from self._products.matvec(name, "", "x", logits, norm=norm, last_row=True)
 
     def layer(self, i: int, *, one: bool, chunked: bool = False) -> Iterator[Op]:
         """Of one token, or of T; `chunked`: Mamba-2 by chunks."""
@@ -95,7 +53,7 @@ class Operations:
         for part, mixer in parts:  # before another mixer changes x
             if isinstance(mixer, Attention):
                 gain = self._parts[part].at["norm1"]
-                yield from self._product(f"layer{i}_qkv", part, "x", "qkv", one, gain=gain)
+                yield from self._products.of(f"layer{i}_qkv", part, "x", "qkv", one, gain=gain)
         for part, mixer in parts:
             if isinstance(mixer, Attention):
                 yield from self._attention(i, part, mixer, one)
@@ -110,40 +68,34 @@ class Operations:
             if not one:
                 yield self._rms()
             gain = self._parts[part].at["norm2"]
-            yield from self._product(to + "gate_up", part, "x", "wide", one, gain=gain, end="swiglu")
-            yield from self._product(to + "down", part, "wide", "x", one, end="add")
+            yield from self._products.of(to + "gate_up", part, "x", "wide", one, gain=gain, end="swiglu")
+            yield from self._products.of(to + "down", part, "wide", "x", one, end="add")
 
     def _mamba1(self, i: int, part: str, m: Mamba1, one: bool) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
-        conv: dict[str, Any] = {
-            "channels": m.inner,
-            "width": m.width,
-            "conv": at["conv"],
-            "conv_bias": at.get("conv_bias"),
-        }
+        conv = _sizes_of_conv(m.inner, m.width, at)
         gain = at["norm1"]
         small = {"a": at["A"], "dt_bias": at["dt_bias"], "d": at["D"]}
         if one:
-            yield from self._product(to + "in", part, "x", "wide", True, gain=gain, end="mamba1", layer=i, **conv)
-            yield from self._product(to + "x", part, "u", "bc", True)
-            w, values = self._matrices[to + "dt"], self._whole(to + "dt").values
+            yield from self._products.of(to + "in", part, "x", "wide", True, gain=gain, end="mamba1", layer=i, **conv)
+            yield from self._products.of(to + "x", part, "u", "bc", True)
+            w, values = self._matrices[to + "dt"], self._products.whole(to + "dt").values
             if w.fmt not in ("f32", "f16"):
                 raise GraphError(f"{to}dt is {w.fmt}; it may be f32 or f16")
-            sizes = {"channels": m.inner, "states": m.states, "rank": m.rank, "mixer_eps": _maybe(m.mixer_eps)}
+            sizes = {"channels": m.inner, "states": m.states, "rank": m.rank, "mixer_eps": f32_or_none(m.mixer_eps)}
             text = shader("selective_step", format=w.fmt, blocks=w.sizes["blocks"], **sizes, **small)
-            yield self._op(
-                text, {"W": values, **self._named("bc", "u", "y"), **self._wide(part)}, (-(-m.inner // 4), 1), i
-            )
+            regions = {"W": values, **self._named("bc", "u", "y"), **self._wide(part)}
+            yield operation(self._gpu, text, regions, (-(-m.inner // 4), 1), i)
         else:
-            yield from self._product(to + "in", part, "x", "wide", False, gain=gain)
+            yield from self._products.of(to + "in", part, "x", "wide", False, gain=gain)
             yield self._conv(part, i, "u", gated=False, stride=2 * m.inner, offset=0, **conv)
-            yield from self._product(to + "x", part, "u", "bc", False)
+            yield from self._products.of(to + "x", part, "u", "bc", False)
             stride = m.rank + 2 * m.states
             if m.mixer_eps is not None:
                 for offset, columns in ((0, m.rank), (m.rank, m.states), (m.rank + m.states, m.states)):
-                    norm = {"columns": columns, "stride": stride, "offset": offset, "eps": _f32(m.mixer_eps)}
+                    norm = {"columns": columns, "stride": stride, "offset": offset, "eps": f32(m.mixer_eps)}
                     yield self._group_norm("bc", part, 1, gain=None, gate=None, **norm)
-            yield from self._product(to + "dt", part, "bc", "dt", False, stride=stride, biased=False)
+            yield from self._products.of(to + "dt", part, "bc", "dt", False, stride=stride, biased=False)
             yield self._scan(
                 part,
                 i,
@@ -158,23 +110,18 @@ class Operations:
                 z_offset=m.inner,
                 gate=True,
             )
-        yield from self._product(to + "out", part, "y", "x", one, end="add")
+        yield from self._products.of(to + "out", part, "y", "x", one, end="add")
 
     def _mamba2(self, i: int, part: str, m: Mamba2, one: bool, chunked: bool) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
-        conv: dict[str, Any] = {
-            "channels": m.channels,
-            "width": m.width,
-            "conv": at["conv"],
-            "conv_bias": at.get("conv_bias"),
-        }
+        conv = _sizes_of_conv(m.channels, m.width, at)
         small = {"a": at["A"], "dt_bias": at["dt_bias"], "d": at["D"]}
         gain = at["norm1"]
         if one:
             fused: dict[str, Any] = {**conv, "inner": m.inner, "end": "mamba2", "layer": i}
-            yield from self._product(to + "in", part, "x", "wide", True, gain=gain, **fused)
+            yield from self._products.of(to + "in", part, "x", "wide", True, gain=gain, **fused)
         else:
-            yield from self._product(to + "in", part, "x", "wide", False, gain=gain)
+            yield from self._products.of(to + "in", part, "x", "wide", False, gain=gain)
             yield self._conv(part, i, "u", gated=False, stride=m.rows, offset=m.inner, **conv)
         shape: dict[str, Any] = {
             "heads": m.heads,
@@ -184,32 +131,27 @@ class Operations:
             "u_stride": m.channels,
             "z_stride": m.rows,
             "dt_offset": m.inner + m.channels,
-            "dt_low": _f32(m.dt_low),
-            "dt_high": _f32(_NO_BOUND if m.dt_high is None else m.dt_high),
+            "dt_low": f32(m.dt_low),
+            "dt_high": f32(_NO_BOUND if m.dt_high is None else m.dt_high),
             "gate": m.norm != "before the gate",
         }
         regions = {**self._named("u", "y", "dt", "logs", "chunks"), **self._wide(part)}
         for text, grid, tokens in recurrence({**small, **shape}, chunked=chunked):
-            yield self._op(text, regions, grid, i, tokens)
+            yield operation(self._gpu, text, regions, grid, i, tokens)
         fused_norm = one and m.norm == "after the gate" and m.groups == 1
         if m.norm != "none" and not fused_norm:
             gate = m.rows if m.norm == "before the gate" else None
-            sizes = {"columns": m.inner // m.groups, "stride": m.inner, "offset": 0, "eps": _f32(m.eps)}
+            sizes = {"columns": m.inner // m.groups, "stride": m.inner, "offset": 0, "eps": f32(m.eps)}
             yield self._group_norm("y", part, m.groups, gain=at["gated_norm"], gate=gate, **sizes)
         norm: dict[str, Any] = {"gain": at["gated_norm"], "eps": m.eps} if fused_norm else {}
-        yield from self._product(to + "out", part, "y", "x", one, end="add", **norm)
+        yield from self._products.of(to + "out", part, "y", "x", one, end="add", **norm)
 
     def _short_conv(self, i: int, part: str, m: ShortConv, one: bool) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
-        conv: dict[str, Any] = {
-            "channels": m.channels,
-            "width": m.width,
-            "conv": at["conv"],
-            "conv_bias": at.get("conv_bias"),
-        }
-        yield from self._product(to + "in", part, "x", "wide", one, gain=at["norm1"])
+        conv = _sizes_of_conv(m.channels, m.width, at)
+        yield from self._products.of(to + "in", part, "x", "wide", one, gain=at["norm1"])
         yield self._conv(part, i, "y", gated=True, stride=3 * m.channels, offset=0, **conv)
-        yield from self._product(to + "out", part, "y", "x", one, end="add")
+        yield from self._products.of(to + "out", part, "y", "x", one, end="add")
 
     def _attention(self, i: int, part: str, m: Attention, one: bool) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
@@ -218,127 +160,39 @@ class Operations:
             "rotate",
             **sizes,
             rotated=m.rotated,
-            qk_eps=_maybe(m.qk_eps),
+            qk_eps=f32_or_none(m.qk_eps),
             q_norm=at.get("q_norm"),
             k_norm=at.get("k_norm"),
         )
         regions = {"QKV": self._buffers["qkv"], "P": self._parts[part].region}
         if m.rotated:
             regions |= self._tables
-        yield self._op(text, regions, (m.heads + 2 * m.kv_heads, 1), i, tokens=1)
+        yield operation(self._gpu, text, regions, (m.heads + 2 * m.kv_heads, 1), i, tokens=1)
         cut = {"part": PART_ROWS if one else 0, "parts": parts_of(self._plan.context)}
         text = shader("attention", **sizes, **cut, per_thread=-(-m.head_dim // 64))
         regions = {"QKV": self._buffers["qkv"], "Y": self._buffers["parts" if one else "y"]}
-        yield self._op(text, regions, (m.heads, 1), i, tokens=0 if one else 1, rows=PART_ROWS if one else 0)
+        yield operation(self._gpu, text, regions, (m.heads, 1), i, tokens=0 if one else 1, rows=PART_ROWS if one else 0)
         if one:
             text = shader("attention_merge", heads=m.heads, head_dim=m.head_dim, **cut)
-            yield self._op(text, {"PARTS": self._buffers["parts"], "Y": self._buffers["y"]}, (m.heads, 1), i)
-        yield from self._product(to + "o", part, "y", "x", one, end="add")
-
-    def _product(
-        self,
-        name: str,
-        part: str,
-        x: str,
-        y: str,
-        one: bool,
-        *,
-        gain: int | None = None,
-        eps: float | None = None,
-        end: str = "store",
-        layer: int = 0,
-        stride: int | None = None,
-        biased: bool = True,
-        **sizes: Any,
-    ) -> Iterator[Op]:
-        """By a matvec for one token, else by a matmul. `gain`: of the norm of x."""
-        bias = self._parts[part].at.get(name.partition("_")[2] + "_bias") if biased else None
-        if one:
-            norm = {"gain": gain, "eps": _f32(self._plan.eps if eps is None else eps)}
-            yield from self._matvec(
-                name, part, x, self._buffers[y], norm=norm, bias=bias, end=end, layer=layer, **sizes
-            )
-            return
-        m, whole, tile = self._matrices[name], self._whole(name), self._tiling.tile
-        text = shader(
-            "matmul",
-            **m.sizes,
-            rows=m.rows,
-            tile=tile,
-            quads=self._tiling.quads,
-            stride=m.columns if stride is None else stride,
-            offset=0,
-            gain=gain,
-            bias=bias,
-            end=end,
-        )
-        regions = {"W": whole.values, "S": whole.scales, "P": self._parts[part].region}
-        regions |= {"X": self._buffers[x], "Y": self._buffers[y], "R": self._buffers["scale"]}
-        yield self._op(text, regions, (-(-m.rows // tile), 1), tokens=tile)
-
-    def _whole(self, name: str) -> Part:
-        """A matrix that must be one binding. Raises GraphError with what would fit."""
-        m, most = self._matrices[name], self._gpu.binding_bytes
-        if len(m.parts) > 1:
-            fitting = [f for f in VALUES if nbytes(m.rows, m.columns, f) <= most]
-            advice = f"build with --quant {fitting[0]}" if fitting else "take a smaller model"
-            raise GraphError(
-                f"{name} needs a binding of {16 * m.sizes['blocks'] * m.rows / 1e6:.0f} MB and {self._gpu.found.name} "
-                f"gives {most / 1e6:.0f} MB (max-storage-buffer-binding-size): {advice}"
-            )
-        return m.parts[0]
-
-    def _matvec(
-        self,
-        name: str,
-        part: str,
-        x: str,
-        y: Region,
-        *,
-        norm: dict[str, Any],
-        bias: int | None = None,
-        end: str = "store",
-        layer: int = 0,
-        last_row: bool = False,
-        **sizes: Any,
-    ) -> Iterator[Op]:
-        m, t = self._matrices[name], self._tiling
-        for cut in m.parts if last_row else (self._whole(name),):
-            rows = t.rows_per_thread if cut.rows >= 512 else 2
-            text = shader(
-                "matvec",
-                **m.sizes,
-                rows=cut.rows,
-                threads_per_row=t.threads_per_row,
-                subgroups=t.subgroups,
-                rows_per_thread=rows,
-                first=cut.first,
-                bias=bias,
-                end=end,
-                last_row=last_row,
-                **norm,
-                **sizes,
-            )
-            regions = {"W": cut.values, "S": cut.scales, "P": self._parts[part].region}
-            regions |= {"X": self._buffers[x], "Y": y, "U": self._buffers["u"]}
-            yield self._op(text, regions, spread(-(-cut.rows // (64 // t.threads_per_row * rows))), layer)
+            yield operation(self._gpu, text, self._named("parts", "y"), (m.heads, 1), i)
+        yield from self._products.of(to + "o", part, "y", "x", one, end="add")
 
     def _conv(self, part: str, layer: int, to: str, **sizes: Any) -> Op:
         regions = {"X": self._buffers["wide"], "U": self._buffers[to], "P": self._parts[part].region}
-        return self._op(shader("conv", **sizes), regions, (-(-sizes["channels"] // 32), 1), layer)
+        return operation(self._gpu, shader("conv", **sizes), regions, (-(-sizes["channels"] // 32), 1), layer)
 
     def _scan(self, part: str, layer: int, small: dict[str, int], **sizes: Any) -> Op:
         text = shader("scan", source="BC", per_thread=-(-sizes["states"] // 16), **small, **sizes)
         regions = {**self._named("u", "y", "bc", "dt"), **self._wide(part)}
-        return self._op(text, regions, (-(-sizes["channels"] // 4), 1), layer)
+        return operation(self._gpu, text, regions, (-(-sizes["channels"] // 4), 1), layer)
 
     def _group_norm(self, of: str, part: str, groups: int, **sizes: Any) -> Op:
         regions = {"Y": self._buffers[of], **self._wide(part)}
-        return self._op(shader("group_norm", **sizes), regions, (groups, 1), tokens=1)
+        return operation(self._gpu, shader("group_norm", **sizes), regions, (groups, 1), tokens=1)
 
     def _rms(self) -> Op:
-        text = shader("rms", columns=self._plan.hidden, eps=_f32(self._plan.eps))
-        return self._op(text, {"X": self._buffers["x"], "R": self._buffers["scale"]}, (1, 1), tokens=1)
+        text = shader("rms", columns=self._plan.hidden, eps=f32(self._plan.eps))
+        return operation(self._gpu, text, {"X": self._buffers["x"], "R": self._buffers["scale"]}, (1, 1), tokens=1)
 
     def _named(self, *names: str) -> dict[str, Region | None]:
         return {name.upper(): self._buffers[name] for name in names}
@@ -346,33 +200,11 @@ class Operations:
     def _wide(self, part: str) -> dict[str, Region | None]:
         return {"Z": self._buffers["wide"], "P": self._parts[part].region}
 
-    def _op(
-        self,
-        text: str,
-        regions: Mapping[str, Region | None],
-        grid: tuple[int, int],
-        layer: int = 0,
-        tokens: int = 0,
-        rows: int = 0,
-    ) -> Op:
-        if grid[0] > MOST_GROUPS or grid[1] > MOST_GROUPS:
-            raise GraphError(f"a dispatch of {grid} workgroups is more than any device takes")
-        kernel = self._gpu.kernel(text)
-        group0 = self._gpu.bound(kernel, 0, {n: r for n, r in regions.items() if r is not None})
-        return Op(kernel, group0, layer, grid, tokens, rows)
-
 
 def parts_of(rows: int) -> int:
     """Of a cache with room for so many rows."""
     return -(-rows // PART_ROWS)
 
 
-def _f32(value: float) -> str:
-    """A literal of WGSL."""
-    if not math.isfinite(value):
-        raise GraphError(f"{value} is no number")
-    return f"f32({float(value)!r})"
-
-
-def _maybe(value: float | None) -> str | None:
-    return None if value is None else _f32(value)
+def _sizes_of_conv(channels: int, width: int, at: Mapping[str, int]) -> dict[str, Any]:
+    return {"channels": channels, "width": width, "conv": at["conv"], "conv_bias": at.get("conv_bias")}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ssmd.state import StateSpec, TensorSpec
 from ssmd_wgpu.device import ALIGNMENT, Gpu, Kernel
-from ssmd_wgpu.operations import Op
+from ssmd_wgpu.op import Op
 from ssmd_wgpu.recorder import Copy, Dispatch, Region, dispatch
 
 _BINDINGS = {"CONV": "conv", "SSM": "ssm", "KEY": "key", "VALUE": "value"}

@@ -22,8 +22,8 @@ from ssmd.cache import cache_folder
 from ssmd.flat.graph import GraphError
 from ssmd_wgpu import library
 from ssmd_wgpu.device import SHADERS, Gpu, shader
-from ssmd_wgpu.operations import HARDWARE, SOFTWARE, Tiling
 from ssmd_wgpu.pack import VALUES, Format, blocks, encode
+from ssmd_wgpu.products import HARDWARE, SOFTWARE, Tiling
 from ssmd_wgpu.recorder import Dispatch, Region, dispatch
 from ssmd_wgpu.ssd import CHUNK, recurrence, spread
 

@@ -1,0 +1,57 @@
+"""An operation: a dispatch that still lacks its handle; and numbers as shaders read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ssmd.flat.graph import GraphError
+from ssmd_wgpu.device import Gpu, Kernel
+from ssmd_wgpu.recorder import Region
+from ssmd_wgpu.ssd import MOST_GROUPS
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """`layer`: whose state group 1 binds, where the kernel has a group 1.
+
+    `tokens`: those that one workgroup's y takes in a prefill; 0 where y does not count tokens. `rows`: those of the
+    cache that it takes; 0 where y does not count them.
+    """
+
+    kernel: Kernel
+    group0: Any
+    layer: int
+    grid: tuple[int, int]
+    tokens: int = 0
+    rows: int = 0
+
+
+def operation(
+    gpu: Gpu,
+    text: str,
+    regions: Mapping[str, Region | None],
+    grid: tuple[int, int],
+    layer: int = 0,
+    tokens: int = 0,
+    rows: int = 0,
+) -> Op:
+    """A shader over regions, of which it binds those that it names. Raises GraphError if the device refuses it."""
+    if grid[0] > MOST_GROUPS or grid[1] > MOST_GROUPS:
+        raise GraphError(f"a dispatch of {grid} workgroups is more than any device takes")
+    kernel = gpu.kernel(text)
+    group0 = gpu.bound(kernel, 0, {n: r for n, r in regions.items() if r is not None})
+    return Op(kernel, group0, layer, grid, tokens, rows)
+
+
+def f32(value: float) -> str:
+    """A literal of WGSL."""
+    if not math.isfinite(value):
+        raise GraphError(f"{value} is no number")
+    return f"f32({float(value)!r})"
+
+
+def f32_or_none(value: float | None) -> str | None:
+    return None if value is None else f32(value)
