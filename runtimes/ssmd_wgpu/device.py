@@ -54,7 +54,8 @@ _TEMPLATES = Environment(
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
-    autoescape=False,  # noqa: S701  # it is WGSL
+    keep_trailing_newline=True,  # of an included file
+    autoescape=False,  # noqa: S701 - it is WGSL
 )
 
 

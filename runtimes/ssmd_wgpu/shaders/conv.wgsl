@@ -1,18 +1,15 @@
 // Depthwise causal convolution over T tokens, and the state that they leave: the last values before it, oldest first.
 // `gated` (LFM2): the input is B * x and the output is multiplied with the gate, all three from one row.
 {% include "numbers.wgsl" %}
+{% include "vectors.wgsl" %}
 
 const C = {{ channels }}u;
 const PAST = {{ width - 1 }}u;
 @group(0) @binding(0) var<storage, read> X: array<f32>;  // (T, stride), the input from an offset on; gated: B, gate, x
-@group(0) @binding(1) var<storage, read> P: array<vec4<f32>>;  // weight (C, width), bias (C), see SmallParts
+@group(0) @binding(1) var<storage, read> P: array<vec4<f32>>;  // weight (C, width), bias (C), see Vectors
 @group(0) @binding(2) var<storage, read_write> U: array<f32>;  // (T, C)
 @group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
 @group(1) @binding(1) var<storage, read_write> CONV: array<f32>;  // (C, width - 1)
-
-fn p(i: u32) -> f32 {
-  return P[i / 4u][i % 4u];
-}
 
 fn input(c: u32, t: u32) -> f32 {
   let at = t * {{ stride }}u + {{ offset }}u + c;

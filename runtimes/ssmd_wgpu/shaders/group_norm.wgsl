@@ -5,7 +5,7 @@
 const K = {{ columns }}u;  // of a part
 @group(0) @binding(0) var<storage, read_write> Y: array<f32>;  // (T, stride)
 {% if gain is not none %}
-@group(0) @binding(1) var<storage, read> P: array<vec4<f32>>;  // gain of all parts, see SmallParts
+@group(0) @binding(1) var<storage, read> P: array<vec4<f32>>;  // gain of all parts, see Vectors
 {% endif %}
 {% if gate is not none %}
 @group(0) @binding(2) var<storage, read> Z: array<f32>;  // (T, gate_stride), the gate of all parts at its start

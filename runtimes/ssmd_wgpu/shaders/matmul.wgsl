@@ -2,17 +2,15 @@
 // of rows, or two of each, which lie SIDE quads apart.
 {% import "weights.wgsl" as weights %}
 {% include "numbers.wgsl" %}
+{% include "vectors.wgsl" %}
+{% include "product.wgsl" %}
 
-const K = {{ columns }}u;
-const KB = {{ blocks }}u;
-const N = {{ rows }}u;
 const TM = {{ tile }}u;
 const TN = {{ tile }}u;
 const TK = 32u;
 const SIDE = {{ tile // 4 // quads }}u;
 const THREADS = SIDE * SIDE;
-{{ weights.declare(format) }}
-@group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // gain (K), bias (N), see SmallParts
+@group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // gain (K), bias (N), see Vectors
 @group(0) @binding(3) var<storage, read> X: array<f32>;  // (T, stride), of which K from an offset on
 @group(0) @binding(4) var<storage, read_write> Y: array<f32>;  // (T, N), swiglu: (T, N / 2)
 {% if gain is not none %}
@@ -22,19 +20,6 @@ const THREADS = SIDE * SIDE;
 
 var<workgroup> xs: array<vec4<f32>, {{ 32 * tile // 4 }}>;  // (TK, TM / 4)
 var<workgroup> ws: array<vec4<f32>, {{ 32 * tile // 4 }}>;  // (TK, TN / 4)
-
-fn p(i: u32) -> f32 {
-  return P[i / 4u][i % 4u];
-}
-
-fn row_of(i: u32) -> u32 {  // of W, for row i of this shader
-  let r = min(i, N - 1u);
-{% if end == "swiglu" %}
-  return (r % 2u) * {{ rows // 2 }}u + r / 2u;  // gate and up of a value side by side
-{% else %}
-  return r;
-{% endif %}
-}
 
 fn finished(i: u32, sum: f32, t: u32) -> f32 {  // row i of this shader
   return sum{% if gain is not none %} * R[t]{% endif %}{% if bias is not none %} + p({{ bias }}u + row_of(i)){% endif %};

@@ -2,14 +2,12 @@
 // those rows; norm(x) = x * g / rms(x), its sum of squares taken in the same loop.
 {% import "weights.wgsl" as weights %}
 {% include "numbers.wgsl" %}
+{% include "vectors.wgsl" %}
+{% include "product.wgsl" %}
 
-const K = {{ columns }}u;
-const KB = {{ blocks }}u;
-const N = {{ rows }}u;
 const TPR = {{ threads_per_row }}u;
 const RPT = {{ rows_per_thread }}u;
-{{ weights.declare(format) }}
-@group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // gain (K), bias (N) and what the end needs, see SmallParts
+@group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // gain (K), bias (N) and what the end needs, see Vectors
 @group(0) @binding(3) var<storage, read> X: array<{{ "vec4<f32>" if columns % 4 == 0 else "f32" }}>;  // (T, K)
 @group(0) @binding(4) var<storage, read_write> Y: array<f32>;  // (N), or as `end` says
 {% if end in ("mamba1", "mamba2") %}
@@ -24,10 +22,6 @@ const RPT = {{ rows_per_thread }}u;
 var<workgroup> sums: array<f32, {{ 64 * (rows_per_thread + (1 if gain is not none else 0)) }}>;
 
 {% endif %}
-fn p(i: u32) -> f32 {
-  return P[i / 4u][i % 4u];
-}
-
 fn loaded(from0: u32, i: u32) -> vec4<f32> {  // values 4 i to 4 i + 3 of the row that begins at `from0`
 {% if columns % 4 == 0 %}
   {% if columns != blocks * values %}
@@ -40,15 +34,6 @@ fn loaded(from0: u32, i: u32) -> vec4<f32> {  // values 4 i to 4 i + 3 of the ro
   if (4u * i + {{ j }}u < K) { v[{{ j }}] = X[from0 + 4u * i + {{ j }}u]; }
   {% endfor %}
   return v;
-{% endif %}
-}
-
-fn row_of(i: u32) -> u32 {  // of W, for row i of this shader
-  let r = min(i, N - 1u);
-{% if end == "swiglu" %}
-  return (r % 2u) * {{ rows // 2 }}u + r / 2u;  // gate and up of a value side by side
-{% else %}
-  return r;
 {% endif %}
 }
 

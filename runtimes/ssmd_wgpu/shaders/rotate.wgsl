@@ -1,11 +1,13 @@
 // Norms of queries and keys where the family has them, RoPE (arXiv:2104.09864), and the new rows of the KV cache.
 // A workgroup for each head of a token: H query heads (changed in place), G key heads, G value heads.
+{% include "vectors.wgsl" %}
+
 const H = {{ heads }}u;
 const G = {{ kv_heads }}u;
 const D = {{ head_dim }}u;
 const HALF = {{ rotated // 2 }}u;
 @group(0) @binding(0) var<storage, read_write> QKV: array<f32>;  // (T, H + 2 G, D)
-@group(0) @binding(1) var<storage, read> P: array<vec4<f32>>;  // gain of queries (D), of keys (D), see SmallParts
+@group(0) @binding(1) var<storage, read> P: array<vec4<f32>>;  // gain of queries (D), of keys (D), see Vectors
 {% if rotated %}
 @group(0) @binding(2) var<storage, read> COS: array<f32>;  // (context, HALF)
 @group(0) @binding(3) var<storage, read> SIN: array<f32>;  // (context, HALF)
@@ -53,7 +55,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     for (var i = 0u; i < 64u; i++) { sum += sums[i]; }
     let rms = inverseSqrt(sum / f32(D) + {{ qk_eps }});
     let gain = select({{ k_norm }}u, {{ q_norm }}u, head < H);
-    for (var i = li; i < D; i += 64u) { row[i] *= rms * P[(gain + i) / 4u][(gain + i) % 4u]; }
+    for (var i = li; i < D; i += 64u) { row[i] *= rms * p(gain + i); }
   }
   workgroupBarrier();
   {% endif %}

@@ -2,12 +2,13 @@
 // states and keep them in registers; what they add up to is gathered for 16 tokens at a time.
 // Mamba-1 (arXiv:2312.00752): A of every state, dt of every channel. Mamba-2 (arXiv:2405.21060): both of every head.
 {% include "numbers.wgsl" %}
+{% include "vectors.wgsl" %}
 
 const C = {{ channels }}u;  // inner channels
 const N = {{ states }}u;
 @group(0) @binding(0) var<storage, read> U: array<f32>;  // (T, u_stride): x; Mamba-2: x, B, C
 @group(0) @binding(1) var<storage, read> Z: array<f32>;  // (T, z_stride): the gate; Mamba-2: dt, too
-@group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // A, dt_bias, D, see SmallParts
+@group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // A, dt_bias, D, see Vectors
 @group(0) @binding(3) var<storage, read_write> Y: array<f32>;  // (T, C)
 {% if heads is none %}
 @group(0) @binding(4) var<storage, read> BC: array<f32>;  // (T, rank + 2 N): dt's input, B, C
@@ -17,10 +18,6 @@ const N = {{ states }}u;
 @group(1) @binding(2) var<storage, read_write> SSM: array<f32>;  // (C, N)
 
 var<workgroup> sums: array<f32, 1024>;  // (16 tokens, 64 threads)
-
-fn p(i: u32) -> f32 {
-  return P[i / 4u][i % 4u];
-}
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) li: u32) {

@@ -1,13 +1,14 @@
 // Mamba-1, one token (arXiv:2312.00752, algorithm 2): the product that gives dt, the norms of dt's input, B and C where
 // the family has them, the recurrence and the gate. 16 threads share a channel's N states.
 {% include "numbers.wgsl" %}
+{% include "vectors.wgsl" %}
 
 const C = {{ channels }}u;
 const N = {{ states }}u;
 const RANK = {{ rank }}u;
 @group(0) @binding(0) var<storage, read> W: array<{{ "f32" if format == "f32" else "u32" }}>;  // (C, padded rank)
 @group(0) @binding(1) var<storage, read> BC: array<f32>;  // (rank + 2 N): dt's input, B, C
-@group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // A (C, N), dt_bias (C), D (C), see SmallParts
+@group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // A (C, N), dt_bias (C), D (C), see Vectors
 @group(0) @binding(3) var<storage, read> U: array<f32>;  // (C)
 @group(0) @binding(4) var<storage, read> Z: array<f32>;  // (2 C): the gate from C on
 @group(0) @binding(5) var<storage, read_write> Y: array<f32>;  // (C)
@@ -15,10 +16,6 @@ const RANK = {{ rank }}u;
 
 var<workgroup> sums: array<f32, 64>;
 var<workgroup> squares: array<f32, 64>;
-
-fn p(i: u32) -> f32 {
-  return P[i / 4u][i % 4u];
-}
 
 fn weight(c: u32, k: u32) -> f32 {
 {% if format == "f32" %}

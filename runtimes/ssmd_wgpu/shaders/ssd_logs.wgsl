@@ -1,18 +1,15 @@
 // Mamba-2 by chunks (arXiv:2405.21060, section 6), 1 of 4: dt of every token and head, and the sum of dt A since its
 // chunk began: the log of the decay.
 {% include "numbers.wgsl" %}
+{% include "vectors.wgsl" %}
 
 const H = {{ heads }}u;
 const Q = {{ chunk }}u;
 @group(0) @binding(0) var<storage, read> Z: array<f32>;  // (T, z_stride): dt from an offset on
-@group(0) @binding(1) var<storage, read> P: array<vec4<f32>>;  // A (H), dt_bias (H), see SmallParts
+@group(0) @binding(1) var<storage, read> P: array<vec4<f32>>;  // A (H), dt_bias (H), see Vectors
 @group(0) @binding(2) var<storage, read_write> DT: array<f32>;  // (T, H)
 @group(0) @binding(3) var<storage, read_write> LOGS: array<f32>;  // (T, H)
 @group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
-
-fn p(i: u32) -> f32 {
-  return P[i / 4u][i % 4u];
-}
 
 @compute @workgroup_size(64)
 fn main(@builtin(global_invocation_id) at: vec3<u32>) {

@@ -1,6 +1,7 @@
 // Mamba-2 by chunks, 4 of 4: what every token gives: of the tokens of its chunk up to itself by their scores C B^T, and of
 // the state that its chunk begins with. 32 values of a head for each workgroup, 4 tokens by 4 values for each thread.
 {% include "numbers.wgsl" %}
+{% include "vectors.wgsl" %}
 
 const H = {{ heads }}u;
 const D = {{ head_dim }}u;
@@ -8,7 +9,7 @@ const N = {{ states }}u;
 const Q = 32u;
 @group(0) @binding(0) var<storage, read> U: array<f32>;  // (T, u_stride): x, B, C
 @group(0) @binding(1) var<storage, read> Z: array<f32>;  // (T, z_stride): the gate from its start on
-@group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // D (H), see SmallParts
+@group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // D (H), see Vectors
 @group(0) @binding(3) var<storage, read> DT: array<f32>;  // (T, H)
 @group(0) @binding(4) var<storage, read> LOGS: array<f32>;  // (T, H)
 @group(0) @binding(5) var<storage, read> CHUNKS: array<f32>;  // (T / Q, H, D, N): the states that chunks begin with
@@ -86,7 +87,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   }
   workgroupBarrier();
   out = multiplied(out, ti, tj);
-  let skip = P[({{ d }}u + h) / 4u][({{ d }}u + h) % 4u];
+  let skip = p({{ d }}u + h);
   for (var i = 0u; i < 4u; i++) {
     let t = 4u * ti + i;
     for (var j = 0u; j < 4u; j++) {

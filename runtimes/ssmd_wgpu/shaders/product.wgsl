@@ -1,0 +1,14 @@
+{# What matvec and matmul begin with: the matrix, and in which order they take its rows. #}
+{% import "weights.wgsl" as weights %}
+const K = {{ columns }}u;
+const KB = {{ blocks }}u;
+const N = {{ rows }}u;
+{{ weights.declare(format) }}
+fn row_of(i: u32) -> u32 {  // of W, for row i of this shader
+  let r = min(i, N - 1u);
+{% if end == "swiglu" %}
+  return (r % 2u) * {{ rows // 2 }}u + r / 2u;  // gate and up of a value side by side
+{% else %}
+  return r;
+{% endif %}
+}
