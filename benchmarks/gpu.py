@@ -119,8 +119,8 @@ def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, rea
     family = family_of(SHAPES[name])
     plan = plan_of(family, family.parse(SHAPES[name]), 2048)
     weights = Random(plan, quantization)
-    if counting:  # all buffers are there, none is filled
-        gpu.write = lambda *_: None  # type: ignore[method-assign]
+    if counting:
+        gpu.write = lambda *_: None  # type: ignore[method-assign] # all buffers are there, none is filled
     begin = time.perf_counter()
     half = quantization != "f32"
     tiling = (SOFTWARE if gpu.found.software else HARDWARE) if counting else tuned(gpu, quantization)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,10 @@ def graph(request: pytest.FixtureRequest, artifacts: TinyArtifacts, tmp_path_fac
     source = Source.open(artifacts.source("granite-f32"))
     plan = Plan(request.param, (16, 64), (256,))
     scratch = tmp_path_factory.mktemp("scratch")
-    stage: Callable[[str], Any] = lambda what: nullcontext()  # noqa: E731
+
+    def stage(what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
     return make(CONVERTERS["openvino"], source.config, plan, scratch, label=Label("tiny"), stage=stage)
 
 

@@ -157,7 +157,7 @@ class Recorder:
         lib, ffi = self._lib, self._ffi
         status: list[int] = []
 
-        @ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)")  # type: ignore[untyped-decorator]
+        @ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)")  # type: ignore[untyped-decorator] # cffi is untyped
         def done(code: int, *_: Any) -> None:
             status.append(int(code))
 
