@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ssmd_wgpu.device import Gpu, adapters, choose, shader
 from ssmd_wgpu.pack import VALUES, Format, blocks, decoded, encode
 from ssmd_wgpu.recorder import Region, dispatch
-from ssmd_wgpu.ssd import recurrence, spread
+from ssmd_wgpu.ssd import CHUNK, recurrence, spread
 
 Array = NDArray[Any]
 TOLERANCE = 1e-5  # of the largest value
@@ -110,6 +110,13 @@ def normed(x: Array, gain: Array | None) -> Array:
     return np.asarray(wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * (1 if gain is None else gain))
 
 
+def matvec(sizes: dict[str, Any], **more: Any) -> str:
+    """The text of a plain product, where `more` says nothing else."""
+    plain = {"gain": None, "bias": None, "eps": EPS, "end": "store", "first": 0, "last_row": False}
+    tiling = {"threads_per_row": 16, "rows_per_thread": 4, "subgroups": False}
+    return shader("matvec", **plain | tiling | sizes | more)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 4), (7, 60), (530, 97), (640, 96), (70_003, 33)])
 @pytest.mark.parametrize("dressed", [False, True])
@@ -119,18 +126,7 @@ def test_matvec(gpu: Gpu, fmt: Format, rows: int, columns: int, dressed: bool) -
     x, y = normal(columns), normal(rows)
     gain, bias = (normal(columns), normal(rows)) if dressed else (None, None)
     arrays["P"], at = packed(gain=gain, bias=bias)
-    text = shader(
-        "matvec",
-        **sizes,
-        **at,
-        threads_per_row=16,
-        subgroups=False,
-        rows_per_thread=4,
-        first=0,
-        eps=EPS,
-        end="add" if dressed else "store",
-        last_row=False,
-    )
+    text = matvec(sizes, **at, end="add" if dressed else "store")
     [found] = run(gpu, text, {**arrays, "X": x, "Y": y}, spread(-(-rows // 16)), "Y")
     close(found, w @ x.astype(np.float64) if bias is None else w @ normed(x, gain) + bias + y)
 
@@ -139,8 +135,7 @@ def test_more_workgroups_than_a_dimension_holds(gpu: Gpu) -> None:
     arrays, w, sizes = matrix(140_003, 8, "int8")
     arrays["P"], _ = packed()
     x = normal(8)
-    more = {"threads_per_row": 64, "rows_per_thread": 2, "subgroups": False, "first": 0, "eps": EPS}
-    text = shader("matvec", **sizes, **more, gain=None, bias=None, end="store", last_row=False)
+    text = matvec(sizes, threads_per_row=64, rows_per_thread=2)
     grid = spread(70_002)
     assert grid == (35_001, 2)
     [found] = run(gpu, text, {**arrays, "X": x, "Y": np.zeros(140_003, np.float32)}, grid, "Y")
@@ -156,18 +151,7 @@ def test_matvec_by_subgroups(gpu: Gpu, fmt: Format, end: str, threads: int, rows
     arrays, w, sizes = matrix(66, 97, fmt)
     x, gain, bias = normal(97), normal(97), normal(66)
     arrays["P"], at = packed(gain=gain, bias=bias)
-    text = shader(
-        "matvec",
-        **sizes,
-        **at,
-        threads_per_row=threads,
-        rows_per_thread=rows_each,
-        subgroups=True,
-        first=0,
-        eps=EPS,
-        end=end,
-        last_row=False,
-    )
+    text = matvec(sizes, **at, threads_per_row=threads, rows_per_thread=rows_each, subgroups=True, end=end)
     y = np.zeros(33 if end == "swiglu" else 66, np.float32)
     [found] = run(gpu, text, {**arrays, "X": x, "Y": y}, (-(-66 // (64 // threads * rows_each)),), "Y")
     wanted = w @ normed(x, gain) + bias
@@ -179,19 +163,7 @@ def test_matvec_of_the_last_token(gpu: Gpu, columns: int) -> None:
     arrays, w, sizes = matrix(37, columns, "int8")
     arrays["P"], _ = packed()
     x = normal(5, columns)
-    text = shader(
-        "matvec",
-        **sizes,
-        gain=None,
-        bias=None,
-        threads_per_row=8,
-        subgroups=False,
-        rows_per_thread=2,
-        first=3,
-        eps=EPS,
-        end="store",
-        last_row=True,
-    )
+    text = matvec(sizes, threads_per_row=8, rows_per_thread=2, first=3, last_row=True)
     arrays |= {"X": x, "Y": np.zeros(40, np.float32), "CTL": control(9, 4)}
     [found] = run(gpu, text, arrays, (3,), "Y")
     close(found[3:], w @ x[3].astype(np.float64))
@@ -204,19 +176,7 @@ def test_matvec_of_swiglu(gpu: Gpu, fmt: Format, inner: int) -> None:
     arrays, w, sizes = matrix(2 * inner, 60, fmt)
     x, bias = normal(60), normal(2 * inner)
     arrays["P"], at = packed(bias=bias)
-    text = shader(
-        "matvec",
-        **sizes,
-        **at,
-        gain=None,
-        threads_per_row=16,
-        subgroups=False,
-        rows_per_thread=4,
-        first=0,
-        eps=EPS,
-        end="swiglu",
-        last_row=False,
-    )
+    text = matvec(sizes, **at, end="swiglu")
     [found] = run(gpu, text, {**arrays, "X": x, "Y": np.zeros(inner, np.float32)}, (-(-2 * inner // 16),), "Y")
     gate, up = np.split(w @ x.astype(np.float64) + bias, 2)
     close(found, silu(gate) * up)
@@ -233,23 +193,7 @@ def test_matvec_into_a_convolution(gpu: Gpu, end: str, width: int, with_bias: bo
     x, conv, state = normal(64), normal(channels, width), normal(channels, width - 1)
     bias = normal(channels) if with_bias else None
     arrays["P"], at = packed(conv=conv, conv_bias=bias)
-    text = shader(
-        "matvec",
-        **sizes,
-        **at,
-        gain=None,
-        bias=None,
-        threads_per_row=8,
-        subgroups=False,
-        rows_per_thread=4,
-        first=0,
-        eps=EPS,
-        end=end,
-        last_row=False,
-        channels=channels,
-        inner=inner,
-        width=width,
-    )
+    text = matvec(sizes, **at, threads_per_row=8, end=end, channels=channels, inner=inner, width=width)
     arrays |= {"X": x, "Y": np.zeros(rows, np.float32), "U": np.zeros(channels, np.float32), "CONV": state}
     y, u, new = run(gpu, text, arrays, (-(-rows // 32),), "Y", "U", "CONV")
     wanted = w @ x.astype(np.float64)
@@ -405,37 +349,19 @@ def test_scan_of_mamba1(gpu: Gpu, states: int, count: int) -> None:
     close(new, after)
 
 
-@pytest.mark.parametrize("states", [9, 16, 64, 128])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("count", "high"), [(1, 3.0e38), (40, 0.5)])
-def test_scan_of_mamba2(gpu: Gpu, states: int, groups: int, count: int, high: float) -> None:
-    heads, size = 4, 7
+def mamba2(size: int, states: int, groups: int, count: int, high: float) -> tuple[Any, dict[str, Array], Array, Array]:
+    """Of 4 heads of this size: what `recurrence` is told, the arrays, and the y and the state that are wanted."""
+    heads = 4
     inner = heads * size
     channels, stride = inner + 2 * groups * states, 2 * inner + 2 * groups * states + heads
     u, z = normal(count, channels), normal(count, stride)
     a, bias, d, state = -np.exp(normal(heads)), normal(heads), normal(heads), normal(inner, states)
     p, at = packed(a=a, dt_bias=bias, d=d)
-    text = shader(
-        "scan",
-        source="U",
-        per_thread=-(-states // 16),
-        **at,
-        channels=inner,
-        states=states,
-        heads=heads,
-        groups=groups,
-        rank=0,
-        u_stride=channels,
-        z_stride=stride,
-        z_offset=0,
-        dt_offset=inner + channels,
-        dt_low="f32(0.1)",
-        dt_high=f"f32({high!r})",
-        gate=True,
-    )
-    arrays = {"U": u, "Z": z, "P": p, "SSM": state, "CTL": control(1, count)}
+    sizes: dict[str, Any] = {**at, "heads": heads, "head_dim": size, "states": states, "groups": groups}
+    sizes |= {"u_stride": channels, "z_stride": stride, "dt_offset": inner + channels, "gate": True}
+    sizes |= {"dt_low": "f32(0.1)", "dt_high": f"f32({high!r})"}
+    arrays: dict[str, Array] = {"U": u, "Z": z, "P": p, "SSM": state, "CTL": control(1, count)}
     arrays["Y"] = np.zeros((count, inner), np.float32)
-    y, new = run(gpu, text, arrays, (-(-inner // 4),), "Y", "SSM")
     dt = np.clip(softplus(z[:, inner + channels :] + bias), 0.1, high)
     spread_b, spread_c = (
         np.repeat(v.reshape(count, groups, states), inner // groups, 1)
@@ -444,8 +370,36 @@ def test_scan_of_mamba2(gpu: Gpu, states: int, groups: int, count: int, high: fl
     per_channel = [np.repeat(v, size, -1) for v in (dt, a, d)]
     decay = np.repeat(per_channel[1][:, None], states, 1)
     wanted, after = scanned(u[:, :inner], per_channel[0], decay, spread_b, spread_c, per_channel[2], state)
-    close(y, wanted * silu(z[:, :inner]))
+    return sizes, arrays, wanted * silu(z[:, :inner]), after
+
+
+@pytest.mark.parametrize("states", [9, 16, 64, 128])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("count", "high"), [(1, 3.0e38), (40, 0.5)])
+def test_scan_of_mamba2(gpu: Gpu, states: int, groups: int, count: int, high: float) -> None:
+    sizes, arrays, wanted, after = mamba2(7, states, groups, count, high)
+    [(text, grid, _)] = recurrence(sizes, chunked=False)
+    y, new = run(gpu, text, arrays, grid, "Y", "SSM")
+    close(y, wanted)
     close(new, after)
+
+
+@pytest.mark.parametrize("states", [9, 32, 128])
+@pytest.mark.parametrize("size", [7, 40])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("count", "high"), [(1, 3.0e38), (32, 0.5), (75, 3.0e38)])
+def test_mamba2_by_chunks(gpu: Gpu, states: int, size: int, groups: int, count: int, high: float) -> None:
+    """Four shaders one after another, against the recurrence."""
+    sizes, arrays, wanted, after = mamba2(size, states, groups, count, high)
+    heads, inner = sizes["heads"], sizes["heads"] * size
+    arrays |= {name: np.zeros((count, heads), np.float32) for name in ("DT", "LOGS")}
+    arrays["CHUNKS"] = np.full((-(-count // CHUNK), inner, states), np.nan, np.float32)
+    changed = (("DT", "LOGS"), ("CHUNKS",), ("CHUNKS", "SSM"), ("Y",))
+    for (text, (x, y), tokens), names in zip(recurrence(sizes, chunked=True), changed, strict=True):
+        grid = (x, -(-count // tokens) if tokens else y)
+        arrays |= dict(zip(names, run(gpu, text, arrays, grid, *names), strict=True))
+    close(arrays["Y"], wanted)
+    close(arrays["SSM"], after)
 
 
 @pytest.mark.parametrize("fmt", ["f32", "f16"])
@@ -522,6 +476,14 @@ def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool) -> 
     assert (new_value[others] == value[others]).all()
 
 
+def attended(q: Array, key: Array, value: Array) -> Array:
+    """q (H, D) over the rows of key and value (n, G, D)."""
+    k, v = (np.repeat(c.astype(np.float64), q.shape[0] // c.shape[1], 1) for c in (key, value))
+    scores = np.einsum("hd,nhd->hn", q.astype(np.float64), k)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(np.einsum("hn,nhd->hd", weights / weights.sum(-1, keepdims=True), v))
+
+
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 16), (5, 5, 14), (4, 1, 128), (3, 1, 70)])
 @pytest.mark.parametrize(("position", "count"), [(0, 1), (0, 5), (63, 2), (130, 3)])
@@ -535,11 +497,8 @@ def test_attention(gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position
     arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(position, count)}
     [found] = run(gpu, text, {**arrays, "Y": np.zeros((count, heads, dim), np.float32)}, (heads, count), "Y")
     for t in range(count):
-        rows = position + t + 1
-        k, v = (np.repeat(c[:rows].astype(np.float64), heads // kv, 1) for c in (key, value))
-        scores = np.einsum("hd,nhd->hn", qkv[t, :heads].astype(np.float64), k)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        close(found[t], np.einsum("hn,nhd->hd", weights / weights.sum(-1, keepdims=True), v))
+        rows = slice(position + t + 1)
+        close(found[t], attended(qkv[t, :heads], key[rows], value[rows]))
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -559,10 +518,7 @@ def test_attention_in_parts(gpu: Gpu, half: bool, heads: int, kv: int, dim: int,
     assert (found[:, position // part + 1 :] == 1e9).all()
     arrays = {"PARTS": found, "CTL": control(position, 1), "Y": np.zeros((heads, dim), np.float32)}
     [merged] = run(gpu, shader("attention_merge", **sizes), arrays, (heads,), "Y")
-    k, v = (np.repeat(c[: position + 1].astype(np.float64), heads // kv, 1) for c in (key, value))
-    scores = np.einsum("hd,nhd->hn", qkv[:heads].astype(np.float64), k)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    close(merged, np.einsum("hn,nhd->hd", weights / weights.sum(-1, keepdims=True), v))
+    close(merged, attended(qkv[:heads], key[: position + 1], value[: position + 1]))
 
 
 def test_scores_of_any_size_are_weighed(gpu: Gpu) -> None:
@@ -604,38 +560,3 @@ fn main() {
     around = after.view(np.float32)
     assert (around[:64] == 7.0).all()
     assert (around[128:] == 7.0).all()
-
-
-@pytest.mark.parametrize("states", [9, 32, 128])
-@pytest.mark.parametrize("size", [7, 40])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("count", "high"), [(1, 3.0e38), (32, 0.5), (75, 3.0e38)])
-def test_mamba2_by_chunks(gpu: Gpu, states: int, size: int, groups: int, count: int, high: float) -> None:
-    """Four shaders one after another, against the recurrence."""
-    heads, chunk = 4, 32
-    inner, chunks = heads * size, -(-count // chunk)
-    channels, stride = inner + 2 * groups * states, 2 * inner + 2 * groups * states + heads
-    u, z = normal(count, channels), normal(count, stride)
-    a, bias, d, state = -np.exp(normal(heads)), normal(heads), normal(heads), normal(inner, states)
-    p, at = packed(a=a, dt_bias=bias, d=d)
-    sizes: dict[str, Any] = {**at, "heads": heads, "head_dim": size, "states": states, "groups": groups}
-    sizes |= {"u_stride": channels, "z_stride": stride, "dt_offset": inner + channels, "gate": True}
-    sizes |= {"dt_low": "f32(0.1)", "dt_high": f"f32({high!r})"}
-    made: dict[str, Array] = {"U": u, "Z": z, "P": p, "SSM": state, "CTL": control(1, count)}
-    made |= {name: np.zeros((count, heads), np.float32) for name in ("DT", "LOGS")}
-    made["CHUNKS"] = np.full((chunks, inner, states), np.nan, np.float32)
-    made["Y"] = np.zeros((count, inner), np.float32)
-    changed = (("DT", "LOGS"), ("CHUNKS",), ("CHUNKS", "SSM"), ("Y",))
-    for (text, (x, y), tokens), wanted in zip(recurrence(sizes, chunked=True), changed, strict=True):
-        grid = (x, -(-count // tokens) if tokens else y)
-        made |= dict(zip(wanted, run(gpu, text, made, grid, *wanted), strict=True))
-    dt = np.clip(softplus(z[:, inner + channels :] + bias), 0.1, high)
-    spread_b, spread_c = (
-        np.repeat(v.reshape(count, groups, states), inner // groups, 1)
-        for v in (u[:, inner : inner + groups * states], u[:, inner + groups * states :])
-    )
-    per_channel = [np.repeat(v, size, -1) for v in (dt, a, d)]
-    decay = np.repeat(per_channel[1][:, None], states, 1)
-    wanted_y, after = scanned(u[:, :inner], per_channel[0], decay, spread_b, spread_c, per_channel[2], state)
-    close(made["Y"], wanted_y * silu(z[:, :inner]))
-    close(made["SSM"], after)
