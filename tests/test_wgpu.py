@@ -195,20 +195,27 @@ def test_too_little_memory_is_said_before_anything_is_uploaded(
     assert not written
 
 
-def test_handles_without_memory_send_others_away(loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = conversation(loaded, 11)
-    first = started(loaded, IDS[:20])
+def refused_once(loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The next slot there is no memory for. The list is empty until then."""
     loaded.handles.spare.clear()
-    real, refused = Slot, list[bool]()
+    refused = list[bool]()
 
-    def slot(*arguments: Any) -> Any:
+    def slot(*arguments: Any) -> Slot:
         if not refused:
             refused.append(True)
             raise GraphError("no memory")
-        return real(*arguments)
+        return Slot(*arguments)
 
     monkeypatch.setattr(handles, "Slot", slot)
+    return refused
+
+
+def test_handles_without_memory_send_others_away(loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = conversation(loaded, 11)
+    first = started(loaded, IDS[:20])
+    refused = refused_once(loaded, monkeypatch)
     assert conversation(loaded, 11) == expected
+    assert refused
     assert first.away is not None
     loaded.release(first)
 
@@ -223,16 +230,7 @@ def test_a_step_whose_handles_take_one_anothers_memory(loaded: WgpuProgram, monk
     them = [started(loaded, IDS[i : i + 20]) for i in (2, 0, 1)]
     while them[0].away is None:
         assert loaded.handles._send_away(model_of(loaded), them[1])
-    loaded.handles.spare.clear()
-    refused = list[bool]()
-
-    def slot(*arguments: Any) -> Any:
-        if len(refused) < 1:
-            refused.append(True)
-            raise GraphError("no memory")
-        return Slot(*arguments)
-
-    monkeypatch.setattr(handles, "Slot", slot)
+    refused = refused_once(loaded, monkeypatch)
     order = [1, 2, 0]
     rows = [loaded.decode([them[i] for i in order], tokens) for tokens in ([0, 1, 2], [7, 7, 7])]
     assert refused
@@ -507,6 +505,20 @@ def test_a_tiling_is_measured_once(
     assert len(list(small.iterdir())) == 1
 
 
+@pytest.mark.parametrize("name", ["matvec", "product", "weights", "ssd_output"])
+def test_a_tiling_is_of_these_shaders(
+    loaded: WgpuProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also of those that others include, and of Mamba-2's."""
+    shaders = tmp_path / "shaders"
+    shutil.copytree(device.SHADERS, shaders)
+    before = tuning._file(gpu_of(loaded), "int8")
+    monkeypatch.setattr(tuning, "SHADERS", shaders)
+    assert tuning._file(gpu_of(loaded), "int8") == before
+    (shaders / f"{name}.wgsl").write_text("")
+    assert tuning._file(gpu_of(loaded), "int8") != before
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"threads_per_row": 3, "rows_per_thread": 1, "tile": 32}', '{"x": 1}']
 )
@@ -571,7 +583,7 @@ def test_a_device_that_stays_away_is_tried_at_every_call(granite: Artifact, monk
     gpu_of(one).device.destroy()
     with pytest.raises(StateLost, match=r"the GPU is lost .*see ssmd doctor"):
         one.new_state()
-    with pytest.raises((StateLost, RuntimeUnavailable)):
+    with pytest.raises(RuntimeUnavailable, match="wgpu finds no GPU"):
         one.new_state()
     monkeypatch.undo()
     assert one.position(one.restore(state)) == 20

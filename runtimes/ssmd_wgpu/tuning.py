@@ -167,7 +167,7 @@ class _Bench:
 
 def _file(gpu: Gpu, fmt: Format) -> Path:
     whole = hashlib.sha256(json.dumps([gpu.found.description, library.package_version(), fmt]).encode())
-    for file in sorted(SHADERS.glob("mat*.wgsl")):
+    for file in sorted(SHADERS.glob("*.wgsl")):
         whole.update(file.read_bytes())
     return cache_folder() / "wgpu" / f"tiling-{whole.hexdigest()[:16]}.json"
 
