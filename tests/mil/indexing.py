@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from mil.operations import Parameters, Run, Unsupported, integers, operation
+from mil.operations import REQUIRED, Parameters, Run, Unsupported, integers, operation
 from mil.weights import Array
 
 _MASKS: dict[str, Any] = {"stride": None, "begin_mask": None, "end_mask": None, "squeeze_mask": None}
@@ -120,6 +121,71 @@ def gather_along_axis(axis: Any, validate_indices: Any) -> Run:
         if indices.ndim != x.ndim or [n for axis, n in enumerate(indices.shape) if axis != place] != others:
             raise ValueError(f"indices of shape {indices.shape} into {x.shape} along {place}")
         return np.take_along_axis(x, _checked(indices, x.shape[place]).astype(np.int64), place)
+
+    return run
+
+
+_MODES: dict[str, Any] = {
+    "add": np.add.at,
+    "sub": np.subtract.at,
+    "mul": np.multiply.at,
+    "max": np.maximum.at,
+    "min": np.minimum.at,
+    "update": operator.setitem,
+}
+
+
+def _mode(mode: str) -> Any:
+    if mode not in _MODES:
+        raise Unsupported(f"the mode {mode!r}")
+    return _MODES[mode]
+
+
+# The specification says two things of the default mode, so it must be given.
+@operation(
+    "scatter",
+    "data:number indices:int updates:number",
+    alike="data updates",
+    axis=0,
+    mode=REQUIRED,
+    validate_indices=False,
+)
+def scatter(axis: Any, mode: str, validate_indices: Any) -> Run:
+    """`data` with its slices at `indices` (n,) of `axis` updated by those of `updates`, of which there are n."""
+    at, apply = int(axis), _mode(mode)
+
+    def run(data: Array, indices: Array, updates: Array) -> Array:
+        place = at % data.ndim
+        if updates.shape != (*data.shape[:place], *indices.shape, *data.shape[place + 1 :]) or indices.ndim != 1:
+            raise ValueError(f"updates of shape {updates.shape} at {indices.shape} of {data.shape} along {place}")
+        result = data.copy()
+        apply(np.moveaxis(result, place, 0), _checked(indices, data.shape[place]), np.moveaxis(updates, place, 0))
+        return result
+
+    return run
+
+
+@operation(
+    "scatter_along_axis",
+    "data:number indices:int updates:number",
+    alike="data updates",
+    axis=0,
+    mode=REQUIRED,
+    validate_indices=False,
+)
+def scatter_along_axis(axis: Any, mode: str, validate_indices: Any) -> Run:
+    """`data` with its elements along `axis` at `indices` updated by `updates`, which is of indices' shape."""
+    at, apply = int(axis), _mode(mode)
+
+    def run(data: Array, indices: Array, updates: Array) -> Array:
+        place = at % data.ndim
+        if indices.ndim != data.ndim or updates.shape != indices.shape:
+            raise ValueError(f"updates of shape {updates.shape} at {indices.shape} of {data.shape}")
+        result = data.copy()
+        where = list(np.indices(indices.shape))
+        where[place] = _checked(indices, data.shape[place])
+        apply(result, tuple(where), updates)
+        return result
 
     return run
 

@@ -92,9 +92,9 @@ class Model:
         self.package = open_package(Path(package_path))
         self.function = self.package.function(function_name)
         self.function_name = self.function.name
-        self._program = Program(self.package, self.function)
-        self.operations: Counter[str] = self._program.operations
-        self.weight_bytes: int = self._program.weight_bytes
+        self.program = Program(self.package, self.function)
+        self.operations: Counter[str] = self.program.operations
+        self.weight_bytes: int = self.program.weight_bytes
 
     def make_state(self) -> State:
         """New states, all zero; none where the function has none."""
@@ -114,10 +114,10 @@ class Model:
             raise KeyError(f"{', '.join(sorted(unknown))}: no such input of {self.function_name}, which takes {known}")
         inputs = {name: self._input(name, type_, data) for name, type_ in self.function.inputs.items()}
         if state is None and not self.function.states:
-            results = self._program.run(inputs, {})
+            results = self.program.run(inputs, {})
         else:
             with self._checked(state).using() as arrays:
-                results = self._program.run(inputs, arrays)
+                results = self.program.run(inputs, arrays)
         return {name: np.array(result) for name, result in results.items()}
 
     def _input(self, name: str, type_: TensorType, data: Mapping[str, Array]) -> Array:

@@ -185,7 +185,7 @@ class Package:
         if proto.opset not in OPSETS or proto.opset not in proto.block_specializations:
             raise DamagedPackage(f"the function {name} is of opset {proto.opset!r}, not one of {', '.join(OPSETS)}")
         block = proto.block_specializations[proto.opset]
-        operations = tuple(self._operation(operation) for operation in block.operations)
+        operations = tuple(map(self._operation, block.operations))
         inputs, states = {}, {}
         for entry in proto.inputs:
             if entry.type.WhichOneof("type") == "stateType":
@@ -215,6 +215,12 @@ class Package:
         raise DamagedPackage(f"the function {name} is not in the model's description")
 
     def _operation(self, proto: Any) -> Operation:
+        try:
+            return self._decoded(proto)
+        except DamagedPackage as error:
+            raise DamagedPackage(f"{proto.type} {', '.join(out.name for out in proto.outputs)!r}: {error}") from error
+
+    def _decoded(self, proto: Any) -> Operation:
         attributes = dict(proto.attributes)
         name = self._constant(attributes.pop("name")).value if "name" in attributes else ""
         outputs = tuple((output.name, tensor_type(output.type)) for output in proto.outputs)
@@ -231,7 +237,7 @@ class Package:
             attributes = {}
         operation = Operation(proto.type, str(name), inputs, outputs, value)
         if attributes or proto.blocks:
-            raise DamagedPackage(f"{operation} has attributes {sorted(attributes)} or blocks: neither is supported")
+            raise DamagedPackage(f"attributes {sorted(attributes)} or blocks: neither is supported")
         return operation
 
     def _constant(self, proto: Any) -> Constant:

@@ -22,7 +22,7 @@ States = dict[str, Array]  # float16, by name
 Step = Callable[[list[Any], States], None]
 
 MAX_RANK = 5  # of a Core ML tensor
-DEFINED_IN = (compression, elementwise, indexing, products, reductions, shapes)
+DEFINED_IN = (compression, elementwise, indexing, products, reductions, shapes)  # importing them defines operations
 
 
 def round_to(dtype: str, array: Array) -> Array:
@@ -54,14 +54,15 @@ class Program:
     """A compiled function.
 
     `operations` counts its operations by type; `weight_bytes` is the size of the blobs of weight files that it refers
-    to, each counted once. Raises operations.Unsupported for what the evaluator does not do.
+    to, each counted once; `constants` are those of its values that are known without an input.
+    Raises operations.Unsupported for what the evaluator does not do.
     """
 
     def __init__(self, package: Package, function: Function) -> None:
         self.function = function
         self.operations: Counter[str] = Counter(operation.type for operation in function.operations)
         self._types: dict[str, TensorType] = dict(function.inputs)
-        self._constants: dict[str, Constant] = {}
+        self.constants: dict[str, Constant] = {}
         self._slots: dict[str, int] = {}
         self._values: list[Any] = [None]  # the first stands for an operand that is left out
         self._steps: list[Step] = []
@@ -95,7 +96,7 @@ class Program:
     def _hold(self, name: str, constant: Constant) -> None:
         self._values[self._slot(name)] = constant.value
         self._types[name] = constant.type
-        self._constants[name] = constant
+        self.constants[name] = constant
 
     def _refer(self, constant: Constant) -> Constant:
         if constant.blob:
@@ -117,7 +118,7 @@ class Program:
         elif owner.type.startswith("constexpr_"):
             self._constexpr(owner)
         else:
-            self._operation(owner, bind(owner, self._types, self._constants))
+            self._operation(owner, bind(owner, self._types, self.constants))
 
     def _const(self, owner: Operation) -> None:
         if owner.value is None or owner.inputs or len(owner.outputs) != 1:
@@ -129,11 +130,11 @@ class Program:
 
     def _constexpr(self, owner: Operation) -> None:
         """Done once for the package: an operation of the same type on the same constants gives the same array."""
-        bound = bind(owner, self._types, self._constants)
+        bound = bind(owner, self._types, self.constants)
         if len(owner.outputs) != 1 or any(isinstance(operand, str) for operand in bound.operands):
             raise Unsupported(f"{owner} has operands that are no constants")
         ((name, type_),) = owner.outputs
-        inputs = ((key, self._constants.get(v, v) if isinstance(v, str) else v) for key, (v,) in owner.inputs.items())
+        inputs = ((key, self.constants.get(v, v) if isinstance(v, str) else v) for key, (v,) in owner.inputs.items())
         key = (owner.type, type_, frozenset((name, getattr(constant, "key", constant)) for name, constant in inputs))
         if key not in self._folded:
             result = bound.run(*(operand and operand.value for operand in bound.operands))  # type: ignore[union-attr]

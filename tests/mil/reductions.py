@@ -99,19 +99,6 @@ def layer_norm(axes: Array | None, epsilon: Any) -> Run:
     return run
 
 
-@operation("l2_norm", "x:float", epsilon=1e-6)
-def l2_norm(epsilon: Any) -> Run:
-    """x over the root of the sum of its squares over the last three dimensions, plus epsilon."""
-
-    def run(x: Array) -> Any:
-        if x.ndim < 3:
-            raise ValueError(f"an l2_norm of {x.shape}: three dimensions are needed")
-        squares = np.square(x).sum((-3, -2, -1), keepdims=True)
-        return x / np.sqrt(squares + np.float32(epsilon))
-
-    return run
-
-
 @operation("batch_norm", "x:float mean:float variance:float gamma?:float beta?:float", epsilon=1e-5)
 def batch_norm(epsilon: Any) -> Run:
     """(x - mean) / sqrt(variance + epsilon) gamma + beta, for each channel: x (N, C, *D), the others (C,)."""

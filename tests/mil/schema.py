@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-_disabled = logging.root.manager.disable
-logging.disable(logging.CRITICAL)
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Neither warnings nor log lines, while coremltools is imported or converts a model."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+with quiet():
     import coremltools
     from coremltools.proto import FeatureTypes_pb2 as features
     from coremltools.proto import MIL_pb2 as mil
     from coremltools.proto import Model_pb2 as model
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-logging.disable(_disabled)
 
-__all__ = ["DecodeError", "coremltools", "features", "mil", "model"]
+__all__ = ["DecodeError", "coremltools", "features", "mil", "model", "quiet"]
