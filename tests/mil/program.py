@@ -28,7 +28,7 @@ DEFINED_IN = (compression, elementwise, indexing, products, reductions, shapes) 
 def round_to(dtype: str, array: Array) -> Array:
     """The values of `array` as `dtype` holds them; fp16 stays in float32."""
     storage = STORAGE[dtype]
-    if array.dtype.kind != np.dtype(storage).kind and not (array.dtype.kind in "iu" and dtype != "bool"):
+    if {"u": "i"}.get(array.dtype.kind, array.dtype.kind) != {"u": "i"}.get(kind := np.dtype(storage).kind, kind):
         raise TypeError(f"values of {array.dtype} as {dtype}")
     if dtype == "fp16":
         return array.astype(np.float16).astype(np.float32)
@@ -137,8 +137,9 @@ class Program:
         inputs = ((key, self.constants.get(v, v) if isinstance(v, str) else v) for key, (v,) in owner.inputs.items())
         key = (owner.type, type_, frozenset((name, getattr(constant, "key", constant)) for name, constant in inputs))
         if key not in self._folded:
-            result = bound.run(*(operand and operand.value for operand in bound.operands))  # type: ignore[union-attr]
-            array = _settle(owner, name, type_, bound.exact)(result)
+            with np.errstate(over="ignore"):
+                result = bound.run(*(operand and operand.value for operand in bound.operands))  # type: ignore[union-attr]
+                array = _settle(owner, name, type_, bound.exact)(result)
             array.flags.writeable = False
             self._folded[key] = Constant(type_, array, key)
         self._hold(name, self._folded[key])
