@@ -21,6 +21,7 @@ from typing import Any, Self
 from ssmd.config import Settings
 
 START_TIMEOUT_S = 60.0
+SSMD = (sys.executable, "-m", "ssmd")
 
 
 @dataclass
@@ -170,11 +171,11 @@ class ServerProcess:
 
 
 class DaemonProcess(ServerProcess):
-    """`with DaemonProcess(model, data_dir) as d:` serves on a free port."""
+    """`with DaemonProcess(model, data_dir) as d:` serves on a free port. `program`: what is run as `ssmd`."""
 
-    def __init__(self, model: str | Path, data_dir: Path, *args: str) -> None:
+    def __init__(self, model: str | Path, data_dir: Path, *args: str, program: Sequence[str] = SSMD) -> None:
         port = free_port()
-        command = [sys.executable, "-m", "ssmd", "serve", str(model), "--port", str(port), *args]
+        command = [*program, "serve", str(model), "--port", str(port), *args]
         models_dir = str(Settings().models_dir)  # before it moves with the data dir
         environment = {**os.environ, "SSMD_DATA_DIR": str(data_dir), "SSMD_MODELS_DIR": models_dir}
         super().__init__(command, port, data_dir.parent / f"{data_dir.name}.log", environment)

@@ -80,6 +80,7 @@ def _built() -> Iterator[tuple[str, Tiny]]:
     yield "npu-granite-f16", Tiny("granite", "npu", "f16")
     for variant in ("granite", "llama", "mamba"):
         yield f"coreml-{variant}-f16", Tiny(variant, "coreml", "f16")
+    yield "coreml-llama-int4", Tiny("llama", "coreml", "int4")
 
 
 BUILT = dict(_built())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import evaluated
 import numpy as np
 import pytest
 from conftest import TinyArtifacts
@@ -32,6 +33,7 @@ def turn(daemon: DaemonProcess, messages: list[dict[str, str]], forced: Reply | 
     [
         ("litert", "litert", "openvino", "openvino", "litert"),
         ("litert", "wgpu", "wgpu", "openvino", "wgpu", "litert"),
+        ("litert", "coreml", "coreml", "openvino", "coreml", "litert"),
     ],
     ids=" ".join,
 )
@@ -42,7 +44,7 @@ def test_there_and_back(quantization: str, route: tuple[str, ...], artifacts: Ti
     paths = [artifacts[name if runtime == "litert" else f"{runtime}-{name}"] for runtime in route]
     messages, replies = [SYSTEM], []
     for path in paths:
-        with DaemonProcess(path, tmp_path / "moved") as daemon:
+        with DaemonProcess(path, tmp_path / "moved", program=evaluated.SSMD) as daemon:
             replies.append(turn(daemon, messages))
             daemon.kill()
     kinds = [r.usage["ssmd"]["resume"] for r in replies]

@@ -47,7 +47,7 @@ class WgpuConverter:
     runtime = "wgpu"
     device_class = "gpu"
     quantizations: tuple[Quantization, ...] = ("int8", "int4", "f16", "f32")
-    buckets: tuple[int, ...] | None = (16, 64, 256)
+    buckets: tuple[int, ...] | None = (64, 256)  # a product's tile is of 32 tokens or more: fewer take as long
     most_tokens: int | None = 256
     context = 8192
     tiers: tuple[int, ...] = ()  # a step attends over the rows that there are
