@@ -55,7 +55,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("name", ["llama-f32", "openvino-granite-int8", "npu-granite-f16"])
+@pytest.mark.parametrize("name", ["llama-f32", "openvino-granite-int8", "npu-granite-f16", "coreml-llama-int8"])
 def test_a_second_build_of_a_moved_source_has_the_same_files(
     artifacts: TinyArtifacts, tmp_path: Path, name: str
 ) -> None:

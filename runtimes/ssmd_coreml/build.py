@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MIN_WEIGHT_ELEMENTS = 64 * 64 + 1  # smaller ones stay float
 INT4_BLOCK = 32  # values of a row that share a scale
+PROGRAM = "Data/com.apple.CoreML/model.mlmodel"  # of a package
 _BYTEWISE = ("embedding", "head")  # int8 in int4 too, as in the other runtimes
 
 
@@ -91,7 +92,7 @@ class CoreMLConverter:
             ct.utils.save_multifunction(functions, str(folder / MODEL))
             for part in parts:
                 shutil.rmtree(part)
-        _renamed(folder / MODEL)
+        _ordered(folder / MODEL)
         package = Package(folder / MODEL)
         _weights_stand_once(package)
         reasons = lint(package)
@@ -115,9 +116,15 @@ def varied(variant: str) -> CoreMLConverter:
     return CoreMLConverter("stateless" if variant == "stateless" else "stateful")
 
 
-def _renamed(package: Path) -> None:
-    """Give the parts of a package names that say what they are; coremltools gives random ones, so that no two builds
-    would be alike."""
+def _ordered(package: Path) -> None:
+    """Make a package that every build makes alike: coremltools writes maps in any order, and names parts at random."""
+    library.coremltools()
+    from coremltools.proto import Model_pb2
+
+    program = package / PROGRAM
+    spec = Model_pb2.Model()
+    spec.ParseFromString(program.read_bytes())
+    program.write_bytes(spec.SerializeToString(deterministic=True))
     file = package / "Manifest.json"
     manifest = json.loads(file.read_text())
     items = manifest["itemInfoEntries"]
