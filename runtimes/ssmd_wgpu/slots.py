@@ -47,10 +47,6 @@ class Slot:
         self.decode: list[Dispatch] = []  # of a decode step, once they were asked for
         self._make_rows(capacity)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(b.size for b in (self._recurrent, self._rows) if b is not None)
-
     def _make_rows(self, capacity: int) -> None:
         sizes = [_aligned(capacity * row_bytes(t)) for t in self._spec.rows]
         self._rows = self._gpu.buffer(sum(sizes)) if sizes else None
