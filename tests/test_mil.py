@@ -194,6 +194,27 @@ def test_the_examples_of_the_documentation() -> None:
     assert shaped.shape == (1, 1, 2, 50)
 
 
+def test_what_the_documentation_says_of_sums_paddings_and_scatters() -> None:
+    row, four = TensorType("fp32", (3,)), TensorType("fp32", (1, 1, 4))
+    x = np.array([1, 2, 3], np.float32)
+    assert evaluate("cumsum", row, x=x, exclusive=True).tolist() == [0, 1, 3]
+    assert evaluate("cumsum", row, x=x, exclusive=True, reverse=True).tolist() == [5, 3, 0]
+    x = np.array([[[1, 2, 3, 4]]], np.float32)
+    weight = np.array([[[1, 10]]], np.float32)
+    padded = {kind: evaluate("conv", four, x=x, weight=weight, pad_type=kind) for kind in ("same", "same_lower")}
+    assert padded["same"].tolist() == [[[21, 32, 43, 4]]]
+    assert padded["same_lower"].tolist() == [[[10, 21, 32, 43]]]
+    data, updates = np.arange(1, 7, dtype=np.float32).reshape(2, 3), np.arange(5, 11, dtype=np.float32).reshape(2, 3)
+    scattered = {
+        mode: evaluate("scatter", TensorType("fp32", (2, 3)), data=data, indices=[1, 0], updates=updates, mode=mode)
+        for mode in ("add", "sub", "mul", "max", "min", "update")
+    }
+    swapped = updates[::-1]
+    expected = {"sub": data - swapped, "mul": data * swapped, "max": swapped, "min": data, "update": swapped}
+    assert scattered.pop("add").tolist() == [[9, 11, 13], [9, 11, 13]]
+    assert {mode: array.tolist() for mode, array in scattered.items()} == {k: v.tolist() for k, v in expected.items()}
+
+
 X = np.ones((2, 3, 4), np.float32)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "another input name": (lambda: evaluate("relu", TensorType("fp32", (2, 3, 4)), x=X, alpha=1.0), "alpha"),

@@ -138,10 +138,10 @@ class Model:
 
     def _checked(self, state: State | None) -> State:
         for name, type_ in self.function.states.items():
-            if state is None:
+            if not isinstance(state, State):
                 raise RuntimeError(f"the input feature for {name} must be an MLState, but it was not")
             if state.package is not self.package or state.types.get(name) != type_:
                 raise RuntimeError(f"this state has no {name!r} of {type_}, or is of another package")
-        if state is None or (state.package is not self.package):
-            raise RuntimeError(f"{self.function_name} has no states")
+        if not isinstance(state, State) or state.package is not self.package:
+            raise RuntimeError(f"{self.function_name} has no states, and this is none of its package")
         return state
