@@ -61,6 +61,8 @@ def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: 
     token's time is the time to read them; of those that have nearly as few the one whose runtime reads them fastest.
     `device`: one that the runtime must be able to use. Raises ModelError or ArtifactError.
     """
+    if why := _nowhere(runtime):
+        raise ModelError(why)
     found = _candidates(model, models_dir)
     fitting = [i for i in found if i.manifest is None or is_for(i.manifest, runtime)]
     if not fitting:
@@ -73,6 +75,15 @@ def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: 
             return candidate.path
         problems.append(f"{candidate.path}: {reason}")
     raise ModelError("; ".join(problems) + _usable(found))
+
+
+def _nowhere(runtime: str) -> str:
+    """Why a runtime cannot run here whatever the artifact, or "". What is not installed is told where it is wanted."""
+    try:
+        reasons = [d.why_not for d in get_runtime(runtime).devices()]
+    except RuntimeUnavailable:
+        return ""
+    return f"runtime {runtime}: {reasons[0]}" if reasons and all(reasons) else ""
 
 
 def _candidates(model: str | None, models_dir: Path) -> list[Installed]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mil.model import Model
+from mil.model import Model, open_package
 
 from ssmd.runtime import Runtime, get_runtime
 from ssmd_coreml import runtime
@@ -28,7 +28,8 @@ class Evaluator:
         return f"evaluated with numpy, {units}"
 
     def load(self, package: Path, functions: tuple[str, ...], units: Units, build: str) -> dict[str, Function]:
-        return {name: Model(package, name) for name in functions}
+        opened = open_package(package)
+        return {name: Model(opened, name) for name in functions}
 
 
 def runtime_of(name: str) -> Runtime:

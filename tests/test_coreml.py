@@ -24,7 +24,7 @@ from contract.driving import error, feed
 from evaluated import Evaluator, runtime_of
 from flat_programs import altered
 from mil import package as evaluator
-from mil.model import Model
+from mil.model import Model, open_package
 from mil.program import Program
 from numpy.typing import NDArray
 
@@ -305,7 +305,8 @@ class Failing(Evaluator):
                     raise RuntimeError("Error computing NN outputs.")
                 return made
 
-        return {name: Broken(package, name) for name in functions}
+        opened = open_package(package)
+        return {name: Broken(opened, name) for name in functions}
 
 
 def test_a_failed_prediction_loses_its_states_and_no_others(artifacts: TinyArtifacts) -> None:

@@ -71,7 +71,13 @@ def test_auto_takes_the_lightest_that_runs_here(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no runtime is named 'elsewhere'"):
         resolve("m", tmp_path, "elsewhere")
     with pytest.raises(ModelError, match="it has: elsewhere, litert"):
-        resolve("m", tmp_path, "coreml")
+        resolve("m", tmp_path, "openvino")
+
+
+def test_a_runtime_that_cannot_run_here_is_told_before_anything_else(tmp_path: Path) -> None:
+    for model in (None, "m"):
+        with pytest.raises(ModelError, match="runtime coreml: Core ML cannot execute here.*Mac with macOS 15"):
+            resolve(model, tmp_path, "coreml")
 
 
 @pytest.mark.parametrize("broken", [False, True])

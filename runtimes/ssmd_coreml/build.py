@@ -66,8 +66,12 @@ class CoreMLConverter:
         weights = [
             (name, p.shape[1])
             for name, p in module.named_parameters()
-            if p.dim() == 2 and p.numel() >= MIN_WEIGHT_ELEMENTS
+            if p.dim() == 2 and p.numel() >= MIN_WEIGHT_ELEMENTS and not name.endswith("_A")  # Mamba-1's decays
         ]
+        if len(plan.tiers) > 1:
+            raise BuildError(
+                f"capacities {list(plan.tiers)}: the functions of a Core ML artifact share one, ask for one only"
+            )
         unfit = [n for n, width in weights if n not in _BYTEWISE and width % INT4_BLOCK]
         if plan.quantization == "int4" and unfit:
             raise BuildError(

@@ -88,8 +88,8 @@ class Model:
     `operations` counts the operations by type, `weight_bytes` is the size of the weights that the function refers to.
     """
 
-    def __init__(self, package_path: Path | str, function_name: str | None = None) -> None:
-        self.package = open_package(Path(package_path))
+    def __init__(self, package: Package | Path | str, function_name: str | None = None) -> None:
+        self.package = package if isinstance(package, Package) else open_package(Path(package))
         self.function = self.package.function(function_name)
         self.function_name = self.function.name
         self.program = Program(self.package, self.function)
