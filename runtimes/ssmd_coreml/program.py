@@ -119,6 +119,7 @@ class StatefulProgram(CheckedProgram[_Handle]):
             for i, t in enumerate(stack.layers):
                 part = stack.canonical(whole, i, since, handle.position)
                 tensors[t.name] = part if stack.recurrent else part.astype(t.numpy_dtype)
+                tensors[t.name].flags.writeable = False
         return State(handle.position, since, tensors)
 
     def _fill(self, handle: _Handle, recurrent: Mapping[str, NDArray[Any]], rows: Part | None) -> None:

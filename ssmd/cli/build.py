@@ -68,6 +68,7 @@ def build(
     from ssmd.authoring.building import Packer
     from ssmd.authoring.building import build as build_artifact
     from ssmd.config import Settings
+    from ssmd.models import unusable
     from ssmd.source import Source
 
     lengths = None if buckets is None else lengths_of("--buckets", buckets)
@@ -93,7 +94,8 @@ def build(
             progress=progress,
         )
     size = sum(f.size for f in artifact.manifest.files.values())
-    typer.echo(f"{artifact.path}: {size / 1e6:.1f} MB; try: ssmd run {name}")
+    hint = f"it does not run here: {why}" if (why := unusable(artifact.manifest)) else f"try: ssmd run {name}"
+    typer.echo(f"{artifact.path}: {size / 1e6:.1f} MB; {hint}")
 
 
 @contextmanager

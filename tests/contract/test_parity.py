@@ -92,10 +92,11 @@ def test_64_greedy_tokens(loaded_f32: Loaded, official: Any) -> None:
 
 def test_int8_stays_near_float32(loaded: Loaded, artifacts: Mapping[str, Path]) -> None:
     """Both against the same golden values. Largest relative rms error of a step, measured: float32 8e-7, float16
-    5e-4, int8 0.030 (llama) and 0.016 (granite)."""
+    5e-4 (Core ML, where states and products are float16: 2.5e-3), int8 0.030 (llama) and 0.016 (granite)."""
     case, built = loaded.case, Artifact.open(artifacts[loaded.case.name])  # a refitted one has golden values of its own
     report = verify(built, loaded.program)
-    assert report.worst.rms_relative <= {"f32": 1e-5, "f16": 2e-3, "int8": 0.06}[case.quantization]
+    f16 = 5e-3 if case.runtime == "coreml" else 2e-3
+    assert report.worst.rms_relative <= {"f32": 1e-5, "f16": f16, "int8": 0.06}[case.quantization]
     other = Artifact.open(artifacts[f"{case.family}-f32"])
     if case.runtime == "wgpu":  # whose reference is another one, in numpy and float64
         ours, pytorchs = (load_file(a.file("golden.safetensors"))["logits"] for a in (built, other))
