@@ -125,6 +125,17 @@ def test_doctor(home: Path, tmp_path: Path) -> None:
     assert "ssmd pull smollm2" in bare.stdout
 
 
+def test_doctor_of_a_runtime(home: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = ssmd(home, "doctor", "coreml", "--report", str(report))
+    assert done.returncode == 0, done.stderr
+    assert "verified by an independent evaluator on Linux, not executed on Apple hardware" in done.stdout
+    assert "ssmd build --runtime coreml makes one" in done.stderr
+    assert json.loads(report.read_text())["artifacts"] == []
+    assert "no closer look at litert" in refused(home, "doctor", "litert")
+    assert "no runtime is named 'x'" in refused(home, "doctor", "x")
+
+
 def test_run_answers_a_prompt(home: Path) -> None:
     said = good(home, *answer("tiny", "Tell me a story"))
     assert said.endswith("\n")
