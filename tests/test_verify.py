@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,3 +142,24 @@ def test_tolerances_by_scheme() -> None:
     assert tolerance_of("int8-smooth") == tolerance_of("int8") > tolerance_of("f32")
     with pytest.raises(ArtifactError, match="'q7'"):
         tolerance_of("q7")
+
+
+@pytest.mark.parametrize(
+    ("quality", "said"),
+    [
+        ({}, "does not compute what its model does here; build it again"),
+        ({"golden": {"rms": 0.49, "max": 2.0}}, "0.49"),
+    ],
+)
+def test_a_failure_says_whether_the_build_knew(
+    artifacts: Mapping[str, Path], tmp_path: Path, quality: dict[str, Any], said: str
+) -> None:
+    def change(tensors: dict[str, NDArray[Any]]) -> None:
+        tensors["logits"] = tensors["logits"][:, ::-1]
+
+    altered(artifacts["llama-f32"], tmp_path / "a", change, quality=quality)
+    command = [sys.executable, "-m", "ssmd", "verify", str(tmp_path / "a")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert ("its quantization loses that much" in done.stderr) == bool(quality)

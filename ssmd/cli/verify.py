@@ -60,5 +60,11 @@ def verify(
         f"{verdict}: worst rms {worst.rms_relative:.3g} at position {worst.position}, allowed {report.tolerance:g}"
     )
     if not report.passed:
-        typer.echo("error: this artifact does not compute what its model does here; build it again", err=True)
+        lost = artifact.manifest.quality.get("golden", {}).get("rms", 0.0)  # the build's own measure
+        why = "this artifact does not compute what its model does here; build it again"
+        if lost > report.tolerance:
+            why = (
+                f"its quantization loses that much of the model, {lost:.3g} when it was built; build it with more bits"
+            )
+        typer.echo(f"error: {why}", err=True)
         sys.exit(1)
