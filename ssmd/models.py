@@ -43,7 +43,7 @@ def unusable(manifest: Manifest, device: str | None = None) -> str:
     """Why the artifact cannot run here, or "": on `device`, or on what it was built for. Imports the runtime."""
     try:
         devices = get_runtime(manifest.runtime).devices()
-    except RuntimeUnavailable as err:
+    except (RuntimeUnavailable, ImportError) as err:
         return str(err)
     wanted = device or manifest.device_class
     for found in devices:
@@ -81,7 +81,7 @@ def _nowhere(runtime: str) -> str:
     """Why a runtime cannot run here whatever the artifact, or "". What is not installed is told where it is wanted."""
     try:
         reasons = [d.why_not for d in get_runtime(runtime).devices()]
-    except RuntimeUnavailable:
+    except (RuntimeUnavailable, ImportError):
         return ""
     return f"runtime {runtime}: {reasons[0]}" if reasons and all(reasons) else ""
 

@@ -282,7 +282,8 @@ def test_the_command_refuses(home: Path, tmp_path: Path) -> None:
         ([str(tmp_path)], "is no artifact"),
         ([], "say which model to use"),
         (["llama", "--position", "449"], "the last position that can be measured is 448"),
-        (["llama", "--runtime", "coreml"], "no artifact for runtime 'coreml'"),
+        (["llama", "--runtime", "openvino"], "no artifact for runtime 'openvino'"),
+        (["llama", "--runtime", "coreml"], "Core ML cannot execute here"),
         (["llama", "--threads", "999"], "threads must be between"),
     ):
         done = command(home, *arguments)
