@@ -6,7 +6,6 @@ Stateless: they are inputs and outputs, float32, with the names of flat IO; a pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssmd.authoring.flat import FlatModule
+from ssmd.authoring.flat import FlatModule, Positional
 from ssmd.authoring.host import graph_shapes
 from ssmd_coreml import library
 from ssmd_coreml.graph import OUTPUT
@@ -34,7 +33,7 @@ def converted(module: FlatModule, length: int, variant: Variant, *, half: bool) 
     which a stateful program cannot be.
     """
     ct = library.coremltools()
-    module.rotation = _Rotation(module)  # type: ignore[method-assign] # see there
+    module.rotation = _Rotation(module)  # type: ignore[method-assign] # of this one module, for Core ML alone
     tokens = (torch.zeros(1, length, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     example = (*tokens, torch.ones(1, dtype=torch.int32))
     inputs = [
@@ -52,7 +51,7 @@ def converted(module: FlatModule, length: int, variant: Variant, *, half: bool) 
         ]
     else:
         shapes = graph_shapes(module.spec, module.context)
-        wrapper = _Stateless(module, tuple(shapes))
+        wrapper = Positional(module, tuple(shapes))
         example = (*example, *(torch.zeros(shape) for shape in shapes.values()))
         inputs += [ct.TensorType(name=name, shape=shape, dtype=np.float32) for name, shape in shapes.items()]
         outputs += [ct.TensorType(name=OUTPUT + name, dtype=np.float32) for name in shapes]
@@ -84,19 +83,6 @@ class _Rotation:
         rows = torch.minimum(pos + torch.arange(length, dtype=torch.int32), torch.tensor([self._last]).int())
         cos, sin = (torch.index_select(t, 0, rows).reshape(length, 1, -1) for t in self._tables if t is not None)
         return cos, sin
-
-
-class _Stateless(nn.Module):
-    """A trace takes no keyword arguments."""
-
-    def __init__(self, module: FlatModule, names: Sequence[str]) -> None:
-        super().__init__()
-        self.module = module
-        self._names = names
-
-    def forward(self, tokens: Tensor, pos: Tensor, n_valid: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        out = self.module(tokens, pos, n_valid, **dict(zip(self._names, states, strict=True)))
-        return (out["logits"], *(out[name] for name in self._names))
 
 
 class _Stateful(nn.Module):

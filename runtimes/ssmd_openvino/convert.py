@@ -7,28 +7,14 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from ssmd.authoring.flat import FlatModule
+from ssmd.authoring.flat import FlatModule, Positional
 from ssmd.authoring.host import graph_shapes
 from ssmd_openvino import library
 from ssmd_openvino.graph import OUTPUT
 
 TRACED = 16  # tokens of an open model's example: neither a decode step nor more than one block of anything
 TOKENS = ("tokens", "pos", "n_valid")
-
-
-class _Positional(nn.Module):
-    """A trace takes no keyword arguments."""
-
-    def __init__(self, module: FlatModule, states: tuple[str, ...]) -> None:
-        super().__init__()
-        self.module = module
-        self._states = states
-
-    def forward(self, tokens: Tensor, pos: Tensor, n_valid: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        out = self.module(tokens, pos, n_valid, **dict(zip(self._states, states, strict=True)))
-        return (out["logits"], *(out[name] for name in self._states))
 
 
 def converted(module: FlatModule, capacity: int, length: int | None = None) -> Any:
@@ -55,7 +41,7 @@ def converted(module: FlatModule, capacity: int, length: int | None = None) -> A
     module.open = length is None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the tracer: which lengths are compared is known here
-        model = openvino.convert_model(_Positional(module, names).eval(), example_input=example, input=opened)
+        model = openvino.convert_model(Positional(module, names).eval(), example_input=example, input=opened)
     if length is not None:
         _fold(model)
     _own_constants(model)

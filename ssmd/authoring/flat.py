@@ -132,3 +132,17 @@ class FlatModule(nn.Module):
         else:
             h = ops.rms_norm(h, getattr(self, "norm", None), eps)
         return F.linear(h, getattr(self, "head", self.embedding)).reshape(h.shape[1], -1)
+
+
+class Positional(nn.Module):
+    """A module as a trace takes it, which takes no keyword arguments: (tokens, pos, n_valid, *states) -> (logits,
+    *states), both in the order of `states`."""
+
+    def __init__(self, module: FlatModule, states: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self._states = states
+
+    def forward(self, tokens: Tensor, pos: Tensor, n_valid: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        out = self.module(tokens, pos, n_valid, **dict(zip(self._states, states, strict=True)))
+        return (out["logits"], *(out[name] for name in self._states))
