@@ -43,14 +43,14 @@ class _Step:
         self.tokens = np.zeros((1, length), np.int32)
         self.pos = np.zeros(1, np.int32)
         self.n_valid = np.zeros(1, np.int32)
+        self._inputs: dict[str, Array] = {"tokens": self.tokens, "pos": self.pos, "n_valid": self.n_valid}
 
     def run(self, ids: NDArray[np.int32], position: int, state: StateStore, pad: int) -> Array:
-        """Feed the ids; logits f32[V]. Raises GraphError."""
+        """Feed the ids; logits f32[V] in memory that nothing else uses. Raises GraphError."""
         self.tokens[0, : len(ids)] = ids
         self.tokens[0, len(ids) :] = pad
         self.pos[0], self.n_valid[0] = position, len(ids)
-        inputs = {"tokens": self.tokens, "pos": self.pos, "n_valid": self.n_valid}
-        logits: Array = predicted(self.function, inputs, state)["logits"][0]
+        logits: Array = predicted(self.function, self._inputs, state)["logits"][0]
         return logits
 
 
@@ -89,18 +89,15 @@ class StatefulProgram(CheckedProgram[_Handle]):
 
     def _prefill(self, handle: _Handle, ids: NDArray[np.int32]) -> Logits:
         step = next(s for s in self._steps if s.length >= len(ids))
-        return self._fed([handle], step, ids)
+        return self._fed(step, ids, handle, [handle])
 
     def _decode(self, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
         for i, handle in enumerate(handles):
-            logits[i] = self._fed(handles, self._steps[0], ids[i : i + 1], handle)
+            logits[i] = self._fed(self._steps[0], ids[i : i + 1], handle, handles)
 
-    def _fed(
-        self, call: Sequence[_Handle], step: _Step, ids: NDArray[np.int32], handle: _Handle | None = None
-    ) -> Logits:
-        """Feed the ids to `handle`, the only one of the call unless given. If Core ML fails, nobody knows what the
-        states of the call's handles hold: all of them are lost. Raises StateLost."""
-        handle = call[0] if handle is None else handle
+    def _fed(self, step: _Step, ids: NDArray[np.int32], handle: _Handle, call: Sequence[_Handle]) -> Logits:
+        """Feed the ids to `handle`. If Core ML fails, nobody knows what the states of the call's handles hold: all of
+        them are lost. Raises StateLost."""
         assert handle.state is not None  # until it is released
         try:
             logits = step.run(ids, handle.position, handle.state, self.pad_token)
@@ -109,7 +106,7 @@ class StatefulProgram(CheckedProgram[_Handle]):
                 one.lost = True
             raise StateLost(f"{err}; ask once more, it goes on from what is stored") from err
         handle.position += len(ids)
-        return np.array(logits, np.float32)
+        return logits
 
     def _save(self, handle: _Handle, since: int) -> State:
         assert handle.state is not None
