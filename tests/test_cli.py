@@ -132,6 +132,7 @@ def test_doctor_of_a_runtime(home: Path, tmp_path: Path) -> None:
     assert "verified by an independent evaluator on Linux, not executed on Apple hardware" in done.stdout
     assert "ssmd build --runtime coreml makes one" in done.stderr
     assert json.loads(report.read_text())["artifacts"] == []
+    assert "there is no folder" in refused(home, "doctor", "coreml", "--report", str(tmp_path / "none" / "x.json"))
     assert "no closer look at litert" in refused(home, "doctor", "litert")
     assert "no runtime is named 'x'" in refused(home, "doctor", "x")
 

@@ -10,7 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import oracle
 import pytest
 import tiny
+import torch
 from conftest import ROOT, TinyArtifacts
 from contract.driving import error, feed
 from evaluated import Evaluator, runtime_of
@@ -29,6 +31,7 @@ from mil.program import Program
 from numpy.typing import NDArray
 
 from ssmd.artifact import Artifact, ArtifactError
+from ssmd.authoring.building import BuildError, Plan
 from ssmd.authoring.host import Host
 from ssmd.authoring.registry import author
 from ssmd.families.registry import family_of
@@ -37,6 +40,7 @@ from ssmd.source import Source
 from ssmd.verify import verify
 from ssmd_coreml import doctor, library, probe
 from ssmd_coreml.backend import NOT_HERE, Function, Units
+from ssmd_coreml.build import varied
 from ssmd_coreml.lint import RULES, lint
 from ssmd_coreml.package import Package
 from ssmd_coreml.program import StatefulProgram
@@ -233,6 +237,23 @@ def test_another_functions_shapes_are_refused(artifacts: TinyArtifacts, tmp_path
 
 
 # bad input
+
+
+@contextmanager
+def unannounced(_: str) -> Iterator[None]:
+    yield
+
+
+def test_what_cannot_be_built_is_refused_before_it_is_converted(tmp_path: Path) -> None:
+    odd: Any = torch.nn.Module()  # of which only the parameters are looked at
+    odd.layer0_in = torch.nn.Parameter(torch.zeros(200, 33))
+    with pytest.raises(BuildError, match=r"layer0_in has rows that are no multiple of 32 values.*--quant int8"):
+        varied("stateful").write(odd, Plan("int4", (16,), (64,)), tmp_path, unannounced)
+    with pytest.raises(BuildError, match=r"capacities \[64, 512\].*share one"):
+        varied("stateless").write(odd, Plan("int8", (16,), (64, 512)), tmp_path, unannounced)
+    with pytest.raises(ValueError, match="no variant 'x'; there are: stateful, stateless"):
+        varied("x")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_function_missing(artifacts: TinyArtifacts, tmp_path: Path) -> None:
@@ -465,6 +486,7 @@ def test_the_doctor_where_it_executes(artifacts: TinyArtifacts, monkeypatch: pyt
     monkeypatch.setattr(doctor, "COMMAND", (sys.executable, "-c", f"print({said!r})"))
     lines: list[str] = []
     report = doctor.look([artifact], lines.append)
+    assert report["ok"]
     assert set(report["artifacts"][0]["executed"]) == {"gpu", "cpu", "ane"}
     assert sum("golden values passed" in line for line in lines) == 3
     assert any("decode: 7 operations on MLGPUComputeDevice" in line for line in lines)
@@ -473,3 +495,15 @@ def test_the_doctor_where_it_executes(artifacts: TinyArtifacts, monkeypatch: pyt
     lines.clear()
     report = doctor.look([artifact], lines.append)
     assert "SIGKILL" in report["artifacts"][0]["executed"]["ane"]["problem"]
+    assert not report["ok"]
+
+
+def test_the_doctor_exits_with_1_for_a_broken_artifact(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "m" / "coreml-gpu-int8"
+    shutil.copytree(artifacts["coreml-granite-int8"], folder)
+    command = [sys.executable, "-m", "ssmd", "doctor", "coreml", "--models-dir", str(tmp_path / "models")]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).returncode == 0
+    (folder / MODEL / "Manifest.json").write_text("{}")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "has 2 bytes" in done.stderr

@@ -56,8 +56,8 @@ def doctor(
     sys.exit(0 if found["ok"] else 1)
 
 
-class NoLookError(ValueError):
-    """A runtime that there is no closer look at."""
+class LookError(ValueError):
+    """A closer look that cannot be taken; the message says why."""
 
 
 def _look(runtime: str, models_dir: Path, report: Path | None, as_json: bool) -> None:
@@ -71,13 +71,15 @@ def _look(runtime: str, models_dir: Path, report: Path | None, as_json: bool) ->
 
     package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(runtime)
     if package is None:
-        raise NoLookError(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
+        raise LookError(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
     try:
         module = import_module(f"{package}.doctor")
     except ModuleNotFoundError as err:
         if err.name != f"{package}.doctor":
             raise
-        raise NoLookError(f"there is no closer look at {runtime}; `ssmd doctor` says what works") from err
+        raise LookError(f"there is no closer look at {runtime}; `ssmd doctor` says what works") from err
+    if report is not None and not report.parent.is_dir():  # before minutes of work
+        raise LookError(f"there is no folder {report.parent} to write the report to")
     mine = [one for one in installed(models_dir) if one.manifest and one.manifest.runtime == runtime]
     artifacts = [Artifact.open(one.path) for one in mine if not one.problem]
     found = module.look(artifacts, (lambda line: None) if as_json else typer.echo)
@@ -91,6 +93,8 @@ def _look(runtime: str, models_dir: Path, report: Path | None, as_json: bool) ->
     if report is not None:
         report.write_text(json.dumps(found, indent=1) + "\n")
         typer.echo(f"written to {report}", err=True)
+    if any(one.problem for one in mine) or not found["ok"]:
+        raise typer.Exit(1)
 
 
 def _data_problem(settings: Settings) -> str | None:
