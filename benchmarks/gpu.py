@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from ssmd.families.registry import family_of
-from ssmd.state import StateSpec
+from ssmd.model.state import StateSpec
 from ssmd_wgpu import pack
 from ssmd_wgpu.build import plan_of
 from ssmd_wgpu.device import Gpu, choose

@@ -20,10 +20,10 @@ import numpy as np
 from daemon_process import DaemonProcess, Reply, conditions
 from resume import story
 
-from ssmd.artifact import Artifact
 from ssmd.config import Settings
-from ssmd.models import resolve
-from ssmd.runtime import Program, get_runtime
+from ssmd.installed import resolve
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.protocol import Program, get_runtime
 from ssmd.text.tokenizer import Tokenizer
 
 ROUNDS = 5

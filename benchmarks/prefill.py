@@ -17,12 +17,12 @@ from pathlib import Path
 from daemon_process import conditions
 from llama_server import LlamaServer
 
-from ssmd import buckets
-from ssmd.artifact import Artifact
 from ssmd.config import Settings
-from ssmd.flat.threads import default_threads
-from ssmd.models import resolve
-from ssmd.runtime import Program, get_runtime
+from ssmd.installed import resolve
+from ssmd.model.artifact import Artifact
+from ssmd.runtime import buckets
+from ssmd.runtime.hoststate.threads import default_threads
+from ssmd.runtime.protocol import Program, get_runtime
 
 ROUNDS = 5
 STEPS = 32

@@ -3,7 +3,7 @@
     python benchmarks/quantization.py [FOLDER]     a source checkpoint; default: SmolLM2 out of its package
 
 Weights: symmetric, a scale for each output channel. Activations: asymmetric, a scale for each token. Perplexity and
-KL(f32 || rounded) in nats on the text of ssmd/quality.py. The quality that a build prints is LiteRT's own.
+KL(f32 || rounded) in nats on the text of ssmd/build/quality.py. The quality that a build prints is LiteRT's own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ssmd import quality, smollm2
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host
 from ssmd.authoring.ops import CHUNK
 from ssmd.authoring.registry import author
+from ssmd.build import quality
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import Binding
-from ssmd.source import Source
+from ssmd.model import smollm2
+from ssmd.model.source import Source
 from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
 
 _LINEAR, _EMBEDDING = F.linear, F.embedding

@@ -19,11 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from ssmd import graphs
-from ssmd.memory import most_resident, resident
-from ssmd.processor import cpu_name
-from ssmd.refit import refit
-from ssmd.source import Source
+from ssmd.machine.memory import most_resident, resident
+from ssmd.machine.processor import cpu_name
+from ssmd.model.source import Source
+from ssmd.refit import catalog
+from ssmd.refit.refit import refit
 
 MEASURES = ("refit_s", "refit_peak_mb", "install_s", "install_peak_mb", "file_mb", "before_mb")
 
@@ -31,7 +31,7 @@ MEASURES = ("refit_s", "refit_peak_mb", "install_s", "install_peak_mb", "file_mb
 def once(folder: Path, runtime: str, what: str) -> dict[str, float]:
     """Of this process."""
     source = Source.open(folder)
-    graph, why_not = graphs.choose(source.config, [runtime])
+    graph, why_not = catalog.choose(source.config, [runtime])
     if graph is None:
         raise SystemExit(why_not)
     before = (resident() or 0) / 1e6
@@ -44,7 +44,7 @@ def once(folder: Path, runtime: str, what: str) -> dict[str, float]:
             refit(graph, source, out)
         else:
             os.environ["SSMD_CACHE_DIR"] = scratch
-            graphs.install(graph, source, out, name="measured")
+            catalog.install(graph, source, out, name="measured")
         seconds, peak = time.perf_counter() - begin, (most_resident() or 0) / 1e6
         size = sum(f.stat().st_size for f in out.iterdir()) / 1e6
     return {f"{what}_s": seconds, f"{what}_peak_mb": peak, "file_mb": size, "before_mb": before}
@@ -63,7 +63,7 @@ def main() -> None:
         file.read_bytes()
     print(f"{asked.folder.name}; {cpu_name()}, {os.cpu_count()} cores; load average {os.getloadavg()[0]:.1f}")
     print(f"medians of {asked.times}" + "".join(f"  {m:>15}" for m in MEASURES))
-    for runtime in graphs.RUNTIMES:
+    for runtime in catalog.RUNTIMES:
         runs: dict[str, list[float]] = {}
         for what in ("refit", "install") * asked.times:
             command = [sys.executable, __file__, str(asked.folder), "--once", runtime, what]

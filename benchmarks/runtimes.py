@@ -20,19 +20,19 @@ from typing import Any
 from daemon_process import conditions
 from prefill import ours
 
-from ssmd.artifact import Artifact
 from ssmd.config import Settings
-from ssmd.models import installed
-from ssmd.runtime import Program, get_runtime
+from ssmd.installed import installed
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.protocol import Program, get_runtime
 
 ROUNDS = 7
 STEPS = 16
 MEMORY = """
 import json, sys
 from pathlib import Path
-from ssmd.artifact import Artifact
-from ssmd.memory import return_big_blocks, trim
-from ssmd.runtime import Program, get_runtime
+from ssmd.model.artifact import Artifact
+from ssmd.machine.memory import return_big_blocks, trim
+from ssmd.runtime.protocol import Program, get_runtime
 return_big_blocks()
 artifact = Artifact.open(Path(sys.argv[1]))
 program = get_runtime(artifact.manifest.runtime).load(artifact)

@@ -11,7 +11,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.sampling import Sampler, SamplingParams
+from ssmd.engine.sampling import Sampler, SamplingParams
 
 LIMIT_US = 300.0
 

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from ssmd import smollm2
 from ssmd.families.registry import family_of
-from ssmd.source import Source
+from ssmd.model import smollm2
+from ssmd.model.source import Source
 
 MODELS = Path(__file__).parent.parent / "scripts" / "models"
 SHAPES: dict[str, dict[str, Any]] = {f.stem: json.loads(f.read_text())["config"] for f in sorted(MODELS.glob("*.json"))}

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from true_shape import SHAPES, Weights
 
-from ssmd import quality, smollm2
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.registry import author
+from ssmd.build import quality
 from ssmd.families.registry import family_of
-from ssmd.source import Source
+from ssmd.model import smollm2
+from ssmd.model.source import Source
 from ssmd_openvino import library, xamba
 from ssmd_openvino.convert import converted
 from ssmd_openvino.piecewise import silu, softplus, terms

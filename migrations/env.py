@@ -1,11 +1,11 @@
-"""Alembic's entry: runs the revisions on the connection that ssmd.sessions.migrate hands over."""
+"""Alembic's entry: runs the revisions on the connection that ssmd.sessions.rows.migrate hands over."""
 
 from __future__ import annotations
 
 from alembic import context
 from sqlalchemy import Connection
 
-from ssmd.sessions.schema import metadata
+from ssmd.sessions.rows.schema import metadata
 
 connection: Connection | None = context.config.attributes.get("connection")
 if connection is None:

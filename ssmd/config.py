@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationError, Validati
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ssmd.size import parse_size
+from ssmd.machine.size import parse_size
 
 PREFIX = "SSMD_"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")

@@ -18,17 +18,17 @@ from starlette.types import ASGIApp
 from ssmd import __version__
 from ssmd.api import chat, health, metrics, models, sessions
 from ssmd.api.security import Rules, guarded
-from ssmd.artifact import Artifact
 from ssmd.config import Settings
-from ssmd.engine import Engine
-from ssmd.memory import return_big_blocks
-from ssmd.metrics import Metrics
-from ssmd.models import resolve
-from ssmd.runtime import get_runtime
-from ssmd.sessions.lock import DirectoryLock
+from ssmd.engine.engine import Engine
+from ssmd.engine.metrics import Metrics
+from ssmd.installed import resolve
+from ssmd.machine.memory import return_big_blocks
+from ssmd.machine.size import show_size
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.protocol import get_runtime
+from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
-from ssmd.size import show_size
 
 log = logging.getLogger(__name__)
 STALL_S = 30.0

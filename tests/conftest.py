@@ -22,11 +22,15 @@ CACHE = ROOT / ".cache" / "artifacts"
 CODE = (
     "ssmd/families/*.py",
     "ssmd/authoring/*.py",
-    *(f"runtimes/*/{n}.py" for n in ("build", "hollow", "places", "recipe", "convert", "lint", "xamba", "piecewise")),
+    "ssmd/build/*.py",
+    *(
+        f"runtimes/*/{n}.py"
+        for n in ("build", "weights_on_disk", "constants", "recipe", "convert", "lint", "xamba", "piecewise")
+    ),
     *(f"runtimes/ssmd_wgpu/{n}.py" for n in ("pack", "plan", "reference")),
     "runtimes/ssmd_coreml/stacks.py",
 )
-FILES = ("ssmd/source.py", "ssmd/state.py", "ssmd/artifact.py", "ssmd/cli/build.py", "tests/tiny.py")
+FILES = ("ssmd/model/source.py", "ssmd/model/state.py", "ssmd/model/artifact.py", "ssmd/cli/build.py", "tests/tiny.py")
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer", "openvino", "nncf"),
     "coremltools",

@@ -12,11 +12,11 @@ from typing import Any
 
 from serving import Answer, Served, serving
 
-from ssmd.artifact import Artifact
 from ssmd.config import Settings
-from ssmd.engine import Engine
-from ssmd.metrics import Metrics
-from ssmd.runtime import get_runtime
+from ssmd.engine.engine import Engine
+from ssmd.engine.metrics import Metrics
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.protocol import get_runtime
 from ssmd.server import create_app
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Turn

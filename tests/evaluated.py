@@ -11,7 +11,7 @@ from typing import Any
 
 from mil.model import Model, open_package
 
-from ssmd.runtime import Runtime, get_runtime
+from ssmd.runtime.protocol import Runtime, get_runtime
 from ssmd_coreml import runtime
 from ssmd_coreml.backend import Function, Units
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ssmd.artifact import MANIFEST, Artifact, seal
-from ssmd.flat.buffers import carve
-from ssmd.flat.graph import Tensor
-from ssmd.flat.program import FlatProgram
+from ssmd.model.artifact import MANIFEST, Artifact, seal
+from ssmd.runtime.hoststate.buffers import carve
+from ssmd.runtime.hoststate.graph import Tensor
+from ssmd.runtime.hoststate.program import FlatProgram
 
 
 def conversation(program: FlatProgram) -> tuple[bytes, ...]:

@@ -27,12 +27,12 @@ from hostile import Parts, join, seal, split
 from keeping import LINEAGE, SPECS, VOCABULARY, Chat, new_store
 from sqlalchemy import func, select
 
-from ssmd.sessions import contents, sessionfile
-from ssmd.sessions.schema import checkpoint, layout, segment, turn
+from ssmd.model.state import StateSpec, TensorSpec
+from ssmd.sessions.files import contents, sessionfile
+from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.rows.schema import checkpoint, layout, segment, turn
 from ssmd.sessions.store import Store
-from ssmd.sessions.transfer import Local, export_session, import_session
 from ssmd.sessions.turn import StoreError
-from ssmd.state import StateSpec, TensorSpec
 
 # The limits of the format, all 128 times smaller: so that it shows whether they bound what an import takes.
 SCALE = 128

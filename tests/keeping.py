@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ssmd.sessions.checkpoint import Encoded, Ids, NewCheckpoint, Scope, encode
-from ssmd.sessions.database import FILE
+from ssmd.model.state import State, StateSpec, TensorSpec
+from ssmd.sessions.checkpoint import Ids, NewCheckpoint, Scope
+from ssmd.sessions.rows.database import FILE
+from ssmd.sessions.rows.encoded import Encoded, encode
 from ssmd.sessions.store import Committed, Store
 from ssmd.sessions.turn import NewTurn, SessionInfo
-from ssmd.state import State, StateSpec, TensorSpec
 from ssmd.text.messages import Message
 
 START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)

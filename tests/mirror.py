@@ -2,7 +2,7 @@
 
 What it answers follows huggingface_hub 2.4: GET /api/models/NAME[/revision/REV][?blobs=true] with siblings, git and LFS
 hashes; HEAD and GET /NAME/resolve/REV/FILE with etag, x-repo-commit, x-linked-size and -etag, ranges, a redirect of LFS
-files to a storage host; errors as x-error-code. That library itself downloads from it (tests/test_pull.py).
+files to a storage host; errors as x-error-code. That library itself downloads from it (tests/hub/test_pull.py).
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ssmd.probe import judge
-from ssmd.runtime import Device
-from ssmd_openvino import probe, runtime
+from ssmd.runtime.protocol import Device
+from ssmd.runtime.trial import judge
+from ssmd_openvino import runtime, trial
 
 COMMAND = (sys.executable, __file__)
 
@@ -24,7 +24,7 @@ def play(patch: Any) -> None:
     patch.setitem(runtime.PLUGINS, "npu", "CPU")
     patch.setattr(runtime, "ELSEWHERE", {**runtime.ON_CPU, "INFERENCE_NUM_THREADS": 1})
     patch.setattr(runtime, "devices", played)
-    patch.setattr(probe, "COMMAND", COMMAND)
+    patch.setattr(trial, "COMMAND", COMMAND)
 
 
 class _Patch:

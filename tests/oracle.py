@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ssmd.state import State
+from ssmd.model.state import State
 
 STEPPED = ("mamba", "falcon_mamba")
 CACHE_PARAMS = (*STEPPED, "mamba2")  # what these call cache_params is past_key_values elsewhere

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from contract.driving import error, started
 
-from ssmd.runtime import Handle, Logits, Program
-from ssmd.state import State
+from ssmd.model.state import State
+from ssmd.runtime.protocol import Handle, Logits, Program
 
 Call = tuple[str, tuple[int, ...]]
 """("prefill" or "decode", the tokens of one handle)."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ssmd.artifact import Artifact
-from ssmd.authoring.stripping import strip
-from ssmd.graphs import seeded_ids, seeded_tokens
-from ssmd.refit import bindings_of
-from ssmd.source import Source
-from ssmd.stripped import Golden, Header, StrippedGraph
+from ssmd.build.stripping import strip
+from ssmd.model.artifact import Artifact
+from ssmd.model.source import Source
+from ssmd.refit.catalog import seeded_ids, seeded_tokens
+from ssmd.refit.graphfile import Golden, Header, StrippedGraph
+from ssmd.refit.refit import bindings_of
 from ssmd_litert.build import CONVERTER as LITERT
 from ssmd_openvino.build import CONVERTER as OPENVINO
 

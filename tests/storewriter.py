@@ -12,8 +12,8 @@ from pathlib import Path
 
 from keeping import Chat, user
 
+from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.store import Store
-from ssmd.state import StateSpec, TensorSpec
 
 # Half a megabyte for each checkpoint, in several rows, so that a kill often falls into a write.
 SPEC = StateSpec(

@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.cache import cache_folder
-from ssmd.flat.graph import Array, GraphError
+from ssmd.machine.cache import cache_folder
+from ssmd.runtime.hoststate.graph import Array, GraphError
 from ssmd_coreml import library
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import NAMESPACE_URL, uuid5
 
-from ssmd.artifact import Artifact
-from ssmd.authoring.building import BuildError, Plan, Quantization
-from ssmd.authoring.stripping import Constants, StripError
-from ssmd.flat.signatures import signature_name
-from ssmd.runtime import Program
-from ssmd.stages import Stage
+from ssmd.build.builder import BuildError, Plan, Quantization
+from ssmd.build.stripping import Constants, StripError
+from ssmd.machine.progress import Stage
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.hoststate.signatures import signature_name
+from ssmd.runtime.protocol import Program
 from ssmd_coreml import library
 from ssmd_coreml.lint import lint
 from ssmd_coreml.package import Package

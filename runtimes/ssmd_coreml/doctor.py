@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssmd.artifact import Artifact
-from ssmd.flat.graph import GraphError
-from ssmd.probe import CrashError, last_line
-from ssmd.runtime import Program
-from ssmd.verify import verify
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.hoststate.graph import GraphError
+from ssmd.runtime.protocol import Program
+from ssmd.runtime.trial import CrashError, last_line
+from ssmd.runtime.verify import verify
 from ssmd_coreml import library
 from ssmd_coreml.backend import COMPUTE_UNITS, compiled_path
 from ssmd_coreml.package import Package

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.flat.graph import Array, Graph, GraphError, Signature
+from ssmd.runtime.hoststate.graph import Array, Graph, GraphError, Signature
 from ssmd_coreml.backend import Function
 from ssmd_coreml.package import Interface
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ssmd.flat.graph import GraphError, Tensor
+from ssmd.runtime.hoststate.graph import GraphError, Tensor
 from ssmd_coreml import library
 
 _DTYPES: dict[str, np.dtype[Any]] = {

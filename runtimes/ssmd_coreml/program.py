@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.contract import CheckedProgram, Held
-from ssmd.flat.graph import Array, GraphError
-from ssmd.flat.signatures import signature_name
-from ssmd.runtime import Logits, StateLost
-from ssmd.state import Part, State
+from ssmd.model.state import Part, State
+from ssmd.runtime.checked import CheckedProgram, Held
+from ssmd.runtime.hoststate.graph import Array, GraphError
+from ssmd.runtime.hoststate.signatures import signature_name
+from ssmd.runtime.protocol import Logits, StateLost
 from ssmd_coreml.backend import Function, StateStore
 from ssmd_coreml.graph import predicted
 from ssmd_coreml.stacks import rounded, stacks
 
 if TYPE_CHECKING:
-    from ssmd.artifact import Manifest
+    from ssmd.model.artifact import Manifest
 
 
 @dataclass(eq=False, slots=True)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ssmd.flat.graph import GraphError, Tensor
-from ssmd.flat.program import FlatProgram
-from ssmd.flat.signatures import signature_name
-from ssmd.flat.threads import default_threads
-from ssmd.probe import probed
-from ssmd.runtime import Device, ProgramError, RuntimeUnavailable
+from ssmd.runtime.hoststate.graph import GraphError, Tensor
+from ssmd.runtime.hoststate.program import FlatProgram
+from ssmd.runtime.hoststate.signatures import signature_name
+from ssmd.runtime.hoststate.threads import default_threads
+from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable
+from ssmd.runtime.trial import probed
 from ssmd_coreml import library
-from ssmd_coreml import probe as tried
+from ssmd_coreml import trial as tried
 from ssmd_coreml.backend import COMPUTE_UNITS, Backend, CoreML, Function, Units, system_folder
 from ssmd_coreml.graph import CoreMLGraph
 from ssmd_coreml.package import Interface, Package
@@ -22,7 +22,7 @@ from ssmd_coreml.program import StatefulProgram
 from ssmd_coreml.stacks import STATE_DTYPE, stacks
 
 if TYPE_CHECKING:
-    from ssmd.artifact import Artifact, Manifest
+    from ssmd.model.artifact import Artifact, Manifest
 
 log = logging.getLogger(__name__)
 MODEL = "model.mlpackage"

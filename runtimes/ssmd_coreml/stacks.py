@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.flat.slot import graph_shape
-from ssmd.state import StateSpec, TensorSpec, narrowed
+from ssmd.model.state import StateSpec, TensorSpec, narrowed
+from ssmd.runtime.hoststate.slot import graph_shape
 
 Variant = Literal["stateful", "stateless"]  # of an artifact: where its states are
 STATE_DTYPE = np.dtype(np.float16)

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ssmd.artifact import Artifact
-from ssmd.authoring.building import BuildError, Plan, Quantization, Shapes
-from ssmd.authoring.stripping import Constants
-from ssmd.flat.program import FlatProgram
-from ssmd.flat.signatures import signature_name
-from ssmd.memory import trim
-from ssmd.stages import Stage
+from ssmd.build.builder import BuildError, Plan, Quantization, Shapes
+from ssmd.build.stripping import Constants
+from ssmd.machine.memory import trim
+from ssmd.machine.progress import Stage
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.hoststate.program import FlatProgram
+from ssmd.runtime.hoststate.signatures import signature_name
 from ssmd_litert import recipe
 from ssmd_litert.runtime import LiteRTRuntime
 
@@ -68,7 +68,7 @@ class LiteRTConverter:
         return {}
 
     def constants(self, folder: Path) -> Constants:
-        from ssmd_litert.places import buffers, scales
+        from ssmd_litert.constants import buffers, scales
 
         with (folder / MODEL).open("rb") as f:
             return {MODEL: [*buffers(f.fileno()), *scales(f.fileno())]}
@@ -85,7 +85,7 @@ def _export(module: FlatModule, buckets: Sequence[int], capacities: Sequence[int
     import torch
 
     from ssmd.authoring.host import graph_shapes
-    from ssmd_litert.hollow import Hollow
+    from ssmd_litert.weights_on_disk import Hollow
 
     converter: Any = litert_torch
     for capacity in capacities:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.flat.graph import Array, Graph, GraphError, Signature, Tensor
+from ssmd.runtime.hoststate.graph import Array, Graph, GraphError, Signature, Tensor
 
 
 class ManagedGraph(Graph):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ssmd.authoring.building import Quantization
+from ssmd.build.builder import Quantization
 
 # Smaller weights stay float: the Hadamard matrices of a rotated model and the SSD chunk's masks, 64 x 64 at most.
 MIN_WEIGHT_ELEMENTS = 64 * 64 + 1

@@ -6,17 +6,17 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssmd.flat.graph import Graph, GraphError
-from ssmd.flat.program import FlatProgram
-from ssmd.flat.threads import default_threads
-from ssmd.processor import cpu_name
-from ssmd.runtime import Device, ProgramError, RuntimeUnavailable
+from ssmd.machine.processor import cpu_name
+from ssmd.runtime.hoststate.graph import Graph, GraphError
+from ssmd.runtime.hoststate.program import FlatProgram
+from ssmd.runtime.hoststate.threads import default_threads
+from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable
 from ssmd_litert.library import LibraryGraph, package_version
 from ssmd_litert.managed import ManagedGraph
 from ssmd_litert.weight_cache import WeightCache
 
 if TYPE_CHECKING:
-    from ssmd.artifact import Artifact, Manifest
+    from ssmd.model.artifact import Artifact, Manifest
 
 log = logging.getLogger(__name__)
 MOST_THREADS = 256

@@ -10,7 +10,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from ssmd.cache import CachedFile, cache_folder
+from ssmd.machine.cache import CachedFile, cache_folder
 
 
 class WeightCache:

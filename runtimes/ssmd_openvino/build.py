@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.artifact import Artifact
-from ssmd.authoring.building import BuildError, Plan, Quantization
-from ssmd.authoring.stripping import Constants
-from ssmd.flat.program import FlatProgram
-from ssmd.stages import Stage
+from ssmd.build.builder import BuildError, Plan, Quantization
+from ssmd.build.stripping import Constants
+from ssmd.machine.progress import Stage
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd_openvino import library
 from ssmd_openvino.graph import OpenVINOCall, signatures
 from ssmd_openvino.lint import lint, operations

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ssmd.cache import CachedFile, cache_folder
-from ssmd.flat.graph import GraphError
+from ssmd.machine.cache import CachedFile, cache_folder
+from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_openvino.graph import reason
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ssmd.flat.threads import default_threads
-from ssmd.processor import cpu_name
-from ssmd.runtime import Device
+from ssmd.machine.processor import cpu_name
+from ssmd.runtime.hoststate.threads import default_threads
+from ssmd.runtime.protocol import Device
 
 NPU_DRIVER = "https://github.com/intel/linux-npu-driver/releases"
 _UNTRIED = "; never executed on one by those who made ssmd"

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.flat.graph import Array, Graph, GraphError, Signature, Tensor
-from ssmd.flat.signatures import signature_name
+from ssmd.runtime.hoststate.graph import Array, Graph, GraphError, Signature, Tensor
+from ssmd.runtime.hoststate.signatures import signature_name
 from ssmd_openvino import library
 
 OUTPUT = "new_"  # before the name of a state in the outputs: no two tensors of a model have one name

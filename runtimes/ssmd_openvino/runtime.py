@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ssmd.flat.graph import GraphError
-from ssmd.flat.program import FlatProgram
-from ssmd.flat.threads import default_threads
-from ssmd.memory import drop_mapped, trim
-from ssmd.probe import probed
-from ssmd.processor import cpu_name
-from ssmd.runtime import Device, ProgramError, RuntimeUnavailable
+from ssmd.machine.memory import drop_mapped, trim
+from ssmd.machine.processor import cpu_name
+from ssmd.runtime.hoststate.graph import GraphError
+from ssmd.runtime.hoststate.program import FlatProgram
+from ssmd.runtime.hoststate.threads import default_threads
+from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable
+from ssmd.runtime.trial import probed
 from ssmd_openvino import library
-from ssmd_openvino import probe as tried
+from ssmd_openvino import trial as tried
 from ssmd_openvino.compile import Compiler, identity
 from ssmd_openvino.devices import devices
 from ssmd_openvino.graph import OpenVINOGraph, signatures
 
 if TYPE_CHECKING:
-    from ssmd.artifact import Artifact, Manifest
+    from ssmd.model.artifact import Artifact, Manifest
 
 OPEN = "model"  # the name of a model whose lengths are open; others have the names of their signatures
 WEIGHTS = "model.bin"

@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from ssmd import quality
-from ssmd.artifact import GOLDEN, Artifact, seal
-from ssmd.authoring.building import BuildError, Quantization, planned
+from ssmd.build import quality
+from ssmd.build.builder import BuildError, Quantization, planned
 from ssmd.families import bamba, falcon_h1, granitemoehybrid, lfm2, llama, mamba, mamba2
 from ssmd.families.mixer import Mamba2Mixer
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rope import Rope
 from ssmd.families.weights import Binding, mapped, stacked
-from ssmd.install import checked_tokenizer, fields_of, placed, save_texts
-from ssmd.memory import return_big_blocks
-from ssmd.source import Source
-from ssmd.stages import Progress, staged
-from ssmd.verify import GOLDEN_POSITIONS, compare, golden_tokens, save_golden
+from ssmd.machine.memory import return_big_blocks
+from ssmd.machine.progress import Progress, staged
+from ssmd.model.artifact import GOLDEN, Artifact, seal
+from ssmd.model.source import Source
+from ssmd.refit.install import checked_tokenizer, fields_of, placed, save_texts
+from ssmd.runtime.verify import GOLDEN_POSITIONS, compare, golden_tokens, save_golden
 from ssmd_wgpu import pack
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import FILE, Attention, Layer, Mamba1, Mamba2, Mixer, Plan, ShortConv, Swiglu
@@ -64,7 +64,7 @@ class WgpuConverter:
         replace: bool = False,
         progress: Progress = lambda line: None,
     ) -> Artifact:
-        """As `ssmd.authoring.building.build`."""
+        """As `ssmd.build.builder.build`."""
         if out.exists() and not replace:
             raise BuildError(f"{out} exists already; remove it, replace it or choose another name")
         return_big_blocks()

@@ -14,8 +14,8 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from numpy.typing import NDArray
 
-from ssmd.flat.graph import GraphError
-from ssmd.runtime import Device, RuntimeUnavailable
+from ssmd.runtime.hoststate.graph import GraphError
+from ssmd.runtime.protocol import Device, RuntimeUnavailable
 from ssmd_wgpu import library
 from ssmd_wgpu.recorder import Recorder, Region, dispatch
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ssmd.contract import Held
-from ssmd.flat.graph import GraphError
-from ssmd.state import State, StateSpec
+from ssmd.model.state import State, StateSpec
+from ssmd.runtime.checked import Held
+from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.slots import Slot
 

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ssmd.flat.graph import GraphError
+from ssmd.runtime.hoststate.graph import GraphError
 
 
 def package_version() -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ssmd.flat.graph import GraphError
+from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.device import Gpu, Kernel
 from ssmd_wgpu.recorder import Region
 from ssmd_wgpu.ssd import MOST_GROUPS

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ssmd.flat.graph import GraphError
+from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.device import Gpu, shader
 from ssmd_wgpu.op import Op, f32, f32_or_none, operation
 from ssmd_wgpu.plan import Attention, Mamba1, Mamba2, Plan, ShortConv

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.runtime import ProgramError
-from ssmd.source import SourceError, Tensor, safetensors_header
+from ssmd.model.source import SourceError, Tensor, safetensors_header
+from ssmd.runtime.protocol import ProgramError
 
 FILE = "weights.safetensors"
 Format = Literal["f32", "f16", "int8", "int4"]

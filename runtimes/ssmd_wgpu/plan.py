@@ -21,8 +21,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ssmd.runtime import ProgramError
-from ssmd.state import StateSpec, TensorSpec
+from ssmd.model.state import StateSpec, TensorSpec
+from ssmd.runtime.protocol import ProgramError
 
 FILE = "plan.json"
 MAX_BYTES = 4 << 20

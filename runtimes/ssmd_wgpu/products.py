@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ssmd.flat.graph import GraphError
+from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.device import Gpu, shader
 from ssmd_wgpu.op import Op, f32, operation
 from ssmd_wgpu.pack import VALUES, nbytes

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.contract import CheckedProgram
-from ssmd.flat.graph import GraphError
-from ssmd.runtime import Logits, RuntimeUnavailable, StateLost
-from ssmd.state import Part, State, narrowed
+from ssmd.model.state import Part, State, narrowed
+from ssmd.runtime.checked import CheckedProgram
+from ssmd.runtime.hoststate.graph import GraphError
+from ssmd.runtime.protocol import Logits, RuntimeUnavailable, StateLost
 from ssmd_wgpu.handles import Handled, Handles
 from ssmd_wgpu.model import Model
 
 if TYPE_CHECKING:
-    from ssmd.artifact import Manifest
+    from ssmd.model.artifact import Manifest
 
 log = logging.getLogger(__name__)
 _AT_ONCE = 64  # dispatches of a prefill that are submitted together

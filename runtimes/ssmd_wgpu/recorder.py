@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.flat.graph import GraphError
+from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu import library
 
 _STAGING_BYTES = 64 << 20  # kept for the next read: the states of large models, and rows of some thousand tokens

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.flat.graph import GraphError
+from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.device import Gpu
 from ssmd_wgpu.pack import VALUES, Format, Weights, blocks, nbytes
 from ssmd_wgpu.plan import Plan

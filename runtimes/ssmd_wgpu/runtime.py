@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ssmd.flat.graph import GraphError
-from ssmd.runtime import Device, ProgramError
+from ssmd.runtime.hoststate.graph import GraphError
+from ssmd.runtime.protocol import Device, ProgramError
 from ssmd_wgpu import library
 from ssmd_wgpu.device import Gpu, choose, devices
 from ssmd_wgpu.model import Model
@@ -17,7 +17,7 @@ from ssmd_wgpu.program import WgpuProgram
 from ssmd_wgpu.tuning import tuned
 
 if TYPE_CHECKING:
-    from ssmd.artifact import Artifact
+    from ssmd.model.artifact import Artifact
 
 MOST_THREADS = 256
 

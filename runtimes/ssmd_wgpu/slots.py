@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.state import StateSpec, TensorSpec
+from ssmd.model.state import StateSpec, TensorSpec
 from ssmd_wgpu.device import ALIGNMENT, Gpu, Kernel
 from ssmd_wgpu.op import Op
 from ssmd_wgpu.recorder import Copy, Dispatch, Region, dispatch

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.cache import cache_folder
-from ssmd.flat.graph import GraphError
+from ssmd.machine.cache import cache_folder
+from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu import library
 from ssmd_wgpu.device import SHADERS, Gpu, shader
 from ssmd_wgpu.pack import VALUES, Format, blocks, encode

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
-from ssmd.generation import Rejected
+from ssmd.engine.request import Rejected
 
 READ_TIMEOUT_S = 60.0
 MAX_SHOWN_CHARS = 80

@@ -20,10 +20,10 @@ from ssmd.api.delivery import Delivery, Gone
 from ssmd.api.errors import INTERNAL, error_body
 from ssmd.api.idempotency import REPLAYED, Mark, Repeats, in_place_of
 from ssmd.api.models import check_served
-from ssmd.engine import Engine
-from ssmd.generation import Delta, Done, Failed, Rejected, Request, TokenLogprob, Usage
-from ssmd.inflight import Generation
-from ssmd.replay import events
+from ssmd.engine.engine import Engine
+from ssmd.engine.generation import Generation
+from ssmd.engine.replay import events
+from ssmd.engine.request import Delta, Done, Failed, Rejected, Request, TokenLogprob, Usage
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator
 
 from ssmd.api.body import StrictModel, shown, validate
 from ssmd.api.messages import read_messages
-from ssmd.generation import Rejected, Request
-from ssmd.sampling import SamplingParams
+from ssmd.engine.request import Rejected, Request
+from ssmd.engine.sampling import SamplingParams
 
 MAX_N = 8
 MAX_STOPS = 16

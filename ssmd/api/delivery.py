@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from starlette.types import Receive
 
-from ssmd.generation import Done, Event, Failed
+from ssmd.engine.request import Done, Event, Failed
 
 
 class Gone(Exception):

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ssmd.generation import Rejected
+from ssmd.engine.request import Rejected
 
 ExceptionHandler = Callable[[Request, Exception], Awaitable[Response]]
 MAX_MESSAGE_CHARS = 2000

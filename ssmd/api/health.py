@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from ssmd import __version__
-from ssmd.engine import Engine
+from ssmd.engine.engine import Engine
 
 
 def routes(engine: Engine) -> list[Route]:

@@ -22,8 +22,8 @@ from starlette.datastructures import Headers
 
 from ssmd.api.body import shown
 from ssmd.api.delivery import Delivery
-from ssmd.engine import Engine
-from ssmd.generation import Done, Event, Rejected, Request
+from ssmd.engine.engine import Engine
+from ssmd.engine.request import Done, Event, Rejected, Request
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.turn import StoreError
 

@@ -6,7 +6,7 @@ import re
 from typing import Any, NoReturn
 
 from ssmd.api.body import shown
-from ssmd.generation import Rejected
+from ssmd.engine.request import Rejected
 from ssmd.text.messages import ROLES, THINK, THINK_END, Message, Role
 
 _FIELDS = {"role", "content", "name"}

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ssmd.engine import Engine
+from ssmd.engine.engine import Engine
 from ssmd.sessions.store import Store
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"

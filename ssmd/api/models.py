@@ -9,9 +9,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from ssmd.api.body import shown
-from ssmd.artifact import MANIFEST
-from ssmd.engine import Engine
-from ssmd.generation import Rejected
+from ssmd.engine.engine import Engine
+from ssmd.engine.request import Rejected
+from ssmd.model.artifact import MANIFEST
 
 
 def served_names(engine: Engine) -> list[str]:

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ssmd.api.body import shown
 from ssmd.api.errors import HANDLERS, error_response
 from ssmd.config import Settings
-from ssmd.generation import Rejected
+from ssmd.engine.request import Rejected
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})

@@ -17,12 +17,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ssmd.api.body import StrictModel, parse_object, read_body, shown, validate
-from ssmd.engine import Engine
-from ssmd.generation import Rejected
-from ssmd.sessions.packing import States
-from ssmd.sessions.sessionfile import SessionFileError
+from ssmd.engine.engine import Engine
+from ssmd.engine.request import Rejected
+from ssmd.sessions.files.packing import States
+from ssmd.sessions.files.sessionfile import SessionFileError
+from ssmd.sessions.files.transfer import Local, export_session, import_session
 from ssmd.sessions.store import Store
-from ssmd.sessions.transfer import Local, export_session, import_session
 from ssmd.sessions.turn import ID_PATTERN, Session, StoreError, Turn, UnknownSession, UnknownTurn, check_id
 
 ROOT = "/ssmd/v1/sessions"

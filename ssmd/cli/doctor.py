@@ -65,9 +65,9 @@ def _look(runtime: str, models_dir: Path, report: Path | None, as_json: bool) ->
     from importlib import import_module
     from importlib.metadata import entry_points
 
-    from ssmd.artifact import Artifact
-    from ssmd.models import installed
-    from ssmd.runtime import runtime_names
+    from ssmd.installed import installed
+    from ssmd.model.artifact import Artifact
+    from ssmd.runtime.protocol import runtime_names
 
     package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(runtime)
     if package is None:
@@ -110,7 +110,7 @@ def _data_problem(settings: Settings) -> str | None:
 
 
 def _runtimes() -> list[dict[str, Any]]:
-    from ssmd.runtime import RuntimeUnavailable, get_runtime, runtime_names
+    from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime, runtime_names
 
     found = []
     for name in runtime_names():
@@ -128,7 +128,7 @@ def _runtimes() -> list[dict[str, Any]]:
 
 
 def _models(folder: Path) -> list[dict[str, Any]]:
-    from ssmd.models import installed, unusable
+    from ssmd.installed import installed, unusable
 
     return [
         {

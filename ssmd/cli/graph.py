@@ -12,7 +12,7 @@ from ssmd.cli import options
 from ssmd.cli.build import Quant
 
 if TYPE_CHECKING:
-    from ssmd.authoring.stripping import Label
+    from ssmd.build.stripping import Label
 
 app = typer.Typer(
     help="Stripped graphs: models without their weights, for those who have them (docs/stripped-graph.md).",
@@ -43,13 +43,13 @@ def make(
     """
     import tempfile
 
-    from ssmd.authoring.building import Packer, planned
-    from ssmd.authoring.stripping import make as make_graph
+    from ssmd.build.builder import Packer, planned
+    from ssmd.build.stripping import make as make_graph
     from ssmd.cli.build import converter_of, lengths_of, name_of, tiers_of
     from ssmd.families.registry import family_of
-    from ssmd.graphs import file_name
-    from ssmd.size import show_size
-    from ssmd.stages import staged
+    from ssmd.machine.progress import staged
+    from ssmd.machine.size import show_size
+    from ssmd.refit.catalog import file_name
 
     fields, label = _labelled(config, name)
     converter = converter_of(runtime)
@@ -77,8 +77,8 @@ def make(
 
 
 def _labelled(file: Path, name: str | None) -> tuple[dict[str, Any], Label]:
-    from ssmd.authoring.stripping import Label
-    from ssmd.source import read_json
+    from ssmd.build.stripping import Label
+    from ssmd.model.source import read_json
 
     fields = read_json(file)
     default = file.resolve().parent.name if file.name == "config.json" else file.stem
@@ -99,9 +99,9 @@ def verify(
     """
     import tempfile
 
-    from ssmd.graphs import SHIPPED, SUFFIX, verified
-    from ssmd.runtime import RuntimeUnavailable
-    from ssmd.stripped import StrippedGraph
+    from ssmd.refit.catalog import SHIPPED, SUFFIX, verified
+    from ssmd.refit.graphfile import StrippedGraph
+    from ssmd.runtime.protocol import RuntimeUnavailable
 
     failed = False
     files = graphs or sorted(SHIPPED.glob(f"*{SUFFIX}"))

@@ -12,7 +12,7 @@ from ssmd.cli import options
 def list_models(models_dir: options.ModelsDir = None, as_json: options.Json = False) -> None:
     """List the models installed here, broken ones with the reason."""
     from ssmd.config import Settings
-    from ssmd.models import installed
+    from ssmd.installed import installed
 
     folder = Settings(models_dir=models_dir).models_dir
     found = installed(folder)

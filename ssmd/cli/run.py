@@ -16,9 +16,9 @@ from ssmd.cli import options
 from ssmd.cli.failure import INTERRUPTED, fail
 
 if TYPE_CHECKING:
-    from ssmd.engine import Engine
-    from ssmd.generation import Done, Event
-    from ssmd.sampling import SamplingParams
+    from ssmd.engine.engine import Engine
+    from ssmd.engine.request import Done, Event
+    from ssmd.engine.sampling import SamplingParams
     from ssmd.sessions.store import Store
     from ssmd.text.messages import Message
 
@@ -49,7 +49,7 @@ def run(
     """Chat in the terminal. Ctrl-C stops the answer, Ctrl-D ends the chat."""
     from ssmd.cli.pull import first_model
     from ssmd.config import Settings
-    from ssmd.sampling import SamplingParams
+    from ssmd.engine.sampling import SamplingParams
     from ssmd.server import open_engine, start_logging
 
     if no_store and session is not None:
@@ -141,7 +141,7 @@ class _Talk:
 
     def say(self, text: str) -> bool:
         """Print the answer as it comes. False if Ctrl-C cut it short."""
-        from ssmd.generation import Done, Failed, Rejected, Request
+        from ssmd.engine.request import Done, Failed, Rejected, Request
         from ssmd.text.messages import Message
 
         asked = [*self._messages, Message("user", text)]

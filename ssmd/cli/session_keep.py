@@ -16,8 +16,8 @@ from ssmd.cli.failure import fail
 from ssmd.cli.session import BUSY_MS, open_store, plain
 
 if TYPE_CHECKING:
-    from ssmd.sessions.repair import Checked
-    from ssmd.sessions.retention import Collected
+    from ssmd.sessions.fsck.repair import Checked
+    from ssmd.sessions.rows.retention import Collected
 
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="The sessions' ids.")]
 
@@ -79,7 +79,7 @@ def collect(
 
 
 def _tell(done: Collected, limit: int, *, dry_run: bool) -> None:
-    from ssmd.size import show_size
+    from ssmd.machine.size import show_size
 
     would = "would go" if dry_run else "went"
     for session_id, (nbytes, count) in done.sessions.items():
@@ -102,9 +102,9 @@ def check(
     A repair loses nothing but what is broken: where a state is, its conversation is read again.
     """
     from ssmd.config import Settings
-    from ssmd.sessions.lock import DirectoryLock
-    from ssmd.sessions.repair import check as look
-    from ssmd.sessions.repair import repair as mend
+    from ssmd.sessions.fsck.repair import check as look
+    from ssmd.sessions.fsck.repair import repair as mend
+    from ssmd.sessions.rows.lock import DirectoryLock
 
     settings = Settings(data_dir=data_dir)
     settings.prepare()

@@ -16,10 +16,10 @@ from ssmd.cli.session import _size, open_store
 
 if TYPE_CHECKING:
     from ssmd.config import Settings
-    from ssmd.sessions.packing import Exported, States
-    from ssmd.sessions.rereading import Rereader
+    from ssmd.sessions.files.packing import Exported, States
+    from ssmd.sessions.files.rereading import Rereader
+    from ssmd.sessions.files.transfer import ImportResult, Local
     from ssmd.sessions.store import Store
-    from ssmd.sessions.transfer import ImportResult, Local
 
 _USAGE = 2
 
@@ -77,7 +77,7 @@ def _targets(
 
 
 def _export_one(store: Store, session_id: str, file: Path, states: States, *, force: bool, as_json: bool) -> None:
-    from ssmd.sessions.transfer import export_session
+    from ssmd.sessions.files.transfer import export_session
 
     done: Exported = export_session(store, session_id, file, force=force, states=states)
     if as_json:
@@ -129,8 +129,8 @@ def import_(
 
 
 def _import_one(store: Store, file: Path, local: Mapping[str, Local], settings: Settings, reread: bool) -> ImportResult:
-    from ssmd.sessions.sessionfile import open_session_file
-    from ssmd.sessions.transfer import import_session
+    from ssmd.sessions.files.sessionfile import open_session_file
+    from ssmd.sessions.files.transfer import import_session
 
     if not reread:
         return import_session(store, file, local=local or None)
@@ -150,10 +150,10 @@ def _rereader(lineage: str, settings: Settings, what: str) -> Iterator[Rereader]
     from rich.console import Console
     from rich.progress import Progress
 
-    from ssmd.artifact import Artifact
-    from ssmd.runtime import get_runtime
+    from ssmd.model.artifact import Artifact
+    from ssmd.runtime.protocol import get_runtime
     from ssmd.sessions.checkpoint import Scope
-    from ssmd.sessions.rereading import Rereader
+    from ssmd.sessions.files.rereading import Rereader
     from ssmd.text.tokenizer import Tokenizer
 
     artifact = Artifact.open(_artifact_of(lineage, settings))
@@ -176,7 +176,7 @@ def _rereader(lineage: str, settings: Settings, what: str) -> Iterator[Rereader]
 
 def _artifact_of(lineage: str, settings: Settings) -> Path:
     """The smallest artifact of a lineage that runs here. Raises ModelError."""
-    from ssmd.models import ModelError, installed, resolve
+    from ssmd.installed import ModelError, installed, resolve
 
     fitting = [i for i in installed(settings.models_dir) if i.manifest is not None and i.manifest.lineage == lineage]
     problems = []
@@ -203,8 +203,8 @@ def _json(done: ImportResult) -> str:
 
 
 def _local_models(models_dir: Path) -> dict[str, Local]:
-    from ssmd.models import installed
-    from ssmd.sessions.transfer import Local
+    from ssmd.installed import installed
+    from ssmd.sessions.files.transfer import Local
 
     manifests = [one.manifest for one in installed(models_dir) if one.manifest is not None]
     return {m.lineage: Local(m.name, m.spec, m.vocabulary) for m in manifests}

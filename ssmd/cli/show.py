@@ -16,9 +16,9 @@ def show(
     as_json: options.Json = False,
 ) -> None:
     """Show an artifact: family, context, buckets, what its state weighs, where it came from."""
-    from ssmd.artifact import read_manifest
     from ssmd.config import Settings
-    from ssmd.models import resolve
+    from ssmd.installed import resolve
+    from ssmd.model.artifact import read_manifest
 
     settings = Settings(models_dir=models_dir, runtime=runtime)
     path = resolve(model, settings.models_dir, settings.runtime)

@@ -20,11 +20,11 @@ def verify(
     as_json: options.Json = False,
 ) -> None:
     """Replay an artifact's golden values and print the error of every step. Exit code 1 if it is out of tolerance."""
-    from ssmd.artifact import Artifact
     from ssmd.config import Settings
-    from ssmd.models import resolve
-    from ssmd.runtime import get_runtime
-    from ssmd.verify import verify as replay
+    from ssmd.installed import resolve
+    from ssmd.model.artifact import Artifact
+    from ssmd.runtime.protocol import get_runtime
+    from ssmd.runtime.verify import verify as replay
 
     settings = Settings(models_dir=models_dir, runtime=runtime, device=device, threads=threads)
     artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime, settings.device))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ssmd.families.fields import Fields, divides
 from ssmd.families.weights import Binding, tensor
-from ssmd.state import TensorSpec
+from ssmd.model.state import TensorSpec
 
 
 @dataclass(frozen=True)

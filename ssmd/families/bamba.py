@@ -20,7 +20,7 @@ from ssmd.families.mixer import Mamba2Mixer
 from ssmd.families.rope import Rope
 from ssmd.families.swiglu import swiglu
 from ssmd.families.weights import Binding, tensor
-from ssmd.state import StateSpec
+from ssmd.model.state import StateSpec
 
 ROTATED = 0.5  # of head_dim, unless rope_parameters says otherwise
 

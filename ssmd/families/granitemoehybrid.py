@@ -21,7 +21,7 @@ from ssmd.families.layers import SPELLINGS, LayerKind, layer_kinds
 from ssmd.families.mixer import Mamba2Mixer
 from ssmd.families.rope import Rope
 from ssmd.families.weights import Binding, tensor
-from ssmd.state import StateSpec
+from ssmd.model.state import StateSpec
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ssmd.families.fields import FamilyError, Fields, divides
 from ssmd.families.rope import Rope
 from ssmd.families.weights import Binding, mapped, stacked, tensor
-from ssmd.state import StateSpec, TensorSpec
+from ssmd.model.state import StateSpec, TensorSpec
 
 LayerKind = Literal["conv", "attention"]
 SPELLINGS: dict[str, LayerKind] = {"conv": "conv", "full_attention": "attention"}

@@ -19,7 +19,7 @@ from typing import Any
 from ssmd.families.fields import Fields, divides
 from ssmd.families.rope import Rope
 from ssmd.families.weights import Binding, stacked, tensor
-from ssmd.state import StateSpec, TensorSpec
+from ssmd.model.state import StateSpec, TensorSpec
 
 
 @dataclass(frozen=True)

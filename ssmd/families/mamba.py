@@ -27,7 +27,7 @@ import numpy as np
 
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.weights import Binding, mapped, tensor
-from ssmd.state import StateSpec, TensorSpec
+from ssmd.model.state import StateSpec, TensorSpec
 
 
 @dataclass(frozen=True)

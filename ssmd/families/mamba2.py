@@ -15,7 +15,7 @@ from typing import Any
 from ssmd.families.fields import Fields
 from ssmd.families.mixer import Mamba2Mixer, Names
 from ssmd.families.weights import Binding, tensor
-from ssmd.state import StateSpec
+from ssmd.model.state import StateSpec
 
 NAMES = Names(
     heads="num_heads",

@@ -21,7 +21,7 @@ import numpy as np
 
 from ssmd.families.fields import FamilyError, Fields, divides
 from ssmd.families.weights import Array, Binding, mapped, tensor
-from ssmd.state import TensorSpec
+from ssmd.model.state import TensorSpec
 
 Norm = Literal["after the gate", "before the gate", "none"]
 

@@ -19,7 +19,7 @@ from ssmd.families import (
 )
 from ssmd.families.fields import FamilyError
 from ssmd.families.weights import Array, Binding, given
-from ssmd.state import StateSpec
+from ssmd.model.state import StateSpec
 
 
 @dataclass(frozen=True)

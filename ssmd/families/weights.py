@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.source import Tensors
+from ssmd.model.source import Tensors
 
 Array = NDArray[np.float32]
 BLOCK_ELEMENTS = 1 << 18  # 1 MB: what is made of a block stays in a processor's cache

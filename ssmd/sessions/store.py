@@ -10,21 +10,22 @@ from pathlib import Path
 
 from sqlalchemy import Connection, Engine, select
 
-from ssmd.sessions import checkpoints as checkpoint_rows
-from ssmd.sessions import database, erasure, holding, migrate, retention, tree
-from ssmd.sessions import replies as reply_rows
-from ssmd.sessions import sessions as session_rows
-from ssmd.sessions import turns as turn_rows
-from ssmd.sessions.blobs import joined
-from ssmd.sessions.checkpoint import Encoded, Found, Ids, Scope, as_ids
-from ssmd.sessions.checkpoints import Placed
+from ssmd.model.state import Part, State, StateSpec
+from ssmd.sessions.checkpoint import Found, Ids, Scope, as_ids
 from ssmd.sessions.match import Conversation
-from ssmd.sessions.parts import read_parts
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
-from ssmd.sessions.schema import session as session_table
-from ssmd.sessions.schema import turn
+from ssmd.sessions.rows import checkpoints as checkpoint_rows
+from ssmd.sessions.rows import database, erasure, holding, migrate, retention, tree
+from ssmd.sessions.rows import replies as reply_rows
+from ssmd.sessions.rows import sessions as session_rows
+from ssmd.sessions.rows import turns as turn_rows
+from ssmd.sessions.rows.blobs import joined
+from ssmd.sessions.rows.checkpoints import Placed
+from ssmd.sessions.rows.encoded import Encoded
+from ssmd.sessions.rows.parts import read_parts
+from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.schema import turn
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn
-from ssmd.state import Part, State, StateSpec
 from ssmd.text.messages import Message
 
 _COUNTED_WHEN_IDLE = 100  # sessions; some milliseconds each

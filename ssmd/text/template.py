@@ -9,10 +9,10 @@ from typing import Any
 
 import jinja2
 
-from ssmd.artifact import SpecialTokens
+from ssmd.model.artifact import SpecialTokens
+from ssmd.text.jinja.meter import MAX_DEPTH, Meter
+from ssmd.text.jinja.sandbox import Offered, Sandbox
 from ssmd.text.messages import Message
-from ssmd.text.meter import MAX_DEPTH, Meter
-from ssmd.text.sandbox import Offered, Sandbox
 
 MAX_SOURCE = 128 << 10  # characters; the longest in use have about 30,000
 MAX_DATE_FORMAT = 100

@@ -13,9 +13,9 @@ from contract.driving import Case, Loaded
 from evaluated import runtime_of
 from refitting import stripped
 
-from ssmd.artifact import Artifact
-from ssmd.graphs import install
-from ssmd.source import Source
+from ssmd.model.artifact import Artifact
+from ssmd.model.source import Source
+from ssmd.refit.catalog import install
 from ssmd_wgpu.device import devices
 
 RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert,openvino,npu,wgpu,coreml").split(",")

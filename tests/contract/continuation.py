@@ -13,9 +13,9 @@ import numpy as np
 from evaluated import runtime_of
 from numpy.typing import NDArray
 
-from ssmd.artifact import Artifact
-from ssmd.runtime import Handle, Program
-from ssmd.state import State
+from ssmd.model.artifact import Artifact
+from ssmd.model.state import State
+from ssmd.runtime.protocol import Handle, Program
 
 
 def continue_from(program: Program, handle: Handle, ids: list[int]) -> dict[str, NDArray[Any]]:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.artifact import Artifact
-from ssmd.runtime import Handle, Logits, Program
-from ssmd.state import State
+from ssmd.model.artifact import Artifact
+from ssmd.model.state import State
+from ssmd.runtime.protocol import Handle, Logits, Program
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from contract.driving import Loaded, decode, frozen, same, started
 
-from ssmd.runtime import Program, ProgramError
+from ssmd.runtime.protocol import Program, ProgramError
 
 
 def test_a_handle_does_not_depend_on_the_others_of_its_call(loaded: Loaded) -> None:

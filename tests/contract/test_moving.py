@@ -11,8 +11,8 @@ from conftest import BUILT, RUNTIMES
 from contract.driving import decode, feed
 from evaluated import runtime_of
 
-from ssmd.artifact import Artifact
-from ssmd.runtime import Program
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.protocol import Program
 from ssmd_wgpu.device import adapters
 
 HERE = [r for r in RUNTIMES if r != "wgpu" or adapters()]  # scripts/setup says what a machine without one lacks

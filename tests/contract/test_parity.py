@@ -12,9 +12,9 @@ from contract.driving import Loaded, error, feed
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from ssmd.artifact import Artifact
-from ssmd.state import State
-from ssmd.verify import verify
+from ssmd.model.artifact import Artifact
+from ssmd.model.state import State
+from ssmd.runtime.verify import verify
 
 # Largest error in standard deviations: what the order of float32 sums leaves over four layers, measured 1.4e-5.
 TOLERANCE = 5e-5

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from contract.driving import Loaded, decode, frozen, same, started
 
-from ssmd.runtime import ProgramError
-from ssmd.state import Part, State, StateError, StateSpec
+from ssmd.model.state import Part, State, StateError, StateSpec
+from ssmd.runtime.protocol import ProgramError
 
 CUTS = (0, 1, 30, 90)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from contract.driving import Loaded, decode, same, started
 
-from ssmd.runtime import ProgramError
-from ssmd.state import State, StateError
+from ssmd.model.state import State, StateError
+from ssmd.runtime.protocol import ProgramError
 
 
 @pytest.fixture

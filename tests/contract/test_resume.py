@@ -12,7 +12,7 @@ import pytest
 from contract import continuation
 from contract.driving import Loaded, decode, frozen, same, started
 
-from ssmd.state import State, StateError
+from ssmd.model.state import State, StateError
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -1,0 +1,257 @@
+"""Builds artifacts: source checkpoint -> re-authored module -> a runtime's own files, quantized -> sealed folder.
+
+What is a runtime's own stands behind Converter; the `build.py` of each runtime has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+from ssmd.build import quality
+from ssmd.build.stripping import Constants
+from ssmd.families.registry import Family, family_of
+from ssmd.families.rotation import BLOCK, rotated
+from ssmd.families.weights import Binding
+from ssmd.machine.memory import return_big_blocks
+from ssmd.machine.progress import Progress, Stage, staged
+from ssmd.model.artifact import Artifact, seal
+from ssmd.model.source import Source
+from ssmd.refit.install import checked_tokenizer, fields_of, placed, save_texts
+from ssmd.runtime.protocol import Program, RuntimeUnavailable
+from ssmd.text.tokenizer import Tokenizer
+
+Quantization = Literal["int8", "int4", "f16", "f32"]
+Shapes = Mapping[str, tuple[int, ...]]  # of a module's parameters, by name
+if TYPE_CHECKING:
+    from ssmd.authoring.flat import FlatModule
+    from ssmd.build.reference import Reference  # which loads PyTorch
+
+
+class BuildError(ValueError):
+    """An artifact cannot be built as asked; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is made of a model. Buckets and tiers, both in tokens, ascend."""
+
+    quantization: Quantization
+    buckets: tuple[int, ...]  # prefill lengths
+    tiers: tuple[int, ...]  # capacities of the KV caches; without attention only the most tokens of a reference
+
+    @property
+    def context(self) -> int:
+        return self.tiers[-1]
+
+
+class Usual(Protocol):
+    """What a runtime's artifacts can be, and are unless something else is asked for."""
+
+    runtime: str
+    device_class: str
+    quantizations: tuple[Quantization, ...]  # the usual one first
+    buckets: tuple[int, ...] | None  # None: those of the family
+    most_tokens: int | None  # of a prefill
+    context: int
+    tiers: tuple[int, ...]  # capacities of the KV caches below the one asked for: a step attends over all slots
+
+
+@runtime_checkable
+class Packer(Usual, Protocol):
+    """Of a runtime whose artifacts hold weights and a plan: there is no module to convert."""
+
+    def build(
+        self,
+        source: Source,
+        out: Path,
+        *,
+        name: str,
+        quantization: Quantization | None = None,
+        buckets: Sequence[int] | None = None,
+        tiers: Sequence[int] | None = None,
+        replace: bool = False,
+        progress: Progress = lambda line: None,
+    ) -> Artifact:
+        """As the function `build` below."""
+
+
+class Converter(Usual, Protocol):
+    """How a runtime's files are made of a module. Its `build.py` has one, named CONVERTER."""
+
+    packages: ClassVar[Mapping[str, str]]  # by the name to import: the distribution
+
+    def prepare(self) -> None:
+        """Import what takes seconds."""
+
+    def rotates(self, quantization: Quantization) -> bool:
+        """Whether the weights are rotated first (ssmd/families/rotation.py)."""
+
+    def recipe(self, quantization: Quantization) -> dict[str, Any]:
+        """For the manifest: how the weights are quantized."""
+
+    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
+        """Write the model into `folder`; the module is not used after this. Returns what the manifest is to say about
+        the conversion. Raises BuildError."""
+
+    def constants(self, folder: Path) -> Constants:
+        """Of each of the model's files that `write` wrote: where its constants stand."""
+
+    def load(self, artifact: Artifact) -> Program:
+        """The artifact, to be measured. Raises RuntimeUnavailable where it can be built but not run."""
+
+
+def build(
+    converter: Converter,
+    source: Source,
+    out: Path,
+    *,
+    name: str,
+    quantization: Quantization | None = None,
+    buckets: Sequence[int] | None = None,
+    tiers: Sequence[int] | None = None,
+    replace: bool = False,
+    progress: Progress = lambda line: None,
+) -> Artifact:
+    """Build the artifact folder `out`; it appears whole or not at all. One that exists is refused unless `replace`.
+
+    `quantization` None is the converter's usual one. `buckets` are prefill lengths (None: those of the family), `tiers`
+    capacities of the KV caches, both in tokens: the largest is the context, the smaller ones make short conversations
+    fast, as a step attends over all of its cache (None: those of the converter). `progress` gets lines of text.
+    Raises BuildError, SourceError or FamilyError before anything is converted if something does not fit.
+    """
+    if out.exists() and not replace:
+        raise BuildError(f"{out} exists already; remove it, replace it or choose another name")
+    missing = [p for p in converter.packages if find_spec(p) is None]
+    if missing:
+        raise BuildError(f"building needs {', '.join(missing)}: pip install 'ssmd-daemon[build]'")
+    return_big_blocks()  # else what one stage frees stands beside what the next one needs
+    family = family_of(source.config)
+    config = family.parse(source.config)
+    plan = planned(converter, family, config, quantization, buckets, tiers)
+    tokenizer = checked_tokenizer(source, config.vocabulary)
+
+    def stage(what: str) -> AbstractContextManager[None]:
+        return staged(progress, what)
+
+    with placed(out) as made:
+        with stage("hash the source"):
+            lineage = source.lineage
+        reference, conversion = _write(converter, source, tokenizer, family, config, plan, made, stage)
+        turned = {"rotation": BLOCK} if converter.rotates(plan.quantization) else {}
+        fields = fields_of(
+            family,
+            config,
+            name=name,
+            lineage=lineage,
+            runtime=converter.runtime,
+            device_class=converter.device_class,
+            quantization=plan.quantization,
+            recipe={**turned, **converter.recipe(plan.quantization)},
+            conversion=conversion,
+            buckets=plan.buckets,
+            tiers=plan.tiers,
+            builders={p: version(p) for p in ("ssmd-daemon", *converter.packages.values())},
+            special_tokens=source.special_tokens,
+            stop_tokens=source.stop_tokens,
+        )
+        not_compared = ""
+        with stage("compare with the f32 module"):
+            artifact = seal(made, fields)
+            try:
+                program = converter.load(artifact)
+            except RuntimeUnavailable as err:
+                not_compared = str(err)
+            else:
+                try:
+                    measured = quality.measure(artifact, program, reference.text, reference.text_logits)
+                finally:
+                    program.close()
+                seal(made, fields | {"quality": measured}, artifact.manifest.files)
+        if not_compared:
+            progress(f"    not compared: {not_compared}")
+    return Artifact.open(out)
+
+
+def planned(
+    converter: Usual,
+    family: Family,
+    config: Any,
+    quantization: Quantization | None,
+    buckets: Sequence[int] | None,
+    tiers: Sequence[int] | None,
+) -> Plan:
+    """What is asked for, with what is usual where it is None. Raises BuildError if that cannot be built."""
+    most = converter.most_tokens
+    usual = converter.buckets or family.buckets
+    lengths = [n for n in usual if most is None or n <= most] if buckets is None else buckets
+    if tiers is None:
+        context = min(converter.context, config.max_position)
+        tiers = (*(n for n in converter.tiers if n < context), context)
+    plan = Plan(quantization or converter.quantizations[0], tuple(sorted(lengths)), tuple(sorted(tiers)))
+    buckets, tiers = plan.buckets, plan.tiers
+    if plan.quantization not in converter.quantizations:
+        raise BuildError(
+            f"runtime {converter.runtime} ({converter.device_class}) has no {plan.quantization}; it has: "
+            f"{', '.join(converter.quantizations)}"
+        )
+    if not buckets or len(set(buckets)) != len(buckets) or min(buckets) < 2:
+        raise BuildError(f"buckets {list(buckets)} must be different lengths of at least 2 tokens")
+    if any(b > 64 and b % 64 for b in buckets):
+        raise BuildError(f"buckets {list(buckets)}: those above 64 must be multiples of 64")
+    if converter.most_tokens is not None and max(buckets) > converter.most_tokens:
+        raise BuildError(
+            f"buckets {list(buckets)}: a prefill of runtime {converter.runtime} takes {converter.most_tokens} tokens "
+            "at most; longer prompts are read in several"
+        )
+    if not tiers or len(set(tiers)) != len(tiers):
+        raise BuildError(f"capacities {list(tiers)} must be different numbers of tokens")
+    if min(tiers) < max(buckets):
+        raise BuildError(f"a context of {min(tiers)} tokens does not hold the largest bucket, {max(buckets)}")
+    if plan.context > config.max_position:
+        raise BuildError(
+            f"a context of {plan.context} tokens is more than the model was made for: config.json says "
+            f"max_position_embeddings = {config.max_position}"
+        )
+    return plan
+
+
+def _write(
+    converter: Converter,
+    source: Source,
+    tokenizer: Tokenizer,
+    family: Family,
+    config: Any,
+    plan: Plan,
+    folder: Path,
+    stage: Stage,
+) -> tuple[Reference, dict[str, Any]]:
+    """Write all but the manifest. Returns what the f32 module computes, and what the manifest is to say of the way."""
+    with stage("load PyTorch and the converter"):
+        converter.prepare()
+
+        from ssmd.authoring.registry import author
+        from ssmd.build.reference import Reference
+
+    save_texts(source, folder)
+    bindings = family.bindings(config)
+
+    def module_of(bindings: Mapping[str, Binding]) -> FlatModule:
+        return author(family.name, config, {name: binding(source) for name, binding in bindings.items()}, plan.context)
+
+    with stage("bind the weights"):
+        module = module_of(bindings)
+    with stage("compute golden values"):
+        reference = Reference.of(module, tokenizer)
+        reference.save(folder / "golden.safetensors")
+    if converter.rotates(plan.quantization):
+        with stage("rotate the weights"):
+            del module  # two of them at once would be the most memory that a build takes
+            module = module_of(rotated(bindings))
+            reference.check(module)
+    return reference, converter.write(module, plan, folder, stage)

@@ -1,0 +1,78 @@
+"""What the f32 module computes: the golden values of an artifact, and what its quantization is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ssmd.authoring.flat import FlatModule
+from ssmd.authoring.host import Host
+from ssmd.authoring.ops import CHUNK
+from ssmd.build import quality
+from ssmd.runtime.verify import GOLDEN_POSITIONS, GOLDEN_TOKENS, golden_tokens, save_golden
+from ssmd.text.tokenizer import Tokenizer
+
+TOLERANCE = 1e-3  # of the largest logit: float32 in another order of sums, through all layers
+
+
+class ReferenceFailed(ValueError):
+    """The module's values cannot be had, or another form of it has others; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """golden: logits (k, V) after GOLDEN_POSITIONS of `tokens`. text: ids; text_logits (n, V): after each of them."""
+
+    tokens: list[int]
+    golden: NDArray[np.float32]
+    text: list[int]
+    text_logits: NDArray[np.float32]
+
+    @staticmethod
+    def of(module: FlatModule, tokenizer: Tokenizer) -> Reference:
+        """Of fixed texts, so that what is measured is real use. `tokenizer`: the source's. Raises ReferenceFailed."""
+        tokens = golden_tokens(tokenizer)
+        text = tokenizer.encode(quality.TEXT)[: min(quality.MAX_TOKENS, module.context)]
+        with one_thread():
+            return Reference(tokens, golden(module, tokens), text, Host(module, len(text)).rows(text, CHUNK))
+
+    def check(self, module: FlatModule) -> None:
+        """Raises ReferenceFailed if another form of the module computes something else."""
+        error = float(np.abs(golden(module, self.tokens) - self.golden).max() / np.abs(self.golden).max())
+        if not error <= TOLERANCE:
+            raise ReferenceFailed(
+                f"rotated, the weights give other logits (by {error:.2g} of the largest); build with --quant f32"
+            )
+
+    def save(self, file: Path) -> None:
+        """As golden.safetensors (docs/artifact-format.md)."""
+        save_golden(file, self.tokens, self.golden)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The last bits of a sum depend on how it is divided, and the same input is to build the same bytes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def golden(module: FlatModule, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """Logits (k, V) after GOLDEN_POSITIONS of `tokens`. Raises ReferenceFailed."""
+    host = Host(module, GOLDEN_TOKENS)
+    logits = []
+    for position in GOLDEN_POSITIONS:
+        part = tokens[host.position : position + 1]
+        logits.append(host.feed(part, len(part)))
+    if not all(np.isfinite(row).all() for row in logits):
+        raise ReferenceFailed("the model's logits are not finite: its weights or its config are damaged")
+    return np.stack(logits)

@@ -1,0 +1,215 @@
+"""Makes stripped graphs: writes a model with weights made up from a seed and takes them out again.
+
+Each constant is found among the encodings of the parameters, so that no two of these may be alike: an ordinary source
+has norms of ones.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import hashlib
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ssmd.families.encodings import ENCODINGS, decoded
+from ssmd.families.registry import family_of
+from ssmd.families.rotation import BLOCK
+from ssmd.families.weights import Array, Binding
+from ssmd.model.random_source import SeededSource
+from ssmd.model.source import Tensors
+from ssmd.refit.catalog import SEED, seeded_ids, seeded_tokens, verified
+from ssmd.refit.graphfile import Golden, Header, Hole, StrippedFile, StrippedGraph
+from ssmd.refit.refit import bindings_of, refit, stable
+from ssmd.runtime.verify import GOLDEN_POSITIONS, tolerance_of
+
+if TYPE_CHECKING:
+    from ssmd.build.builder import Converter, Plan
+
+Constants = Mapping[str, Sequence[tuple[int, int]]]  # of files, by name: offset and length of each constant
+MOST_PARTS = 8  # rows of a parameter that a graph may hold one by one: those of a convolution
+MADE = "spread_"  # parameters that no source has a part in, and stay in the graph (ssmd/families/rotation.py)
+OTHER_SEED = SEED + 1
+
+
+class StripError(ValueError):
+    """A graph cannot be stripped of its weights; the message names the parameter."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """Whose graph it is: a model's name, its name on a hub, and where its config is from."""
+
+    name: str
+    origin: str = ""
+    provenance: str = ""
+
+
+def make(
+    converter: Converter,
+    config: Mapping[str, Any],
+    plan: Plan,
+    scratch: Path,
+    *,
+    label: Label,
+    stage: Callable[[str], AbstractContextManager[None]],
+) -> StrippedGraph:
+    """The stripped graph of a config, by way of two models with other weights, written into the empty folder `scratch`.
+
+    It is the same of both, gives the second's files when it is refitted with the second's weights, and its golden
+    values, computed in PyTorch, are what the runtime computes. Raises StripError where that does not hold, BuildError
+    or FamilyError.
+    """
+    from ssmd.authoring.registry import author
+    from ssmd.build.reference import golden, one_thread
+
+    made = []
+    for seed in (SEED, OTHER_SEED):
+        folder = scratch / str(seed)
+        folder.mkdir(parents=True)
+        with stage(f"write the model with the weights of seed {seed}"):
+            made.append(written(converter, config, plan, folder, seed, label))
+    graph, other = made
+    if (graph.header, graph.literals) != (other.header, other.literals):
+        raise StripError(f"the graphs of two seeds differ; {scratch} has their files")
+    with stage("refit and compare the bytes"):
+        again = scratch / "again"
+        again.mkdir()
+        refit(graph, SeededSource(config, OTHER_SEED), again)
+        for part in graph.header.files:
+            if not filecmp.cmp(again / part.name, scratch / str(OTHER_SEED) / part.name, shallow=False):
+                raise StripError(f"refitted, {part.name} has other bytes than its build")
+    with stage("compute golden values"):
+        header = graph.header
+        source, family = SeededSource(config, SEED), family_of(config)
+        parsed = family.parse(config)
+        found: dict[str, set[str]] = {}
+        for part in header.files:
+            for name, encodings in part.encodings.items():
+                found.setdefault(name, set()).update(encodings)
+        tables = family.tables(parsed, plan.context)
+        bindings = bindings_of(config, header.recipe, plan.context)
+        parameters = {n: decoded(b(source), found.get(n, ())) for n, b in bindings.items() if n not in tables}
+        tokens = seeded_tokens(parsed.vocabulary)
+        with one_thread():
+            logits = golden(author(family.name, parsed, parameters, plan.context), tokens)
+        del parameters
+        rows = tuple(tuple(map(float, row)) for row in logits[:, seeded_ids(parsed.vocabulary)])
+        values = Golden(
+            seed=SEED, tokens=tuple(tokens), positions=GOLDEN_POSITIONS, logits=rows, rms=(0.0,) * len(rows)
+        )
+        graph = StrippedGraph(header.model_copy(update={"golden": values}), graph.literals)
+    with stage("run it"):
+        errors = tuple(step.rms_relative for step, _ in verified(graph, scratch / "run"))
+    if not max(errors) <= tolerance_of(plan.quantization):
+        raise StripError(f"the runtime's logits are {max(errors):.2g} standard deviations off those of PyTorch")
+    header = graph.header.model_copy(update={"golden": values.model_copy(update={"rms": errors})})
+    return StrippedGraph(header, graph.literals)
+
+
+def written(
+    converter: Converter, config: Mapping[str, Any], plan: Plan, folder: Path, seed: int, label: Label
+) -> StrippedGraph:
+    """The graph of a model with the weights of a seed, without golden values; its files stay in `folder`."""
+    from ssmd.authoring.registry import author
+
+    family = family_of(config)
+    parsed = family.parse(config)
+    turned = {"rotation": BLOCK} if converter.rotates(plan.quantization) else {}
+    source, bindings = SeededSource(config, seed), bindings_of(config, turned, plan.context)
+    tables = family.tables(parsed, plan.context)
+    converter.prepare()
+    module = author(family.name, parsed, {n: b(source) for n, b in bindings.items() if n not in tables}, plan.context)
+    conversion = converter.write(module, plan, folder, lambda _: nullcontext())
+    files, literals = strip(folder, converter.constants(folder), bindings, source)
+    header = Header(
+        name=label.name,
+        origin=label.origin,
+        provenance=label.provenance,
+        family=family.name,
+        config=stable(config),
+        runtime=converter.runtime,
+        device_class=converter.device_class,
+        quantization=plan.quantization,
+        recipe={**turned, **converter.recipe(plan.quantization)},
+        conversion=conversion,
+        buckets=plan.buckets,
+        tiers=plan.tiers,
+        builders={p: version(p) for p in ("ssmd-daemon", *converter.packages.values())},
+        golden=Golden(seed=SEED, tokens=(0,), positions=(0,), logits=((0.0,),), rms=(0.0,)),
+        files=files,
+    )
+    return StrippedGraph(header, literals)
+
+
+def strip(
+    folder: Path, constants: Constants, bindings: Mapping[str, Binding], source: Tensors
+) -> tuple[tuple[StrippedFile, ...], tuple[bytes, ...]]:
+    """The model's files in `folder`, which hold what `bindings` make of `source`, and the literal bytes of each.
+    Constants that are none of them stay. Raises StripError if a parameter is not found, or a constant could be either
+    of two."""
+    wanted = {n: b for n, b in bindings.items() if not n.startswith(MADE)}
+    table = _table(wanted, source)
+    files: list[StrippedFile] = []
+    literals: list[bytes] = []
+    found: set[str] = set()
+    for name in sorted(constants):
+        path = folder / name
+        with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            holes = []
+            for offset, length in sorted(set(constants[name])):
+                digest = hashlib.sha256(memoryview(data)[offset : offset + length]).digest()
+                if (hole := table.get((length, digest))) is not None:
+                    holes.append(hole.model_copy(update={"offset": offset}))
+            at, literal = 0, b""
+            for hole in holes:
+                literal += data[at : hole.offset]
+                at = hole.offset + hole.length
+            literals.append(literal + data[at:])
+            files.append(StrippedFile(name=name, size=len(data), holes=tuple(holes)))
+        found |= {hole.parameter for hole in holes}
+    missing = sorted(n for n in wanted if n not in found)
+    if missing:
+        raise StripError(
+            f"the graph does not hold {missing[0]} as it was given ({len(missing)} of {len(wanted)} parameters): "
+            "the converter has combined it with something else"
+        )
+    return tuple(files), tuple(literals)
+
+
+def _table(bindings: Mapping[str, Binding], source: Tensors) -> dict[tuple[int, bytes], Hole]:
+    """By length and sha256 of what could stand in a file. Raises StripError where that is the same of two."""
+    table: dict[tuple[int, bytes], Hole] = {}
+    for hole, content in (made for name, binding in bindings.items() for made in _encoded(name, binding(source))):
+        key = hole.length, hashlib.sha256(content).digest()
+        other = table.setdefault(key, hole)
+        if other.parameter != hole.parameter:
+            raise StripError(
+                f"{other.parameter} and {hole.parameter} have the same values: which is which is not known"
+            )
+    return table
+
+
+def _encoded(name: str, array: Array) -> Iterator[tuple[Hole, bytes]]:
+    """Whole in every encoding that fits, then row by row where there are few."""
+    rows = len(array)
+    parts = [(0, rows), *((i, 1) for i in range(rows) if array.ndim > 2 and rows <= MOST_PARTS)]
+    for encoding, form in ENCODINGS.items():
+        if form.matrices and array.ndim != 2:
+            continue
+        try:
+            whole = form.form(array)[form.part]
+        except ValueError:
+            continue  # of such values none stands in the graph
+        for first, count in parts:
+            content = np.ascontiguousarray(whole[first : first + count]).tobytes()
+            yield (
+                Hole(offset=0, length=len(content), parameter=name, encoding=encoding, first=first, rows=count),
+                content,
+            )

@@ -1,0 +1,50 @@
+"""An answer as it is kept with its turns, for a request that may come again, and the same answer given again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ssmd.engine.choice import Lane
+from ssmd.engine.generation import Generation
+from ssmd.engine.request import Delta, Done, Event, TokenLogprob, Usage
+from ssmd.sessions.reply import NewReply, Reply, ReplyKey
+
+_LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
+
+
+def keep(generation: Generation, lanes: Sequence[Lane], key: ReplyKey) -> NewReply:
+    """What is kept of an answer beside its turns, which are those of `lanes`."""
+    complete = len(lanes) == generation.request.n and all(lane.end != "cancelled" for lane in lanes)
+    answer: dict[str, Any] = {"id": generation.id, "created": generation.created}
+    if complete:  # an answer that broke off is never given again
+        answer |= {
+            "begun": len(generation.prompt.begun),
+            "finish_reasons": generation.finish_reasons,
+            "usage": asdict(generation.usage(stored=True)),
+            "logprobs": [[_to_json(entry) for entry in lane.logprobs] for lane in lanes],
+        }
+    return NewReply(key, complete, answer)
+
+
+def events(reply: Reply) -> list[Event]:
+    """A complete reply as the engine would deliver it."""
+    answer = reply.answer
+    given = zip(reply.texts, answer["logprobs"], strict=True)
+    deltas = [Delta(i, text[answer["begun"] :], tuple(map(_from_json, p))) for i, (text, p) in enumerate(given)]
+    return [*deltas, Done(tuple(answer["finish_reasons"]), Usage(**answer["usage"]))]
+
+
+def _to_json(entry: TokenLogprob) -> list[Any]:
+    top = [_token(*one) for one in entry.top]
+    return [*_token(entry.token, entry.utf8, entry.logprob), top]
+
+
+def _from_json(entry: Sequence[Any]) -> TokenLogprob:
+    token, utf8, logprob, top = entry
+    return TokenLogprob(token, bytes.fromhex(utf8), logprob, tuple((t, bytes.fromhex(b), p) for t, b, p in top))
+
+
+def _token(token: str, utf8: bytes, logprob: float) -> list[Any]:
+    return [token, utf8.hex(), max(float(logprob), _LEAST_LOGPROB)]

@@ -1,0 +1,100 @@
+"""What one request asks of the engine and what it gets back: the vocabulary between engine and API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ssmd.engine.sampling import SamplingParams
+from ssmd.sessions.reply import ReplyKey
+from ssmd.text.messages import Message
+
+Resume = Literal["exact", "portable", "none"]
+FinishReason = Literal["stop", "length"]
+
+
+class Rejected(Exception):
+    """A request that cannot be run. The API turns it into the matching HTTP error; nothing was changed."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request_error",
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True)
+class Request:
+    """`messages` is always the whole conversation. `max_tokens` is per choice. `key`: how to know it again."""
+
+    messages: tuple[Message, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int = 2048
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    session: str | None = None
+    store: bool = True
+    key: ReplyKey | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """`top` lists (token text, its bytes, logprob), most likely first."""
+
+    token: str
+    utf8: bytes
+    logprob: float
+    top: tuple[tuple[str, bytes, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text of choice `index`. Never a half character, never a part of a stop string."""
+
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counted, not computed: `cached_tokens` are those that were not fed again. Times in milliseconds."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    session: str | None
+    resume: Resume
+    stored: bool
+    ttft_ms: float
+    tbt_ms: float | None
+    prefill_ms: float
+    restore_ms: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """The last event of a request that ran: it comes after the turn was committed (or `usage.stored` is false)."""
+
+    finish_reasons: tuple[FinishReason, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last event of a request that broke off; what was sent is stored, marked incomplete."""
+
+    error: Rejected
+
+
+Event = Delta | Done | Failed

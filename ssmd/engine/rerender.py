@@ -1,0 +1,193 @@
+"""Repair of turns whose text is not what was fed, while nobody waits.
+
+A stop string, trimmed spaces, reasoning that the template drops from earlier answers: then the next request renders
+the answer differently than it was generated, and no state of its end can be a beginning of that. When the engine is
+idle the answer is fed once more as every later request will render it, from the state before it, and the state after
+it is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from ssmd.engine.generation import Generation
+from ssmd.engine.prompt import Planner
+from ssmd.engine.restore import Loader
+from ssmd.engine.writer import Writer
+from ssmd.runtime import buckets
+from ssmd.runtime.protocol import Handle, Program
+from ssmd.sessions.checkpoint import Found, Ids, NewCheckpoint
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import SessionInfo, StoreError
+
+log = logging.getLogger(__name__)
+BUCKET = 64  # tokens that a request may have to wait for
+MAX_WAITING = 256  # turns; the oldest are given up, they are read again when they are continued
+MAX_TRIES = 3  # each request that comes meanwhile costs one
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """cut: its text and its tokens disagree, so that no state of its end was kept."""
+
+    id: str
+    session: SessionInfo
+    cut: bool
+    tries: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """text, ids: what every continuation begins with. loaded: the checkpoint it starts from, in a handle."""
+
+    text: str
+    ids: Ids
+    loaded: tuple[Found, Handle] | None
+
+
+class Repairs:
+    """`add` from any thread; `step` and `pause` from the worker's alone. wake: called when there is something to do."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        program: Program,
+        store: Store,
+        writer: Writer,
+        loader: Loader,
+        *,
+        build: str,
+        wake: Callable[[], None],
+    ) -> None:
+        self._planner, self._program, self._store, self._writer = planner, program, store, writer
+        self._loader = loader
+        self._build = build
+        self._wake = wake
+        self._waiting: deque[_Turn] = deque(maxlen=MAX_WAITING)
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="ssmd-repair")
+        self._turn: _Turn | None = None  # the one at work
+        self._planning: Future[_Plan | None] | None = None
+        self._plan: _Plan | None = None
+        self._handle: Handle = None
+
+    def add(self, generation: Generation) -> None:
+        """Look after the turns of a request that were stored."""
+        info = generation.prompt.info
+        if info is None:
+            return
+        with self._lock:
+            self._waiting.extend(_Turn(lane.turn, info, lane.cut) for lane in generation.kept)
+        self._wake()
+
+    def ready(self) -> bool:
+        """Whether `step` has something to do."""
+        if self._turn is None:
+            return bool(self._waiting)
+        return self._planning is None or self._planning.done()
+
+    def step(self) -> None:
+        """A piece of work for the worker: it takes no longer than one bucket, or restoring a state. Never raises."""
+        try:
+            self._step()
+        except Exception:
+            log.exception("turn %s could not be repaired; it is read again when it is continued", self._turn)
+            self._drop()
+
+    def pause(self) -> None:
+        """A request came: let go of what was begun, to begin it anew later."""
+        turn = self._turn
+        if turn is None:
+            return
+        self._drop()
+        if turn.tries + 1 < MAX_TRIES:
+            with self._lock:
+                self._waiting.append(replace(turn, tries=turn.tries + 1))
+
+    def close(self) -> None:
+        """After the worker has stopped."""
+        self._drop()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _drop(self) -> None:
+        if self._planning is not None:
+            self._planning.cancel()
+            self._planning.add_done_callback(self._release)
+        if self._handle is not None:
+            self._program.release(self._handle)
+        self._turn = self._planning = self._plan = self._handle = None
+
+    def _release(self, planning: Future[_Plan | None]) -> None:
+        """Of a plan that nobody wants any more."""
+        if planning.cancelled() or planning.exception() is not None:
+            return
+        plan = planning.result()
+        if plan is not None and plan.loaded is not None:
+            self._program.release(plan.loaded[1])
+
+    def _step(self) -> None:
+        if self._turn is None:
+            with self._lock:
+                self._turn = self._waiting.popleft() if self._waiting else None
+            if self._turn is not None:
+                self._planning = self._threads.submit(self._make_plan, self._turn)
+                self._planning.add_done_callback(lambda _: self._wake())
+        elif self._planning is not None:
+            if self._planning.done():
+                self._plan, self._planning = self._planning.result(), None
+                self._begin()
+        else:
+            self._feed(self._turn)
+
+    def _make_plan(self, turn: _Turn) -> _Plan | None:
+        """In a thread of its own: what is to be fed, None if nothing needs to be."""
+        try:
+            if not self._store.is_leaf(turn.id):  # was continued already
+                return None
+            path = self._store.path(turn.id)
+            text, ids = self._planner.settled(path, turn.session)
+            stored = path[-1]
+            agrees = not turn.cut and self._planner.continues(text, stored.text)
+            room = self._program.context is None or len(ids) < self._program.context
+            if agrees or not room or not text:
+                return None
+            loaded = self._loader.load(self._planner.find(ids, turn.session.id), ids, turn.session.id)
+            return _Plan(text, ids, loaded)
+        except StoreError as err:  # removed meanwhile, or damaged: `session check` is for that
+            log.info("turn %s is not repaired: %s", turn.id, err)
+            return None
+
+    def _begin(self) -> None:
+        if self._plan is None:
+            self._drop()
+            return
+        self._handle = self._program.new_state() if self._plan.loaded is None else self._plan.loaded[1]
+
+    def _feed(self, turn: _Turn) -> None:
+        plan = self._plan
+        assert plan is not None
+        position = self._program.position(self._handle)
+        if position < len(plan.ids):
+            n = buckets.plan(len(plan.ids) - position, self._program.buckets, BUCKET)[0]
+            self._program.prefill(self._handle, plan.ids[position : position + n].tolist())
+            position += n
+        if position == len(plan.ids):
+            self._keep(turn, plan)
+            self._drop()
+
+    def _keep(self, turn: _Turn, plan: _Plan) -> None:
+        """Save the state and hand it to the writer, with the text and the ids that it stands for."""
+        found = None if plan.loaded is None else plan.loaded[0]
+        parent = found if found is not None and found.build == self._build else None
+        state = self._program.save(self._handle, since=0 if parent is None else parent.position)
+        origin = None if found is None else found.origin
+        number = None if parent is None else parent.id
+        checkpoint = NewCheckpoint("turn", plan.ids, state, number, origin, turn.id)
+        pending = self._writer.encode(checkpoint)
+        if pending is not None:
+            self._writer.repair(turn.id, plan.ids, plan.text, pending)

@@ -1,0 +1,79 @@
+"""The loader: reads checkpoints into handles of a program in a thread of its own, so that other streams go on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ssmd.engine.prompt import Planner
+from ssmd.model.state import StateError
+from ssmd.runtime.protocol import Handle, Program
+from ssmd.sessions.checkpoint import Found, Ids
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
+
+log = logging.getLogger(__name__)
+Loading = Future[tuple[Found, Handle] | None]
+
+
+class Loader:
+    """`load` from any thread; `begin` puts it into the loader's own."""
+
+    def __init__(self, planner: Planner, program: Program, store: Store) -> None:
+        self._planner, self._program, self._store = planner, program, store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-loader")
+
+    def begin(self, found: Found, ids: Ids, session: str | None, then: Callable[[], None]) -> Loading:
+        """`load` in the background; `then` is called when it is done."""
+        loading = self._thread.submit(self.load, found, ids, session)
+        loading.add_done_callback(lambda _: then())
+        return loading
+
+    def load(self, found: Found | None, ids: Ids, session: str | None) -> tuple[Found, Handle] | None:
+        """A handle restored from `found`, or from the next best checkpoint that can be read, if there is any."""
+        steps = self.steps(found, ids, session)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                loaded: tuple[Found, Handle] | None = end.value
+                return loaded
+
+    def steps(
+        self, found: Found | None, ids: Ids, session: str | None
+    ) -> Generator[None, None, tuple[Found, Handle] | None]:
+        """`load` part by part; closed before its end, it has released what it had."""
+        broken: list[int] = []
+        while found is not None:
+            handle = None
+            try:
+                with self._store.parts(found.id, self._program.spec) as (position, parts):
+                    handle = self._program.reserve(position)
+                    for part in parts:
+                        self._program.fill(handle, part)
+                        yield
+                return found, handle
+            except GeneratorExit:
+                if handle is not None:
+                    self._program.release(handle)
+                raise
+            except (StoreError, StateError) as err:
+                log.error("checkpoint %s cannot be used, the next best is: %s", found.id, err)
+                if handle is not None:
+                    self._program.release(handle)
+                broken.append(found.id)
+                found = self._planner.find(ids, session, skip=broken)
+        return None
+
+    def discard(self, loading: Loading) -> None:
+        """Nobody waits for it any more: what it loads is released."""
+        loading.cancel()
+        loading.add_done_callback(self._release)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _release(self, loading: Loading) -> None:
+        if not loading.cancelled() and loading.exception() is None and (loaded := loading.result()) is not None:
+            self._program.release(loaded[1])

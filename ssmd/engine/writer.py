@@ -1,0 +1,210 @@
+"""The store's one thread: encodes checkpoints while tokens flow, and commits a turn before its client hears the end."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from ssmd.engine.metrics import Metrics
+from ssmd.machine.memory import trim
+from ssmd.model.state import StateSpec
+from ssmd.sessions.checkpoint import Ids, NewCheckpoint, Scope
+from ssmd.sessions.reply import NewReply
+from ssmd.sessions.rows.encoded import Encoded, encode
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
+
+log = logging.getLogger(__name__)
+COMMIT_PATIENCE_S = 2.0
+MAX_QUEUED_BYTES = 1 << 30
+IDLE_S = 0.5
+LOOK_S = 60.0  # how often to look for what others left to be done
+LOOSE_S = 600.0  # how long a state that was written ahead of a turn stays if that does not come: for who asks again
+AHEAD_BYTES = 4 << 20  # a checkpoint of the prompt from this size on is written while the answer is still generated
+
+
+class Pending:
+    """A checkpoint on its way into the store: encoded on the writer's thread, written by the commit of its turn."""
+
+    def __init__(self, checkpoint: NewCheckpoint) -> None:
+        self.checkpoint = checkpoint
+        self.nbytes = sum(t.nbytes for t in checkpoint.state.tensors.values())
+        self.encoded: Encoded | None = None
+        self.ms = 0.0  # spent on encoding
+        self.ahead = False  # written before its turn
+        self.stored: int | None = None  # the id under which it waits for its turn
+
+
+class Writer:
+    """FIFO of work for the store.
+
+    `MAX_QUEUED_BYTES` bounds the states that wait to be encoded; past it a checkpoint is left out, with a warning, and
+    its turn is stored as text.
+    """
+
+    def __init__(self, store: Store, metrics: Metrics, *, scope: Scope, producer: str, spec: StateSpec) -> None:
+        self._store = store
+        self._scope, self._producer, self._spec = scope, producer, spec
+        self._metrics = metrics
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._queued_bytes = 0
+        self._ahead: Counter[int] = Counter()  # ids of those whose turns are awaited
+        self._swept = -LOOK_S  # when
+        self._unsettled = True  # what the last process could not do
+        self._garbage = False  # memory to give back
+        self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
+        self._thread.start()
+
+    def encode(self, checkpoint: NewCheckpoint) -> Pending | None:
+        """Start encoding; None when too much is waiting already."""
+        pending = Pending(checkpoint)
+        with self._lock:
+            if self._queued_bytes + pending.nbytes > MAX_QUEUED_BYTES:
+                return None
+            self._queued_bytes += pending.nbytes
+
+        def work() -> None:
+            try:
+                started = time.perf_counter()
+                pending.encoded = encode(checkpoint, scope=self._scope, producer=self._producer, spec=self._spec)
+                pending.ms = (time.perf_counter() - started) * 1e3
+            finally:
+                with self._lock:
+                    self._queued_bytes -= pending.nbytes
+            if checkpoint.kind != "turn" and pending.encoded.nbytes >= AHEAD_BYTES:
+                self._write_ahead(pending, pending.encoded)
+
+        self._work.put(work)
+        return pending
+
+    def _write_ahead(self, pending: Pending, encoded: Encoded) -> None:
+        try:
+            placed = self._store.keep(encoded)
+        except StoreError as err:  # the commit tries again, and tells
+            log.debug("a checkpoint was not written ahead: %s", err)
+            return
+        self._unsettled = True
+        if placed.id is not None:
+            pending.encoded = encoded.without_data()
+            pending.stored = placed.id
+            self._ahead[placed.id] += 1
+        if placed.nbytes:
+            pending.ahead = True
+            self._metrics.checkpoint(placed.nbytes, pending.ms)
+
+    def commit(
+        self,
+        session: SessionInfo,
+        turns: Sequence[NewTurn],
+        checkpoints: Sequence[Pending],
+        then: Callable[[bool], None],
+        reply: NewReply | None = None,
+    ) -> None:
+        """Write all in one transaction, then call `then(stored)`, once: at the latest after COMMIT_PATIENCE_S."""
+        told = threading.Lock()
+
+        def tell(stored: bool) -> None:
+            if told.acquire(blocking=False):
+                timer.cancel()
+                then(stored)
+
+        def work() -> None:
+            self._forget(checkpoints)
+            try:
+                encoded = [p.encoded for p in checkpoints if p.encoded is not None]
+                placed = self._store.commit(turns, encoded, session=session, reply=reply).checkpoints
+            except StoreError as err:
+                log.error("session %s: the turn was not stored: %s", session.id, err)
+                tell(False)
+                return
+            tell(True)
+            self._unsettled = True
+            self._garbage = True
+            for p, pending in zip(placed, [p for p in checkpoints if p.encoded is not None], strict=True):
+                if p.why_not:
+                    self._metrics.checkpoint_left_out()
+                    log.warning("session %s: a checkpoint was left out: %s", session.id, p.why_not)
+                elif p.nbytes or not pending.ahead:
+                    self._metrics.checkpoint(p.nbytes, pending.ms)
+            self._metrics.stored_bytes(self._store.bytes_stored(), self._store.quota)
+
+        timer = threading.Timer(COMMIT_PATIENCE_S, tell, args=(False,))
+        timer.daemon = True
+        timer.start()
+        self._work.put(work)
+
+    def abandon(self, checkpoints: Sequence[Pending]) -> None:
+        """No turn comes to these."""
+        self._work.put(lambda: self._forget(checkpoints))
+
+    def _forget(self, checkpoints: Sequence[Pending]) -> None:
+        for number in (p.stored for p in checkpoints if p.stored is not None):
+            self._ahead[number] -= 1
+            if not self._ahead[number]:
+                del self._ahead[number]
+
+    def repair(self, turn: str, ids: Ids, text: str, checkpoint: Pending) -> None:
+        """Write the state after a turn as later requests render it. Nobody waits for that, and nothing needs it."""
+
+        def work() -> None:
+            if checkpoint.encoded is None:
+                return
+            try:
+                placed = self._store.repair(turn, ids, text, checkpoint.encoded)
+            except StoreError as err:
+                log.warning("turn %s is not repaired: %s", turn, err)
+                return
+            self._unsettled = True
+            if placed is not None:
+                self._metrics.checkpoint(placed.nbytes, checkpoint.ms)
+                self._metrics.stored_bytes(self._store.bytes_stored(), self._store.quota)
+
+        self._work.put(work)
+
+    def flush(self) -> None:
+        """Wait until all that was handed over before is written, or could not be."""
+        done = threading.Event()
+        self._work.put(done.set)
+        while self._thread.is_alive() and not done.wait(timeout=0.1):
+            pass
+
+    def close(self) -> None:
+        """Finish what waits, then stop."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        trim()  # after loading the model
+        while True:
+            try:
+                work = self._work.get(timeout=IDLE_S if self._unsettled else LOOK_S)
+            except queue.Empty:
+                work = self._settle
+            if work is None:
+                break
+            try:
+                work()
+            except Exception:
+                log.exception("the store's writer failed at a piece of work")
+            del work  # and with it the states that were written
+            if self._garbage:
+                self._garbage = False
+                trim()
+        if self._unsettled:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Nobody waits: move what was committed from the log into the database file, and do what is still owed."""
+        self._unsettled = False
+        try:
+            if time.monotonic() - self._swept >= LOOK_S:
+                self._swept = time.monotonic()
+                self._store.sweep(LOOSE_S, keep=self._ahead)
+            self._unsettled = self._store.settle()
+        except StoreError as err:
+            log.warning("the store's log was not moved into its file: %s", err)

@@ -1,0 +1,165 @@
+"""One file from a hub: resumed where it broke off, no longer than announced, checked against its hash."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from ssmd.hub import hub
+from ssmd.hub.hub import HubError, HubFile, HubUnreachable, Listing
+from ssmd.machine.size import show_size
+
+WAITS_S = (0.5, 1.0, 2.0, 4.0)  # before each further attempt; then it is given up
+ENOUGH_BYTES = 1 << 20  # an attempt that brought less counts as failed: a server may drip
+READ_BACK_BYTES = 1 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Progress = Callable[[HubFile, int], None]  # the file, and how many of its bytes are here
+
+
+def download(listing: Listing, file: HubFile, path: Path, progress: Progress) -> None:
+    """Make `path` the file, starting with the bytes that are in it already. Raises HubError; what came stays in `path`.
+
+    Nothing but `path` is written, and no more than `file.size` bytes. If the hash is wrong the bytes go.
+    """
+    with _opened(path) as descriptor:
+        part = _Part(descriptor, file)
+        part.read_back()
+        resumed = part.size > 0
+        while True:
+            progress(file, part.size)
+            _complete(listing, part, progress)
+            if part.is_right():
+                break
+            part.restart()
+            if not resumed:
+                raise HubError(
+                    f"{listing.name}: what came as {file.name} has another hash than the hub lists: it was damaged on "
+                    "the way or is not the file; nothing of it is kept, try again"
+                )
+            resumed = False  # what lay here from before may have been the damage: once more from the beginning
+        os.fsync(descriptor)
+
+
+def _complete(listing: Listing, part: _Part, progress: Progress) -> None:
+    failed = 0
+    while part.size < part.file.size:
+        before = part.size
+        try:
+            _receive(listing, part, progress)
+        except (httpx2.HTTPError, HubUnreachable) as err:
+            failed = 1 if part.size - before >= ENOUGH_BYTES else failed + 1
+            if failed > len(WAITS_S):
+                raise HubUnreachable(
+                    f"{listing.name}: {part.file.name} broke off {failed} times ({hub.reason(err)}); {part.size} of "
+                    f"{part.file.size} bytes are kept, and the same command goes on from there"
+                ) from err
+            time.sleep(WAITS_S[failed - 1])
+
+
+def _receive(listing: Listing, part: _Part, progress: Progress) -> None:
+    """One request for what is missing."""
+    file = part.file
+    with hub.request(listing.url(file.name), part.size) as response:
+        if response.status_code == 416 or (response.status_code == 200 and part.size):
+            part.restart()  # a server that knows no ranges
+            if response.status_code == 416:
+                raise HubUnreachable(f"{response.url.host} does not have the rest of {file.name}")
+        elif response.status_code not in (200, 206):
+            raise hub.refusal(response, listing.name, file=file.name)
+        announced = _announced(response, part)
+        if announced is not None and announced != file.size:
+            raise HubError(
+                f"{listing.name}: the hub lists {file.name} with {file.size} bytes and sends {announced}: it cannot be "
+                "believed, nothing was put in place"
+            )
+        for chunk in response.iter_bytes():
+            if part.size + len(chunk) > file.size:
+                raise HubError(
+                    f"{listing.name}: more comes as {file.name} than the {file.size} bytes that the hub lists"
+                )
+            part.add(chunk)
+            progress(file, part.size)
+    if part.size < file.size:
+        raise HubUnreachable(f"the answer ended {file.size - part.size} bytes early")
+
+
+def _announced(response: httpx2.Response, part: _Part) -> int | None:
+    """The whole file's size as this answer has it, None if it does not say. Raises HubError at another range."""
+    if "content-encoding" in response.headers:
+        return None
+    try:
+        if response.status_code == 206:
+            unit, _, rest = response.headers.get("content-range", "").partition(" ")
+            span, _, whole = rest.partition("/")
+            if unit != "bytes" or int(span.partition("-")[0]) != part.size:
+                raise ValueError("another range")
+            return None if whole == "*" else int(whole)
+        length = response.headers.get("content-length")
+        return None if length is None else int(length)
+    except ValueError as err:
+        raise HubError(f"{response.url.host} answers with another part of {part.file.name} than was asked for") from err
+
+
+class _Part:
+    """The bytes of a file that are here, and their hash so far."""
+
+    def __init__(self, descriptor: int, file: HubFile) -> None:
+        self._descriptor = descriptor
+        self.file = file
+        self._begin()
+
+    def _begin(self) -> None:
+        self.size = 0
+        if self.file.sha256 is not None:
+            self._hash = hashlib.sha256()
+        else:  # git hashes a blob with its size before it
+            self._hash = hashlib.sha1(b"blob %d\0" % self.file.size, usedforsecurity=False)
+
+    def read_back(self) -> None:
+        """Hash what an earlier download left; all of it goes if it is longer than the file."""
+        if os.fstat(self._descriptor).st_size > self.file.size:
+            self.restart()
+        while chunk := os.read(self._descriptor, READ_BACK_BYTES):
+            self._hash.update(chunk)
+            self.size += len(chunk)
+
+    def restart(self) -> None:
+        os.ftruncate(self._descriptor, 0)
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        self._begin()
+
+    def add(self, chunk: bytes) -> None:
+        left = memoryview(chunk)
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except OSError as err:
+            if err.errno in _NO_ROOM:
+                raise HubError(
+                    f"no room on the disk for {self.file.name} ({err.strerror}): free "
+                    f"{show_size(self.file.size - self.size)} and more; the same command goes on from here"
+                ) from err
+            raise
+        self._hash.update(chunk)
+        self.size += len(chunk)
+
+    def is_right(self) -> bool:
+        return self._hash.hexdigest() == (self.file.sha256 or self.file.blob)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

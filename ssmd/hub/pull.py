@@ -1,0 +1,251 @@
+"""Source checkpoints pulled from a hub: <data dir>/sources/<owner>--<name>/<commit>/, each whole or not there.
+
+While one is fetched its files lie in the hidden folder beside it that ends in .partial; what is there is hashed again
+before it is believed. Only what `Source` reads is fetched, so no name that a server makes up becomes a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from ssmd.families.fields import FamilyError
+from ssmd.families.registry import family_of
+from ssmd.hub import hub
+from ssmd.hub.download import Progress, download
+from ssmd.hub.hub import COMMIT, HubError, HubFile, HubUnreachable, Listing
+from ssmd.machine.size import show_size
+from ssmd.model.source import INDEX, MAX_JSON_BYTES, PICKLES, WEIGHTS, Source, SourceError, read_json, weight_map
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+RECORD = "pulled.json"  # in the folder: from where, which commit, the files' hashes
+REVISIONS = "revisions.json"  # beside the folders: which commit a branch or tag stood for when it was pulled
+LOCK = ".lock"
+MAX_SHARDS = 2000  # the largest models have some 200
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A source checkpoint from a hub. `files` are its sizes in bytes; `fetched`: whether this call brought it."""
+
+    name: str
+    revision: str
+    commit: str
+    path: Path
+    files: dict[str, int]
+    fetched: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+
+def find(name: str, revision: str, data_dir: Path) -> Pulled | None:
+    """The one that was pulled for this branch, tag or commit. Nothing is asked. Raises HubError if it is damaged."""
+    home = _home(name, data_dir)
+    commit = revision if COMMIT.fullmatch(revision) else _revisions(home).get(revision)
+    if commit is None or not (home / commit).is_dir():
+        return None
+    return Pulled(name, revision, commit, home / commit, _whole(home / commit), fetched=False)
+
+
+def pull(name: str, revision: str, data_dir: Path, progress: Progress, to: Path | None = None) -> Pulled:
+    """Fetch what `revision` of `name` stands for now, into `to` or the data directory, unless it is there.
+
+    The hub is asked for its list; config.json comes first and must be of a supported family. Raises HubError,
+    FamilyError or SourceError; then the folder is not there, and what came of the files stays for the next time.
+    """
+    if hub.offline():
+        return _offline(name, revision, data_dir, to)
+    try:
+        listing = hub.listing(name, revision)
+    except HubUnreachable as err:
+        here = find(name, revision, data_dir)
+        raise err if here is None else HubUnreachable(f"{err}. Pulled before: {here.path}") from err
+    home = _home(name, data_dir)
+    folder = home / listing.commit if to is None else to
+    if to is None and folder.is_dir():
+        sizes = _whole(folder)
+        _remember(home, revision, listing.commit)
+        return Pulled(name, revision, listing.commit, folder, sizes, fetched=False)
+    if to is not None and (to.is_symlink() or to.exists()) and not (to.is_dir() and not any(to.iterdir())):
+        raise HubError(f"{to} exists and is not an empty folder; --to takes a new one")
+    _may_be_pulled(listing)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.parent / f".{folder.name}-{listing.commit[:12]}.partial"
+    with _held(partial, name):
+        files = _fetch(listing, partial, progress)
+        _seal(listing, partial, folder, files)
+    if to is None:
+        _remember(home, revision, listing.commit)
+    return Pulled(name, revision, listing.commit, folder, {f.name: f.size for f in files}, fetched=True)
+
+
+def _offline(name: str, revision: str, data_dir: Path, to: Path | None) -> Pulled:
+    here = find(name, revision, data_dir)
+    if here is None:
+        raise HubError(
+            f"{name} at {revision!r} is not here and HF_HUB_OFFLINE forbids fetching it: unset it once, or build from "
+            "a folder: ssmd build FOLDER"
+        )
+    if to is not None:
+        raise HubError(f"HF_HUB_OFFLINE forbids fetching into {to}; what was pulled before is at {here.path}")
+    return here
+
+
+def _may_be_pulled(listing: Listing) -> None:
+    """Raises HubError if the list alone shows that this is nothing that ssmd builds."""
+    there = listing.entries
+    if CONFIG not in there:
+        raise HubError(f"{listing.name} has no {CONFIG}: it is no model of the transformers library, or a part of one")
+    if WEIGHTS not in there and INDEX not in there:
+        pickles = sorted(n for n in there if "/" not in n and n.endswith(PICKLES))
+        if pickles:
+            raise HubError(
+                f"{listing.name} has its weights in {pickles[0]!r}, a pickle, which can run any code when it is read; "
+                "ssmd takes safetensors only: look for another revision (--revision refs/pr/N), or convert it on a "
+                "machine that may be lost"
+            )
+        raise HubError(f"{listing.name} has neither {WEIGHTS} nor {INDEX}: ssmd builds from safetensors only")
+    if TOKENIZER not in there:
+        raise HubError(
+            f"{listing.name} has no {TOKENIZER}; with transformers, AutoTokenizer.from_pretrained({listing.name!r})"
+            ".save_pretrained(folder) makes one: put it beside the other files and build the folder"
+        )
+
+
+def _fetch(listing: Listing, partial: Path, progress: Progress) -> list[HubFile]:
+    """All files, small ones and those that can still refuse the model first."""
+    settings = [listing.file(name) for name in (CONFIG, TOKENIZER, *OPTIONAL) if name in listing.entries]
+    weights = [listing.file(WEIGHTS if WEIGHTS in listing.entries else INDEX)]
+    for file in (*settings, *(f for f in weights if f.name == INDEX)):
+        if file.size > MAX_JSON_BYTES:
+            raise HubError(f"{listing.name}: {file.name} has {file.size} bytes; no more than {MAX_JSON_BYTES} are read")
+    _room([*settings, *weights], partial)
+    _get(listing, settings[:1], partial, progress)
+    try:
+        config = read_json(partial / CONFIG)
+        family_of(config).parse(config)
+    except (SourceError, FamilyError) as err:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise HubError(f"{listing.name} cannot be built: {str(err).replace(f'{partial}{os.sep}', '')}") from err
+    if weights[0].name == INDEX:
+        _get(listing, weights, partial, progress)
+        weights += [listing.file(name) for name in _shards(listing, partial)]
+        _room([*settings, *weights], partial)
+    files = [*settings, *weights]
+    _get(listing, files, partial, progress)
+    return files
+
+
+def _shards(listing: Listing, partial: Path) -> list[str]:
+    try:
+        names = sorted(set(weight_map(partial / INDEX).values()))
+    except SourceError as err:
+        raise HubError(f"{listing.name}: {str(err).replace(f'{partial}{os.sep}', '')}") from err
+    if len(names) > MAX_SHARDS:
+        raise HubError(f"{listing.name}: {INDEX} names {len(names)} files; no more than {MAX_SHARDS} are fetched")
+    if len({name.casefold() for name in names}) != len(names):
+        raise HubError(f"{listing.name}: {INDEX} names files that differ in upper and lower case only")
+    return names
+
+
+def _get(listing: Listing, files: Iterable[HubFile], partial: Path, progress: Progress) -> None:
+    for file in files:
+        download(listing, file, partial / file.name, progress)
+
+
+def _room(files: list[HubFile], partial: Path) -> None:
+    """Raises HubError unless what is missing fits on the disk."""
+    here = sum(min((partial / f.name).stat().st_size, f.size) for f in files if (partial / f.name).is_file())
+    missing, free = sum(f.size for f in files) - here, shutil.disk_usage(partial).free
+    if missing > free:
+        raise HubError(
+            f"{show_size(missing)} are to be fetched and the disk of {partial.parent} has {show_size(free)} free: make "
+            "room, or choose another disk with --to DIR or SSMD_DATA_DIR"
+        )
+
+
+def _seal(listing: Listing, partial: Path, folder: Path, files: list[HubFile]) -> None:
+    """Put the fetched files in place, all at once."""
+    try:
+        Source.open(partial)
+    except SourceError as err:  # the files are those that the hub lists: fetching them again would not help
+        shutil.rmtree(partial, ignore_errors=True)
+        raise HubError(f"{listing.name} at {listing.commit}: {str(err).replace(str(partial), 'it')}") from err
+    hashes = {f.name: {"size": f.size, **({"sha256": f.sha256} if f.sha256 else {"git_blob": f.blob})} for f in files}
+    record = {"name": listing.name, "hub": hub.host(), "revision": listing.revision, "commit": listing.commit}
+    _write_json(partial / RECORD, {**record, "files": hashes})
+    for stray in set(os.listdir(partial)) - {RECORD, LOCK, *hashes}:
+        (partial / stray).unlink()
+    partial.rename(folder)
+    (folder / LOCK).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _held(partial: Path, name: str) -> Iterator[None]:
+    """The partial folder, made if need be, for this process alone."""
+    with contextlib.suppress(FileExistsError):
+        partial.mkdir()
+    found = partial.lstat()
+    if not stat.S_ISDIR(found.st_mode) or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
+        raise HubError(f"{partial} is in the way and not a folder of yours: remove it")
+    lock = filelock.FileLock(partial / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout as err:
+        raise HubError(f"another ssmd fetches {name} right now into {partial}: wait for it") from err
+    try:
+        yield
+    finally:
+        lock.release()
+        if partial.is_dir() and not any(p.stat().st_size for p in partial.iterdir()):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _home(name: str, data_dir: Path) -> Path:
+    if not hub.is_name(name):  # which also keeps the folder inside
+        raise HubError(f"{name!r} is no model's name; expected owner/name, such as ibm-granite/granite-4.0-h-350m")
+    return data_dir / "sources" / name.replace("/", "--")
+
+
+def _whole(folder: Path) -> dict[str, int]:
+    """Name -> bytes of the files by the folder's record. Raises HubError if one is missing or of another size."""
+    try:
+        sizes = {name: int(f["size"]) for name, f in read_json(folder / RECORD)["files"].items()}
+        damaged = [n for n, size in sizes.items() if (folder / n).stat().st_size != size]
+    except (SourceError, OSError, KeyError, TypeError, ValueError, AttributeError) as err:
+        raise HubError(f"{folder} is not as it was pulled ({err}): remove it and pull again") from err
+    if damaged:
+        raise HubError(f"{folder} is not as it was pulled: {damaged[0]} has another size; remove it and pull again")
+    return sizes
+
+
+def _revisions(home: Path) -> dict[str, str]:
+    try:
+        commits = read_json(home / REVISIONS, optional=True)
+    except SourceError:  # written anew by the next pull
+        return {}
+    return {r: c for r, c in commits.items() if isinstance(c, str) and COMMIT.fullmatch(c)}
+
+
+def _remember(home: Path, revision: str, commit: str) -> None:
+    commits = _revisions(home)
+    if commits.get(revision) != commit:
+        new = home / f".{REVISIONS}-{os.getpid()}"
+        _write_json(new, {**commits, revision: commit})
+        new.replace(home / REVISIONS)
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=1) + "\n")

@@ -1,0 +1,191 @@
+"""Models installed here: <models dir>/<name>/<runtime>-<device class>-<quant>/, one artifact in each folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssmd.model.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
+from ssmd.refit import catalog
+from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
+
+_FASTEST = ("litert", "openvino")  # of those that run on the processor
+_NEARLY = 1.25  # times as many bytes
+
+
+class ModelError(ValueError):
+    """No such model here, or none that can run; the message names what there is."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An artifact's folder. `problem` is empty, or says why it cannot be served; `manifest` is None when unreadable."""
+
+    name: str
+    path: Path
+    manifest: Manifest | None
+    problem: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its files, by the manifest; 0 when that cannot be read."""
+        return 0 if self.manifest is None else sum(f.size for f in self.manifest.files.values())
+
+
+def installed(models_dir: Path) -> list[Installed]:
+    """All artifacts under `models_dir`, broken ones with the reason. Manifests are read, not the files they list."""
+    return [_read(name.name, path) for name in _folders(models_dir) for path in _folders(name)]
+
+
+def unusable(manifest: Manifest, device: str | None = None) -> str:
+    """Why the artifact cannot run here, or "": on `device`, or on what it was built for. Imports the runtime."""
+    try:
+        devices = get_runtime(manifest.runtime).devices()
+    except (RuntimeUnavailable, ImportError) as err:
+        return str(err)
+    wanted = device or manifest.device_class
+    for found in devices:
+        if found.name == wanted:
+            return f"{wanted}: {found.why_not}" if found.why_not else ""
+    there = ", ".join(d.name for d in devices)
+    return f"runtime {manifest.runtime} has no device {wanted!r}; it has: {there or 'none'}"
+
+
+def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: str | None = None) -> Path:
+    """The folder of the artifact to serve.
+
+    `model`: a name in `models_dir`, or a path of an artifact or of a model's folder; None for the only one there is.
+    `runtime`: a runtime's name, "npu", or "auto": of those that run here the one with the fewest bytes, since a
+    token's time is the time to read them; of those that have nearly as few the one whose runtime reads them fastest.
+    `device`: one that the runtime must be able to use. Raises ModelError or ArtifactError.
+    """
+    if why := _nowhere(runtime):
+        raise ModelError(why)
+    found = _candidates(model, models_dir)
+    fitting = [i for i in found if i.manifest is None or is_for(i.manifest, runtime)]
+    if not fitting:
+        raise ModelError(_none_for(runtime, found))
+    least = min((i.nbytes for i in fitting if i.manifest and not _elsewhere(i.manifest)), default=0)
+    problems = []
+    for candidate in sorted(fitting, key=lambda i: _rank(i, least)):
+        reason = candidate.problem or (unusable(candidate.manifest, device) if candidate.manifest else "")
+        if not reason:
+            return candidate.path
+        problems.append(f"{candidate.path}: {reason}")
+    raise ModelError("; ".join(problems) + _usable(found))
+
+
+def _nowhere(runtime: str) -> str:
+    """Why a runtime cannot run here whatever the artifact, or "". What is not installed is told where it is wanted."""
+    try:
+        reasons = [d.why_not for d in get_runtime(runtime).devices()]
+    except (RuntimeUnavailable, ImportError):
+        return ""
+    return f"runtime {runtime}: {reasons[0]}" if reasons and all(reasons) else ""
+
+
+def _candidates(model: str | None, models_dir: Path) -> list[Installed]:
+    """At least one; raises ModelError."""
+    if model is not None and _is_path(model):
+        path = Path(os.path.expanduser(model))
+        if not path.is_dir():
+            raise ModelError(f"there is no folder {path}; {_advice(models_dir)}")
+        if (path / MANIFEST).exists() or not _folders(path):
+            return [_read(path.name, path)]
+        return [_read(path.name, folder) for folder in _folders(path)]
+    everything = installed(models_dir)
+    if model is None:
+        names = sorted({i.name for i in everything if not i.problem})
+        if len(names) != 1:
+            raise ModelError(f"say which model to use; {_advice(models_dir)}")
+        model = names[0]
+    found = [i for i in everything if i.name == model]
+    if not found:
+        pull = f"; get it with: ssmd pull {model}" if model in catalog.names() else ""
+        raise ModelError(f"there is no model {model!r} here{pull}; {_advice(models_dir)}")
+    return found
+
+
+def _advice(models_dir: Path) -> str:
+    names = sorted({i.name for i in installed(models_dir) if not i.problem})
+    if names:
+        return f"installed in {models_dir}: {', '.join(names)}"
+    return f"none is installed in {models_dir}; a first one comes with: ssmd pull smollm2"
+
+
+def _is_path(model: str) -> bool:
+    separators = [s for s in (os.sep, os.altsep) if s]
+    return model in (".", "..") or model.startswith("~") or any(s in model for s in separators)
+
+
+def is_for(manifest: Manifest, runtime: str) -> bool:
+    """Whether `--runtime` of that name means it."""
+    if runtime == "npu":
+        return manifest.device_class == "npu"
+    return runtime in ("auto", manifest.runtime)
+
+
+def _elsewhere(manifest: Manifest) -> bool:
+    """Whether it is built for another device than the processor."""
+    return manifest.device_class != "cpu"
+
+
+def _rank(candidate: Installed, least: int) -> tuple[bool, float, int, str]:
+    """What is tried first: what runs on the processor, the fewest bytes, the fastest runtime (docs/benchmarks.md)."""
+    manifest = candidate.manifest
+    runtime = "" if manifest is None else manifest.runtime
+    order = _FASTEST.index(runtime) if runtime in _FASTEST else len(_FASTEST)
+    elsewhere = manifest is not None and _elsewhere(manifest)
+    return elsewhere, max(candidate.nbytes, _NEARLY * least), order, str(candidate.path)
+
+
+def _none_for(runtime: str, found: list[Installed]) -> str:
+    there = ", ".join(sorted({i.manifest.runtime for i in found if i.manifest}))
+    said = f"model {found[0].name!r} has no artifact for runtime {runtime!r}; it has: {there}"
+    if runtime != "npu":
+        return said
+    try:
+        why = {d.name: d.why_not for d in get_runtime("openvino").devices()}.get("npu", "")
+    except RuntimeUnavailable as err:
+        why = str(err)
+    unusable_here = f"; and the NPU cannot be used here: {why}" if why else ""
+    return f"{said} (build one with: ssmd build CHECKPOINT --runtime npu){unusable_here}{_usable(found)}"
+
+
+def _usable(found: list[Installed]) -> str:
+    """What the model could be served with, or ""."""
+    options = set()
+    for one in found:
+        if one.manifest is not None and not one.problem:
+            if not unusable(one.manifest):
+                options.add(f"--runtime {one.manifest.runtime}")
+            elif not unusable(one.manifest, "cpu"):
+                options.add("--device cpu")
+    return f"; what works here: {' or '.join(sorted(options))}" if options else ""
+
+
+def _folders(path: Path) -> list[Path]:
+    """Folders in it, by name; hidden ones are work in progress."""
+    try:
+        return sorted(p for p in path.iterdir() if re.fullmatch(NAME_PATTERN, p.name) and p.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as err:
+        raise ModelError(f"the models folder {path} cannot be read: {err.strerror or err}") from err
+
+
+def _read(name: str, path: Path) -> Installed:
+    try:
+        manifest = read_manifest(path)
+    except (ArtifactError, OSError) as err:
+        return Installed(name, path, None, str(err))
+    for file, entry in manifest.files.items():
+        try:
+            size = (path / file).stat().st_size
+        except OSError:
+            return Installed(name, path, manifest, f"file {file!r} is missing; build it again")
+        if size != entry.size:
+            return Installed(name, path, manifest, f"file {file!r} has {size} bytes, not {entry.size}; build it again")
+    return Installed(name, path, manifest)

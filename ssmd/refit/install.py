@@ -1,0 +1,102 @@
+"""What building and refitting an artifact share: the texts it takes over, its manifest, and how it gets into place."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ssmd.families.registry import Family
+from ssmd.model.artifact import SpecialTokens
+from ssmd.model.source import Source, SourceError
+from ssmd.text.tokenizer import Tokenizer, TokenizerError
+
+ABANDONED_S = 24 * 3600  # no build takes as long
+
+
+def fields_of(
+    family: Family,
+    config: Any,
+    *,
+    name: str,
+    lineage: str,
+    runtime: str,
+    device_class: str,
+    quantization: str,
+    recipe: Mapping[str, Any],
+    conversion: Mapping[str, Any],
+    buckets: Sequence[int],
+    tiers: Sequence[int],
+    builders: Mapping[str, str],
+    special_tokens: Mapping[str, str],
+    stop_tokens: Sequence[int],
+) -> dict[str, Any]:
+    """A manifest for `seal`. `config` is the family's own; `tiers` ascend and the last is the context."""
+    spec = family.state_spec(config, "float32" if quantization == "f32" else "float16")
+    return {
+        "name": name,
+        "family": family.name,
+        "lineage": lineage,
+        "runtime": runtime,
+        "device_class": device_class,
+        "quantization": quantization,
+        "quantization_recipe": dict(recipe),
+        **({"conversion": dict(conversion)} if conversion else {}),
+        "buckets": tuple(buckets),
+        "context": tiers[-1] if spec.rows else None,
+        "tiers": tuple(tiers) if spec.rows else (),
+        "vocabulary": config.vocabulary,
+        "special_tokens": SpecialTokens(**special_tokens).model_dump(),
+        "stop_tokens": list(stop_tokens),
+        "state": spec.to_json(),
+        "builders": dict(builders),
+    }
+
+
+def checked_tokenizer(source: Source, vocabulary: int) -> Tokenizer:
+    """The source's tokenizer. Raises SourceError if it cannot be read or names ids that the model does not know."""
+    try:
+        tokenizer = Tokenizer.open(source.path / "tokenizer.json")
+    except TokenizerError as err:
+        raise SourceError(str(err)) from err
+    if tokenizer.vocabulary > vocabulary:
+        raise SourceError(
+            f"tokenizer.json in {source.path} has ids up to {tokenizer.vocabulary - 1} and config.json says "
+            f"vocab_size = {vocabulary}: the model knows no such tokens; take the tokenizer that it was trained with"
+        )
+    outside = [t for t in source.stop_tokens if t >= vocabulary]
+    if outside:
+        raise SourceError(f"{source.path}: stop tokens {outside} are outside the vocabulary of {vocabulary}")
+    return tokenizer
+
+
+def save_texts(source: Source, folder: Path) -> None:
+    """What an artifact takes over from its source as it is."""
+    (folder / "tokenizer.json").write_bytes(source.tokenizer_json)
+    if source.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(source.chat_template)
+
+
+@contextmanager
+def placed(out: Path) -> Iterator[Path]:
+    """An empty folder that becomes `out`, in place of what stands there, when its body ends; else it goes again."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f".{out.name}-*"):  # by one that was killed
+        if left.is_dir() and not left.is_symlink() and time.time() - left.stat().st_mtime > ABANDONED_S:
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    made = folder / "artifact"
+    made.mkdir()
+    try:
+        yield made
+        for file in made.iterdir():
+            file.chmod(0o644)  # safetensors makes its files private, a quantizer executable
+        if out.exists():
+            out.rename(folder / "replaced")  # goes with the temporary folder
+        made.rename(out)
+    finally:  # also on Ctrl-C
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,170 @@
+"""Writes the files of a stripped graph with the weights of a source: no PyTorch, no converter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ssmd.families.encodings import ENCODINGS, Encoded, EncodingError
+from ssmd.families.fields import FamilyError
+from ssmd.families.registry import family_of
+from ssmd.families.rotation import rotated
+from ssmd.families.weights import Array, Binding
+from ssmd.model.source import VOLATILE, Source, Tensors
+from ssmd.refit.graphfile import Header, Hole, StrippedGraph
+
+Differences = dict[str, tuple[object, object]]  # by the field of config.json: a source's value, and a graph's
+MOST_SHOWN = 3  # of them, in a message
+# What checkpoints carry and no model reads: tables that older ones kept, and the head of a model that has none.
+_IDLE = (".rotary_emb.inv_freq", "lm_head.weight")
+
+
+class RefitError(ValueError):
+    """A source does not fit a stripped graph, or cannot be written as it says; the message says what is wrong."""
+
+
+def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
+    """Write all files of `graph` into `folder` with the weights of `source`, byte for byte as a build writes them.
+
+    All tensors' names, dtypes and shapes are checked before anything is written. Raises RefitError if the source's
+    config is not the graph's, if it has a tensor too many or its values cannot be encoded, SourceError if a tensor is
+    missing, misshapen or not finite. What was written until then is left to the caller.
+    """
+    header = graph.header
+    fits(header, source)
+    bindings = bindings_of(source.config, header.recipe, header.tiers[-1])
+    places: dict[str, list[tuple[str, Hole]]] = {}
+    for part in header.files:
+        for hole in part.holes:
+            if hole.parameter not in bindings:
+                raise RefitError(f"{part.name} asks for {hole.parameter!r}, which the family has not; get it again")
+            places.setdefault(hole.parameter, []).append((part.name, hole))
+    if isinstance(source, Source):
+        _check_tensors(source, bindings)
+    with ExitStack() as stack:
+        files = {p.name: stack.enter_context((folder / p.name).open("xb")) for p in header.files}
+        for part, literal in zip(header.files, graph.literals, strict=True):
+            _write_literal(files[part.name], part.holes, literal, part.size)
+        for name, holes in places.items():
+            try:
+                _write(bindings[name].blocks(source), [(files[file], hole) for file, hole in holes])
+            except EncodingError as err:
+                raise RefitError(f"{source.path}: the weight {name}: {err}") from err
+
+
+def fits(header: Header, source: Tensors) -> None:
+    """Raises RefitError naming the fields in which the source's config is not the graph's."""
+    if differing := differences(header, source.config):
+        raise RefitError(f"{source.path} is not of the config that {header.name}'s graph is for: {shown(differing)}")
+
+
+def shown(differing: Differences) -> str:
+    """In words, for a message."""
+    said = "; ".join(f"{k} is {found!r}, not {wanted!r}" for k, (found, wanted) in [*differing.items()][:MOST_SHOWN])
+    return said + (f" and {len(differing) - MOST_SHOWN} more" if len(differing) > MOST_SHOWN else "")
+
+
+def differences(header: Header, config: Mapping[str, Any]) -> Differences:
+    """The fields of a config.json that keep it from fitting a graph, with its value and the graph's.
+
+    Fields that the family does not read make no difference, nor does how many tokens the model was trained for, if it
+    is enough. Raises FamilyError where the config is of no family.
+    """
+    family, wanted = family_of(header.config), stable(header.config)
+    if config.get("model_type") != header.family:
+        return {"model_type": (config.get("model_type"), header.family)}
+    context = header.tiers[-1]
+
+    def function(fields: Mapping[str, Any]) -> object:
+        parsed = family.parse(fields)
+        return _rounded(asdict(replace(parsed, max_position=min(parsed.max_position, context))))
+
+    here = function(wanted)
+    if function(config) == here:
+        return {}
+
+    def matters(key: str) -> bool:
+        changed = {k: v for k, v in {**wanted, key: config.get(key)}.items() if k in config or k != key}
+        try:
+            return function(changed) != here
+        except FamilyError:
+            return True
+
+    keys = sorted(k for k in wanted.keys() | stable(config).keys() if wanted.get(k) != config.get(k))
+    return {k: (config.get(k), wanted.get(k)) for k in [k for k in keys if matters(k)] or keys}
+
+
+def _rounded(value: object) -> object:
+    """With its numbers as float32, of which a graph is made."""
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(v) for v in value]
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
+def stable(config: Mapping[str, object]) -> dict[str, object]:
+    """What of a config.json counts: not who saved it."""
+    return {k: v for k, v in config.items() if k not in VOLATILE}
+
+
+def bindings_of(config: Mapping[str, Any], recipe: Mapping[str, Any], context: int) -> dict[str, Binding]:
+    """Everything that a graph of that recipe can have holes for: parameters and tables."""
+    family = family_of(config)
+    parsed = family.parse(config)
+    made = family.bindings(parsed)
+    return {**(rotated(made) if "rotation" in recipe else made), **family.tables(parsed, context)}
+
+
+def _check_tensors(source: Source, bindings: Mapping[str, Binding]) -> None:
+    reads = {name: shape for binding in bindings.values() for name, shape in binding.reads.items()}
+    for name, shape in reads.items():
+        source.entry(name, shape)
+    more = sorted(n for n in source.tensors if n not in reads and not n.endswith(_IDLE))
+    if more:
+        others = f" and {len(more) - 1} more" if len(more) > 1 else ""
+        raise RefitError(
+            f"{source.path} has the tensor {more[0]!r}{others}, for which its config.json has no use: it is not the "
+            "config of these weights"
+        )
+
+
+def _write_literal(file: BinaryIO, holes: tuple[Hole, ...], literal: bytes, size: int) -> None:
+    file.truncate(size)
+    at = read = 0
+    for hole in holes:
+        file.write(literal[read : read + hole.offset - at])
+        read += hole.offset - at
+        at = hole.offset + hole.length
+        file.seek(at)
+    file.write(literal[read:])
+
+
+def _write(blocks: Iterator[Array], holes: list[tuple[BinaryIO, Hole]]) -> None:
+    """Encode a parameter by blocks of its rows, each once for all holes that need it."""
+    written = [0] * len(holes)
+    start = 0
+    for block in blocks:
+        stop = start + len(block)
+        made: dict[Callable[[Array], tuple[Encoded, ...]], tuple[Encoded, ...]] = {}
+        for i, (file, hole) in enumerate(holes):
+            first, last = max(start, hole.first), min(stop, hole.first + hole.rows)
+            if first >= last:
+                continue
+            encoding = ENCODINGS[hole.encoding]
+            if encoding.form not in made:
+                made[encoding.form] = encoding.form(block)
+            part = np.ascontiguousarray(made[encoding.form][encoding.part][first - start : last - start])
+            if written[i] + part.nbytes <= hole.length:
+                file.seek(hole.offset + written[i])
+                file.write(part.data)
+            written[i] += part.nbytes
+        start = stop
+    for (_, hole), nbytes in zip(holes, written, strict=True):
+        if nbytes != hole.length:
+            raise EncodingError(f"the graph has {hole.length} bytes for what takes {nbytes} as {hole.encoding}")

@@ -1,0 +1,298 @@
+"""The speed of an artifact on this machine: load, prefill, decode, save and restore, beside one read of its weights.
+
+What is measured and how is in docs/benchmarks.md. Everything goes through the interface of a Runtime.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.machine.memory import most_resident, resident, return_big_blocks, trim
+from ssmd.machine.processor import cpu_name
+from ssmd.model.artifact import REQUIRED, Artifact, Manifest
+from ssmd.model.state import State, StateSpec
+from ssmd.runtime.protocol import Handle, Program, Runtime
+
+STEPS = 20  # decode steps of a round, after one that does not count
+READS = 4  # reads of the weights in a round, after one that does not count
+MOST_POSITION = 1 << 30  # a graph counts tokens in 32 bits
+_NOT_WEIGHTS = (*REQUIRED, "chat_template.jinja")
+_LARGEST_BUFFER = 1 << 30  # bytes; no processor's cache holds as much, so reading it again is reading memory
+
+Progress = Callable[[int, int], None]  # rounds done, rounds in all
+
+
+class BenchError(ValueError):
+    """What was asked for cannot be measured with this artifact; the message says what would do."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prefill that fills its bucket. `ms`: the median."""
+
+    bucket: int
+    ms: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.bucket / self.ms * 1e3
+
+
+@dataclass(frozen=True)
+class Report:
+    """Times are in ms, medians unless their name says otherwise; `None`: the system does not tell.
+
+    `load_again_ms` is the load after another one of the same artifact in this process was closed. `weights_read_ms` is
+    the time to read `weights_bytes` of memory with as many threads as compute a step.
+    """
+
+    producer: str
+    threads: int
+    cpu: str
+    load_average: tuple[float, float, float] | None  # of 1, 5 and 15 minutes, before anything was done
+    position: int
+    repeats: int
+    load_first_ms: float
+    load_again_ms: float
+    prefill: tuple[Prefill, ...]
+    decode_steps: int
+    tbt_p50_ms: float
+    tbt_p95_ms: float
+    save_ms: float
+    restore_ms: float
+    state_bytes: int  # at `position`: what save_ms and restore_ms are for
+    fixed_bytes: int  # of it, whatever the position
+    token_bytes: int  # that each token adds
+    weights_bytes: int
+    weights_read_ms: float
+    resident_bytes: int | None  # after the load
+    most_resident_bytes: int | None  # up to the end of the first round, before there is memory to read
+
+    @property
+    def decode_per_read(self) -> float:
+        """A decode step's time in reads of the weights. It cannot be below 1 if a step needs all of them."""
+        return self.tbt_p50_ms / self.weights_read_ms
+
+
+def bench(
+    artifact: Artifact,
+    runtime: Runtime,
+    *,
+    device: str | None = None,
+    threads: int | None = None,
+    position: int = 0,
+    repeats: int = 5,
+    progress: Progress = lambda done, of: None,
+) -> Report:
+    """Load twice, then measure in rounds, each of which has some of everything: what disturbs one disturbs all.
+
+    `position`: tokens of history that a prefill and the decode steps follow on. Raises BenchError if there is no room
+    for them after so many, and what `load` raises.
+    """
+    manifest = artifact.manifest
+    _check(manifest, position, repeats)
+    load_average = _load_average()
+    return_big_blocks()  # as a daemon does
+    with _loaded(artifact, runtime, device, threads) as (_, load_first_ms):
+        pass
+    trim()
+    with _loaded(artifact, runtime, device, threads) as (program, load_again_ms):
+        resident_bytes = resident()
+        rounds = _Rounds(program, position)
+        progress(0, 1 + repeats)
+        rounds.warm_up()
+        most_resident_bytes = most_resident()
+        weights_bytes = sum(f.size for name, f in manifest.files.items() if name not in _NOT_WEIGHTS)
+        with _WeightRead(weights_bytes, program.threads) as read:
+            for done in range(1, 1 + repeats):
+                progress(done, 1 + repeats)
+                rounds.go(read)
+        took = rounds.took
+        tbt_p50_ms, tbt_p95_ms = np.percentile(took.decode, [50, 95])
+        return Report(
+            producer=program.producer,
+            threads=program.threads,
+            cpu=cpu_name(),
+            load_average=load_average,
+            position=position,
+            repeats=repeats,
+            load_first_ms=load_first_ms,
+            load_again_ms=load_again_ms,
+            prefill=tuple(Prefill(bucket, _median(times)) for bucket, times in took.prefill.items()),
+            decode_steps=len(took.decode),
+            tbt_p50_ms=float(tbt_p50_ms),
+            tbt_p95_ms=float(tbt_p95_ms),
+            save_ms=_median(took.save),
+            restore_ms=_median(took.restore),
+            state_bytes=program.spec.nbytes_at(position),
+            fixed_bytes=program.spec.nbytes_at(0),
+            token_bytes=program.spec.nbytes_at(1) - program.spec.nbytes_at(0),
+            weights_bytes=weights_bytes,
+            weights_read_ms=_median(took.read),
+            resident_bytes=resident_bytes,
+            most_resident_bytes=most_resident_bytes,
+        )
+
+
+def _check(manifest: Manifest, position: int, repeats: int) -> None:
+    if repeats < 1:
+        raise BenchError(f"there must be at least one round, not {repeats}")
+    if not 0 <= position <= MOST_POSITION:
+        raise BenchError(f"a position is between 0 and {MOST_POSITION} tokens, not {position}")
+    if manifest.context is None:
+        return
+    bucket, steps = manifest.buckets[-1], 1 + STEPS
+    needed, what = max((bucket, f"a prefill of {bucket} tokens"), (steps, f"{steps} decode steps"))
+    last = manifest.context - needed
+    if position > last:
+        advice = f"the last position that can be measured is {last}" if last >= 0 else "build it with a larger one"
+        raise BenchError(
+            f"{manifest.name} has a context of {manifest.context} tokens: there is no room for {what} after position "
+            f"{position}; {advice}"
+        )
+
+
+@contextmanager
+def _loaded(
+    artifact: Artifact, runtime: Runtime, device: str | None, threads: int | None
+) -> Iterator[tuple[Program, float]]:
+    """A program, and the ms that its load took."""
+    begin = time.perf_counter()
+    program = runtime.load(artifact, device=device, threads=threads)
+    try:
+        yield program, _ms_since(begin)
+    finally:
+        program.close()
+
+
+@dataclass
+class _Took:
+    """Times in ms."""
+
+    prefill: dict[int, list[float]]  # by bucket
+    decode: list[float] = field(default_factory=list)
+    save: list[float] = field(default_factory=list)
+    restore: list[float] = field(default_factory=list)
+    read: list[float] = field(default_factory=list)
+
+
+class _Rounds:
+    """At most one handle is alive at a time, as in a daemon that serves one conversation."""
+
+    def __init__(self, program: Program, position: int) -> None:
+        self._program = program
+        self._tokens = [7919 * i % program.vocabulary for i in range(max(*program.buckets, 1 + STEPS))]
+        self._state = _saved(program, position)
+        self.took = self._nothing()
+
+    def warm_up(self) -> None:
+        """A round that does not count."""
+        self.go(None)
+        self.took = self._nothing()
+
+    def go(self, read: _WeightRead | None) -> None:
+        for bucket in self._program.buckets:
+            self._prefill(bucket)
+        self._save_and_restore()
+        self._decode()
+        if read is not None:
+            self.took.read += [read.ms() for _ in range(1 + READS)][1:]
+
+    def _prefill(self, bucket: int) -> None:
+        with self._restored() as handle:
+            begin = time.perf_counter()
+            self._program.prefill(handle, self._tokens[:bucket])
+            self.took.prefill[bucket].append(_ms_since(begin))
+
+    def _save_and_restore(self) -> None:
+        begin = time.perf_counter()
+        with self._restored() as handle:
+            self.took.restore.append(_ms_since(begin))
+            begin = time.perf_counter()
+            self._program.save(handle)
+            self.took.save.append(_ms_since(begin))
+
+    def _decode(self) -> None:
+        with self._restored() as handle:
+            times = []
+            for token in self._tokens[: 1 + STEPS]:
+                begin = time.perf_counter()
+                self._program.decode([handle], [token])
+                times.append(_ms_since(begin))
+            self.took.decode += times[1:]
+
+    @contextmanager
+    def _restored(self) -> Iterator[Handle]:
+        handle = self._program.restore(self._state)
+        try:
+            yield handle
+        finally:
+            self._program.release(handle)
+
+    def _nothing(self) -> _Took:
+        return _Took({bucket: [] for bucket in self._program.buckets})
+
+
+def _saved(program: Program, position: int) -> State:
+    """A state at `position`, of zeros, as the program itself lays a saved one out: what it holds costs no time."""
+    spec: StateSpec = program.spec
+    zeros = {t.name: np.zeros(t.shape_at(position), t.numpy_dtype) for t in spec.tensors}
+    handle = program.restore(State(position, 0, zeros))
+    try:
+        return program.save(handle)
+    finally:
+        program.release(handle)
+
+
+class _WeightRead:
+    """So many bytes of memory, to be streamed through the processor by several threads at once."""
+
+    def __init__(self, nbytes: int, threads: int) -> None:
+        buffer = np.ones(max(1, min(nbytes, _LARGEST_BUFFER)), np.uint8)  # written, so that every page is there
+        whole, rest = divmod(nbytes, buffer.size)
+        self._passes = [buffer] * whole + [buffer[:rest]] * (rest > 0)
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ssmd-read")
+
+    def __enter__(self) -> _WeightRead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def ms(self) -> float:
+        """The time of one read."""
+        begin = time.perf_counter()
+        list(self._pool.map(self._read, range(self._threads)))
+        return _ms_since(begin)
+
+    def parts(self, thread: int) -> Iterator[NDArray[np.uint8]]:
+        """What one of the threads reads."""
+        return (np.array_split(whole, self._threads)[thread] for whole in self._passes)
+
+    def _read(self, thread: int) -> None:
+        for part in self.parts(thread):
+            np.maximum.reduce(part, initial=0)  # of numpy's reductions the one that waits for memory alone
+
+
+def _ms_since(begin: float) -> float:
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _median(times: list[float]) -> float:
+    return float(np.median(times))
+
+
+def _load_average() -> tuple[float, float, float] | None:
+    try:
+        return os.getloadavg()
+    except (AttributeError, OSError):  # no such thing there
+        return None

@@ -1,0 +1,110 @@
+"""Memory that a runtime and numpy share: aligned blocks, arrays carved from them, and snapshots that are used again."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.runtime.hoststate.graph import Array, Tensor
+
+ALIGNMENT = 64  # bytes; what runtimes ask of host memory
+Memory = NDArray[np.uint8]
+_MADV_POPULATE_WRITE = 23
+
+
+def aligned(nbytes: int) -> Memory:
+    """`nbytes` zero bytes at an aligned address. Pages are taken from the system when they are first written."""
+    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    offset = -raw.ctypes.data % ALIGNMENT
+    return raw[offset : offset + nbytes]
+
+
+def carve(tensors: Mapping[str, Tensor], memory: Memory | None = None) -> tuple[Memory, dict[str, Array]]:
+    """One block (a new one unless given) and an aligned array in it for each tensor, in order."""
+    sizes = {name: int(np.prod(t.shape)) * t.dtype.itemsize for name, t in tensors.items()}
+    total = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
+    block = aligned(total) if memory is None else memory
+    arrays: dict[str, Array] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        arrays[name] = block[offset : offset + sizes[name]].view(tensor.dtype).reshape(tensor.shape)
+        offset += -(-sizes[name] // ALIGNMENT) * ALIGNMENT
+    return block, arrays
+
+
+def stack(count: int, shape: tuple[int, ...]) -> tuple[Memory, NDArray[np.float32]]:
+    """One block and an array (count, *shape) of float32 over it, each of whose `count` parts is aligned."""
+    size = int(np.prod(shape))
+    step = -(-size * 4 // ALIGNMENT) * ALIGNMENT // 4
+    memory = aligned(count * step * 4)
+    parts: NDArray[np.float32] = memory.view(np.float32).reshape(count, step)[:, :size].reshape(count, *shape)
+    return memory, parts
+
+
+class Lease:
+    """`np.asarray(lease)` is an array over `memory` and the base of all its views: alive as long as any of them is."""
+
+    def __init__(self, memory: NDArray[Any]) -> None:
+        self._memory = memory
+        self.__array_interface__: dict[str, Any] = dict(memory.__array_interface__)
+
+
+def populate(blocks: Sequence[Memory]) -> None:
+    """Ask the system for the pages of these blocks in the background; what they hold does not change.
+
+    A hint: Linux 5.14 and later take it, elsewhere pages come when they are first written.
+    """
+    if sys.platform != "linux" or not blocks:
+        return
+    libc = ctypes.CDLL(None)
+
+    def work() -> None:  # ctypes releases the GIL during each call
+        for block in blocks:
+            start = -(-block.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = (block.ctypes.data + block.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+            if length > 0:
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+
+    threading.Thread(target=work, name="ssmd-populate", daemon=True).start()
+
+
+class Snapshots:
+    """Blocks of one size for copies of recurrent state, given back when the last array over them is gone.
+
+    Copying 22 MB takes 2 ms into a block that was used before and 33 ms into fresh memory. Thread-safe.
+    """
+
+    def __init__(self, nbytes: int, *, ready: int, spare_bytes: int) -> None:
+        """`ready` blocks are touched now; at most `spare_bytes` (but one block at least) are kept idle later."""
+        self._nbytes = nbytes
+        self._most = max(ready, 1, spare_bytes // max(nbytes, 1))
+        self._spare: list[Memory] = []
+        self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
+        for _ in range(ready if nbytes else 0):
+            block = aligned(nbytes)
+            block.fill(0)  # take the pages now, not in the first save
+            self._spare.append(block)
+
+    def copy(self, source: Memory) -> Memory:
+        """A copy of `source` that nobody else writes to as long as it, or a view of it, lives."""
+        with self._lock:
+            block = self._spare.pop() if self._spare else None
+        if block is None:
+            block = aligned(self._nbytes)
+        np.copyto(block, source)
+        lease = Lease(block)
+        weakref.finalize(lease, self._give_back, block).atexit = False
+        return np.asarray(lease)
+
+    def _give_back(self, block: Memory) -> None:
+        with self._lock:
+            if len(self._spare) < self._most:
+                self._spare.append(block)

@@ -1,0 +1,211 @@
+"""The calls of a Program over the signatures of a graph with flat IO (ssmd/authoring/flat.py), whatever runs it.
+
+A step reads a handle's recurrent state from one arena and writes it into the other; committing the step swaps them, so
+nothing is copied. Attention layers put out only their new rows, which the host appends to the caches.
+
+There may be signatures for several capacities of the caches (tiers), as each attends over all slots of its own: a step
+runs in the smallest one that has room for the tokens after it. A conversation moves up by having its rows copied, and
+which signature computes a token depends on nothing but its position and its call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.model.state import Part, State
+from ssmd.runtime.checked import CheckedProgram, Held
+from ssmd.runtime.hoststate.buffers import Snapshots, carve
+from ssmd.runtime.hoststate.graph import Array, Call, Graph, GraphError
+from ssmd.runtime.hoststate.signatures import check_signatures, signature_name
+from ssmd.runtime.hoststate.slot import Slot, recurrent_tensors, row_groups
+from ssmd.runtime.hoststate.step import Step
+from ssmd.runtime.protocol import Logits, ProgramError
+
+if TYPE_CHECKING:
+    from ssmd.model.artifact import Manifest
+
+_SPARE_BYTES = 48 << 20  # idle snapshots
+_SPARE_SLOT_BYTES = 192 << 20  # memory of released handles that is kept for the next ones; one is kept in any case
+
+
+@dataclass(eq=False, slots=True)
+class _Handle(Held):
+    """`side` is the arena that holds the state now. A released handle has no slot."""
+
+    slot: Slot
+    side: int = 0
+
+
+class FlatProgram(CheckedProgram[_Handle]):
+    """A loaded artifact.
+
+    `pad_token` fills the part of a bucket that has no token of the prompt. It may be any id of the vocabulary and
+    never changes a result: the contract suite sets it to show that.
+    """
+
+    def __init__(self, graph: Graph, manifest: Manifest, producer: str, threads: int) -> None:
+        super().__init__(manifest)
+        self.producer = producer
+        self.threads = threads
+        self.pad_token = 0
+        if len({t.dtype for t in self.spec.rows}) > 1:
+            raise ProgramError("keys and values of more than one dtype are not supported; build the artifact again")
+        self._tiers = manifest.tiers or (manifest.context or 1,)
+        check_signatures(graph.signatures, manifest, self.spec, self._tiers)
+        self.graph = graph
+        self._groups = row_groups(self.spec)
+        self._steps = [Step(length, self.vocabulary, self._groups) for length in sorted({1, *self.buckets})]
+        self._slots: set[Slot] = set()  # of live handles
+        self._spare: list[Slot] = [self._make_slot(self._tiers[0])]  # the one used last is the last
+        arena = self._spare[0].arenas[0].nbytes
+        self._snapshots = Snapshots(arena, ready=2, spare_bytes=_SPARE_BYTES)
+
+    # steps of the contract
+
+    def _new(self, tokens: int) -> _Handle:
+        """Memory that was used before is there at once, new memory is not."""
+        capacity = self._tier(tokens) if self.spec.rows else self._tiers[0]
+        slot = next((s for s in reversed(self._spare) if s.capacity == capacity), None)
+        if slot is None:
+            slot = self._make_slot(capacity)
+        else:
+            self._spare.remove(slot)
+        self._slots.add(slot)
+        return _Handle(self, slot)
+
+    def _prefill(self, handle: _Handle, ids: NDArray[np.int32]) -> Logits:
+        step = next(s for s in self._steps if s.length >= len(ids))
+        self._run(step, handle, ids)
+        self._commit(handle, len(ids))
+        return step.logits.copy()
+
+    def _decode(self, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
+        step = self._steps[0]
+        for i, handle in enumerate(handles):
+            self._run(step, handle, ids[i : i + 1])
+            logits[i] = step.logits
+        for handle in handles:  # all of them, or none if a run raised
+            self._commit(handle, 1)
+
+    def _save(self, handle: _Handle, since: int) -> State:
+        slot = handle.slot
+        tensors: dict[str, Array] = slot.canonical_rows(since, handle.position)
+        if self.spec.recurrent:
+            copy = self._snapshots.copy(slot.arenas[handle.side])
+            arrays = carve(recurrent_tensors(self.spec), copy)[1]
+            for t in self.spec.recurrent:
+                array = arrays[t.name][0]
+                tensors[t.name] = array.T if t.channels_first else array
+                tensors[t.name].flags.writeable = False
+        return State(handle.position, since, tensors)
+
+    def _fill(self, handle: _Handle, recurrent: Mapping[str, Array], rows: Part | None) -> None:
+        for t in self.spec.recurrent:
+            if t.name in recurrent:
+                array = recurrent[t.name]
+                handle.slot.recurrent[0][t.name][0] = array.T if t.channels_first else array
+        if rows is not None:
+            handle.slot.load_rows(rows.tensors, rows.first, rows.last)
+
+    def _clone(self, handle: _Handle) -> _Handle:
+        twin = self._new(handle.position)
+        np.copyto(twin.slot.arenas[0], handle.slot.arenas[handle.side])
+        twin.slot.copy_rows(handle.slot, handle.position)
+        return twin
+
+    def _release(self, handle: _Handle) -> None:
+        slot = handle.slot
+        del handle.slot
+        self._slots.discard(slot)
+        slot.clear()
+        self._spare.append(slot)
+        while len(self._spare) > 1 and sum(s.nbytes for s in self._spare) > _SPARE_SLOT_BYTES:
+            largest = max(self._spare, key=lambda s: s.capacity)
+            self._spare.remove(largest)
+            self._forget(largest)
+
+    def _close(self) -> None:
+        self._slots.clear()
+        self._spare.clear()
+        self.graph.close()
+
+    # what they are made of
+
+    def _tier(self, tokens: int) -> int:
+        """The smallest capacity that has room for so many tokens in all."""
+        return next(t for t in self._tiers if t >= tokens)
+
+    def _make_slot(self, capacity: int) -> Slot:
+        return Slot(self.spec, self._groups, self.context or 0, capacity)
+
+    def _make_room(self, slot: Slot, tokens: int, rows: int) -> None:
+        """Move a slot, with its first `rows` rows, up to the smallest tier that has room for `tokens` in all."""
+        if self.spec.rows and tokens > slot.capacity:
+            for block in slot.resize(self._tier(tokens), rows):
+                self.graph.forget(block)
+
+    def _forget(self, slot: Slot) -> None:
+        slot.calls.clear()
+        for block in slot.blocks:
+            self.graph.forget(block)
+
+    def _call(self, step: Step, slot: Slot, side: int) -> Call:
+        """The signature bound to a slot, reading recurrent state on `side` and writing it on the other. Made once."""
+        key = (step.length, side)
+        if key not in slot.calls:
+            inputs = {**step.arrays, **slot.recurrent[side], **slot.caches}
+            outputs = {**step.arrays, **slot.recurrent[1 - side], **step.rows.arrays}
+            slot.calls[key] = self.graph.bind(self._signature(step, slot), inputs, outputs)
+        return slot.calls[key]
+
+    def _signature(self, step: Step, slot: Slot) -> str:
+        return signature_name(step.length, slot.capacity, self._tiers[0])
+
+    def _run(self, step: Step, handle: _Handle, ids: NDArray[np.int32]) -> None:
+        """Compute a step without committing it: until then the handle is what it was."""
+        slot, count = handle.slot, len(ids)
+        step.tokens[:count] = ids
+        if count < step.length:
+            step.tokens[count:] = self.pad_token
+        step.pos[0] = handle.position
+        step.n_valid[0] = count
+        self._make_room(slot, handle.position + count, handle.position)
+        self._call(step, slot, handle.side).run()
+        slot.append(step.rows, handle.position, count)
+
+    def _commit(self, handle: _Handle, count: int) -> None:
+        handle.side ^= 1
+        handle.position += count
+
+    def self_test(self) -> None:
+        """Show on this very model that the graph reads what numpy writes, and numpy what the graph writes.
+
+        Two steps over the same memory with other contents must give what the runtime gives with memory of its own, bit
+        for bit. Raises GraphError if not.
+        """
+        step, slot = self._steps[0], self._spare[0]
+        call = self._call(step, slot, 0)
+        outputs: dict[str, Array] = {"logits": step.arrays["logits"], **slot.recurrent[1], **step.rows.arrays}
+        known = {**step.arrays, **slot.recurrent[0], **slot.caches}
+        noise = np.random.default_rng(0)
+        try:
+            for token in (self.vocabulary - 1, 0):
+                step.tokens[0], step.pos[0], step.n_valid[0] = token, 0, 1
+                for array in slot.recurrent[0].values():
+                    array[...] = noise.standard_normal(array.shape, np.float32) * 0.1
+                for array in outputs.values():
+                    array.fill(np.nan)
+                call.run()
+            for name, expected in self.graph.run_managed(self._signature(step, slot), known).items():
+                if not np.isfinite(expected).all():
+                    raise GraphError(f"its {name} are no numbers: the weights are damaged")
+                if not np.array_equal(expected, outputs[name]):
+                    raise GraphError(f"the self-test of shared memory failed at {name!r}")
+        finally:
+            slot.clear()
+        slot.prepare()

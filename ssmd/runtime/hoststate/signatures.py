@@ -1,0 +1,53 @@
+"""The signatures that a graph of ssmd has: decode and each bucket, for each capacity of the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ssmd.model.state import StateSpec
+from ssmd.runtime.hoststate.graph import Signature, Tensor
+from ssmd.runtime.hoststate.slot import graph_shape
+from ssmd.runtime.protocol import ProgramError
+
+if TYPE_CHECKING:
+    from ssmd.model.artifact import Manifest
+
+_INT32 = np.dtype(np.int32)
+_FLOAT32 = np.dtype(np.float32)
+
+
+def signature_name(length: int, capacity: int, smallest: int) -> str:
+    """`length`: of the bucket, 1 for decode. The smallest tier has plain names."""
+    name = "decode" if length == 1 else f"prefill_{length}"
+    return name if capacity == smallest else f"{name}_{capacity}"
+
+
+def check_signatures(
+    signatures: Mapping[str, Signature], manifest: Manifest, spec: StateSpec, tiers: Sequence[int]
+) -> None:
+    """Raises ProgramError unless the graph has every bucket in every tier, with the tensors of its state."""
+    for capacity in tiers:
+        for length in (1, *manifest.buckets):
+            _check_signature(signatures, signature_name(length, capacity, tiers[0]), length, capacity, manifest, spec)
+
+
+def _check_signature(
+    signatures: Mapping[str, Signature], name: str, length: int, capacity: int, manifest: Manifest, spec: StateSpec
+) -> None:
+    signature = signatures.get(name)
+    if signature is None:
+        raise ProgramError(f"the model has no signature {name!r}, it has {sorted(signatures)}; build it again")
+    inputs = {t.name: Tensor(graph_shape(t, capacity), _FLOAT32) for t in spec.tensors}
+    inputs |= {"tokens": Tensor((1, length), _INT32), "pos": Tensor((1,), _INT32), "n_valid": Tensor((1,), _INT32)}
+    outputs = {t.name: Tensor(graph_shape(t, length), _FLOAT32) for t in spec.tensors}
+    outputs |= {"logits": Tensor((1, manifest.vocabulary), _FLOAT32)}
+    for side, found, wanted in (("input", signature.inputs, inputs), ("output", signature.outputs, outputs)):
+        for key in sorted(found.keys() | wanted.keys()):
+            if found.get(key) != wanted.get(key):
+                raise ProgramError(
+                    f"signature {name!r}: {side} {key!r} is {found.get(key)}, the manifest says {wanted.get(key)}; "
+                    "build the artifact again"
+                )

@@ -1,0 +1,220 @@
+"""Writing a session file: which states go into it, what its document says, and its tensors one after the other."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import BinaryIO, Literal
+
+import numpy as np
+from sqlalchemy import Connection
+
+from ssmd import __version__
+from ssmd.model.state import DTYPES, StateSpec
+from ssmd.sessions.checkpoint import Ids
+from ssmd.sessions.files.document import (
+    FORMAT,
+    MAX_CHECKPOINTS,
+    CheckpointEntry,
+    Document,
+    MessageEntry,
+    RowsEntry,
+    SessionEntry,
+    TensorEntry,
+    TurnEntry,
+)
+from ssmd.sessions.files.sessionfile import SessionFileWriter, dtype_name
+from ssmd.sessions.rows import checkpoints as checkpoint_rows
+from ssmd.sessions.rows import turns as turn_rows
+from ssmd.sessions.rows.checkpoints import Stored
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import Session, StoreError, Turn
+
+States = Literal["newest", "all", "none"]
+_NO_IDS = np.empty(0, np.int32)
+_MAX_REPEATED = 2  # bytes of rows that an import cannot share, over the bytes of the file's states
+
+
+@dataclass(frozen=True)
+class Exported:
+    """left_out: states that were wanted and had no place in one file; their text is in it."""
+
+    turns: int
+    checkpoints: int
+    nbytes: int
+    left_out: int = 0
+
+
+def pack(store: Store, connection: Connection, session: Session, out: BinaryIO, states: States) -> Exported:
+    """Write the file. Raises SessionFileError, StoreError.
+
+    states: "newest" of the current path, "all" branches' newest, "none". Those of another model than the one that
+    answered last stay here, as do the ids of turns that it did not answer.
+    """
+    tree = turn_rows.read_tree(connection, session.id)
+    head = next((t for t in tree if t.id == session.head), None)
+    if head is None:
+        raise StoreError(f"session {session.id!r} is broken: its current turn {session.head!r} is missing")
+    lineage = head.lineage or session.info.lineage
+    stored, left_out = _chosen(connection, tree, head, lineage, states)
+    chunks: dict[int, tuple[int, int, str]] = {s[0]: s[1:] for c in stored for s in c.segments}
+    numbers = {segment: k for k, segment in enumerate(chunks)}
+    spec = stored[0].spec if stored else None
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    turns, tails = _turn_entries(tree, lineage)
+    for i, tail in enumerate(tails):
+        shapes[f"turn.{i}.ids"] = ("I32", tail.shape)
+    for i, c in enumerate(stored):
+        shapes[f"checkpoint.{i}.ids"] = ("I32", c.ids.shape)
+        for t in c.spec.recurrent:
+            shapes[f"checkpoint.{i}.{t.name}"] = (dtype_name(DTYPES[c.dtype]), t.shape)
+    for k, (first, last, dtype) in enumerate(chunks.values()):
+        for t in spec.rows if spec else ():
+            shapes[f"rows.{k}.{t.name}"] = (dtype_name(DTYPES[dtype]), t.shape_at(last - first))
+    info = session.info
+    document = Document(
+        format=FORMAT,
+        written_by=f"ssmd {__version__}",
+        session=SessionEntry(
+            id=info.id, model=info.model, lineage=lineage, clock=info.clock.isoformat(), head=session.head
+        ),
+        turns=turns,
+        layout=[TensorEntry.model_validate(t) for t in spec.to_json()] if spec else [],
+        checkpoints=[_checkpoint_entry(c, numbers) for c in stored],
+        rows=[RowsEntry(first=first, last=last) for first, last, _ in chunks.values()],
+    )
+    writer = SessionFileWriter(out, document, shapes)
+    for i, tail in enumerate(tails):
+        writer.write(f"turn.{i}.ids", tail)
+    written: set[int] = set()
+    for i, c in enumerate(stored):
+        _write_state(store, connection, writer, i, c, numbers, written)
+    writer.seal()
+    return Exported(len(tree), len(stored), out.seek(0, os.SEEK_END), left_out)
+
+
+def _write_state(
+    store: Store,
+    connection: Connection,
+    writer: SessionFileWriter,
+    i: int,
+    c: Stored,
+    numbers: Mapping[int, int],
+    written: set[int],
+) -> None:
+    try:
+        state = store.load_in(connection, c.id, _as_stored(c))
+    except StoreError as err:
+        raise StoreError(f"{err}; the text alone can be exported without states") from err
+    writer.write(f"checkpoint.{i}.ids", c.ids)
+    for t in c.spec.recurrent:
+        writer.write(f"checkpoint.{i}.{t.name}", state.tensors[t.name])
+    for segment, first, last, dtype in c.segments:
+        if segment not in written:
+            written.add(segment)
+            for t in c.spec.rows:
+                rows = state.tensors[t.name][:, first:last]
+                writer.write(f"rows.{numbers[segment]}.{t.name}", rows.astype(DTYPES[dtype], copy=False))
+
+
+def _as_stored(c: Stored) -> StateSpec:
+    """The layout in dtypes that hold what is stored without loss."""
+    rows = "float32" if any(s[3] == "float32" for s in c.segments) else "float16"
+    return StateSpec(tuple(replace(t, dtype=c.dtype if t.recurrent else rows) for t in c.spec.tensors))
+
+
+def _chosen(
+    connection: Connection, tree: Sequence[Turn], head: Turn, lineage: str, states: States
+) -> tuple[list[Stored], int]:
+    """The checkpoints to write, those of the current path first; and how many more were wanted."""
+    if states == "none":
+        return [], 0
+    above = {t.id: t.parent for t in tree}
+    chosen = checkpoint_rows.newest_on_path(connection, _path(above, head.id), lineage)
+    if states == "newest":
+        return chosen, 0
+    children = Counter(t.parent for t in tree)
+    # Branches share the rows up to where they part: its checkpoint lets an import share them too.
+    forks = [t for t in tree if children[t.id] > 1]
+    leaves = sorted((t for t in tree if not children[t.id]), key=lambda t: t.created_at, reverse=True)
+    wanted = {c.id: c for c in chosen}
+    for turn in [*forks, *leaves]:
+        newest = checkpoint_rows.newest_on_path(connection, _path(above, turn.id), lineage)
+        for c in newest[:1] if children[turn.id] else newest:
+            if not wanted or c.spec.digest() == next(iter(wanted.values())).spec.digest():
+                wanted.setdefault(c.id, c)
+    fitting = _sharing(list(wanted.values())[:MAX_CHECKPOINTS], own=len(chosen))
+    return fitting, len(wanted) - len(fitting)
+
+
+def _path(above: Mapping[str, str | None], turn: str) -> list[str]:
+    """Root first."""
+    path: list[str] = []
+    at: str | None = turn
+    while at is not None:
+        path.append(at)
+        at = above[at]
+    return path[::-1]
+
+
+def _sharing(stored: Sequence[Stored], own: int) -> list[Stored]:
+    """Without those whose rows an import could share with no other and that would make it refuse the file.
+
+    The first `own` are never left out.
+    """
+    spec = stored[0].spec if stored else None
+    unique = sum(t.nbytes_at(0) for t in spec.recurrent) * len(stored) if spec else 0
+    unique += _rows_nbytes(spec, {s for c in stored for s in c.segments})
+    kept: list[Stored] = []
+    seen: set[int] = set()
+    repeated = 0
+    for i, c in sorted(enumerate(stored), key=lambda x: (x[0] >= own, x[1].position)):
+        parents = [k for k in kept if k.build == c.build and k.segments == c.segments[: len(k.segments)]]
+        parent = max(parents, key=lambda k: len(k.segments), default=None)
+        loose = c.segments[len(parent.segments) if parent else 0 :]
+        again = _rows_nbytes(spec, [s for s in loose if s[0] in seen])
+        if i >= own and repeated + again > _MAX_REPEATED * unique:
+            continue
+        repeated += again
+        seen.update(s[0] for s in c.segments)
+        kept.append(c)
+    return kept
+
+
+def _rows_nbytes(spec: StateSpec | None, segments: Iterable[tuple[int, int, int, str]]) -> int:
+    return sum(t.nbytes_at(last - first) for t in (spec.rows if spec else ()) for _, first, last, _ in segments)
+
+
+def _checkpoint_entry(c: Stored, numbers: Mapping[int, int]) -> CheckpointEntry:
+    fields = {"turn": c.turn, "kind": c.kind, "build": c.build, "producer": c.producer}
+    return CheckpointEntry.model_validate(fields | {"rows": [numbers[s[0]] for s in c.segments]})
+
+
+def _turn_entries(tree: Sequence[Turn], lineage: str) -> tuple[list[TurnEntry], list[Ids]]:
+    """The turns, and of each the ids that its parent does not have. Ids of another lineage would mean other text."""
+    entries, tails = [], []
+    seen: dict[str | None, tuple[Ids, str]] = {None: (_NO_IDS, "")}
+    for turn in tree:
+        ids, text = (turn.ids, turn.text) if turn.lineage == lineage else (_NO_IDS, "")
+        above_ids, above_text = seen[turn.parent]
+        ids_shared, text_shared = turn_rows.shared_ids(ids, above_ids), turn_rows.shared_text(text, above_text)
+        tails.append(ids[ids_shared:])
+        entries.append(
+            TurnEntry(
+                id=turn.id,
+                parent=turn.parent,
+                messages=[MessageEntry.model_validate(m.to_json()) for m in turn.messages],
+                answer=MessageEntry.model_validate(turn.answer.to_json()),
+                ids_shared=ids_shared,
+                text_shared=text_shared,
+                text=text[text_shared:],
+                prompt_tokens=turn.prompt_tokens if len(ids) else 0,
+                finish=turn.finish,
+                complete=turn.complete,
+                created_at=turn.created_at.isoformat(),
+            )
+        )
+        seen[turn.id] = (ids, text)
+    return entries, tails

@@ -1,0 +1,172 @@
+"""Moving a session: to a `.ssmd` file and from one. The format is described in docs/session-file.md."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from ssmd.model.state import StateSpec
+from ssmd.sessions.files import contents
+from ssmd.sessions.files.packing import Exported, States, pack
+from ssmd.sessions.files.rereading import Rereader
+from ssmd.sessions.files.sessionfile import SessionFileError, SessionFileReader, open_session_file
+from ssmd.sessions.rows.encoded import Encoded
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import NewTurn, SessionInfo
+
+
+@dataclass(frozen=True)
+class Local:
+    """A model that is here: what a session of its lineage must fit."""
+
+    name: str
+    spec: StateSpec
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """session: its id here, another one than in the file if that was taken. nbytes: what the store grew by.
+
+    dropped: states that were in the file and were not taken. text_only: not empty if nothing but the messages was
+    taken, and says why: whoever goes on with the session reads it whole, once.
+    """
+
+    session: str
+    renamed: bool
+    turns: int
+    checkpoints: int
+    nbytes: int
+    model: str
+    lineage: str
+    dropped: int = 0
+    text_only: str = ""
+
+
+def export_session(
+    store: Store, session_id: str, file: Path, *, force: bool = False, states: States = "newest"
+) -> Exported:
+    """Write a session to a new file (mode 0600): all its turns, and the newest checkpoints of its current path.
+
+    states: "all" for those of every branch, "none" for the text alone. Raises UnknownSession, SessionFileError,
+    StoreError; an existing path is refused unless `force`. The file appears whole or not at all.
+    """
+    if not force and os.path.lexists(file):
+        raise SessionFileError(f"{file} exists already; choose another name, or overwrite it with --force")
+    temporary = file.parent / f".{file.name[:100]}.{secrets.token_hex(6)}.tmp"
+    try:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(descriptor, "w+b") as out, store.reading() as connection:
+                result = pack(store, connection, store.session_in(connection, session_id), out, states)
+            _publish(temporary, file, force=force)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
+    except OSError as err:
+        raise SessionFileError(f"{file} cannot be written: {err.strerror or err}") from err
+    except ValidationError as err:  # more turns than a file may have, say, or one that was damaged
+        why = err.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, why["loc"]))
+        raise SessionFileError(f"session {session_id!r} fits into no session file: {where}: {why['msg']}") from err
+    return result
+
+
+def _publish(temporary: Path, file: Path, *, force: bool) -> None:
+    if force:
+        os.replace(temporary, file)
+        return
+    try:
+        os.link(temporary, file)  # unlike a rename it never replaces what came there meanwhile
+    except FileExistsError as err:
+        raise SessionFileError(f"{file} exists already; choose another name, or overwrite it with --force") from err
+    except OSError:  # a file system without hard links
+        os.rename(temporary, file)
+
+
+def import_session(
+    store: Store,
+    file: Path,
+    *,
+    local: Mapping[str, Local] | None = None,
+    believe: bool = True,
+    rereader: Rereader | None = None,
+) -> ImportResult:
+    """Read a session file into the store. Nothing is written unless every part of the file is sound.
+
+    local: the models that are here, by lineage; of a session of another lineage only the messages are taken then. Its
+    checkpoints serve only the imported session: a forged state can mislead nobody else. believe: False takes the
+    messages alone, and no id or state on the file's word; with a `rereader` of its lineage, which implies it, also the
+    ids that spell the text, and states that are computed anew before anything is written. Raises SessionFileError,
+    StoreError, and what the rereader's program raises.
+    """
+    believe = believe and rereader is None
+    with open_session_file(file) as reader:
+        entry = reader.document.session
+        stranger = _stranger(reader, local)
+        model = local.get(entry.lineage) if local else None
+        spec, vocabulary = (model.spec, model.vocabulary) if model else (None, None)
+        found = contents.read(reader, spec=spec, vocabulary=vocabulary, states=believe and not stranger)
+        dropped = len(reader.document.checkpoints) - len(found.checkpoints)
+    turns, computed = found.turns, list[Encoded]()
+    if rereader is not None and rereader.scope.lineage == entry.lineage:
+        turns = [t if rereader.spells(t) else _messages_alone(t) for t in turns]
+        computed = rereader.compute({t.id: t for t in turns}, found.marks or _usual_marks(turns, entry.head))
+        reason = "" if any(len(t.ids) for t in turns) else "its ids do not spell its text"
+    elif stranger or not believe:
+        turns = [_messages_alone(t) for t in turns]
+        reason = stranger or "nothing in the file was to be believed"
+    else:
+        reason = ""
+    session_id, names = entry.id, {t.id: t.id for t in turns}
+    if renamed := store.taken(session_id, list(names)):
+        session_id = f"ses_{secrets.token_hex(12)}"
+        names = {t.id: f"turn_{secrets.token_hex(12)}" for t in turns}
+    info = SessionInfo(session_id, entry.model, entry.lineage, found.clock, imported=session_id)
+    own_turns = [
+        replace(t, id=names[t.id], session=session_id, parent=None if t.parent is None else names[t.parent])
+        for t in turns
+    ]
+    own = [replace(c, origin=session_id, turn=None if c.turn is None else names[c.turn]) for c in found.checkpoints]
+    own += [replace(c, turn=None if c.turn is None else names[c.turn]) for c in computed]
+    done = store.adopt(info, own_turns, own, head=names[entry.head])
+    return ImportResult(
+        session=session_id,
+        renamed=renamed,
+        turns=len(turns),
+        checkpoints=len(done.checkpoints),
+        nbytes=done.nbytes,
+        model=entry.model,
+        lineage=entry.lineage,
+        dropped=dropped,
+        text_only=reason,
+    )
+
+
+def _stranger(reader: SessionFileReader, local: Mapping[str, Local] | None) -> str:
+    """Why no model here can use the file's ids and states; "" if one can, or none is known to check against."""
+    entry = reader.document.session
+    if local is None or entry.lineage in local:
+        return ""
+    here = ", ".join(f"{m.name} ({lineage[:12]})" for lineage, m in sorted(local.items())) or "none"
+    return f"it is of lineage {entry.lineage[:12]} (model {entry.model!r}), and the models here are: {here}"
+
+
+def _messages_alone(turn: NewTurn) -> NewTurn:
+    return replace(turn, ids=np.empty(0, np.int32), text="", prompt_tokens=0)
+
+
+def _usual_marks(turns: list[NewTurn], head: str) -> list[contents.Mark]:
+    """Where an engine takes checkpoints of its last turn: one token before the answer, and at its end."""
+    last = next(t for t in turns if t.id == head)
+    return [
+        contents.Mark(head, "user", last.prompt_tokens - 1),
+        contents.Mark(head, "turn", len(last.ids)),
+    ]

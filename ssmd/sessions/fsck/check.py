@@ -1,0 +1,179 @@
+"""Whether everything that is stored is what was written: `examine` finds what is not, repair.py acts on it.
+
+Values are read as they lie there, without the schema's types: any byte may have changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection, text
+
+from ssmd.model.state import StateSpec
+from ssmd.sessions.checkpoint import KINDS, Digested, anchor, as_ids, digest, prefix_keys
+from ssmd.sessions.fsck.findings import Findings, as_they_are, is_count, is_text, is_time, raw_rows
+from ssmd.sessions.fsck.transcript import examine_transcripts
+from ssmd.sessions.rows.blobs import MAX_BLOB_BYTES, dtype_of, is_genuine, recurrent_values
+from ssmd.sessions.rows.holding import stored_bytes
+from ssmd.sessions.rows.schema import metadata
+
+
+def examine(connection: Connection, progress: Callable[[int], None] = lambda _: None) -> Findings:
+    """Read everything, within one transaction. progress: told of bytes that were read."""
+    found = Findings()
+    with as_they_are(connection):
+        _structure(connection, found)
+        if not found.torn:
+            segments = _segments(connection, found, progress)
+            _checkpoints(connection, found, segments, progress)
+            examine_transcripts(connection, found)
+            _links(connection, found)
+            _total(connection, found)
+    return found
+
+
+def _structure(connection: Connection, found: Findings) -> None:
+    messages = [str(m) for m in connection.scalars(text("PRAGMA integrity_check(20)"))]
+    for name, made in metadata.tables.items():
+        there = {row[1] for row in connection.execute(text(f"PRAGMA table_info({name})"))}
+        if missing := {c.name for c in made.columns} - there:
+            messages = [m for m in messages if m != "ok"]
+            messages.append(f"the table {name} has no {', '.join(sorted(missing))}")
+    if messages != ["ok"]:
+        found.torn = True
+        found.damages = Findings.of_torn_file("; ".join(m.replace("\n", ", ") for m in messages[:3])).damages
+
+
+def _blob_problem(row: Any) -> str:
+    """Of a piece or a segment."""
+    if not isinstance(row.data, bytes) or not isinstance(row.dtype, str) or len(row.data) > MAX_BLOB_BYTES:
+        return "its numbers are not what was written"
+    if not is_genuine(row.data, row.checksum):
+        return "its numbers were altered (their checksum differs)"
+    if not is_count(row.first, row.last) or row.first >= row.last or dtype_of(row.dtype) is None:
+        return "where its numbers belong is not readable"
+    return ""
+
+
+def _segments(
+    connection: Connection, found: Findings, progress: Callable[[int], None]
+) -> dict[int, tuple[Digested, str]]:
+    """By id, of the sound ones: what goes into a digest."""
+    sound: dict[int, tuple[Digested, str]] = {}
+    for row in raw_rows(connection, "segment", "id first last dtype nbytes checksum data", "id"):
+        progress(len(row.data) if isinstance(row.data, bytes) else 0)
+        problem = _blob_problem(row)
+        if not problem and row.nbytes != len(row.data):
+            problem = f"it has {len(row.data)} bytes, not {row.nbytes}"
+        if problem:
+            found.segments.add(row.id)
+            found.add(f"KV rows {row.id}", problem, "the states that stand on them go, their turns are read again")
+        else:
+            sound[row.id] = ((row.first, row.last, row.checksum), row.dtype)
+    return sound
+
+
+def _checkpoints(
+    connection: Connection, found: Findings, segments: dict[int, tuple[Digested, str]], progress: Callable[[int], None]
+) -> None:
+    specs: dict[str, StateSpec] = {}
+    for row in raw_rows(connection, "layout", "digest tensors", "digest"):
+        try:
+            spec = StateSpec.from_json(json.loads(row.tensors))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+        if spec.digest() == row.digest:
+            specs[row.digest] = spec
+    lists: dict[int, list[int]] = {}
+    for row in raw_rows(connection, "checkpoint_segment", "checkpoint segment", "checkpoint, segment"):
+        lists.setdefault(row.checkpoint, []).append(row.segment)
+    pieces: dict[int, list[Any]] = {}
+    for row in raw_rows(connection, "piece", "checkpoint first last dtype checksum data", "checkpoint, first"):
+        progress(len(row.data) if isinstance(row.data, bytes) else 0)
+        known = None if _blob_problem(row) else (row.first, row.last, row.checksum, len(row.data))
+        pieces.setdefault(row.checkpoint, []).append(known or _blob_problem(row))
+    columns = (
+        "id key anchor layout lineage build producer origin position kind digest recurrent_nbytes rows_nbytes "
+        "created_at last_used_at ids"
+    )
+    count = 0
+    for row in raw_rows(connection, "checkpoint", columns, "id"):
+        count += 1
+        own = pieces.pop(row.id, [])
+        problem = _checkpoint_problem(row, specs.get(row.layout), own, lists.get(row.id, []), segments)
+        if problem:
+            found.checkpoints.add(row.id)
+            found.add(f"checkpoint {row.id}", problem, "it goes, its turns are read again")
+    if pieces:
+        found.add("recurrent values", f"those of {len(pieces)} checkpoints that are not there", "they go")
+    found.counted = (0, 0, count)
+
+
+def _checkpoint_problem(
+    row: Any, spec: StateSpec | None, pieces: list[Any], listed: list[int], segments: dict[int, tuple[Digested, str]]
+) -> str:
+    if not isinstance(row.ids, bytes) or not is_count(row.position) or len(row.ids) != 4 * row.position:
+        return "its ids are not readable"
+    if spec is None or not isinstance(row.lineage, str):
+        return f"its layout {row.layout!r} is not known"
+    try:
+        ids = as_ids(np.frombuffer(row.ids, "<i4"))
+        keys = prefix_keys(row.layout, row.lineage, ids, [anchor(row.position), row.position])
+    except (ValueError, UnicodeError) as err:
+        return f"its ids are not readable ({err})"
+    if keys != [row.anchor, row.key]:
+        return "its ids are not those that it is named by"
+    broken = next((p for p in pieces if isinstance(p, str)), "")
+    if broken:
+        return f"{broken.replace('its numbers', 'its recurrent values', 1)}"
+    missing = [s for s in listed if s not in segments]
+    if missing:
+        return f"its KV rows {missing[0]} are damaged or missing"
+    rows = [segments[s][0] for s in listed]
+    for parts, end, name in (
+        ([p[:3] for p in pieces], recurrent_values(spec), "recurrent values"),
+        (rows, row.position if spec.rows else 0, "KV rows"),
+    ):
+        at = 0
+        for first, last, _ in parts:
+            if first != at:
+                break
+            at = last
+        if at != end or (parts and parts[-1][1] != end):
+            return f"its {name} from {at} on are missing"
+    if digest(row.position, rows, [p[:3] for p in pieces]) != row.digest:
+        return "it does not consist of the parts that were written"
+    if row.recurrent_nbytes != sum(p[3] for p in pieces) or not is_count(row.rows_nbytes):
+        return "its size is not the one that was written"
+    if not is_text(row.build, row.producer, row.origin) or not is_time(row.created_at, row.last_used_at):
+        return "what made it is not readable"
+    if row.kind not in KINDS:
+        return f"its kind {row.kind!r} is not known"
+    return ""
+
+
+def _links(connection: Connection, found: Findings) -> None:
+    """Rows that point at nothing, and segments that nobody points at.
+
+    A checkpoint without a turn is none of the damages: it may be written ahead of one, and is swept if none comes.
+    """
+    broken = connection.execute(text("PRAGMA foreign_key_check")).all()
+    tables = sorted({str(row[0]) for row in broken} - {"turn", "piece", "reply"})  # of which others speak already
+    if tables:
+        found.add("links", f"rows of {', '.join(tables)} point at what is not there", "they go, nothing else does")
+    unlisted = "SELECT id FROM segment WHERE id NOT IN (SELECT segment FROM checkpoint_segment)"
+    loose = [n for n in connection.scalars(text(unlisted)) if n not in found.segments]
+    if loose:
+        found.segments.update(loose)
+        found.add("KV rows", f"{len(loose)} parts belong to no checkpoint", "they go")
+
+
+def _total(connection: Connection, found: Findings) -> None:
+    sizes = "SELECT (SELECT coalesce(sum(recurrent_nbytes), 0) FROM checkpoint) + "
+    sizes += "(SELECT coalesce(sum(nbytes), 0) FROM segment)"
+    really, said = connection.execute(text(sizes)).scalar_one(), stored_bytes(connection)
+    if really != said and not found.damages:
+        found.add("the total", f"{said} bytes are counted, {really} are stored", "it is counted again")

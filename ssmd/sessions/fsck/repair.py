@@ -1,0 +1,190 @@
+"""Takes out of a damaged store what is broken, and nothing else. `check` only looks; `repair` acts in one transaction.
+
+A file whose structure is torn is read row by row into a new one, which takes its place; the torn one is kept beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, delete, func, insert, literal_column, select, text, update
+
+from ssmd.sessions.fsck.check import examine
+from ssmd.sessions.fsck.findings import Damage, Findings, Home, as_they_are, is_moment, is_text, is_time
+from ssmd.sessions.fsck.salvage import salvage
+from ssmd.sessions.rows import database, erasure
+from ssmd.sessions.rows.holding import batches, count_again
+from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, metadata, reply, segment, session, total, turn
+from ssmd.sessions.rows.turns import from_micros
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
+
+Progress = Callable[[int], None]
+_PASSES = 5
+
+
+@dataclass(frozen=True)
+class Checked:
+    """damages: what was found; once repaired, also what was lost of it. kept: where a torn file was put aside."""
+
+    damages: tuple[Damage, ...]
+    sessions: int
+    turns: int
+    checkpoints: int
+    repaired: bool = False
+    kept: Path | None = None
+
+
+def check(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int = 2000) -> Checked:
+    """Read everything and say what is broken. Changes nothing. Raises StoreError if it cannot even be opened."""
+    found: Findings | None = None
+    try:
+        with contextlib.closing(Store.open(data_dir, busy_ms=busy_ms)) as store, store.reading() as connection:
+            found = examine(connection, progress)
+    except database.DamagedFile as err:  # maybe only said when the transaction ends
+        found = found if found is not None and found.torn else Findings.of_torn_file(str(err.__cause__))
+    return Checked(tuple(found.damages), *found.counted)
+
+
+def repair(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int = 2000) -> Checked:
+    """Check, and take out what is broken. Nobody else may use the store meanwhile. Raises StoreError."""
+    torn: list[Damage] = []
+    kept = None
+    try:
+        damages, counted = _repair_rows(data_dir, progress, busy_ms)
+    except database.DamagedFile as err:
+        torn = Findings.of_torn_file(str(err.__cause__ or err)).damages
+        kept, lost = salvage(data_dir, busy_ms)
+        damages, counted = _repair_rows(data_dir, progress, busy_ms)
+        damages = [*torn, *lost, *damages]
+    return Checked(tuple(damages), *counted, repaired=bool(damages), kept=kept)
+
+
+def _repair_rows(data_dir: Path, progress: Progress, busy_ms: int) -> tuple[list[Damage], tuple[int, int, int]]:
+    """Raises DamagedFile if rows are not the problem."""
+    with contextlib.closing(Store.open(data_dir, busy_ms=busy_ms)) as store:
+        with store.writing() as connection:
+            found = examine(connection, progress)
+            if found.torn:
+                raise database.DamagedFile(found.damages[0].problem)
+            damages = _mend(connection, found)
+        if damages:
+            store.collect()  # gives the space back
+            store.settle()  # nothing stays of text that went
+        return damages, _count(store)
+
+
+def _count(store: Store) -> tuple[int, int, int]:
+    with store.reading() as connection:
+        a, b, c = (
+            connection.execute(select(func.count()).select_from(t)).scalar_one() for t in (session, turn, checkpoint)
+        )
+    return a, b, c
+
+
+def _mend(connection: Connection, found: Findings) -> list[Damage]:
+    """What one pass takes out may show more: a turn that shares ids with one that lost them."""
+    damages: list[Damage] = []
+    for _ in range(_PASSES):
+        if not found.damages:
+            return damages
+        damages += [d for d in found.damages if d not in damages]
+        _apply(connection, found)
+        found = examine(connection)
+    if found.damages:
+        raise StoreError(f"the store could not be repaired, and was left as it was: {found.damages[0]}")
+    return damages
+
+
+def _apply(connection: Connection, found: Findings) -> None:
+    t = turn.c
+    for name, home in sorted(found.homes.items()):
+        _mend_session(connection, found, name, home)
+    for name, owner in found.owners.items():
+        connection.execute(update(turn).where(t.id == name).values(session=owner))
+    for numbers in batches(sorted(found.replies)):
+        connection.execute(delete(reply).where(reply.c.id.in_(numbers)))
+    # First every link that leads to a row that goes, so that no cascade has far to go.
+    for numbers in batches(sorted(found.turns)):
+        connection.execute(update(turn).where(t.seq.in_(numbers)).values(parent=None))
+    for numbers in batches(sorted(found.turns)):
+        connection.execute(delete(turn).where(t.seq.in_(numbers)))
+    for numbers in batches(sorted(found.sessions)):
+        connection.execute(delete(session).where(literal_column("rowid").in_(numbers)))
+    for numbers in batches(sorted(found.checkpoints)):
+        connection.execute(delete(checkpoint).where(checkpoint.c.id.in_(numbers)))
+    _drop_what_points_nowhere(connection)
+    for numbers in batches(sorted(found.segments)):
+        connection.execute(delete(checkpoint_segment).where(checkpoint_segment.c.segment.in_(numbers)))
+        connection.execute(delete(segment).where(segment.c.id.in_(numbers)))
+    for name, values in found.values.items():
+        connection.execute(update(turn).where(t.id == name).values(values))
+    _sweep(connection)
+    erasure.owe(connection)
+
+
+def _drop_what_points_nowhere(connection: Connection) -> None:
+    for table in metadata.sorted_tables:
+        if table in (turn, checkpoint):  # which are looked at one by one
+            continue
+        for key in table.foreign_keys:
+            connection.execute(delete(table).where(key.parent.not_in(select(key.column))))
+    known = select(checkpoint.c.id)
+    connection.execute(update(checkpoint).where(checkpoint.c.parent.not_in(known)).values(parent=None))
+
+
+def _mend_session(connection: Connection, found: Findings, name: str, home: Home) -> None:
+    """Made anew from its turns where nothing is known about it."""
+    newest = max(home.turns, key=lambda n: found.told[n].seq)
+    with as_they_are(connection):
+        row = connection.execute(text("SELECT * FROM session WHERE id = :id"), {"id": name}).one_or_none()
+    times = [found.told[n].created_at for n in home.turns]
+    made: dict[str, Any] = {
+        "id": name,
+        "created_at": min(filter(None, times), default=0),
+        "last_used_at": max(times),
+        "model": "unknown",
+        "lineage": found.told[newest].lineage,
+        "clock": from_micros(min(filter(None, times), default=0)).isoformat(),
+        "title": "",
+        "pinned": False,
+        "imported": "",
+    }
+    if row is not None:
+        made |= {k: getattr(row, k) for k, v in made.items() if _plausible(k, getattr(row, k), v)}
+    head = row.head if row is not None and row.head in home.turns else newest
+    made |= {"head": head, "turns": len(home.turns), "base": home.base, "root": home.root}
+    made |= {"retained": 0, "own_nbytes": None, "shared_nbytes": None}
+    if row is None:
+        connection.execute(insert(session).values(made))
+    else:
+        connection.execute(update(session).where(session.c.id == name).values(made))
+
+
+def _plausible(column: str, value: object, example: object) -> bool:
+    if column == "clock":
+        return is_moment(value)
+    if column == "pinned":
+        return value in (0, 1)
+    return is_text(value) if isinstance(example, str) else is_time(value)
+
+
+def _sweep(connection: Connection) -> None:
+    """Checkpoints without turns, rows without checkpoints, and all counts anew."""
+    connection.execute(text("DELETE FROM checkpoint WHERE id NOT IN (SELECT checkpoint FROM turn_checkpoint)"))
+    connection.execute(text("DELETE FROM segment WHERE id NOT IN (SELECT segment FROM checkpoint_segment)"))
+    connection.execute(
+        text(
+            "UPDATE checkpoint SET recurrent_nbytes = "
+            "(SELECT coalesce(sum(length(data)), 0) FROM piece WHERE piece.checkpoint = checkpoint.id)"
+        )
+    )
+    stored = select(func.coalesce(func.sum(checkpoint.c.recurrent_nbytes), 0)).scalar_subquery()
+    rows = select(func.coalesce(func.sum(segment.c.nbytes), 0)).scalar_subquery()
+    connection.execute(delete(total))
+    connection.execute(insert(total).values(name="checkpoints", nbytes=select(stored + rows).scalar_subquery()))
+    count_again(connection, list(connection.scalars(select(session.c.id))))

@@ -1,0 +1,256 @@
+"""What was said, as far as it can be read: turns, the sessions that have them, replies. A part of check.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection, literal_column, text
+
+from ssmd.sessions.fsck.findings import (
+    AT_ONCE,
+    Findings,
+    Home,
+    Told,
+    is_count,
+    is_moment,
+    is_text,
+    is_time,
+    raw_columns,
+    raw_rows,
+)
+from ssmd.sessions.match import Chain
+from ssmd.text.messages import Message
+
+
+def examine_transcripts(connection: Connection, found: Findings) -> None:
+    """Everything that was said. `found` knows already which checkpoints are broken."""
+    _turns(connection, found)
+    _turn_ids(connection, found)
+    _sessions(connection, found)
+    _replies(connection, found)
+
+
+def _turns(connection: Connection, found: Findings) -> None:
+    columns = (
+        "seq id session parent depth length chain messages answer ids_shared ids text_shared text prompt_tokens "
+        "lineage finish complete created_at"
+    )
+    count = 0
+    for row in raw_rows(connection, "turn", columns, "seq"):
+        count += 1
+        above = found.told.get(row.parent) if row.parent is not None else None
+        problem = ""
+        messages: tuple[Message, ...] = ()
+        if not is_text(row.id, row.session):
+            problem = "its name is not readable"
+        elif row.parent is not None and above is None:
+            problem = "what was said before it is not there any more"
+        else:
+            try:
+                parsed = json.loads(row.messages), json.loads(row.answer)
+                messages = tuple(Message.from_json(m) for m in (*parsed[0], parsed[1]))
+                json.dumps([m.to_json() for m in messages], ensure_ascii=False).encode()
+            except (ValueError, TypeError, AttributeError) as err:
+                problem = f"what was said in it is not readable ({err})"
+        if problem:
+            found.turns.add(row.seq)
+            found.broken[row.id] = row.parent
+            found.add(_name(row), problem, "it goes, and what was said after it")
+            continue
+        _told(row, above, messages, found)
+    found.counted = (0, count, found.counted[2])
+
+
+def _name(row: Any) -> str:
+    return f"turn {row.id!r} of session {row.session!r}"
+
+
+def _told(row: Any, above: Told | None, messages: tuple[Message, ...], found: Findings) -> None:
+    """A turn whose messages can be read: is the rest right too?"""
+    depth, length = (above.depth + 1, above.length) if above else (0, 0)
+    chain = (above.chain if above else Chain()).then(messages)
+    length += len(messages)
+    if (row.depth, row.length, row.chain) != (depth, length, chain.digest()):
+        found.set_values(row.id, depth=depth, length=length, chain=chain.digest())
+        found.add(_name(row), "its words are not those that were hashed", "they are kept as they can be read now")
+    rest = {
+        "finish": (is_text(row.finish), "stop"),
+        "complete": (row.complete in (0, 1), True),
+        "created_at": (is_time(row.created_at), above.created_at if above else 0),
+        "lineage": (row.lineage is None or is_text(row.lineage), None),
+    }
+    if wrong := {column: value for column, (fits, value) in rest.items() if not fits}:
+        found.set_values(row.id, **wrong)
+        found.add(_name(row), f"its {', '.join(wrong)} cannot be read", "it is kept without")
+    n_ids = n_text = 0
+    fits = isinstance(row.ids, bytes) and len(row.ids) % 4 == 0 and is_text(row.text)
+    fits = fits and is_count(row.ids_shared, row.text_shared, row.prompt_tokens)
+    if fits and row.ids_shared <= (above.ids if above else 0) and row.text_shared <= (above.text if above else 0):
+        n_ids, n_text = row.ids_shared + len(row.ids) // 4, row.text_shared + len(row.text)
+        fits = not row.ids or int(np.frombuffer(row.ids, "<i4").min()) >= 0
+    else:
+        fits = False
+    if not fits:
+        _unread(row, "its tokens are not readable", found)
+        n_ids = n_text = 0
+    created_at = row.created_at if is_time(row.created_at) else 0
+    lineage = row.lineage if is_text(row.lineage) else ""
+    found.told[row.id] = Told(
+        row.parent, row.session, row.seq, depth, length, chain, n_ids, n_text, created_at, lineage
+    )
+
+
+def _unread(row: Any, problem: str, found: Findings) -> None:
+    found.unread.add(row.id)
+    found.set_values(row.id, ids_shared=0, ids=b"", text_shared=0, text="", prompt_tokens=0)
+    found.add(_name(row), problem, "its words are kept, and are read again")
+
+
+def _turn_ids(connection: Connection, found: Findings) -> None:
+    """A turn's ids begin with those of the checkpoints that it links to, which are named by a hash of theirs.
+
+    Those of a prompt may differ in its last tokens: a template may write them in another way once the answer follows.
+    """
+    joined = (
+        raw_columns("turn_checkpoint", "checkpoint")
+        .add_columns(*(literal_column(f"t.{c}").label(c) for c in ("id", "ids", "ids_shared", "session")))
+        .add_columns(literal_column("c.ids").label("fed"))
+        .join(text("turn t"), text("t.id = turn_checkpoint.turn"))
+        .join(text("checkpoint c"), text("c.id = turn_checkpoint.checkpoint"))
+        .where(literal_column("c.kind") != "user")
+    )
+    for row in connection.execute(joined.execution_options(yield_per=AT_ONCE)):
+        told = found.told.get(row.id)
+        if told is None or not told.ids or row.checkpoint in found.checkpoints or row.id in found.unread:
+            continue
+        own, fed = np.frombuffer(row.ids, "<i4"), np.frombuffer(row.fed, "<i4")[row.ids_shared :]
+        n = min(len(own), len(fed))
+        if not np.array_equal(own[:n], fed[:n]):
+            _unread(row, "its tokens are not those that were fed", found)
+
+
+class _Tree:
+    """Which turns each session has: those that it owns, and where it is a fork those above its base."""
+
+    def __init__(self, found: Findings) -> None:
+        self.told = found.told
+        self.owners = {name: told.session for name, told in found.told.items()}
+        self.bases: dict[str, str | None] = {}
+        self._paths: dict[str, frozenset[str]] = {}
+
+    def above(self, turn: str | None) -> frozenset[str]:
+        """The turn and those above it."""
+        path = []
+        at = turn
+        while at is not None:
+            path.append(at)
+            at = self.told[at].parent
+        return frozenset(path)
+
+    def inherited(self, session: str) -> frozenset[str]:
+        if session not in self._paths:
+            self._paths[session] = self.above(self.bases.get(session))
+        return self._paths[session]
+
+    def settle(self) -> dict[str, str]:
+        """See to it that every turn continues one that its session has. Turns that for that get another owner."""
+        moved = {}
+        for name, told in self.told.items():
+            owner, parent = told.session, told.parent
+            if parent is None or self.owners[parent] == owner or parent in self.inherited(owner):
+                continue
+            base = self.bases.get(owner)
+            if base is None or base in self.above(parent):
+                # Who continued a turn had it: the session begins at least there.
+                self.bases[owner] = parent
+                self._paths.pop(owner, None)
+            else:
+                self.owners[name] = moved[name] = self.owners[parent]
+        return moved
+
+    def homes(self) -> dict[str, Home]:
+        own: dict[str, set[str]] = {session: set() for session in self.bases}
+        for name, session in self.owners.items():
+            own.setdefault(session, set()).add(name)
+        return {session: self._home(session, turns) for session, turns in own.items()}
+
+    def _home(self, session: str, own: set[str]) -> Home:
+        path = self.inherited(session)
+        root = next((turn for turn in path if self.told[turn].parent is None), None)
+        return Home(self.bases.get(session), root, frozenset(own) | path)
+
+
+def _sessions(connection: Connection, found: Findings) -> None:
+    columns = (
+        "rowid id created_at last_used_at model lineage clock head turns title pinned imported base root own_nbytes "
+        "shared_nbytes retained"
+    )
+    rows = list(raw_rows(connection, "session", columns, "rowid"))
+    tree = _Tree(found)
+    for row in rows:
+        if is_text(row.id):
+            tree.bases[row.id] = _readable_base(row, found)
+    for name, session in tree.settle().items():
+        found.owners[name] = session
+        what = f"turn {name!r} of session {found.told[name].session!r}"
+        found.add(what, "it continues what this session does not have", f"it becomes a part of session {session!r}")
+    homes = tree.homes()
+    for row in rows:
+        home = homes.pop(row.id, None) if is_text(row.id) else None
+        what = f"session {row.id!r}"
+        if home is None or not home.turns:
+            found.sessions.add(row.rowid)
+            found.add(what, "none of its turns can be read", "it goes")
+        elif problem := _session_problem(row, home):
+            found.homes[row.id] = home
+            found.add(what, *problem)
+    for session, home in sorted(homes.items()):
+        found.homes[session] = home
+        found.add(f"session {session!r}", "it is missing, its turns are there", "it is made anew from its turns")
+    found.counted = (len(rows), *found.counted[1:])
+
+
+def _readable_base(row: Any, found: Findings) -> str | None:
+    """Where a fork begins, or the deepest turn above that which can be read."""
+    at, seen = row.base, set[object]()
+    while at in found.broken and at not in seen:
+        seen.add(at)
+        at = found.broken[at]
+    if at in found.told:
+        return str(at)
+    root = found.told.get(row.root) if row.base is not None else None
+    return str(row.root) if root is not None and root.parent is None else None
+
+
+def _session_problem(row: Any, home: Home) -> tuple[str, str] | None:
+    """(problem, loss)"""
+    numbers = is_time(row.created_at, row.last_used_at) and is_count(row.turns) and row.pinned in (0, 1)
+    numbers = numbers and all(n is None or is_count(n) for n in (row.own_nbytes, row.shared_nbytes))
+    texts = is_text(row.id, row.model, row.lineage, row.title, row.imported) and is_moment(row.clock)
+    if not texts or not numbers or row.retained not in (0, 1, 2):
+        return "what is known about it is not readable", "its turns are kept, the rest is made anew"
+    if (row.base, row.root) != (home.base, home.root):
+        kept = f"it begins at {home.base!r}" if home.base is not None else "it keeps the turns of its own"
+        return "the turn that it was forked at is not right or not there any more", kept
+    if row.head not in home.turns or row.turns != len(home.turns):
+        return "its current turn or their number is not right", "it goes on from its newest turn"
+    return None
+
+
+def _replies(connection: Connection, found: Findings) -> None:
+    for row in raw_rows(connection, "reply", "id key body turn turns complete expires_at answer", "id"):
+        try:
+            turns, answer = json.loads(row.turns), json.loads(row.answer)
+            names = [row.turn, *turns] if is_text(row.turns, row.answer) and isinstance(turns, list) else []
+        except (ValueError, TypeError):
+            names, answer = [], None
+        fits = all(isinstance(h, bytes) and len(h) == 32 for h in (row.key, row.body)) and isinstance(answer, dict)
+        fits = fits and row.complete in (0, 1) and is_count(row.expires_at) and is_text(*names) and len(names) > 1
+        problem = "" if fits else "it is not readable"
+        if fits and not (row.turn == names[1] and all(n in found.told for n in names)):
+            problem = "its turns are not there any more"
+        if problem:
+            found.replies.add(row.id)
+            found.add(f"reply {row.id}", problem, "it goes: a request that comes again is answered anew")

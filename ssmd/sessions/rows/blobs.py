@@ -1,0 +1,216 @@
+"""Blobs: the numbers of a state cut into rows of the database, and read back part by part.
+
+Recurrent data is all conv and ssm tensors in the order of the spec, flattened and cut. KV rows are stored token by
+token in the order of `StateSpec.row_columns`. Encodings (docs/state-layout.md):
+
+    raw/float16, raw/float32    little-endian values as they are; KV rows [rows, tensors x kv_heads x head_dim]
+    float16, float32            written by the first version: codec.py; KV rows [tensor, kv_heads, rows, head_dim]
+
+Compression gave 0.85 to 0.87 of the size and cost more time than all the rest of a restore: docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ssmd.model.state import DTYPES, Part, State, StateError, StateSpec, TensorSpec
+from ssmd.sessions.rows import codec
+
+BLOB_BYTES = 1 << 20  # of one row of the database: read, verified and taken in while it is in the processor's cache
+SEGMENT_ROWS = 128  # at least, up to 4 times as many bytes: fewer are scattered over a runtime's caches too slowly
+MAX_BLOB_BYTES = 8 << 20  # no stored row is larger
+_RAW = "raw/"
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Blob:
+    """One row of stored numbers: values [first, last) of the recurrent data, or KV rows [first, last)."""
+
+    first: int
+    last: int
+    encoding: str
+    checksum: bytes
+    data: bytes | memoryview = field(repr=False)
+
+
+def is_genuine(data: bytes | memoryview, checksum: object) -> bool:
+    """By xxh3-128, or by sha256, which is what the first version wrote. Both show damage; neither is a signature."""
+    if isinstance(checksum, bytes) and len(checksum) == hashlib.sha256().digest_size:
+        return hashlib.sha256(data).digest() == checksum
+    return xxhash.xxh3_128_digest(data) == checksum
+
+
+def dtype_of(encoding: str) -> str | None:
+    """float16 or float32; None for an encoding that is not known."""
+    name = encoding.removeprefix(_RAW)
+    return name if name in DTYPES else None
+
+
+def _common_dtype(arrays: Iterator[Array]) -> str:
+    """float16 if all are, else float32, which holds both without loss."""
+    return "float16" if all(a.dtype == DTYPES["float16"] for a in arrays) else "float32"
+
+
+def _blob(first: int, last: int, values: Array) -> Blob:
+    data = values.reshape(-1).view(np.uint8).data
+    if len(data) > MAX_BLOB_BYTES:
+        raise StateError(f"one row of stored numbers takes {len(data)} bytes, {MAX_BLOB_BYTES} are possible")
+    return Blob(first, last, f"{_RAW}{values.dtype.name}", xxhash.xxh3_128_digest(data), data)
+
+
+def _offsets(tensors: Sequence[TensorSpec]) -> list[int]:
+    """Where each recurrent tensor begins in the flattened data, and where the last one ends."""
+    offsets = [0]
+    for t in tensors:
+        offsets.append(offsets[-1] + int(np.prod(t.shape)))
+    return offsets
+
+
+def recurrent_values(spec: StateSpec) -> int:
+    return _offsets(spec.recurrent)[-1]
+
+
+def _piece(state: State, spec: StateSpec, first: int, last: int, dtype: str) -> Blob:
+    values = np.empty(last - first, DTYPES[dtype])
+    for t, at in zip(spec.recurrent, _offsets(spec.recurrent), strict=False):
+        low, high = max(first, at), min(last, at + int(np.prod(t.shape)))
+        if low < high:
+            values[low - first : high - first] = state.tensors[t.name].reshape(-1)[low - at : high - at]
+    return _blob(first, last, values)
+
+
+def _pieces(state: State, spec: StateSpec) -> Iterator[Blob]:
+    dtype = _common_dtype(state.tensors[t.name] for t in spec.recurrent)
+    step, end = BLOB_BYTES // DTYPES[dtype].itemsize, recurrent_values(spec)
+    return (_piece(state, spec, at, min(at + step, end), dtype) for at in range(0, end, step))
+
+
+def _as_block(state: State, spec: StateSpec) -> Array | None:
+    """[rows, values of a row] over the very memory of the row tensors, where a runtime keeps it in that order."""
+    columns, width = spec.row_columns, spec.row_values
+    first = state.tensors[next(iter(columns))]
+    size, start = first.itemsize, first.ctypes.data
+    for t in spec.rows:
+        a = state.tensors[t.name]
+        strides = (t.shape[1] * size, width * size, size)  # of [kv_heads, rows, head_dim]
+        if a.dtype != first.dtype or a.strides != strides or a.ctypes.data != start + columns[t.name].start * size:
+            return None
+    shape = (state.position - state.since, width)
+    return np.lib.stride_tricks.as_strided(first, shape, (width * size, size), writeable=False)
+
+
+def _segment(state: State, spec: StateSpec, first: int, last: int, dtype: str, block: Array | None) -> Blob:
+    part = slice(first - state.since, last - state.since)
+    if block is not None:
+        return _blob(first, last, block[part])
+    rows = np.empty((last - first, spec.row_values), DTYPES[dtype])
+    for t in spec.rows:
+        target = rows[:, spec.row_columns[t.name]].reshape(last - first, *t.shape)  # [rows, kv_heads, head_dim]
+        target[...] = state.tensors[t.name][:, part].transpose(1, 0, 2)
+    return _blob(first, last, rows)
+
+
+def _segments(state: State, spec: StateSpec) -> Iterator[Blob]:
+    """All key and value rows [since, position)."""
+    if not spec.rows or state.since == state.position:
+        return iter(())
+    dtype = _common_dtype(state.tensors[t.name] for t in spec.rows)
+    row = spec.row_values * DTYPES[dtype].itemsize
+    step = max(1, BLOB_BYTES // row, min(SEGMENT_ROWS, 4 * BLOB_BYTES // row))
+    end, block = state.position, _as_block(state, spec)
+    return (_segment(state, spec, at, min(at + step, end), dtype, block) for at in range(state.since, end, step))
+
+
+def cut(state: State, spec: StateSpec) -> tuple[tuple[Blob, ...], tuple[Blob, ...]]:
+    """(recurrent data, KV rows) of a checked state, hashed. Rows may be views of the state's own memory."""
+    return tuple(_pieces(state, spec)), tuple(_segments(state, spec))
+
+
+def _values(blob: Blob, count: int) -> Array:
+    """The values of a blob, [count]. Raises StateError or CodecError unless there are exactly so many."""
+    name = dtype_of(blob.encoding)
+    if name is None:
+        raise StateError(f"numbers are stored as {blob.encoding!r}, which this version does not know")
+    dtype = DTYPES[name]
+    if blob.encoding.startswith(_RAW):
+        if len(blob.data) != count * dtype.itemsize:
+            raise StateError(f"{len(blob.data)} bytes are not {count} values of {name}")
+        return np.frombuffer(blob.data, dtype)
+    out = np.empty(count, dtype)
+    codec.unpack(bytes(blob.data), out)
+    return out
+
+
+def _as_dtype(values: Array, dtype: np.dtype[Any]) -> Array:
+    if values.dtype == dtype or dtype == DTYPES["float32"]:
+        return values.astype(dtype, copy=False)
+    with np.errstate(over="ignore"):
+        narrow = values.astype(dtype)
+    if not np.isfinite(narrow).all():
+        raise StateError(f"stored {values.dtype.name} values are too large for {dtype.name}")
+    return narrow
+
+
+def rows_part(blob: Blob, spec: StateSpec) -> Part:
+    """The KV rows of a segment, in the dtypes of `spec`. Raises CodecError or StateError."""
+    count = blob.last - blob.first
+    values = _values(blob, count * spec.row_values)
+    tensors: dict[str, Array] = {}
+    at = 0
+    block = values.reshape(count, spec.row_values)
+    for t in spec.rows:
+        if blob.encoding.startswith(_RAW):
+            rows = block[:, spec.row_columns[t.name]].reshape(count, *t.shape).transpose(1, 0, 2)
+        else:
+            size = count * t.shape[0] * t.shape[1]
+            rows = values[at : at + size].reshape(t.shape_at(count))
+            at += size
+        tensors[t.name] = _as_dtype(rows, t.numpy_dtype)
+    return Part(blob.first, blob.last, tensors)
+
+
+def piece_values(blob: Blob) -> Array:
+    """The values [first, last) of the recurrent data. Raises CodecError or StateError."""
+    return _values(blob, blob.last - blob.first)
+
+
+def recurrent_parts(pieces: Iterator[Array], spec: StateSpec, position: int) -> Iterator[Part]:
+    """Whole recurrent tensors, in the dtypes of `spec`, from the values of all pieces in order."""
+    held: list[Array] = []  # of the tensor that comes next
+    waiting = list(spec.recurrent)
+    for values in pieces:
+        at = 0
+        tensors: dict[str, Array] = {}
+        while waiting:
+            size, have = int(np.prod(waiting[0].shape)), sum(len(v) for v in held)
+            held.append(values[at : at + size - have])
+            at += len(held[-1])
+            if have + len(held[-1]) < size:
+                break
+            t = waiting.pop(0)
+            flat = held[0] if len(held) == 1 else np.concatenate(held)
+            tensors[t.name] = _as_dtype(flat, t.numpy_dtype).reshape(t.shape)
+            held = []
+        yield Part(position, position, tensors)
+
+
+def joined(parts: Iterator[Part], spec: StateSpec, position: int) -> State:
+    """A whole state from all its parts."""
+    rows: dict[str, list[Array]] = {t.name: [] for t in spec.rows}
+    tensors: dict[str, Array] = {}
+    for part in parts:
+        for name, array in part.tensors.items():
+            if name in rows:
+                rows[name].append(array)
+            else:
+                tensors[name] = array
+    return State(position, 0, tensors | {name: np.concatenate(found, axis=1) for name, found in rows.items()})

@@ -1,0 +1,298 @@
+"""Checkpoints in the database: found by a prompt's ids, written, swept. parts.py reads their states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection, bindparam, delete, false, func, insert, or_, select, update
+
+from ssmd.model.state import StateSpec
+from ssmd.sessions.checkpoint import Found, Ids, Scope, anchors, as_ids, digest, prefix_keys
+from ssmd.sessions.rows.blobs import dtype_of
+from ssmd.sessions.rows.encoded import Encoded
+from ssmd.sessions.rows.holding import add_stored_bytes
+from ssmd.sessions.rows.parts import segments_of
+from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, layout, piece, segment, turn_checkpoint
+from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.turn import StoreError
+
+_BATCH = 500  # keys in one statement
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What became of a checkpoint in a commit. id: None if it was not stored, and then `why_not` says why.
+
+    was_there: an equal one was stored already, and got the links. nbytes: what it added to the store.
+    """
+
+    id: int | None
+    was_there: bool = False
+    nbytes: int = 0
+    why_not: str = ""
+
+
+# Built once: putting a statement together takes longer than running it.
+_c = checkpoint.c
+_NEAR = (
+    select(_c.position)
+    .where(_c.anchor.in_(bindparam("anchors", expanding=True)), _c.position <= bindparam("last"))
+    .distinct()
+)
+# Values stand beside them, not in them: SQLAlchemy keeps a statement that it has compiled, and what is in it.
+_NEW_PIECE, _NEW_SEGMENT = insert(piece), insert(segment)
+_IMPORTED = select(session_table.c.imported).where(session_table.c.id == bindparam("session")).scalar_subquery()
+_FITTING = (
+    select(_c.id, _c.position, _c.build, _c.producer, _c.origin)
+    .where(_c.key.in_(bindparam("keys", expanding=True)), or_(_c.origin == "", _c.origin == _IMPORTED))
+    .order_by(_c.position.desc(), (_c.build == bindparam("build")).desc(), _c.origin)
+)
+
+
+def find(connection: Connection, scope: Scope, ids: Ids, session: str | None, skip: Collection[int]) -> Found | None:
+    """The deepest checkpoint whose ids are a real beginning of `ids`; of equally deep ones the build's own."""
+    last = len(ids) - 1
+    marks = prefix_keys(scope.layout, scope.lineage, ids, anchors(last))
+    if not marks:
+        return None
+    positions = sorted(connection.scalars(_NEAR, {"anchors": marks, "last": last}))
+    keys = prefix_keys(scope.layout, scope.lineage, ids, positions)
+    batch = 16  # the match is mostly among the deepest
+    while keys:
+        wanted = {"keys": keys[-batch:], "session": session or "", "build": scope.build}
+        for row in connection.execute(_FITTING, wanted):
+            if row.id not in skip:
+                return Found(row.id, row.position, row.build, row.producer, row.origin or None)
+        keys, batch = keys[:-batch], _BATCH
+    return None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint as the database describes it. segments: (id, first, last, dtype) of its KV rows in order."""
+
+    id: int
+    turn: str
+    kind: str
+    position: int
+    build: str
+    producer: str
+    ids: Ids
+    dtype: str  # of its recurrent data
+    segments: tuple[tuple[int, int, int, str], ...]
+    spec: StateSpec
+
+
+def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) -> list[Stored]:
+    """Of each kind the deepest checkpoint that the turns of a path link to; all of one layout. Root first in `path`."""
+    depth = {turn: i for i, turn in enumerate(path)}
+    t = turn_checkpoint.c
+    own: dict[int, str] = {}  # the topmost turn that links to it is the one that it was made for
+    for at in range(0, len(path), _BATCH):
+        for turn, number in connection.execute(select(t.turn, t.checkpoint).where(t.turn.in_(path[at : at + _BATCH]))):
+            if number not in own or depth[turn] < depth[own[number]]:
+                own[number] = turn
+    columns = select(_c.id, _c.kind, _c.position, _c.layout).where(_c.lineage == lineage)
+    rows: list[Any] = []
+    numbers = sorted(own)
+    for at in range(0, len(numbers), _BATCH):
+        rows += connection.execute(columns.where(_c.id.in_(numbers[at : at + _BATCH])))
+    deepest = sorted(rows, key=lambda r: (r.position, r.id), reverse=True)
+    chosen: dict[str, Any] = {}
+    for row in deepest:
+        if row.layout == deepest[0].layout:
+            chosen.setdefault(row.kind, row)
+    return [_stored(connection, row.id, own[row.id]) for row in chosen.values()]
+
+
+def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Stored:
+    query = select(checkpoint, layout.c.tensors).join(layout, layout.c.digest == _c.layout)
+    row = connection.execute(query.where(_c.id == checkpoint_id)).one()
+    dtypes = connection.scalars(select(piece.c.dtype).where(piece.c.checkpoint == checkpoint_id).distinct()).all()
+    columns = (segment.c.id, segment.c.first, segment.c.last, segment.c.dtype)
+    segments = connection.execute(segments_of(checkpoint_id, *columns))
+    return Stored(
+        id=checkpoint_id,
+        turn=turn,
+        kind=row.kind,
+        position=row.position,
+        build=row.build,
+        producer=row.producer,
+        ids=as_ids(np.frombuffer(row.ids, "<i4")),
+        dtype="float32" if any(dtype_of(d) != "float16" for d in dtypes) else "float16",
+        segments=tuple((s.id, s.first, s.last, dtype_of(s.dtype) or "float32") for s in segments),
+        spec=StateSpec.from_json(row.tensors),
+    )
+
+
+def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Sequence[str]) -> list[Placed]:
+    """Write checkpoints and link them, and those they grew from, to their turns. A parent comes before its children."""
+    now = time.time_ns() // 1000
+    placed: list[Placed] = []
+    other_rows: set[int] = set()  # stored already, from other calls than the ones that the new children saw
+    for digest_, spec in {enc.scope.layout: enc.spec for enc in new}.items():
+        if connection.execute(select(layout.c.digest).where(layout.c.digest == digest_)).one_or_none() is None:
+            connection.execute(insert(layout).values(digest=digest_, tensors=spec.to_json()))
+    for enc in new:
+        parent, why_not = _parent(connection, enc)
+        if why_not:
+            placed.append(Placed(None, why_not=why_not))
+            continue
+        links = [enc.turn] if enc.turn is not None else list(turns)
+        if parent is not None:
+            _link(connection, links, parent.id, now)
+        rows = _rows_of(connection, parent.id) if parent is not None and enc.since else []
+        segments = [(r.first, r.last, r.checksum) for r in rows]
+        segments += [(b.first, b.last, b.checksum) for b in enc.segments]
+        own = digest(enc.position, segments, [(b.first, b.last, b.checksum) for b in enc.pieces])
+        there = _same_key(connection, enc)
+        if there is not None:
+            if there.digest != own:
+                other_rows.add(there.id)
+            _link(connection, links, there.id, now)
+            placed.append(Placed(there.id, was_there=True))
+            continue
+        if not enc.has_data:
+            placed.append(Placed(None, why_not="it was removed before its turn came"))
+            continue
+        mixed = parent is not None and enc.since > 0 and parent.id in other_rows
+        new_id = _insert(connection, enc, parent.id if parent else None, own, now, mixed=mixed)
+        if mixed:
+            other_rows.add(new_id)
+        if rows:
+            shared = [{"checkpoint": new_id, "segment": r.id} for r in rows]
+            connection.execute(insert(checkpoint_segment), shared)
+        _link(connection, links, new_id, now)
+        placed.append(Placed(new_id, nbytes=enc.nbytes))
+    add_stored_bytes(connection, sum(p.nbytes for p in placed))
+    return placed
+
+
+def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes, now: int, *, mixed: bool) -> int:
+    values = {
+        "key": enc.key,
+        "anchor": enc.anchor,
+        "layout": enc.scope.layout,
+        "lineage": enc.scope.lineage,
+        "build": enc.scope.build,
+        # Rows below came from other calls: within tolerance, but no exact resume, so the producer must not be equal.
+        "producer": f"{enc.producer} (rows of several runs)" if mixed else enc.producer,
+        "origin": enc.origin or "",
+        "position": enc.position,
+        "parent": parent,
+        "kind": enc.kind,
+        "digest": own,
+        "recurrent_nbytes": enc.recurrent_nbytes,
+        "rows_nbytes": enc.rows_nbytes,
+        "created_at": now,
+        "last_used_at": now,
+        "ids": enc.ids.tobytes(),
+    }
+    new_id = connection.execute(insert(checkpoint), values).inserted_primary_key
+    assert new_id is not None
+    number = int(new_id[0])
+    for b in enc.pieces:
+        row = {"checkpoint": number, "first": b.first, "last": b.last, "dtype": b.encoding}
+        connection.execute(_NEW_PIECE, row | {"checksum": b.checksum, "data": b.data})
+    for b in enc.segments:
+        row = {"first": b.first, "last": b.last, "dtype": b.encoding, "nbytes": len(b.data)}
+        made = connection.execute(_NEW_SEGMENT, row | {"checksum": b.checksum, "data": b.data})
+        assert made.inserted_primary_key is not None
+        link = {"checkpoint": number, "segment": made.inserted_primary_key[0]}
+        connection.execute(insert(checkpoint_segment).values(link))
+    return number
+
+
+def _parent(connection: Connection, enc: Encoded) -> tuple[Any, str]:
+    """The parent's row, and why the checkpoint cannot be stored without it. Raises StoreError on one that cannot be."""
+    if enc.parent is None:
+        return None, ""
+    c = checkpoint.c
+    query = select(c.id, c.position, c.key, c.origin)
+    if isinstance(enc.parent, bytes):
+        same = (c.key == enc.parent, c.build == enc.scope.build, c.origin == (enc.origin or ""))
+        row = connection.execute(query.where(*same)).one_or_none()
+    else:
+        row = connection.execute(query.where(c.id == enc.parent)).one_or_none()
+    if row is None:
+        # Recurrent tensors are whole; only KV rows below would be missing.
+        return None, "the checkpoint it grew from was removed meanwhile" if enc.since else ""
+    if row.origin and row.origin != enc.origin:
+        raise StoreError(f"a checkpoint grown from one imported as {row.origin!r} must keep that origin")
+    if enc.parent_key is not None and (row.position != enc.since or row.key != enc.parent_key):
+        raise StoreError(f"checkpoint {row.id} does not hold the rows below {enc.since} of the same ids")
+    return row, ""
+
+
+def _same_key(connection: Connection, enc: Encoded) -> Any:
+    c = checkpoint.c
+    same = (c.key == enc.key, c.build == enc.scope.build, c.origin == (enc.origin or ""))
+    return connection.execute(select(c.id, c.digest).where(*same)).one_or_none()
+
+
+def _rows_of(connection: Connection, checkpoint_id: int) -> Sequence[Any]:
+    columns = (segment.c.id, segment.c.first, segment.c.last, segment.c.checksum)
+    return connection.execute(segments_of(checkpoint_id, *columns)).all()
+
+
+def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now: int) -> None:
+    """Turns keep the checkpoint alive, from now on if they did not before."""
+    t = turn_checkpoint.c
+    there = set(connection.scalars(select(t.turn).where(t.checkpoint == checkpoint_id, t.turn.in_(turns))))
+    missing = [{"turn": turn, "checkpoint": checkpoint_id} for turn in dict.fromkeys(turns) if turn not in there]
+    if missing:
+        connection.execute(insert(turn_checkpoint), missing)
+    connection.execute(update(checkpoint).where(checkpoint.c.id == checkpoint_id).values(last_used_at=now))
+
+
+def unlinked(connection: Connection, unused_s: float = 0.0) -> list[int]:
+    """Checkpoints that no turn links to, and that nobody wrote in the last `unused_s` seconds."""
+    links = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint == _c.id)
+    now, margin = time.time_ns() // 1000, int(unused_s * 1e6)
+    fresh = _c.last_used_at.between(now - margin, now + margin) if margin else false()  # a clock may be set back
+    return list(connection.scalars(select(_c.id).where(~links.exists(), ~fresh)))
+
+
+def linked_to(connection: Connection, turns: Any) -> list[int]:
+    """Checkpoints that a turn of the sub-select `turns` links to."""
+    return list(connection.scalars(select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.turn.in_(turns))))
+
+
+def unlink_strangers(connection: Connection, turn: str, ids: Ids) -> list[int]:
+    """Let a turn go of states of its end whose ids are no beginning of `ids`, which it has now; which those are.
+
+    The state of its prompt stays, for another answer: that may differ from what later prompts make of it.
+    """
+    link = turn_checkpoint.c
+    mine = select(_c.id, _c.ids).join(turn_checkpoint, link.checkpoint == _c.id)
+    linked = connection.execute(mine.where(link.turn == turn, _c.kind == "turn"))
+    whole = ids.tobytes()
+    strangers = [row.id for row in linked if not whole.startswith(row.ids)]
+    connection.execute(delete(turn_checkpoint).where(link.turn == turn, link.checkpoint.in_(strangers)))
+    return strangers
+
+
+def sweep(connection: Connection, candidates: Collection[int]) -> None:
+    """Delete those of the candidates to which no turn links, and then the segments that no checkpoint needs."""
+    numbers = sorted(set(candidates))
+    for at in range(0, len(numbers), _BATCH):
+        some = numbers[at : at + _BATCH]
+        kept = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint.in_(some))
+        gone = select(checkpoint.c.id).where(checkpoint.c.id.in_(some), checkpoint.c.id.not_in(kept))
+        doomed = list(connection.scalars(gone))
+        rows = select(checkpoint_segment.c.segment).where(checkpoint_segment.c.checkpoint.in_(doomed)).distinct()
+        loose = list(connection.scalars(rows))
+        recurrent = select(func.coalesce(func.sum(checkpoint.c.recurrent_nbytes), 0))
+        freed = connection.scalars(recurrent.where(checkpoint.c.id.in_(doomed))).one()
+        connection.execute(delete(checkpoint).where(checkpoint.c.id.in_(doomed)))
+        for start in range(0, len(loose), _BATCH):
+            part = loose[start : start + _BATCH]
+            used = select(checkpoint_segment.c.segment).where(checkpoint_segment.c.segment.in_(part))
+            unused = (segment.c.id.in_(part), segment.c.id.not_in(used))
+            freed += connection.scalars(select(func.coalesce(func.sum(segment.c.nbytes), 0)).where(*unused)).one()
+            connection.execute(delete(segment).where(*unused))
+        add_stored_bytes(connection, -freed)

@@ -1,0 +1,212 @@
+"""The SQLite file of the session store: how it is made, how connections behave, what its errors mean.
+
+Everything that is SQLite's own stands here; store.py speaks SQLAlchemy only.
+
+Chosen by measurement (20 MB in rows of 4 MiB, one transaction, an ordinary cloud disk, two cores): `synchronous=FULL`
+costs 10 ms over NORMAL (34-45 ms against 21-24 ms), so a turn that was reported as stored survives a power cut too.
+Pages of 16 KiB write large rows 10 % faster than 4 KiB; 32 and 64 KiB gain another 15 % but make every small turn
+write two and four times as much. Moving the log into the file takes as long again as the commit, so commits do not do
+it (unless the log grows past 128 MiB): `settle` does, once the answer is out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from ssmd.config import make_private
+from ssmd.sessions.rows import erasure
+from ssmd.sessions.turn import StoreError
+
+FILE = "sessions.sqlite3"
+APPLICATION_ID = 0x73736D64  # "ssmd": tells our file from any other SQLite file
+PAGE_BYTES = 16384
+_LOG_PAGES = (128 << 20) // PAGE_BYTES
+_HEADER = b"SQLite format 3\x00"
+
+
+class DamagedFile(StoreError):
+    """SQLite finds the file's own structure damaged."""
+
+
+def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
+    """An engine over `data_dir`'s database, created if there is none. Raises StoreError; migrates nothing."""
+    file = data_dir / FILE
+    try:
+        _prepare(data_dir, file)
+    except OSError as err:
+        raise StoreError(f"cannot use {file} for sessions: {err.strerror}; check that you may write there") from err
+    engine = create_engine(
+        URL.create("sqlite", database=str(file)), connect_args={"timeout": busy_ms / 1000, "check_same_thread": False}
+    )
+    event.listen(engine, "connect", _on_connect)
+    event.listen(engine, "begin", _on_begin)
+    try:
+        with errors(file):
+            _create(engine, busy_ms)
+    except BaseException:
+        engine.dispose()
+        raise
+    return engine
+
+
+@contextlib.contextmanager
+def reading(engine: Engine, file: Path) -> Iterator[Connection]:
+    """A read transaction: one consistent view of everything."""
+    with errors(file), engine.connect() as connection, connection.begin():
+        yield connection
+
+
+@contextlib.contextmanager
+def writing(engine: Engine, file: Path) -> Iterator[Connection]:
+    """A write transaction, all or nothing. The write lock is taken first, so that what is read stays true."""
+    with errors(file), engine.connect() as connection:
+        connection = connection.execution_options(ssmd_write=True)
+        with connection.begin():
+            yield connection
+
+
+def settle(engine: Engine, file: Path, *, idle: bool) -> None:
+    """Move the log into the file; after a removal also erase what is left of it, and give its space back to the disk.
+
+    Another process that reads or writes can keep it from being done; that is no error, the next call does it.
+    """
+    with errors(file), _bare(engine) as cursor:
+        if erasure.is_owed(cursor):
+            erasure.erase(cursor, file, idle=idle)
+        else:
+            cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
+def give_back(engine: Engine, file: Path) -> None:
+    """Give free pages and the log's bytes back to the disk, as far as other processes let it be done now."""
+    with errors(file), _bare(engine) as cursor:
+        erasure.empty_log(cursor)
+
+
+@contextlib.contextmanager
+def errors(file: Path) -> Iterator[None]:
+    """Turn the database's exceptions into StoreErrors that say what to do."""
+    try:
+        yield
+    except DBAPIError as err:
+        raise _error(err.orig, file) from err
+    except sqlite3.Error as err:
+        raise _error(err, file) from err
+    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+        raise DamagedFile(
+            f"session store {file} is damaged: it holds text that cannot be read ({err}); see `ssmd session check`"
+        ) from err
+    except SQLAlchemyError as err:
+        raise StoreError(f"session store {file}: {err}") from err
+
+
+def _error(err: BaseException | None, file: Path) -> StoreError:
+    code = getattr(err, "sqlite_errorcode", 0) & 0xFF
+    kind = DamagedFile if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) else StoreError
+    return kind(_explain(err, code, file))
+
+
+def _explain(err: BaseException | None, code: int, file: Path) -> str:
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return f"session store {file} is locked by another process that writes; try again when it is done"
+    if code == sqlite3.SQLITE_FULL:
+        return f"session store {file}: the disk is full; free some space, or remove sessions with `ssmd session rm`"
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return f"session store {file} cannot be written ({err}); check the rights of the file and of its directory"
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return (
+            f"session store {file} is damaged ({err}); take out what can be read with `ssmd session check --repair`, "
+            "or move it away to start with an empty one"
+        )
+    if code == sqlite3.SQLITE_CONSTRAINT:
+        return f"session store {file}: nothing was written, as it contradicts what is stored ({err})"
+    if code == sqlite3.SQLITE_IOERR:
+        return f"session store {file}: reading or writing failed ({err}); is the disk full or broken?"
+    return f"session store {file}: {err}; `ssmd session check` tells whether it is damaged"
+
+
+def _prepare(data_dir: Path, file: Path) -> None:
+    """Make the directory (0700) and the file (0600); SQLite gives its side files the mode of the file."""
+    make_private(data_dir)
+    ours = file.exists() or next(data_dir.iterdir(), None) is None
+    if ours and stat.S_IMODE(data_dir.stat().st_mode) & 0o077:
+        data_dir.chmod(0o700)
+    # O_NOFOLLOW: a link planted in a shared directory must not redirect where conversations are written.
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600))
+    if stat.S_IMODE(file.stat().st_mode) & 0o077:
+        file.chmod(0o600)
+    with file.open("rb") as f:
+        head = f.read(len(_HEADER))
+    if head and head != _HEADER:
+        raise StoreError(f"{file} is no database; move it away to start with an empty one")
+
+
+def _create(engine: Engine, busy_ms: int) -> None:
+    with _bare(engine) as cursor:
+        (application,) = cursor.execute("PRAGMA application_id").fetchone()
+        (objects,) = cursor.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        # A file of ours whose making was broken off has no id yet, and holds nothing.
+        if application != APPLICATION_ID and (application or objects):
+            raise StoreError(
+                f"{engine.url.database} is another program's database; give ssmd a data directory of its own"
+            )
+        if cursor.execute("PRAGMA journal_mode").fetchone() == ("wal",):
+            return
+        # Order matters: page size and auto_vacuum are fixed by the first write, which the change to WAL is.
+        cursor.execute(f"PRAGMA page_size={PAGE_BYTES}")
+        cursor.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        cursor.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        # The change to WAL needs the file for itself, and does not wait for another process that makes it too.
+        deadline = time.monotonic() + busy_ms / 1000
+        while True:
+            try:
+                cursor.execute("PRAGMA journal_mode=WAL").fetchone()
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def _bare(engine: Engine) -> Iterator[Any]:
+    """A cursor outside any transaction, for statements that cannot run inside one."""
+    connection = engine.raw_connection()
+    try:
+        cursor = connection.cursor()
+        try:
+            yield cursor
+        finally:
+            cursor.close()
+    finally:
+        connection.close()
+
+
+def _on_connect(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
+    connection.isolation_level = None  # transactions begin where _on_begin says, and nowhere else
+    for setting in (
+        "foreign_keys=ON",
+        "synchronous=FULL",
+        "secure_delete=ON",
+        f"wal_autocheckpoint={_LOG_PAGES}",
+        "trusted_schema=OFF",
+        "cell_size_check=ON",
+    ):
+        connection.execute(f"PRAGMA {setting}")
+
+
+def _on_begin(connection: Connection) -> None:
+    write = connection.get_execution_options().get("ssmd_write", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")

@@ -1,0 +1,231 @@
+"""What a session holds: its checkpoints with the KV segments they list, and how much of it others hold too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, bindparam, exists, func, literal, select, update
+
+from ssmd.sessions.rows import tree
+from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, total, turn, turn_checkpoint
+from ssmd.sessions.rows.schema import session as session_table
+
+_BATCH = 500  # values in one statement
+_CHECKPOINTS = "checkpoints"
+Value = TypeVar("Value", int, str)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A checkpoint of a session.
+
+    turn: the topmost one that links to it, for which it was made. nbytes: of its pieces. segments: ids of those it
+    lists. shared: turns of other sessions link to it too. pinned: a pinned fork began with a turn that links to it.
+    """
+
+    id: int
+    turn: str
+    kind: str
+    position: int
+    nbytes: int
+    segments: tuple[int, ...]
+    shared: bool
+    pinned: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A segment. users: checkpoints that list it, in the whole store; linked: those of them that a turn links to, and
+    that were not written ahead. Of more than the session has, some are left out of the counts."""
+
+    nbytes: int
+    users: int
+    linked: int
+
+
+@dataclass(frozen=True)
+class Holding:
+    """parents: the session's turns in the order of writing, each with the one above it; depths: turns above each.
+
+    bases: those of them that forks begin at.
+    """
+
+    session: str
+    head: str
+    bases: frozenset[str]
+    parents: Mapping[str, str | None]
+    depths: Mapping[str, int]
+    checkpoints: tuple[Held, ...]
+    segments: Mapping[int, Rows]
+
+    def sizes(self) -> tuple[int, int]:
+        """(own, shared) bytes: what would be free if the session were removed, and what would not."""
+        whole = sum(h.nbytes for h in self.checkpoints) + sum(s.nbytes for s in self.segments.values())
+        own = sum(h.nbytes for h in self.checkpoints if not h.shared)
+        users: dict[int, int] = {}
+        for h in self.checkpoints:
+            if not h.shared:
+                for number in h.segments:
+                    users[number] = users.get(number, 0) + 1
+        own += sum(s.nbytes for number, s in self.segments.items() if users.get(number) == s.linked)
+        return own, whole - own
+
+
+# Built once: putting a statement together takes longer than running it.
+_t, _c, _link, _list = turn.c, checkpoint.c, turn_checkpoint.c, checkpoint_segment.c
+_SESSION: Any = bindparam("session")
+_SOME: Any = bindparam("some", expanding=True)
+_TURNS = select(_t.id, _t.parent, _t.depth).where(_t.session == _SESSION).order_by(_t.seq)
+_LINKED = (
+    select(_link.turn, _c.id, _c.kind, _c.position, _c.recurrent_nbytes)
+    .select_from(turn.join(turn_checkpoint, _link.turn == _t.id).join(checkpoint, _c.id == _link.checkpoint))
+    .where(_t.session == _SESSION)
+)
+_OTHERS = exists().where(_link.checkpoint == _c.id, _t.id == _link.turn, _t.session != _SESSION)
+_SHARED = select(_c.id).where(_c.id.in_(_SOME), _OTHERS)
+_LISTED = select(_list.checkpoint, _list.segment).where(_list.checkpoint.in_(_SOME))
+_LISTED = _LISTED.order_by(_list.checkpoint, _list.segment)
+# As many as the session can have and one more is enough: the rows of a system prompt may have thousands of users.
+_USERS = select(_list.checkpoint).where(_list.segment == segment.c.id).limit(bindparam("most")).correlate(segment)
+_ROWS = select(
+    segment.c.id, segment.c.nbytes, select(func.count()).select_from(_USERS.subquery()).scalar_subquery().label("users")
+).where(segment.c.id.in_(_SOME))
+_LINKED_USERS = _USERS.where(exists().where(_link.checkpoint == _list.checkpoint))
+_LINKED_ROWS = select(
+    segment.c.id, select(func.count()).select_from(_LINKED_USERS.subquery()).scalar_subquery().label("linked")
+).where(segment.c.id.in_(_SOME))
+_s = session_table.c
+_HEAD = select(_s.head).where(_s.id == _SESSION)
+_BASES = select(_s.base).join(turn, _t.id == _s.base).where(_t.session == _SESSION)
+# All forks that began with some of the session's turns have their root in common with it.
+_OWN_ROOTS = select(_t.id).where(_t.session == _SESSION, _t.parent.is_(None))
+_ROOTS = _OWN_ROOTS.union(select(_s.root).where(_s.id == _SESSION, _s.root.is_not(None)))
+_PINNED = select(_s.base).where(_s.pinned.is_(True), _s.root.in_(_ROOTS))
+
+
+def read_holding(connection: Connection, session_id: str) -> Holding:
+    """Takes a few queries, and time that grows with the session's own checkpoints, not with the store."""
+    mine = {"session": session_id}
+    turns = connection.execute(_TURNS, mine).all()
+    depths = {row.id: row.depth for row in turns}
+    rows = connection.execute(_LINKED, mine).all()
+    topmost = {row.id: row for row in sorted(rows, key=lambda r: depths[r.turn], reverse=True)}
+    numbers = sorted(topmost)
+    shared = shared_among(connection, numbers, session_id)
+    lists: dict[int, list[int]] = {number: [] for number in numbers}
+    for some in batches(numbers):
+        for number, of in connection.execute(_LISTED, {"some": some}):
+            lists[number].append(of)
+    segments = _rows(connection, lists)
+    pinned = _inherited_by_pinned(connection, session_id)
+    held_fast = {row.id for row in rows if row.turn in pinned}
+    return Holding(
+        session=session_id,
+        head=connection.execute(_HEAD, mine).scalar_one(),
+        bases=frozenset(connection.scalars(_BASES, mine)),
+        parents={row.id: row.parent for row in turns},
+        depths=depths,
+        checkpoints=tuple(
+            Held(n, r.turn, r.kind, r.position, r.recurrent_nbytes, tuple(lists[n]), n in shared, n in held_fast)
+            for n, r in sorted(topmost.items())
+        ),
+        segments=segments,
+    )
+
+
+def _rows(connection: Connection, lists: Mapping[int, Sequence[int]]) -> dict[int, Rows]:
+    """The segments that these checkpoints list."""
+    mine: dict[int, int] = {}
+    for listed in lists.values():
+        for number in listed:
+            mine[number] = mine.get(number, 0) + 1
+    most = len(lists) + 1
+    found: dict[int, Rows] = {}
+    for some in batches(sorted(mine)):
+        for row in connection.execute(_ROWS, {"some": some, "most": most}):
+            found[row.id] = Rows(row.nbytes, row.users, row.users)
+    others = [number for number, rows in found.items() if rows.users != mine[number]]
+    for some in batches(others):
+        for number, linked in connection.execute(_LINKED_ROWS, {"some": some, "most": most}):
+            found[number] = replace(found[number], linked=linked)
+    return found
+
+
+def _inherited_by_pinned(connection: Connection, session_id: str) -> set[str]:
+    """Turns that pinned forks began with, if the session may own some of them."""
+    found: set[str] = set()
+    for base in connection.scalars(_PINNED, {"session": session_id}).all():
+        found.update(connection.scalars(tree.above(literal(base))))
+    return found
+
+
+def shared_among(connection: Connection, checkpoints: Sequence[int], session_id: str) -> set[int]:
+    """Those of the checkpoints to which turns of other sessions link."""
+    found: set[int] = set()
+    for some in batches(checkpoints):
+        found.update(connection.scalars(_SHARED, {"some": some, "session": session_id}))
+    return found
+
+
+def stored_bytes(connection: Connection) -> int:
+    """Bytes of all checkpoints: every piece and every segment once."""
+    found = connection.execute(select(total.c.nbytes).where(total.c.name == _CHECKPOINTS)).scalar()
+    return int(found or 0)
+
+
+def add_stored_bytes(connection: Connection, nbytes: int) -> None:
+    """Whoever writes or deletes pieces and segments says so here, in the same transaction."""
+    if nbytes:
+        mine = total.c.name == _CHECKPOINTS
+        connection.execute(update(total).where(mine).values(nbytes=total.c.nbytes + nbytes))
+
+
+def count_again(connection: Connection, sessions: Collection[str]) -> None:
+    """The sizes of these sessions are not known any more."""
+    for some in batches(sorted(sessions)):
+        values = {"own_nbytes": None, "shared_nbytes": None}
+        connection.execute(update(session_table).where(session_table.c.id.in_(some)).values(values))
+
+
+def sole_sharers(connection: Connection, checkpoints: Sequence[int], session_id: str) -> set[str]:
+    """The other sessions that are alone in sharing one of these checkpoints with this one.
+
+    To them it makes a difference whether this one links to it; where three share, it makes none.
+    """
+    link = turn_checkpoint.c
+    found: set[str] = set()
+    for number in checkpoints:
+        others = (
+            select(turn.c.session)
+            .join(turn_checkpoint, link.turn == turn.c.id)
+            .where(link.checkpoint == number, turn.c.session != session_id)
+        )
+        first = connection.execute(others.limit(1)).scalar()
+        if first is not None:
+            second = connection.execute(others.where(turn.c.session != first).limit(1)).scalar()
+            if second is None:
+                found.add(first)
+    return found
+
+
+def count_sizes(connection: Connection, *, at_most: int) -> int:
+    """Count sessions whose sizes are not known, and write them down; how many there were."""
+    unknown = select(session_table.c.id).where(session_table.c.own_nbytes.is_(None)).limit(at_most)
+    sessions = list(connection.scalars(unknown))
+    for session_id in sessions:
+        write_sizes(connection, session_id)
+    return len(sessions)
+
+
+def write_sizes(connection: Connection, session_id: str) -> None:
+    own, shared = read_holding(connection, session_id).sizes()
+    mine = session_table.c.id == session_id
+    connection.execute(update(session_table).where(mine).values(own_nbytes=own, shared_nbytes=shared))
+
+
+def batches(values: Sequence[Value]) -> Iterator[Sequence[Value]]:
+    """Few enough for one statement each."""
+    for at in range(0, len(values), _BATCH):
+        yield values[at : at + _BATCH]

@@ -1,0 +1,143 @@
+"""The parts of a stored state: read from the database and verified, a little ahead of whoever takes them in."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
+from typing import Any, cast
+
+from numpy.typing import NDArray
+from sqlalchemy import Connection, select
+
+from ssmd.model.state import Part, StateError, StateSpec
+from ssmd.sessions.checkpoint import Digested, digest
+from ssmd.sessions.rows import codec
+from ssmd.sessions.rows.blobs import (
+    MAX_BLOB_BYTES,
+    Blob,
+    is_genuine,
+    piece_values,
+    recurrent_parts,
+    recurrent_values,
+    rows_part,
+)
+from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, piece, segment
+from ssmd.sessions.turn import StoreError
+
+Array = NDArray[Any]
+
+
+def read_parts(connection: Connection, checkpoint_id: int, spec: StateSpec) -> tuple[int, Generator[Part]]:
+    """(position, the parts of its state in order). A thread reads and verifies the next while the caller works.
+
+    Raises StoreError naming what is missing or was altered, at the latest after the last part. The connection may be
+    used again when the iterator has ended or was closed.
+    """
+    c = checkpoint.c
+    head = connection.execute(select(c.position, c.layout, c.digest).where(c.id == checkpoint_id)).one_or_none()
+    if head is None:
+        raise StoreError(f"checkpoint {checkpoint_id} is not stored any more")
+    if head.layout != spec.digest():
+        raise StoreError(f"checkpoint {checkpoint_id} is of layout {head.layout}, the program's is {spec.digest()}")
+    return head.position, _parts(connection, checkpoint_id, head, spec)
+
+
+def _parts(connection: Connection, checkpoint_id: int, head: Any, spec: StateSpec) -> Generator[Part]:
+    segments: list[Digested] = []
+    pieces: list[Digested] = []
+
+    def read() -> Iterator[Part | Array]:
+        what = f"checkpoint {checkpoint_id}: KV rows"
+        rows = connection.execute(segments_of(checkpoint_id))
+        for blob in _blobs(rows, what, head.position if spec.rows else 0, segments):
+            yield _verified(blob, what, partial(rows_part, spec=spec))
+        what = f"checkpoint {checkpoint_id}: recurrent values"
+        rows = connection.execute(select(piece).where(piece.c.checkpoint == checkpoint_id).order_by(piece.c.first))
+        for blob in _blobs(rows, what, recurrent_values(spec), pieces):
+            yield _verified(blob, what, piece_values)
+
+    with contextlib.closing(_ahead(read())) as results:
+        values: Iterator[Array] = iter(())
+        for result in results:
+            if not isinstance(result, Part):
+                values = itertools.chain([result], cast(Iterator[Array], results))
+                break
+            yield result
+        try:
+            yield from recurrent_parts(values, spec, head.position)
+        except StateError as err:
+            raise StoreError(f"checkpoint {checkpoint_id}: recurrent values cannot be read: {err}") from err
+    if digest(head.position, segments, pieces) != head.digest:
+        raise StoreError(f"checkpoint {checkpoint_id} does not consist of the parts that were written")
+
+
+def _verified(blob: Blob, name: str, read: Callable[[Blob], Part | Array]) -> Part | Array:
+    what = f"{name} [{blob.first}, {blob.last})"
+    if not is_genuine(blob.data, blob.checksum):
+        raise StoreError(f"{what} were altered (their checksum differs)")
+    try:
+        return read(blob)
+    except (codec.CodecError, StateError) as err:
+        raise StoreError(f"{what} cannot be read: {err}") from err
+
+
+def _blobs(rows: Iterable[Any], name: str, end: int, found: list[Digested]) -> Iterator[Blob]:
+    """The rows of a table as blobs, which must lie one after the other and reach `end`; `found` tells of each."""
+    at = 0
+    for row in rows:
+        what = f"{name} [{row.first}, {row.last})"
+        sound = isinstance(row.data, bytes) and len(row.data) <= MAX_BLOB_BYTES and isinstance(row.dtype, str)
+        if not sound or row.first != at or not isinstance(row.last, int) or not at < row.last <= end:
+            raise StoreError(f"{what} are not what was written")
+        at = row.last
+        found.append((row.first, row.last, row.checksum))
+        yield Blob(row.first, row.last, row.dtype, row.checksum, row.data)
+    if at != end:
+        raise StoreError(f"{name} from {at} on are missing")
+
+
+def segments_of(checkpoint_id: int, *columns: Any) -> Any:
+    """A checkpoint's segments in the order of their rows.
+
+    That is the order of their ids, as a parent's are written before its children's. Asked for in this way SQLite walks
+    the link table; ordering by `first` it would sort the blobs themselves, which takes longer than all the rest.
+    """
+    joined = checkpoint_segment.join(segment, segment.c.id == checkpoint_segment.c.segment)
+    mine = select(*(columns or (segment,))).select_from(joined).where(checkpoint_segment.c.checkpoint == checkpoint_id)
+    return mine.order_by(checkpoint_segment.c.segment)
+
+
+def _ahead(items: Iterator[Part | Array]) -> Generator[Part | Array]:
+    """The same items or error, made by another thread while the caller works on the one before."""
+    made: queue.Queue[Part | Array | BaseException | None] = queue.Queue(1)
+    unwanted = threading.Event()
+
+    def produce() -> None:
+        end: BaseException | None = None
+        try:
+            for item in items:
+                if unwanted.is_set():
+                    break
+                made.put(item)
+                del item  # it is the other thread's now
+        except BaseException as err:
+            end = err
+        made.put(end)
+
+    reader = threading.Thread(target=produce, name="ssmd-read", daemon=True)
+    reader.start()
+    item: Part | Array | BaseException | None = None
+    try:
+        while (item := made.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        unwanted.set()
+        while not (item is None or isinstance(item, BaseException)):  # the connection is the reader's until then
+            item = made.get()
+        reader.join()

@@ -1,0 +1,136 @@
+"""Sessions in the database: a row each, with the head of its turns and the sizes of what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from ssmd.sessions.rows import checkpoints as checkpoint_rows
+from ssmd.sessions.rows import erasure, holding, retention, tree
+from ssmd.sessions.rows import replies as reply_rows
+from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.schema import turn
+from ssmd.sessions.rows.turns import from_micros, to_micros
+from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, UnknownSession, check_id
+from ssmd.text.messages import Message
+
+_TITLE_CHARACTERS = 80
+_s = session_table.c
+_SESSIONS = select(
+    *(_s.id, _s.model, _s.lineage, _s.clock, _s.pinned, _s.imported, _s.created_at, _s.last_used_at),
+    *(_s.head, _s.turns, _s.title, _s.own_nbytes, _s.shared_nbytes, _s.base),
+)
+
+
+def session_row(connection: Connection, session_id: str) -> Any:
+    """Raises UnknownSession."""
+    row = connection.execute(_SESSIONS.where(_s.id == session_id)).one_or_none()
+    if row is None:
+        raise UnknownSession(f"there is no session {session_id!r}; `ssmd session list` shows those there are")
+    return row
+
+
+def read_session(connection: Connection, session_id: str) -> Session:
+    """Raises UnknownSession."""
+    return _session(connection, session_row(connection, session_id))
+
+
+def read_sessions(connection: Connection, limit: int | None = None, after: str | None = None) -> list[Session]:
+    """The ones used last first; at most `limit`, those that follow session `after`. Raises UnknownSession."""
+    asked = _SESSIONS.order_by(_s.last_used_at.desc(), _s.id).limit(limit)
+    if after is not None:
+        last = session_row(connection, after)
+        used = _s.last_used_at
+        asked = asked.where((used < last.last_used_at) | ((used == last.last_used_at) & (_s.id > last.id)))
+    return [_session(connection, row) for row in connection.execute(asked).all()]
+
+
+def read_newest(connection: Connection) -> Session | None:
+    """The one used last."""
+    row = connection.execute(_SESSIONS.order_by(_s.last_used_at.desc()).limit(1)).one_or_none()
+    return None if row is None else _session(connection, row)
+
+
+def _session(connection: Connection, row: Any) -> Session:
+    """From a row of _SESSIONS. Taken apart in one go, as there may be 10,000: by name it takes twice as long."""
+    name, model, lineage, clock, pinned, imported, created_at, last_used_at, head, turns, title, own, shared, base = row
+    if own is None or shared is None:
+        own, shared = holding.read_holding(connection, name).sizes()
+    info = SessionInfo(name, model, lineage, datetime.fromisoformat(clock), pinned, imported or None, known=True)
+    return Session(
+        info, from_micros(created_at), from_micros(last_used_at), head, turns, title, own + shared, own, base
+    )
+
+
+def touch_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo) -> None:
+    """The session of new turns goes on from the first of them; it is written if it is new."""
+    now = max(to_micros(t.created_at) for t in turns)
+    there = connection.execute(select(_s.turns, _s.last_used_at).where(_s.id == info.id)).one_or_none()
+    if there is not None:
+        values = {
+            "turns": there.turns + len(turns),
+            "last_used_at": max(now, there.last_used_at),  # a clock that was set back does not undo "last used"
+            "head": turns[0].id,
+            "model": info.model,
+            "lineage": info.lineage,
+        }
+        connection.execute(update(session_table).where(_s.id == info.id).values(values))
+        return
+    if info.known or turns[0].parent is not None:
+        raise StoreError(f"session {info.id!r} was removed meanwhile")
+    insert_session(connection, turns, info, head=turns[0].id, now=now)
+
+
+def insert_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo, *, head: str, now: int) -> None:
+    """now: microseconds since 1970."""
+    if info.clock.tzinfo is None:
+        raise StoreError(f"the clock of session {info.id!r} has no time zone")
+    row = {
+        "id": check_id("session", info.id),
+        "created_at": min(now, *(to_micros(t.created_at) for t in turns)),
+        "last_used_at": now,
+        "model": info.model,
+        "lineage": info.lineage,
+        "clock": info.clock.isoformat(),
+        "head": head,
+        "turns": len(turns),
+        "title": _title(turns[0].messages),
+        "pinned": info.pinned,
+        "imported": info.imported or "",
+        "own_nbytes": 0,
+        "shared_nbytes": 0,
+    }
+    connection.execute(insert(session_table).values(row))
+
+
+def pin_session(connection: Connection, session_id: str, pinned: bool) -> None:
+    """Exempt it from retention, or no longer. Raises UnknownSession."""
+    session_row(connection, session_id)
+    connection.execute(update(session_table).where(_s.id == session_id).values(pinned=pinned))
+    if not pinned:
+        retention.loosen(connection, session_id)
+
+
+def remove_session(connection: Connection, session_id: str) -> None:
+    """With its turns, but for those that forks stand on, and what only it needed. Raises UnknownSession."""
+    if session_row(connection, session_id).pinned:
+        retention.loosen(connection, session_id)
+    mine = select(turn.c.id).where(turn.c.session == session_id)
+    reply_rows.forget(connection, mine)  # also of turns that stay: they hold words of choices that go
+    retention.reopen(connection, tree.hand_over(connection, session_id))
+    linked = checkpoint_rows.linked_to(connection, mine)
+    holding.count_again(connection, holding.sole_sharers(connection, sorted(set(linked)), session_id))
+    # Parents let go of their children first: SQLite follows a chain of 1,000 cascades, and then fails.
+    connection.execute(update(turn).where(turn.c.session == session_id).values(parent=None))
+    connection.execute(delete(turn).where(turn.c.session == session_id))
+    connection.execute(delete(session_table).where(_s.id == session_id))
+    checkpoint_rows.sweep(connection, linked)
+    erasure.owe(connection)
+
+
+def _title(messages: Sequence[Message]) -> str:
+    first = next((m.content for m in messages if m.role == "user"), "")
+    return " ".join(first.split())[:_TITLE_CHARACTERS].encode("utf-8", "replace").decode()

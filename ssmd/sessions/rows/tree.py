@@ -1,0 +1,110 @@
+"""The tree of a session: which turns it has, forks that begin at one of them, and what happens when it is removed.
+
+A fork owns no turn at first: its `base` names one of another session, and that turn with all above it are as good as
+its own. A turn has one owner at a time, which always is a session that has it; when the owner is removed, each turn
+that a fork still stands on is handed over to that fork.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from sqlalchemy import Connection, exists, insert, literal, or_, select, update
+
+from ssmd.sessions.rows.schema import checkpoint as checkpoint_table
+from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.schema import turn as turn_table
+from ssmd.sessions.rows.schema import turn_checkpoint
+from ssmd.sessions.turn import UnknownTurn, check_id
+
+_t, _s = turn_table.c, session_table.c
+
+
+def above(start: Any) -> Any:
+    """Select the ids of a turn and of all above it. start: an expression for its id; none if that is NULL."""
+    ends = select(_t.id, _t.parent)
+    path = ends.where(_t.id == start).cte("above", recursive=True)
+    path = path.union(ends.where(_t.id == path.c.parent))
+    return select(path.c.id)
+
+
+def inherited(session_id: Any) -> Any:
+    """Select the ids of the turns that a fork began with, whoever owns them: none if the session is no fork.
+
+    session_id: an id, or an expression for one.
+    """
+    return above(select(_s.base).where(_s.id == session_id).scalar_subquery())
+
+
+def belongs(session_id: Any) -> Any:
+    """The condition that a row of `turn` is one of the session's turns, inherited ones included."""
+    return or_(_t.session == session_id, _t.id.in_(inherited(session_id)))
+
+
+def insert_fork(connection: Connection, origin: Any, turn_id: str, now: int) -> str:
+    """Write a session that begins at a turn of `origin`, a row of `session`; its id. now: microseconds.
+
+    Nothing is copied. Its clock is the origin's, so that templates render its beginning as they did, and imported
+    states that serve the origin serve it. Raises UnknownTurn, and StoreError on an id that is none.
+    """
+    check_id("turn", turn_id)
+    base = connection.execute(select(_t.depth).where(_t.id == turn_id, belongs(origin.id))).one_or_none()
+    if base is None:
+        raise UnknownTurn(
+            f"session {origin.id!r} has no turn {turn_id!r}; `ssmd session tree {origin.id}` shows those it has"
+        )
+    root = select(_t.id).where(_t.id.in_(above(literal(turn_id))), _t.parent.is_(None))
+    fork = {
+        "id": f"ses_{secrets.token_hex(12)}",
+        "created_at": now,
+        "last_used_at": now,
+        "model": origin.model,
+        "lineage": origin.lineage,
+        "clock": origin.clock,
+        "head": turn_id,
+        "turns": base.depth + 1,
+        "title": origin.title,
+        "pinned": False,
+        "imported": origin.imported,
+        "base": turn_id,
+        "root": connection.execute(root).scalar_one(),
+        "own_nbytes": 0,
+        "shared_nbytes": 0,
+    }
+    connection.execute(insert(session_table).values(fork))
+    return str(fork["id"])
+
+
+def hand_over(connection: Connection, session_id: str) -> list[str]:
+    """Before a session is removed: each of its turns that forks still stand on gets one of them as its owner.
+
+    The forks that own more turns than before.
+    """
+    # Only trees that the session is a part of: those of its own roots, and of the one that it was forked from itself.
+    roots = (
+        select(_t.id)
+        .where(_t.session == session_id, _t.parent.is_(None))
+        .union(select(_s.root).where(_s.id == session_id, _s.root.is_not(None)))
+    )
+    forks = connection.execute(
+        select(_s.id, _s.base).where(_s.root.in_(roots), _s.id != session_id).order_by(_s.created_at, _s.id)
+    )
+    heirs = []
+    for fork in forks.all():
+        path = above(literal(fork.base))
+        moved = update(turn_table).where(_t.session == session_id, _t.id.in_(path)).values(session=fork.id)
+        if connection.execute(moved).rowcount:
+            heirs.append(fork.id)
+    return heirs
+
+
+def resumable(connection: Connection, session_id: str) -> set[str]:
+    """Turns of a session whose end was kept as a state: what continues them feeds nothing of them again."""
+    link = turn_checkpoint.c
+    kept = (
+        exists()
+        .where(link.turn == _t.id, checkpoint_table.c.id == link.checkpoint)
+        .where(checkpoint_table.c.kind == "turn", checkpoint_table.c.position >= _t.prompt_tokens)
+    )
+    return set(connection.scalars(select(_t.id).where(belongs(session_id), kept)))

@@ -1,0 +1,248 @@
+"""The Jinja environment that chat templates run in: nothing escapes, nothing random, every step on the meter.
+
+Only what is listed here can be called, and whatever could turn little into much says first how much it will be.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, safe_range
+from jinja2.utils import Cycler, Joiner, Namespace, pass_context
+
+from ssmd.text.jinja.amplifiers import MAX_COUNT, MAX_WIDTH, Amplifiers
+from ssmd.text.jinja.compiling import Generation, MeteredCode, Ticks
+from ssmd.text.jinja.meter import MAX_BITS, Meter, TooMuch
+
+# fmt: off
+STR_METHODS = frozenset((
+    "capitalize", "casefold", "center", "count", "endswith", "expandtabs", "find", "index", "isalnum",
+    "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable",
+    "isspace", "istitle", "isupper", "join", "ljust", "lower", "lstrip", "partition", "removeprefix",
+    "removesuffix", "replace", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip", "split",
+    "splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill",
+))
+# fmt: on
+METHODS: dict[type, frozenset[str]] = {
+    str: STR_METHODS,
+    list: frozenset({"copy", "count", "index"}),
+    tuple: frozenset({"count", "index"}),
+    dict: frozenset({"copy", "get", "items", "keys", "values"}),
+    float: frozenset({"is_integer"}),
+}
+_CALLABLE_OBJECTS = (Macro, LoopContext, Joiner, BlockReference, Undefined)
+
+
+class Offered:
+    """A function that templates may call."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+class TemplateDict(Offered):
+    """`dict`, which can be called and has `fromkeys`, and nothing else of the type."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+_METHOD_OWNERS = (LoopContext, Cycler, Joiner, TemplateDict)
+
+
+class TemplateNamespace(Namespace):
+    """Jinja's `namespace`, opaque when printed (it can refer to itself), without underscored names."""
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:  # `self` may be the name of an attribute
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        super().__init__(attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have the attribute {name!r}")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Chat templates' dialect of Jinja (as transformers has it), metered by `meter` of the rendering thread."""
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", Generation],
+            finalize=self.shown,
+            optimized=False,
+        )
+        self.code_generator_class = MeteredCode
+        self._local = threading.local()
+        self._amplifiers = Amplifiers(lambda: self.meter)
+        self.filters = {name: self._metered(filter) for name, filter in self._amplifiers.filters().items()}
+        self.globals = {
+            "range": Offered(safe_range),
+            "dict": TemplateDict(),
+            "namespace": Offered(TemplateNamespace),
+            "cycler": Offered(Cycler),
+            "joiner": Offered(Joiner),
+            "raise_exception": Offered(_raise),
+        }
+
+    @property
+    def meter(self) -> Meter:
+        found: Meter | None = getattr(self._local, "meter", None)
+        return found or Meter(0)
+
+    @meter.setter
+    def meter(self, meter: Meter | None) -> None:
+        self._local.meter = meter
+
+    # Called by compiled templates.
+
+    @pass_context
+    def shown(self, context: Context, value: Any) -> Any:
+        """Every value that is printed."""
+        self.meter.made(value)
+        return value
+
+    def tick(self) -> bool:
+        """At each turn of a loop, each call of a macro."""
+        self.meter.tick()
+        return True
+
+    def made(self, value: Any) -> Any:
+        """Every literal container, slice, comparison, and whatever a filter or a call returns."""
+        if isinstance(value, Iterator):
+            return self._paced(value)
+        self.meter.made(value)
+        return value
+
+    def joined(self, *parts: Any) -> str:
+        """The operator ~."""
+        meter = self.meter
+        for part in parts:
+            meter.fits(meter.size(part))
+        return self.concat([str(part) for part in parts])
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """What a macro or a {% set %} block printed."""
+        texts: list[str] = list(parts)
+        meter = self.meter
+        meter.fits(sum(map(len, texts)))
+        text = "".join(texts)
+        meter.made(text)
+        return text
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        meter = self.meter
+        meter.tick()
+        numbers = isinstance(left, int) and isinstance(right, int)
+        if operator == "**" and numbers and left.bit_length() * abs(right) > MAX_BITS:
+            raise TooMuch(f"the chat template computes a number of more than {MAX_BITS} bits")
+        if operator == "*" and not numbers:
+            times, what = (left, right) if isinstance(left, int) else (right, left)
+            if isinstance(times, int):
+                meter.fits(max(1, meter.size(what)) * times)
+        elif operator == "+" and not numbers:
+            meter.fits(meter.size(left) + meter.size(right))
+        elif operator == "%" and isinstance(left, str):
+            self._amplifiers.check_percent(left, right)
+        return self.made(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        meter = __self.meter
+        if len(args) + len(kwargs) > MAX_COUNT:
+            raise TooMuch(f"the chat template calls with more than {MAX_COUNT} arguments")
+        meter.fits(sum(map(meter.size, args)) + sum(map(meter.size, kwargs.values())))
+        if isinstance(__obj, types.BuiltinMethodType):
+            owner, name = __obj.__self__, __obj.__name__
+            if name not in METHODS.get(type(owner), ()):
+                raise SecurityError(f"chat templates cannot call {type(owner).__name__}.{name}")
+            if isinstance(owner, str):
+                args = __self._amplifiers.check_method(owner, name, args, kwargs)
+        elif isinstance(__obj, types.MethodType):
+            if not isinstance(__obj.__self__, _METHOD_OWNERS):
+                raise SecurityError(f"chat templates cannot call {__obj.__name__}")
+        elif not isinstance(__obj, (Offered, *_CALLABLE_OBJECTS)):
+            raise SecurityError(f"chat templates cannot call a {type(__obj).__name__}")
+        return __self.made(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if not isinstance(value, types.BuiltinMethodType) or value.__name__ not in ("format", "format_map"):
+            return None
+        text = value.__self__
+        if not isinstance(text, str):
+            return None
+        mapped = value.__name__ == "format_map"
+
+        def format_text(*args: Any, **kwargs: Any) -> str:
+            formatter = _MeteredFormatter(self)
+            return formatter.vformat(text, () if mapped else args, args[0] if mapped and args else kwargs)
+
+        return Offered(format_text)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template: nodes.Template = Ticks().visit(super()._parse(source, name, filename))
+        return template
+
+    def _paced(self, items: Iterator[Any]) -> Iterator[Any]:
+        for item in items:
+            meter = self.meter
+            meter.tick()
+            meter.fits(meter.size(item))
+            yield item
+
+    def _metered(self, filter: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(filter)  # keeps the mark that asks for the context
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            self.meter.tick()
+            return self.made(filter(*args, **kwargs))
+
+        return metered
+
+
+def _raise(message: Any = "") -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+class _MeteredFormatter(SandboxedFormatter):
+    """str.format, whose fields may not be wide and whose result must fit."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        super().__init__(sandbox)
+        self._meter = sandbox.meter
+        self._total = 0
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if re.search(r"\d{4,}", format_spec):
+            raise TooMuch(f"the chat template formats with a width of more than {MAX_WIDTH}")
+        text: str = super().format_field(value, format_spec)
+        self._total += len(text)
+        self._meter.fits(self._total)
+        self._meter.tick()
+        return text

@@ -1,0 +1,207 @@
+"""The body of a chat completion: what is taken, and what is refused by which name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ssmd.api.body import parse_object
+from ssmd.api.chat_body import NOT_BUILT, read_chat, to_request
+from ssmd.engine.request import Rejected, Request
+from ssmd.text.messages import Message
+
+VOCABULARY = 1000
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def read(**fields: Any) -> Request:
+    raw = json.dumps({"model": "tiny", "messages": HELLO, **fields}).encode()
+    return to_request(read_chat(parse_object(raw)), VOCABULARY)
+
+
+def refused(**fields: Any) -> Rejected:
+    with pytest.raises(Rejected) as caught:
+        read(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_defaults_are_openais() -> None:
+    request = read()
+    assert request.messages == (Message("user", "hello"),)
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (1.0, 1.0, 0)
+    assert (request.n, request.stop, request.max_tokens, request.store) == (1, (), 2048, True)
+    assert read(**dict.fromkeys(["temperature", "top_p", "n", "stop", "max_tokens", "seed", "store"])) == request
+
+
+def test_everything_given_reaches_the_engine() -> None:
+    request = read(
+        temperature=0,
+        top_p=0.5,
+        top_k=40,
+        seed=-7,
+        n=3,
+        stop=["a", "b", "a"],
+        max_completion_tokens=5,
+        logprobs=True,
+        top_logprobs=4,
+        logit_bias={"0": -100, "999": 5.5},
+        session="s_1-A",
+        store=False,
+        user="u",
+        metadata={"a": "b"},
+        service_tier="auto",
+        safety_identifier="x",
+        prompt_cache_key="k",
+    )
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0, 0.5, 40, -7)
+    assert (sampling.logprobs, sampling.top_logprobs) == (True, 4)
+    assert dict(sampling.logit_bias) == {0: -100.0, 999: 5.5}
+    assert (request.n, request.stop, request.max_tokens) == (3, ("a", "b"), 5)
+    assert (request.session, request.store) == ("s_1-A", False)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_BUILT))
+def test_what_is_not_built_is_refused_by_name_unless_it_asks_for_nothing(name: str) -> None:
+    for neutral in NOT_BUILT[name]:
+        assert read(**{name: neutral}) == read()
+    error = refused(**{name: {"something": 1}})
+    assert (error.param, error.code) == (name, "unsupported_parameter")
+    assert name in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"frequency_penalty": 0.1}, "frequency_penalty"),
+        ({"surprise": 1}, "surprise"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 10**12}, "max_tokens"),
+        ({"max_tokens": 10**400}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"stop": ""}, "stop[0]"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x" * 1001]}, "stop[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"1000": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"01": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"session": "../x"}, "session"),
+        ({"session": "a" * 65}, "session"),
+        ({"session": "a\n"}, "session"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream": True, "stream_options": {"what": True}}, "stream_options.what"),
+        ({"stream": "yes"}, "stream"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"model": 3}, "model"),
+        ({"model": ""}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [*HELLO, "x"]}, "messages[1]"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        (
+            {"messages": [*HELLO, *HELLO, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[2].content[0]",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "cache_control": {}}]}]},
+            "messages[0].content[0].cache_control",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": None}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "name": "<|im_start|>"}]}, "messages[0].name"),
+    ],
+)
+def test_nonsense_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    error = refused(**fields)
+    if fields.get("max_tokens") == 10**400:  # no JSON reader of ours takes such a number
+        assert error.code in ("invalid_json", "invalid_value")
+        return
+    assert error.param == param
+    assert error.param.split("[")[0].split(".")[0] in error.message
+    assert len(error.message) < 400
+
+
+def test_missing_parameters_are_named() -> None:
+    for name in ("model", "messages"):
+        fields = {"model": "tiny", "messages": HELLO}
+        del fields[name]
+        with pytest.raises(Rejected) as caught:
+            read_chat(fields)
+        assert (caught.value.param, caught.value.code) == (name, "missing_required_parameter")
+
+
+def test_contents_are_brought_to_one_form() -> None:
+    request = read(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ünal"},
+            {"role": "assistant", "content": None, "tool_calls": [], "refusal": None, "audio": None},
+            {"role": "assistant"},
+        ]
+    )
+    assert request.messages == (
+        Message("developer", "be brief"),
+        Message("user", "ab", "Ünal"),
+        Message("assistant", ""),
+        Message("assistant", ""),
+    )
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b'{"temperature": NaN}',
+        b'{"temperature": -Infinity}',
+        b'{"user": "\\ud800"}',
+        b'{"user": "\xff"}',
+        b'{"a":' * 5000,
+        b"\xef\xbb\xbf{}",
+    ],
+)
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(Rejected) as caught:
+        parse_object(raw)
+    assert caught.value.code == "invalid_json"
+
+
+def test_a_number_too_large_for_a_float_is_refused() -> None:
+    with pytest.raises(Rejected) as caught:
+        read_chat(parse_object(b'{"model": "m", "messages": [], "temperature": 1e999}'))
+    assert caught.value.param == "temperature"

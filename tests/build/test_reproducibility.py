@@ -1,0 +1,91 @@
+"""The same input builds the same bytes: in another process, another folder, with other hash seeds and threads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from conftest import BUILT, ROOT, TinyArtifacts
+
+# What `ssmd build` computes with PyTorch and with the quantizer, without the export, which takes half a minute.
+GOLDEN = """
+import sys, torch
+from pathlib import Path
+from ssmd.build.reference import Reference
+from ssmd.authoring.registry import author
+from ssmd.families.registry import family_of
+from ssmd.model.source import Source
+from ssmd.text.tokenizer import Tokenizer
+
+torch.set_num_threads(int(sys.argv[3]))
+source = Source.open(Path(sys.argv[1]))
+family = family_of(source.config)
+config = family.parse(source.config)
+module = author(family.name, config, {name: bind(source) for name, bind in family.bindings(config).items()}, 512)
+reference = Reference.of(module, Tokenizer.open(source.path / "tokenizer.json"))
+reference.save(Path(sys.argv[2]))
+print(reference.text_logits.tobytes().hex())
+assert torch.get_num_threads() == int(sys.argv[3])
+"""
+QUANTIZE = """
+import sys
+from pathlib import Path
+from ssmd_litert.recipe import quantize
+
+quantize(Path(sys.argv[1]), Path(sys.argv[2]), "int8")
+"""
+
+
+def python(*arguments: str, seed: int, **environment: str) -> str:
+    """Run in a process of its own, whose sets and dicts of texts have another order. Returns what it prints."""
+    around = {**os.environ, "PYTHONHASHSEED": str(seed), **environment}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=around, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("name", ["llama-f32", "openvino-granite-int8", "npu-granite-f16", "coreml-llama-int8"])
+def test_a_second_build_of_a_moved_source_has_the_same_files(
+    artifacts: TinyArtifacts, tmp_path: Path, name: str
+) -> None:
+    first, made = artifacts[name], BUILT[name]
+    source = tmp_path / "moved" / "other name"
+    shutil.copytree(artifacts.source(name), source)
+    (tmp_path / "tmp").mkdir()
+    asked = (*made.asked, "--name", made.variant)
+    where = ("--models-dir", str(tmp_path / "elsewhere"))
+    around = {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "3", "TZ": "Asia/Tokyo"}
+    python("-m", "ssmd", "build", str(source), *asked, *where, seed=4242, **around)
+    second = tmp_path / "elsewhere" / made.folder
+    assert "artifact.json" in hashes(first)
+    assert hashes(second) == hashes(first)
+
+
+def test_golden_values_do_not_depend_on_threads(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Those of the hybrid do, left alone: its sums are divided among the threads."""
+    source, built = artifacts.source("granite-int8"), artifacts["granite-int8"] / "golden.safetensors"
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    texts = {python("-c", GOLDEN, str(source), str(f), str(n), seed=n) for n, f in enumerate(files, 1)}
+    assert len(texts) == 1, "the logits that quantization is measured against"
+    assert {f.read_bytes() for f in files} == {built.read_bytes()}
+
+
+def test_quantizing_twice_gives_the_same_bytes(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    model = artifacts["llama-f32"] / "model.tflite"
+    files = [tmp_path / "a.tflite", tmp_path / "deeper" / "b.tflite"]
+    files[1].parent.mkdir()
+    for seed, file in enumerate(files):
+        python("-c", QUANTIZE, str(model), str(file), seed=seed + 1)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert files[0].stat().st_size < model.stat().st_size

@@ -1,0 +1,504 @@
+"""The engine over a real program and a real store: what it feeds, keeps and refuses, and when things break."""
+
+from __future__ import annotations
+
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TinyArtifacts
+from daemon import soon
+from sqlalchemy import func, select, update
+
+from ssmd.engine import writer as writer_module
+from ssmd.engine.engine import Engine
+from ssmd.engine.generation import Generation
+from ssmd.engine.metrics import Metrics
+from ssmd.engine.persistence import Keeper
+from ssmd.engine.request import Delta, Done, Event, Failed, Rejected, Request, TokenLogprob, Usage
+from ssmd.engine.sampling import SamplingParams
+from ssmd.model.artifact import Artifact
+from ssmd.model.state import Part
+from ssmd.runtime.protocol import Handle, Program, get_runtime
+from ssmd.sessions import store as store_module
+from ssmd.sessions.rows.checkpoints import Placed
+from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.store import Store
+from ssmd.text.messages import Message
+
+SAMPLING = SamplingParams(temperature=1.0, seed=3, logprobs=True, top_logprobs=3)
+LONG_SYSTEM = Message("system", "You are the keeper of a lighthouse. " * 12)
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def answered(text: str) -> Message:
+    return Message("assistant", text)
+
+
+@dataclass
+class Answer:
+    texts: dict[int, str] = field(default_factory=dict)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    end: Done | Failed | None = None
+
+    @property
+    def text(self) -> str:
+        return self.texts.get(0, "")
+
+    @property
+    def usage(self) -> Usage:
+        assert isinstance(self.end, Done), self.end
+        return self.end.usage
+
+    @property
+    def fed(self) -> int:
+        return self.usage.prompt_tokens - self.usage.cached_tokens
+
+
+class Asked:
+    """A request in the engine and the events that it delivers."""
+
+    def __init__(self, engine: Engine, *messages: Message, **fields: object) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        request = Request(**{"messages": messages, "sampling": SAMPLING, "max_tokens": 16, **fields})  # type: ignore[arg-type]  # fields are of many types
+        self.generation: Generation = engine.submit(request, self._events.put)
+
+    def next(self) -> Event:
+        return self._events.get(timeout=60)
+
+    def answer(self) -> Answer:
+        answer = Answer()
+        while True:
+            event = self.next()
+            if not isinstance(event, Delta):
+                answer.end = event
+                return answer
+            answer.texts[event.index] = answer.texts.get(event.index, "") + event.text
+            if event.index == 0:
+                answer.logprobs += event.logprobs
+
+
+def ask(engine: Engine, *messages: Message, **fields: object) -> Answer:
+    return Asked(engine, *messages, **fields).answer()
+
+
+@pytest.fixture(scope="module", params=["granite-int8", "llama-f32"])
+def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
+    artifact = Artifact.open(artifacts[request.param])
+    program = get_runtime("litert").load(artifact)
+    yield artifact, program
+    program.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path / "data", busy_ms=200)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def endless(loaded: tuple[Artifact, Program]) -> SamplingParams:
+    """Never ends by itself."""
+    bias = {t: -100.0 for t in loaded[0].manifest.stop_tokens}
+    return SamplingParams(temperature=1.0, seed=5, logit_bias=bias)
+
+
+@pytest.fixture
+def engine(loaded: tuple[Artifact, Program], store: Store) -> Iterator[Engine]:
+    engine = Engine(*loaded, store, metrics=Metrics(), max_running=2, max_queue=3)
+    engine.start()
+    yield engine
+    engine.shutdown(0)
+
+
+def test_a_conversation_continues_and_a_system_prompt_is_shared(engine: Engine, store: Store) -> None:
+    first = ask(engine, LONG_SYSTEM, user("Who is there?"))
+    assert (first.usage.cached_tokens, first.usage.resume) == (0, "none")
+    second = ask(engine, LONG_SYSTEM, user("Who is there?"), answered(first.text), user("And now?"))
+    assert second.usage.resume == "exact"
+    assert second.usage.session == first.usage.session
+    assert second.usage.cached_tokens >= first.usage.prompt_tokens + first.usage.completion_tokens - 1
+    other = ask(engine, LONG_SYSTEM, user("Something else"))
+    assert other.usage.session != first.usage.session
+    assert other.usage.cached_tokens >= 64
+    assert [s.turns for s in store.sessions()] == [1, 2]
+
+
+def counting(call: Callable[..., object], fed: list[int]) -> Callable[..., object]:
+    def counted(where: object, tokens: list[int]) -> object:
+        fed.append(len(tokens))
+        return call(where, tokens)
+
+    return counted
+
+
+def test_cached_tokens_are_those_not_fed(
+    engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted at the program itself: what usage calls cached never went into it."""
+    program = loaded[1]
+    fed: list[int] = []
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(program, name, counting(getattr(program, name), fed))
+    first = ask(engine, LONG_SYSTEM, user("Count."), max_tokens=1)
+    assert sum(fed) == first.usage.prompt_tokens
+    fed.clear()
+    again = ask(engine, LONG_SYSTEM, user("Count."), answered(first.text), user("More."), max_tokens=1)
+    assert sum(fed) == again.fed < again.usage.prompt_tokens
+
+
+def test_choices_are_siblings(engine: Engine, store: Store) -> None:
+    answer = ask(engine, user("Three, please."), n=3)  # more than may run at once
+    assert sorted(answer.texts) == [0, 1, 2]
+    assert len(set(answer.texts.values())) > 1
+    session = store.sessions()[0]
+    turns = store.turns(session.id)
+    assert [t.parent for t in turns] == [None] * 3
+    assert [t.answer.content for t in turns] == [answer.texts[i] for i in range(3)]
+    assert session.head == turns[0].id
+    alone = ask(engine, user("Three, please."), store=False)
+    assert (alone.text, alone.logprobs) == (answer.text, answer.logprobs)
+    again = ask(engine, user("Three, please."), answered(answer.texts[2]), user("The third."))
+    assert again.usage.session == session.id
+    assert store.turns(session.id)[-1].parent == turns[2].id
+
+
+def test_store_false_keeps_nothing(engine: Engine, store: Store) -> None:
+    answer = ask(engine, LONG_SYSTEM, user("Forget this."), store=False)
+    assert (answer.usage.session, answer.usage.stored) == (None, False)
+    assert store.sessions() == []
+    assert store.bytes_stored() == 0
+
+
+def test_a_developer_is_the_system_to_a_template_that_knows_none(engine: Engine) -> None:
+    told = [ask(engine, Message(role, "Be brief."), user("Hello."), store=False) for role in ("system", "developer")]
+    assert told[0].logprobs == told[1].logprobs
+
+
+def test_an_unknown_session_is_refused(engine: Engine) -> None:
+    with pytest.raises(Rejected, match="there is no session 'ses_none'") as refused:
+        ask(engine, user("Hello?"), session="ses_none")
+    assert refused.value.status == 404
+
+
+def test_a_prompt_longer_than_the_context_is_refused(engine: Engine) -> None:
+    with pytest.raises(Rejected, match="context is 512 tokens") as refused:
+        ask(engine, user("word " * 600))
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_the_context_ends_an_answer_with_length(
+    engine: Engine, loaded: tuple[Artifact, Program], endless: SamplingParams
+) -> None:
+    answer = ask(engine, user("a" * 440), max_tokens=10_000, sampling=endless)
+    assert isinstance(answer.end, Done)
+    assert answer.end.finish_reasons == ("length",)
+    assert answer.usage.prompt_tokens + answer.usage.completion_tokens == loaded[1].context
+
+
+def test_a_cancelled_answer_is_kept_as_far_as_it_was_sent(
+    engine: Engine, store: Store, endless: SamplingParams
+) -> None:
+    asked = Asked(engine, user("Tell me everything."), max_tokens=400, sampling=endless)
+    event = asked.next()
+    assert isinstance(event, Delta)
+    asked.generation.cancel()
+    rest = asked.answer()
+    turn = store.turns(str(asked.generation.session))[0]
+    assert not turn.complete
+    assert turn.answer.content == event.text + rest.text
+    assert rest.usage.completion_tokens < 400
+    follow = ask(engine, user("Tell me everything."), turn.answer, user("Go on."))
+    assert follow.usage.session == asked.generation.session
+    assert follow.usage.resume == "exact"
+
+
+def test_the_prompt_is_written_while_the_answer_is_generated(
+    engine: Engine, store: Store, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "AHEAD_BYTES", 1)
+    asked = Asked(engine, user("Go on and on"), sampling=endless, max_tokens=200)
+    deadline = time.monotonic() + 20
+    while not store.bytes_stored():
+        assert time.monotonic() < deadline
+        assert isinstance(asked.next(), Delta), "before the end of the answer"
+    assert store.sessions() == [], "a session comes with its turn"
+    answer = asked.answer()
+    assert answer.usage.stored
+    assert store.sweep() == 0
+    again = ask(engine, user("Go on and on"), answered(answer.text), user("More"))
+    assert again.usage.resume == "exact"
+
+
+def test_a_state_whose_turn_does_not_come_is_for_who_asks_again(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes after a while, though the daemon is never started again."""
+    for name, value in (("AHEAD_BYTES", 1), ("LOOK_S", 0.1), ("LOOSE_S", 3.0)):
+        monkeypatch.setattr(writer_module, name, value)
+    engine = Engine(*loaded, store, metrics=Metrics())
+    checkpoint = Keeper.checkpoint
+    written: list[int] = []
+
+    def hang_up(self: Keeper, g: Generation, *args: Any) -> None:
+        checkpoint(self, g, *args)
+        written.append(g.position)
+        g.cancel()
+
+    monkeypatch.setattr(Keeper, "checkpoint", hang_up)
+    engine.start()
+    assert not ask(engine, LONG_SYSTEM, user("Are you there?")).usage.stored
+    monkeypatch.setattr(Keeper, "checkpoint", checkpoint)
+    engine._keeper._writer.flush()  # type: ignore[union-attr]  # it has a store
+    assert store.bytes_stored() > 0
+    assert store.sessions() == []
+    time.sleep(1)
+    again = ask(engine, LONG_SYSTEM, user("Are you there?"), store=False)
+    assert written == [again.usage.cached_tokens]
+    deadline = time.monotonic() + 20
+    while store.bytes_stored():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    engine.shutdown(0)
+
+
+def test_a_long_answer_does_not_lose_what_was_written_ahead_of_it(
+    loaded: tuple[Artifact, Program], store: Store, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("AHEAD_BYTES", 1), ("IDLE_S", 0.01), ("LOOK_S", 0.01), ("LOOSE_S", 0.01)):
+        monkeypatch.setattr(writer_module, name, value)
+    engine = Engine(*loaded, store, metrics=Metrics())
+    engine.start()
+    first = ask(engine, user("Go on and on"), sampling=endless, max_tokens=200)
+    again = ask(engine, user("Go on and on"))
+    assert again.usage.cached_tokens == first.usage.prompt_tokens - 1
+    engine.shutdown(0)
+
+
+def test_what_could_not_be_written_ahead_comes_with_its_turn(
+    engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(store, "keep", lambda encoded: Placed(None, why_not="no room for it yet"))
+    first = ask(engine, user("Go on"))
+    again = ask(engine, user("Go on"))
+    assert (again.usage.resume, again.usage.cached_tokens) == ("exact", first.usage.prompt_tokens - 1)
+
+
+def test_all_sizes_are_counted_when_nobody_comes(engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an upgrade, where none is known."""
+    monkeypatch.setattr(store_module, "_COUNTED_WHEN_IDLE", 2)
+    for i in range(5):
+        ask(engine, user(f"Hello {i}"))
+    with store.writing() as connection:
+        connection.execute(update(session_table).values(own_nbytes=None))
+    ask(engine, user("One more"))
+    deadline = time.monotonic() + 20
+
+    def unknown() -> int:
+        with store.reading() as connection:
+            query = select(func.count()).where(session_table.c.own_nbytes.is_(None))
+            return int(connection.execute(query).scalar_one())
+
+    while unknown():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_program_is_warmed_up_when_nobody_comes(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = loaded[1]
+    fed: list[int] = []
+    monkeypatch.setattr(program, "prefill", counting(program.prefill, fed))
+    idle = Engine(*loaded, store, metrics=Metrics())
+    idle.start(warm_up=True)
+    deadline = time.monotonic() + 20
+    while fed != [17]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert ask(idle, user("Hello")).usage.cached_tokens == 0
+    idle.shutdown(0)
+    fed.clear()
+    asked_at_once = Engine(*loaded, store, metrics=Metrics())
+    asked_at_once.start(warm_up=True)
+    usage = ask(asked_at_once, user("Something else")).usage
+    assert sum(fed) + 1 == usage.prompt_tokens - usage.cached_tokens, "it does not wait for a warm-up"
+    asked_at_once.shutdown(0)
+
+
+def yesterday(loaded: tuple[Artifact, Program], store: Store) -> Answer:
+    """Two conversations with another engine. What the last of them was answered."""
+    before = Engine(*loaded, store, metrics=Metrics())
+    before.start()
+    ask(before, LONG_SYSTEM, user("Who is there?"))
+    answer = ask(before, user("Hello"))
+    before.shutdown(0)
+    return answer
+
+
+def test_the_conversation_used_last_is_taken_up_when_nobody_comes(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = loaded[1]
+    first = yesterday(loaded, store)
+    reserved: list[int] = []
+    reserve = program.reserve
+
+    def noted(position: int) -> object:
+        reserved.append(position)
+        return reserve(position)
+
+    monkeypatch.setattr(program, "reserve", noted)
+    fed: list[tuple[int, int]] = []
+    prefill = program.prefill
+
+    def watched(handle: Handle, tokens: list[int]) -> object:
+        fed.append((program.position(handle), len(tokens)))
+        return prefill(handle, tokens)
+
+    monkeypatch.setattr(program, "prefill", watched)
+    idle = Engine(*loaded, store, metrics=Metrics())
+    idle.start(warm_up=True)
+    soon(lambda: bool(fed))
+    assert fed == [(reserved[0], 17)], "in the state of that conversation"
+    after = ask(idle, user("Hello"), answered(first.text), user("And now?"))
+    assert after.usage.resume == "exact"
+    assert reserved == [after.usage.cached_tokens] * 2
+    assert [s.turns for s in store.sessions()] == [2, 1], "nothing of it is stored"
+    idle.shutdown(0)
+
+
+def test_a_request_need_not_wait_for_the_whole_warm_up(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = loaded[1]
+    yesterday(loaded, store)
+    held: set[int] = set()
+    reserve, fill, release = program.reserve, program.fill, program.release
+    at_it, asked = threading.Event(), threading.Event()
+
+    def reserved(position: int) -> Handle:
+        handle = reserve(position)
+        held.add(id(handle))
+        return handle
+
+    def filled(handle: Handle, part: Part) -> None:
+        if not at_it.is_set():
+            at_it.set()
+            assert asked.wait(20)
+        fill(handle, part)
+
+    def released(handle: Handle) -> None:
+        held.discard(id(handle))
+        release(handle)
+
+    monkeypatch.setattr(program, "reserve", reserved)
+    monkeypatch.setattr(program, "fill", filled)
+    monkeypatch.setattr(program, "release", released)
+    fed: list[int] = []
+    monkeypatch.setattr(program, "prefill", counting(program.prefill, fed))
+    idle = Engine(*loaded, store, metrics=Metrics())
+    idle.start(warm_up=True)
+    assert at_it.wait(20)
+    came = Asked(idle, user("Something else"))
+    asked.set()
+    usage = came.answer().usage
+    assert sum(fed) + 1 == usage.prompt_tokens - usage.cached_tokens, "the state is not even whole"
+    idle.shutdown(0)
+    assert not held
+
+
+def test_two_requests_interleave(engine: Engine, endless: SamplingParams) -> None:
+    slow = Asked(engine, user("A long one."), max_tokens=300, sampling=endless)
+    assert isinstance(slow.next(), Delta)
+    quick = ask(engine, user("A short one."), max_tokens=3)
+    assert isinstance(quick.end, Done)
+    slow.generation.cancel()
+    assert 0 < slow.answer().usage.completion_tokens < 300
+
+
+def test_a_full_queue_is_refused(engine: Engine, endless: SamplingParams) -> None:
+    running = [Asked(engine, user(f"Long {i}."), max_tokens=400, sampling=endless) for i in range(2)]
+    for one in running:
+        assert isinstance(one.next(), Delta)
+    waiting = [Asked(engine, user(f"Wait {i}.")) for i in range(3)]
+    with pytest.raises(Rejected, match="3 requests are waiting") as refused:
+        ask(engine, user("One too many."))
+    assert (refused.value.status, refused.value.code) == (503, "queue_full")
+    assert refused.value.retry_after_s
+    for one in running:
+        one.generation.cancel()
+    assert all(isinstance(one.answer().end, Done) for one in [*running, *waiting])
+
+
+def test_shutdown_cuts_what_runs_and_stores_it(
+    loaded: tuple[Artifact, Program], store: Store, endless: SamplingParams
+) -> None:
+    engine = Engine(*loaded, store, metrics=Metrics())
+    engine.start()
+    asked = Asked(engine, user("On and on."), max_tokens=400, sampling=endless)
+    assert isinstance(asked.next(), Delta)
+    ended = threading.Thread(target=engine.shutdown, args=(0.05,))
+    ended.start()
+    answer = asked.answer()
+    ended.join()
+    assert isinstance(answer.end, Failed)
+    assert answer.end.error.status == 503
+    assert not store.turns(str(asked.generation.session))[0].complete
+    with pytest.raises(Rejected, match="shutting down"):
+        ask(engine, user("Too late."))
+
+
+def test_a_locked_database_costs_the_memory_not_the_answer(engine: Engine, store: Store) -> None:
+    first = ask(engine, user("Before."))
+    other = sqlite3.connect(store.file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    answer = ask(engine, user("Before."), answered(first.text), user("During."))
+    assert answer.usage.completion_tokens > 0
+    assert answer.usage.stored is False
+    assert answer.usage.resume == "exact"  # reading goes on
+    other.execute("ROLLBACK")
+    other.close()
+    after = ask(engine, user("Before."), answered(first.text), user("After."))
+    assert after.usage.stored is True
+
+
+def test_a_damaged_checkpoint_is_read_again(engine: Engine, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    first = ask(engine, LONG_SYSTEM, user("Before."))
+    right = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."), store=False)
+    with sqlite3.connect(store.file) as other:
+        for table in ("piece", "segment"):
+            other.execute(f"UPDATE {table} SET data = zeroblob(length(data))")
+    other.close()
+    answer = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."))
+    assert (answer.usage.cached_tokens, answer.usage.resume) == (0, "none")
+    assert "cannot be used" in caplog.text
+    assert answer.text == right.text
+
+
+def test_a_failing_step_ends_its_request_alone(
+    engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch, endless: SamplingParams
+) -> None:
+    slow = Asked(engine, user("I go on."), max_tokens=200, sampling=endless)
+    assert isinstance(slow.next(), Delta)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is on fire")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loaded[1], "prefill", broken)
+        answer = ask(engine, user("I fail."))
+    assert isinstance(answer.end, Failed)
+    assert "on fire" in answer.end.error.message
+    assert isinstance(slow.answer().end, Done)

@@ -1,0 +1,293 @@
+"""Repair: after an answer that was cut, the next turn reads no word of it again, killed or not."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import TinyArtifacts
+from daemon import soon
+from daemon_process import DaemonProcess
+from engine.test_engine import SAMPLING, Answer, Asked, answered, ask, user
+
+from ssmd.engine.engine import Engine
+from ssmd.engine.metrics import Metrics
+from ssmd.engine.sampling import Sampler, SamplingParams
+from ssmd.model.artifact import Artifact
+from ssmd.runtime import buckets
+from ssmd.runtime.protocol import Program, get_runtime
+from ssmd.sessions.store import Store
+from ssmd.text.messages import Message
+
+MODELS = ("llama-f32", "granite-int8")
+TEMPLATE_TOKENS = 12
+THINKING = Path(__file__).parents[1] / "data" / "templates" / "qwen3.jinja"
+TRIMMING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@contextmanager
+def engine_of(artifact: Artifact, program: Program, data: Path) -> Iterator[tuple[Engine, Store]]:
+    store = Store.open(data)
+    engine = Engine(artifact, program, store, metrics=Metrics())
+    engine.start()
+    try:
+        yield engine, store
+    finally:
+        engine.shutdown(0)
+        store.close()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
+    artifact = Artifact.open(artifacts[request.param])
+    program = get_runtime("litert").load(artifact, threads=1)
+    yield artifact, program
+    program.close()
+
+
+def with_template(artifact: Artifact, folder: Path, source: str) -> Artifact:
+    """The same artifact with another chat template."""
+    shutil.copytree(artifact.path, folder)
+    (folder / "chat_template.jinja").write_text(source)
+    return replace(artifact, path=folder)
+
+
+QUESTION = user("Tell me a story about a river, a bridge and the people who cross it.")
+NEXT = user("And then?")
+
+
+def endless(loaded: tuple[Artifact, Program], seed: int = 3) -> SamplingParams:
+    return replace(SAMPLING, seed=seed, logit_bias={t: -100.0 for t in loaded[0].manifest.stop_tokens})
+
+
+def cut_answer(engine: Engine, sampling: SamplingParams) -> Answer:
+    """An answer that a stop string cut in its middle."""
+    whole = ask(engine, QUESTION, max_tokens=40, sampling=sampling, store=False)
+    stop = whole.text[len(whole.text) // 2 :][:2]
+    cut = ask(engine, QUESTION, max_tokens=40, sampling=sampling, stop=(stop,))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    return cut
+
+
+def repaired(store: Store, session: str) -> bool:
+    turn = store.turns(session)[-1]
+    return turn.id in store.resumable(session)
+
+
+def done(engine: Engine) -> bool:
+    assert engine._keeper is not None
+    repairs = engine._keeper.repairs
+    return repairs._turn is None and not repairs.ready()
+
+
+def reference(program: Program, store: Store, sampling: SamplingParams, session: str) -> tuple[object, ...]:
+    """The first token after the second prompt, by a program that makes the calls that each checkpoint records."""
+    first, second = store.turns(session)[-2:]
+    prompt, settled, whole = first.prompt_tokens - 1, len(first.ids), second.ids[: second.prompt_tokens]
+    assert (whole[:settled] == first.ids).all()
+    handle = program.new_state()
+    position = 0
+    for end, limit in ((prompt, None), (settled, 64), (len(whole) - 1, None)):
+        for n in buckets.plan(end - position, program.buckets, limit):
+            program.prefill(handle, whole[position : position + n].tolist())
+            position += n
+    (logits,) = program.decode([handle], [int(whole[-1])])
+    program.release(handle)
+    sample = Sampler(sampling, index=0).sample(logits)
+    return sample.logprob, tuple(p for _, p in sample.top)
+
+
+def test_what_a_stop_string_cut_is_read_while_idle(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
+    sampling = endless(loaded)
+    with engine_of(*loaded, tmp_path / "data") as (engine, store):
+        cut = cut_answer(engine, sampling)
+        session = str(cut.usage.session)
+        soon(lambda: repaired(store, session))
+        turn = store.turns(session)[-1]
+        assert cut.text in turn.text
+        assert turn.answer.content == cut.text
+        assert len(turn.ids) > cut.usage.prompt_tokens
+    with engine_of(*loaded, tmp_path / "data") as (engine, store):
+        after = ask(engine, QUESTION, answered(cut.text), NEXT, sampling=sampling)
+        assert after.usage.session == session
+        assert after.usage.resume == "exact"
+        assert after.usage.cached_tokens == len(turn.ids)
+        assert after.fed <= len(NEXT.content) + TEMPLATE_TOKENS
+        token = after.logprobs[0]
+        assert (token.logprob, tuple(p for _, _, p in token.top)) == reference(loaded[1], store, sampling, session)
+        exact = ask(engine, QUESTION, answered(cut.text), NEXT, sampling=sampling, store=False)
+        assert (exact.text, exact.logprobs) == (after.text, after.logprobs)
+
+
+def test_trimmed_spaces(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
+    artifact = with_template(loaded[0], tmp_path / "artifact", TRIMMING)
+    spaced = next(i for i in range(loaded[1].vocabulary) if _text(artifact, i) == " ")
+    sampling = replace(endless(loaded), logit_bias={spaced: 100.0})
+    with engine_of(artifact, loaded[1], tmp_path / "data") as (engine, store):
+        first = ask(engine, QUESTION, max_tokens=6, sampling=sampling)
+        assert first.text != first.text.strip()
+        session = str(first.usage.session)
+        soon(lambda: store.turns(session)[-1].text.endswith("<|im_start|>"))
+        turn = store.turns(session)[-1]
+        assert turn.answer.content == first.text
+        after = ask(engine, QUESTION, answered(first.text.strip()), NEXT)
+        assert after.usage.session == session
+        assert after.usage.cached_tokens == len(turn.ids)
+
+
+def _text(artifact: Artifact, token: int) -> str:
+    from ssmd.text.tokenizer import Tokenizer
+
+    return Tokenizer.open(artifact.file("tokenizer.json")).token_text(token)
+
+
+def thinking(engine: Engine, loaded: tuple[Artifact, Program]) -> tuple[Answer, str]:
+    """A conversation whose stored answer begins with reasoning: it is begun by the client and continued."""
+    begun = Message("assistant", "<think>\nThey want a story.\n</think>\n\nOnce")
+    answer = ask(engine, QUESTION, begun, max_tokens=12, sampling=endless(loaded))
+    return answer, "Once" + answer.text
+
+
+@pytest.mark.parametrize("echo", ["whole", "without"])
+def test_reasoning_that_the_template_drops(loaded: tuple[Artifact, Program], tmp_path: Path, echo: str) -> None:
+    artifact = with_template(loaded[0], tmp_path / "artifact", THINKING.read_text())
+    with engine_of(artifact, loaded[1], tmp_path / "data") as (engine, store):
+        first, said = thinking(engine, loaded)
+        session = str(first.usage.session)
+        soon(lambda: "They want" not in store.turns(session)[-1].text)
+        turn = store.turns(session)[-1]
+        assert turn.answer.content == "<think>\nThey want a story.\n</think>\n\n" + said
+        assert turn.prompt_tokens <= len(turn.ids)
+        sent = turn.answer if echo == "whole" else answered(said)
+        after = ask(engine, QUESTION, sent, NEXT)
+        assert after.usage.session == session
+        assert after.usage.cached_tokens == len(turn.ids)
+        assert store.turns(session)[-1].parent == turn.id
+        assert "They want" not in store.turns(session)[-1].text
+
+
+def test_an_ordinary_turn_is_left_alone(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
+    with engine_of(*loaded, tmp_path / "data") as (engine, store):
+        first = ask(engine, QUESTION, max_tokens=6, sampling=endless(loaded))
+        session = str(first.usage.session)
+        before = store.turns(session)[-1].ids.tolist()
+        ask(engine, user("Forget this."), store=False, max_tokens=4, stop=("a", "e", "\n"))
+        soon(lambda: done(engine))
+        assert len(store.sessions()) == 1
+        ask(engine, user("Next."), max_tokens=1)  # written after whatever the repair gave the writer
+        assert store.turns(session)[-1].ids.tolist() == before
+
+
+def test_siblings_are_repaired_each(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
+    with engine_of(*loaded, tmp_path / "data") as (engine, store):
+        answers = ask(engine, QUESTION, n=3, max_tokens=40, sampling=endless(loaded), stop=("a", "e", "o"))
+        session = str(answers.usage.session)
+        soon(lambda: store.resumable(session) == {t.id for t in store.turns(session)})
+        after = ask(engine, QUESTION, answered(answers.texts[2]), NEXT)
+        assert after.fed <= len(NEXT.content) + TEMPLATE_TOKENS
+
+
+def test_a_turn_that_was_continued_is_not_rewritten(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
+    """What continues a turn is stored as an addition to it."""
+    with engine_of(*loaded, tmp_path / "data") as (engine, store):
+        cut = cut_answer(engine, endless(loaded))
+        session = str(cut.usage.session)
+        soon(lambda: repaired(store, session))
+        ask(engine, QUESTION, answered(cut.text), NEXT, max_tokens=4)
+        parent, child = store.turns(session)
+        assert engine._keeper is not None
+        assert not store.is_leaf(parent.id)
+        assert store.is_leaf(child.id)
+        with sqlite3.connect(store.file) as raw:
+            before = raw.execute("SELECT ids, text FROM turn ORDER BY seq").fetchall()
+        raw.close()
+        from ssmd.sessions.checkpoint import NewCheckpoint
+        from ssmd.sessions.rows.encoded import encode
+
+        state = loaded[1].new_state()
+        loaded[1].prefill(state, [5, 6, 7])
+        saved = NewCheckpoint("turn", parent.ids[:3], loaded[1].save(state))
+        loaded[1].release(state)
+        encoded = encode(saved, scope=engine._planner.scope, producer="p", spec=loaded[1].spec)
+        assert store.repair(parent.id, parent.ids[:3], "other", encoded) is None
+        assert store.repair("turn_of_nobody", parent.ids[:3], "other", encoded) is None
+        with sqlite3.connect(store.file) as raw:
+            assert raw.execute("SELECT ids, text FROM turn ORDER BY seq").fetchall() == before
+        raw.close()
+
+
+def test_a_request_goes_first(
+    loaded: tuple[Artifact, Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the answer is fed: the piece at work ends, then it runs, then the repair begins anew."""
+    program = loaded[1]
+    with engine_of(*loaded, tmp_path / "data") as (engine, store):
+        sampling = endless(loaded)
+        whole = ask(engine, QUESTION, max_tokens=200, sampling=sampling)  # from now on the question is not fed
+        stop = whole.text[-20:-8]
+        fed: list[list[int]] = []
+        reached, go_on, prefill = threading.Event(), threading.Event(), program.prefill
+
+        def held(handle: object, tokens: list[int]) -> object:
+            fed.append(tokens)
+            if len(fed) == 1:
+                reached.set()
+                assert go_on.wait(30)
+            return prefill(handle, tokens)
+
+        monkeypatch.setattr(program, "prefill", held)
+        first = ask(engine, QUESTION, max_tokens=200, sampling=sampling, stop=(stop,))
+        session = str(first.usage.session)
+        assert reached.wait(30)
+        quick = Asked(engine, user("Quick!"), max_tokens=2)
+        go_on.set()
+        ended = quick.answer()
+        soon(lambda: repaired(store, session))
+        turn, other = store.turns(session)[-1], store.turns(str(ended.usage.session))[-1]
+        assert turn.ids.tolist()[first.usage.prompt_tokens - 1 :][: len(fed[0])] == fed[0]
+        assert fed[1] == other.ids.tolist()[: len(fed[1])]
+        at = next(i for i, tokens in enumerate(fed[1:], 1) if tokens == fed[0])
+        again, answer = [t for tokens in fed[at:] for t in tokens], turn.ids.tolist()[first.usage.prompt_tokens - 1 :]
+        assert again[: len(answer)] == answer, "begun anew, from the question on"
+        assert max(map(len, fed)) <= 64
+
+
+def test_a_turn_removed_meanwhile(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
+    with engine_of(*loaded, tmp_path / "data") as (engine, store):
+        for _ in range(3):
+            cut = cut_answer(engine, endless(loaded))
+            store.delete(str(cut.usage.session))
+        assert ask(engine, user("Still there?"), max_tokens=3).usage.stored
+        assert len(store.sessions()) == 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_killed_after_the_repair(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    question = {"role": "user", "content": QUESTION.content}
+    fields = {"max_tokens": 40, "temperature": 1, "seed": 7, "logit_bias": {"0": -100, "2": -100}}
+    with DaemonProcess(artifacts[model], tmp_path / "data") as one:
+        whole = one.chat([question], store=False, **fields)
+        stop = whole.text[len(whole.text) // 2 :][:2]
+        cut = one.chat([question], stop=[stop], **fields)
+        session = str(cut.session)
+        store = Store.open(tmp_path / "data")
+        soon(lambda: repaired(store, session))
+        turn = store.turns(session)[-1]
+        store.close()
+        one.kill()
+        one.start()
+        messages = [question, {"role": "assistant", "content": cut.text}, {"role": "user", "content": NEXT.content}]
+        after = one.chat(messages, logprobs=True, **fields)
+        assert after.session == session
+        assert after.usage["prompt_tokens_details"]["cached_tokens"] == len(turn.ids)
+        assert after.usage["prompt_tokens"] - len(turn.ids) <= len(NEXT.content) + TEMPLATE_TOKENS
+        assert after.usage["ssmd"]["resume"] == "exact"

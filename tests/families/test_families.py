@@ -1,0 +1,358 @@
+"""Configs are read or refused by field; states and bindings are those that a config promises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+from ssmd.families import bamba, falcon_h1, falcon_mamba, granitemoehybrid, lfm2, llama, mamba, mamba2, qwen3
+from ssmd.families.fields import FamilyError
+from ssmd.families.registry import FAMILIES, family_of
+from ssmd.model.source import Source, SourceError
+
+LLAMA = {"model_type": "llama", "vocab_size": 384, **tiny.LLAMA}
+QWEN3 = {"model_type": "qwen3", "vocab_size": 384, **tiny.QWEN3}
+MAMBA = {"model_type": "mamba", "vocab_size": 384, **tiny.MAMBA}
+LFM2 = {"model_type": "lfm2", "vocab_size": 384, **tiny.LFM2}
+MAMBA2 = {"model_type": "mamba2", "vocab_size": 384, **tiny.MAMBA2}
+BAMBA = {"model_type": "bamba", "vocab_size": 384, **tiny.BAMBA}
+FALCON_H1 = {"model_type": "falcon_h1", "vocab_size": 384, **tiny.FALCON_H1}
+GRANITE = {"model_type": "granitemoehybrid", "vocab_size": 384, **tiny.GRANITE}
+
+
+@pytest.mark.parametrize("model_type", [None, "", "gpt2", 7, ["llama"]])
+def test_an_unknown_model_type_is_refused_with_the_list(model_type: Any) -> None:
+    with pytest.raises(FamilyError, match=r"model_type is .*supported: .*llama, mamba.*"):
+        family_of({"model_type": model_type})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "96"}, "hidden_size is '96'"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"vocab_size": 1 << 40}, "vocab_size"),
+        ({"num_key_value_heads": 4}, "num_attention_heads = 6 is not a multiple of num_key_value_heads = 4"),
+        ({"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None}, "hidden_size = 96"),
+        ({"head_dim": 15}, "head_dim = 15"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'; supported: default, llama3"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ({"rope_parameters": "default"}, "rope_parameters is 'default'"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta is -1.0"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {**tiny.LLAMA3_ROPE, "low_freq_factor": 5.0}}, "low_freq_factor 5.0"),
+    ],
+)
+def test_llama_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    llama.Config.parse(LLAMA)
+    with pytest.raises(FamilyError) as failure:
+        llama.Config.parse({**LLAMA, **fields})
+    assert named in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_local_experts": 62}, "num_local_experts is 62: mixture-of-experts"),
+        ({"num_local_experts": None}, "num_local_experts is 8"),
+        ({"layer_types": ["mamba"]}, "num_hidden_layers = 4"),
+        ({"layer_types": ["mamba", "mamba", "attention", "conv"]}, "layer_types has 'conv'"),
+        ({"layer_types": ["mamba", "mamba", "attention", ["mamba"]]}, "layer_types has ['mamba']"),
+        ({"mamba_n_groups": 5}, "mamba_n_heads = 12 is not a multiple of mamba_n_groups = 5"),
+        ({"mamba_d_head": 32}, "mamba_d_head is 32"),
+        ({"mamba_n_heads": 7}, "mamba_expand * hidden_size = 192"),
+        ({"mamba_d_conv": 1}, "mamba_d_conv is 1"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
+        ({"logits_scaling": 0.0}, "logits_scaling is 0.0"),
+        ({"embedding_multiplier": "12"}, "embedding_multiplier is '12'"),
+        ({"time_step_limit": [1.0]}, "time_step_limit"),
+        ({"time_step_limit": [2.0, 1.0]}, "time_step_limit"),
+        ({"time_step_limit": ["a", {}]}, "time_step_limit"),
+    ],
+)
+def test_granite_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    granitemoehybrid.Config.parse(GRANITE)
+    with pytest.raises(FamilyError) as failure:
+        granitemoehybrid.Config.parse({**GRANITE, **fields})
+    assert named in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types is"),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "use_sliding_window is true from"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window is true from"),
+        ({"use_sliding_window": "no"}, "use_sliding_window is 'no'"),
+        ({"num_key_value_heads": None}, "num_key_value_heads is missing"),
+        ({"head_dim": 15}, "head_dim = 15"),
+    ],
+)
+def test_qwen3_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    qwen3.parse(QWEN3)
+    with pytest.raises(FamilyError) as failure:
+        qwen3.parse({**QWEN3, **fields})
+    assert named in str(failure.value)
+
+
+def test_qwen3_beside_llama() -> None:
+    without_window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
+    assert qwen3.parse({**QWEN3, **without_window}) == qwen3.parse(QWEN3)
+    assert qwen3.parse({**QWEN3, "head_dim": None}).head_dim == 128
+    assert not llama.Config.parse(LLAMA).qk_norm
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"conv_kernel": 1}, "conv_kernel is 1"),
+        ({"state_size": 0}, "state_size is 0"),
+        ({"time_step_rank": "all"}, "time_step_rank is 'all'"),
+        ({"intermediate_size": -96}, "intermediate_size is -96"),
+        ({"expand": 2.5}, "expand is 2.5"),
+        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0"),
+        ({"mixer_rms_eps": "tiny"}, "mixer_rms_eps is 'tiny'"),
+    ],
+)
+def test_mamba_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    falcon_mamba.parse(MAMBA)
+    with pytest.raises(FamilyError) as failure:
+        falcon_mamba.parse({**MAMBA, **fields})
+    assert named in str(failure.value)
+
+
+def test_sizes_of_mamba() -> None:
+    """mamba-130m: 2.8 MB; falcon-mamba-7b, whose `expand` of 16 is not its own: 39.8 MB."""
+    small = mamba.Config.parse({"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 24})
+    assert (small.inner, small.rank, small.states, small.tied) == (1536, 48, 16, True)
+    assert mamba.state_spec(small).nbytes_at(1000) == 24 * 1536 * (16 + 3) * 4 == 2_801_664
+    large = {"vocab_size": 65024, "hidden_size": 4096, "num_hidden_layers": 64, "time_step_rank": 256}
+    falcon = falcon_mamba.parse({**large, "expand": 16, "intermediate_size": 8192})
+    assert mamba.state_spec(falcon).nbytes_at(0) == 39_845_888
+    assert (falcon.mixer_eps, small.mixer_eps) == (1e-6, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layer_types": ["conv"]}, "num_hidden_layers = 4"),
+        ({"layer_types": ["conv", "conv", "mamba", "conv"]}, "layer_types has 'mamba'"),
+        ({"layer_types": None}, "full_attn_idxs is None"),
+        ({"layer_types": None, "full_attn_idxs": [4]}, "full_attn_idxs is [4]"),
+        ({"conv_L_cache": 1}, "conv_L_cache is 1"),
+        ({"block_multiple_of": 0}, "block_multiple_of is 0"),
+        ({"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier is -1.0"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size = 64"),
+        ({"norm_eps": None, "rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+    ],
+)
+def test_lfm2_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    lfm2.Config.parse(LFM2)
+    with pytest.raises(FamilyError) as failure:
+        lfm2.Config.parse({**LFM2, **fields})
+    assert named in str(failure.value)
+
+
+def test_lfm2_in_the_older_spelling() -> None:
+    """As LFM2-350M is published."""
+    old = {
+        "vocab_size": 65536,
+        "hidden_size": 1024,
+        "block_ff_dim": 6656,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "tie_embedding": True,
+    }
+    c = lfm2.Config.parse(old)
+    assert (c.intermediate, c.tied, c.rope.theta, c.conv) == (4608, True, 1e6, 3)
+    assert [i for i, kind in enumerate(c.layers) if kind == "attention"] == old["full_attn_idxs"]
+    assert not lfm2.Config.parse({**old, "tie_embedding": False}).tied
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "lfm2_moe", "granitemoe", "mixtral"])
+def test_mixtures_of_experts_are_refused_with_the_list(name: str) -> None:
+    with pytest.raises(FamilyError, match=rf"{name}.*mixture of experts.*supported: .*llama"):
+        family_of({"model_type": name})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_heads": 7}, "expand * hidden_size = 192 is not a multiple of num_heads = 7"),
+        ({"num_heads": 24}, "head_dim is 16, but expand * hidden_size / num_heads is 8"),
+        ({"n_groups": 5}, "num_heads = 12 is not a multiple of n_groups = 5"),
+        ({"n_groups": None}, "num_heads = 12 is not a multiple of n_groups = 8"),
+        ({"state_size": 0}, "state_size is 0"),
+        ({"conv_kernel": 1}, "conv_kernel is 1"),
+        ({"expand": 1.5}, "expand is 1.5"),
+        ({"use_bias": "no"}, "use_bias is 'no'"),
+        ({"use_conv_bias": 0}, "use_conv_bias is 0"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"rms_norm": False}, "rms_norm is False; only True is supported"),
+        ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon is 0.0"),
+        ({"time_step_limit": [0.0, "inf"]}, "time_step_limit"),
+    ],
+)
+def test_mamba2_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    mamba2.Config.parse(MAMBA2)
+    with pytest.raises(FamilyError) as failure:
+        mamba2.Config.parse({**MAMBA2, **fields})
+    assert named in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"attn_layer_indices": [4]}, "attn_layer_indices is [4], expected a list of numbers below num_hidden_layers"),
+        ({"attn_layer_indices": [-1]}, "attn_layer_indices is [-1]"),
+        ({"attn_layer_indices": "2"}, "attn_layer_indices is '2'"),
+        ({"attn_layer_indices": [True]}, "attn_layer_indices is [True]"),
+        ({"layers_block_type": ["mamba"] * 4}, "attn_layer_indices is [2], but the list of layer types"),
+        ({"layer_types": ["mamba", "sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
+        ({"attn_rotary_emb": 16}, "attn_rotary_emb is 16; only 8 is supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 2.0}}, "partial_rotary_factor 2.0 of head_dim = 16 is 32"),
+        ({"rope_parameters": {"partial_rotary_factor": "1"}}, "partial_rotary_factor is '1'"),
+        ({"head_dim": 6}, "partial_rotary_factor 0.5 of head_dim = 6 is 3"),
+        ({"mamba_d_head": 8}, "mamba_d_head is 8"),
+        ({"mlp_bias": "yes"}, "mlp_bias is 'yes'"),
+        ({"num_key_value_heads": 4}, "num_attention_heads = 6 is not a multiple of num_key_value_heads = 4"),
+    ],
+)
+def test_bamba_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    bamba.Config.parse(BAMBA)
+    with pytest.raises(FamilyError) as failure:
+        bamba.Config.parse({**BAMBA, **fields})
+    assert named in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"mamba_d_ssm": 100}, "mamba_d_ssm = 100 is not a multiple of mamba_n_heads = 8"),
+        ({"mamba_d_head": 8}, "mamba_d_head is 8, but mamba_d_ssm / mamba_n_heads is 16"),
+        ({"mamba_n_groups": 3}, "mamba_n_heads = 8 is not a multiple of mamba_n_groups = 3"),
+        ({"mlp_multipliers": [1.0]}, "mlp_multipliers is [1.0], expected 2 positive numbers"),
+        ({"mlp_multipliers": 1.0}, "mlp_multipliers is 1.0"),
+        ({"ssm_multipliers": [1.0, 1.0, 1.0, 1.0, float("inf")]}, "ssm_multipliers is"),
+        ({"ssm_multipliers": [1.0, 1.0, 1.0, 1.0, True]}, "ssm_multipliers is"),
+        ({"ssm_in_multiplier": -1.0}, "ssm_in_multiplier is -1.0"),
+        ({"lm_head_multiplier": "1"}, "lm_head_multiplier is '1'"),
+        ({"head_dim": 15}, "head_dim = 15"),
+        ({"mamba_rms_norm": 1}, "mamba_rms_norm is 1"),
+        ({"mamba_rms_norm": True, "mamba_norm_before_gate": "no"}, "mamba_norm_before_gate is 'no'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"projectors_bias": 0}, "projectors_bias is 0"),
+    ],
+)
+def test_falcon_h1_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    falcon_h1.Config.parse(FALCON_H1)
+    with pytest.raises(FamilyError) as failure:
+        falcon_h1.Config.parse({**FALCON_H1, **fields})
+    assert named in str(failure.value)
+
+
+def test_a_field_that_is_absent_is_not_one_that_is_null() -> None:
+    """In transformers its default is a number, null something else."""
+
+    def without(config: dict[str, Any], name: str) -> dict[str, Any]:
+        return {k: v for k, v in config.items() if k != name}
+
+    heads = {"num_attention_heads": 24, "head_dim": 4}
+    for parse, config in ((bamba.Config.parse, {**BAMBA, **heads}), (falcon_h1.Config.parse, {**FALCON_H1, **heads})):
+        assert parse(without(config, "num_key_value_heads")).attention.kv_heads == 8
+        assert parse({**config, "num_key_value_heads": None}).attention.kv_heads == 24
+    assert falcon_h1.Config.parse(without(FALCON_H1, "mamba_d_ssm")).mixer.inner == 1024
+    assert falcon_h1.Config.parse({**FALCON_H1, "mamba_d_ssm": None}).mixer.inner == 2 * 96
+
+
+def test_bamba_by_lists_of_layers() -> None:
+    kinds = ["mamba", "mamba", "attention", "mamba"]
+    for fields in ({"layers_block_type": kinds}, {"attn_layer_indices": None, "layers_block_type": kinds}):
+        assert bamba.Config.parse({**BAMBA, **fields}) == bamba.Config.parse(BAMBA)
+    assert bamba.Config.parse({**BAMBA, "attn_layer_indices": []}).layers == ("mamba",) * 4
+
+
+def test_layer_kinds_in_every_spelling() -> None:
+    spellings: list[dict[str, Any]] = [
+        {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+        {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+        {"layer_types": None, "layers_block_type": ["mamba", "mamba", "attention", "mamba"]},
+    ]
+    assert len({granitemoehybrid.Config.parse({**GRANITE, **s}).layers for s in spellings}) == 1
+    assert granitemoehybrid.Config.parse({**GRANITE, "layer_types": None}).layers == ("mamba",) * 4
+
+
+def test_rope_in_both_spellings() -> None:
+    scaling = {k: v for k, v in tiny.LLAMA3_ROPE.items() if k != "rope_theta"}
+    old = {**LLAMA, "rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": scaling}
+    new = {**LLAMA, "rope_parameters": tiny.LLAMA3_ROPE}
+    assert llama.Config.parse(old) == llama.Config.parse(new)
+
+
+def test_an_unlimited_time_step_in_every_spelling() -> None:
+    for value in (None, [0.0, float("inf")], [0, {"__float__": "Infinity"}]):
+        assert granitemoehybrid.Config.parse({**GRANITE, "time_step_limit": value}).mixer.time_step_limit == (0, np.inf)
+
+
+def test_state_of_granite_350m_weighs_what_it_should() -> None:
+    config = {
+        **GRANITE,
+        "hidden_size": 768,
+        "num_hidden_layers": 32,
+        "layer_types": ["attention" if i in (10, 13, 17, 27) else "mamba" for i in range(32)],
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 32,
+        "mamba_d_state": 128,
+    }
+    spec = granitemoehybrid.state_spec(granitemoehybrid.Config.parse(config), "float16")
+    assert spec.nbytes_at(0) == 28 * (48 * 32 * 128 + 3 * (48 * 32 + 256)) * 4
+    assert spec.nbytes_at(1) - spec.nbytes_at(0) == 4096
+    assert [t.name for t in spec.tensors][:2] == ["conv_0", "ssm_0"]
+    assert [t.layer for t in spec.rows] == [10, 10, 13, 13, 17, 17, 27, 27]
+    assert {t.dtype for t in spec.recurrent} == {"float32"}
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_bindings_read_every_tensor_and_no_other(tmp_path: Path, variant: str) -> None:
+    source = Source.open(tiny.write_source(tmp_path, variant))
+    family = FAMILIES[source.config["model_type"]]
+    bindings = family.bindings(family.parse(source.config))
+    read: set[str] = set()
+
+    class Recorded(Source):
+        def tensor(self, name: str, shape: tuple[int, ...], first: int = 0, last: int | None = None) -> Any:
+            read.add(name)
+            return super().tensor(name, shape, first, last)
+
+    recorded = Recorded(**{f: getattr(source, f) for f in source.__dataclass_fields__})
+    arrays = {name: binding(recorded) for name, binding in bindings.items()}
+    assert read == set(source.tensors)
+    assert all(a.dtype == np.float32 and a.flags.c_contiguous for a in arrays.values())
+    assert all(name.isidentifier() for name in arrays)
+
+
+def test_a_config_that_does_not_fit_its_weights_is_refused_by_tensor(tmp_path: Path) -> None:
+    folder = tiny.write_source(tmp_path, "granite")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mamba_d_state": 16}))
+    source = Source.open(folder)
+    family = family_of(source.config)
+    bindings = family.bindings(family.parse(source.config))
+    with pytest.raises(SourceError, match=r"in_proj\.weight"):
+        bindings["layer0_in"](source)

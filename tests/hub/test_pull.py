@@ -1,0 +1,567 @@
+"""`ssmd pull` as it runs, against a hub on this machine that serves, breaks off, lies and redirects."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import mirror
+import pytest
+import tiny
+from huggingface_hub import constants
+from mirror import Mirror
+from safetensors.numpy import load_file, save_file
+from test_server import environment
+
+from ssmd.hub import hub as hub_module
+from ssmd.hub.hub import HubError, is_name, request
+from ssmd.model.source import Source
+
+NAME = "acme/tiny-llama"
+WEIGHTS = "model.safetensors"
+TOKEN = "hf_secretsecret"
+Ran = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_source(tmp_path_factory.mktemp("source") / "tiny", "llama")
+
+
+@pytest.fixture
+def hub(source: Path) -> Iterator[Mirror]:
+    with mirror.running(NAME, source) as running:
+        yield running
+
+
+def surroundings(home: Path, hub: Mirror | None, **extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in environment(home).items() if not k.startswith(("HF_", "HUGGING", "TRANSFORMERS_OFFLINE"))}
+    proxies = ("http_proxy", "https_proxy", "all_proxy")
+    kept = {k: v for k, v in kept.items() if k.lower() not in proxies}
+    kept |= {"HF_HOME": str(home / "hf"), "HF_HUB_DOWNLOAD_TIMEOUT": "20"}
+    return {**kept, **({} if hub is None else {"HF_ENDPOINT": hub.url}), **extra}
+
+
+def ssmd(home: Path, hub: Mirror | None, *arguments: str, limit: Callable[[], None] | None = None, **extra: str) -> Ran:
+    return subprocess.run(
+        [sys.executable, "-m", "ssmd", *arguments],
+        env=surroundings(home, hub, **extra),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=limit,
+    )
+
+
+def pulled(home: Path, hub: Mirror | None, *arguments: str, **extra: str) -> dict[str, Any]:
+    done = ssmd(home, hub, "pull", NAME, "--json", *arguments, limit=None, **extra)
+    assert (done.returncode, done.stderr) == (0, "")
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def refused(home: Path, hub: Mirror | None, *arguments: str, **extra: Any) -> str:
+    """The one line that says why. Nothing is in place, and no secret was said."""
+    done = ssmd(home, hub, *(arguments or ("pull", NAME)), **extra)
+    assert (done.returncode, done.stdout) == (1, ""), done
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.rstrip("\n").isprintable()
+    assert not re.search(f"{TOKEN}|signature", done.stderr)
+    assert not in_place(home)
+    return done.stderr
+
+
+def in_place(home: Path) -> list[Path]:
+    return [p for p in (home / "data").glob("sources/*/*") if not p.name.startswith(".")]
+
+
+def partial(home: Path) -> Path:
+    [folder] = (home / "data").glob("sources/*/.*.partial")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# What is fetched
+
+
+def test_pull_brings_what_a_build_reads(hub: Mirror, source: Path, tmp_path: Path) -> None:
+    true = contents(source)
+    hub.files |= {"README.md": b"# model", "pytorch_model.bin": b"pickle", "consolidated.safetensors": b"twice"}
+    hub.files |= {"onnx/model.onnx": b"other", ".gitattributes": b"", "handler.py": b"code"}
+    commit = hub.commit_now()
+    done = ssmd(tmp_path, hub, "pull", NAME)
+    assert (done.returncode, done.stderr) == (0, "")
+    folder = tmp_path / "data/sources/acme--tiny-llama" / commit
+    first, why_not, last = done.stdout.splitlines()
+    assert first == f"{NAME} main is {commit}: 6 files, 1.1 MB"
+    assert why_not.startswith("ssmd has no stripped graph of this config for runtime litert; ")
+    assert re.search(r"; it is nearly smollm2, but .*hidden_size is \d+, not 576", why_not)
+    assert last == f"{folder}; try: ssmd build {NAME}"
+    there = contents(folder)
+    record = json.loads(there.pop("pulled.json"))
+    assert there == true
+    assert (record["name"], record["hub"], record["commit"]) == (NAME, f"127.0.0.1:{hub.port}", commit)
+    assert record["files"][WEIGHTS] == {"size": len(true[WEIGHTS]), "sha256": hashlib.sha256(true[WEIGHTS]).hexdigest()}
+    assert Source.open(folder).lineage == Source.open(source).lineage
+    assert not list(folder.parent.glob(".*.partial"))
+    hub.asked.clear()
+    again = pulled(tmp_path, hub)
+    assert (again["fetched"], again["path"], again["commit"]) == (False, str(folder), commit)
+    assert [a.path for a in hub.asked] == [f"/api/models/{NAME}/revision/main"]
+
+
+def test_the_library_itself_gets_the_same_files_from_the_mirror(hub: Mirror, source: Path, tmp_path: Path) -> None:
+    """Otherwise the mirror would be a hub of our own making."""
+    with mirror.running(NAME, source) as storage:
+        hub.storage = storage.url
+        code = (
+            "import sys, huggingface_hub as h; i = h.model_info(sys.argv[1], files_metadata=True)\n"
+            "[h.hf_hub_download(i.id, s.rfilename, revision=i.sha, local_dir=sys.argv[2]) for s in i.siblings]"
+        )
+        env = surroundings(tmp_path, hub, HF_TOKEN=TOKEN)
+        subprocess.run([sys.executable, "-c", code, NAME, str(tmp_path / "theirs")], env=env, check=True)
+        assert {a.authorization for a in storage.asked} == {None}
+    folder = tmp_path / "theirs"
+    theirs = {n: b for n, b in contents(folder).items() if not n.startswith(".cache")}
+    hub.storage = None
+    ours = contents(Path(pulled(tmp_path, hub)["path"]))
+    ours.pop("pulled.json")
+    assert theirs == ours == contents(source)
+
+
+def sharded(source: Path) -> dict[str, bytes]:
+    files = contents(source)
+    tensors = sorted(load_file(source / WEIGHTS).items())
+    del files[WEIGHTS]
+    places: dict[str, str] = {}
+    for i, part in enumerate((tensors[::2], tensors[1::2]), 1):
+        shard = f"model-{i:05}-of-00002.safetensors"
+        save_file(dict(part), source.parent / shard)
+        files[shard] = (source.parent / shard).read_bytes()
+        places |= {name: shard for name, _ in part}
+    files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": places}).encode()
+    return files
+
+
+def test_shards_are_those_of_the_index(source: Path, tmp_path: Path) -> None:
+    files = sharded(source)
+    with mirror.running(NAME, {**files, "model-00001-of-00009.safetensors": b"of another time"}) as hub:
+        done = pulled(tmp_path, hub)
+        assert set(done["files"]) == set(files)
+        assert Source.open(Path(done["path"])).tensors.keys() == Source.open(source).tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("shard", "said"),
+    [
+        ("../../evil.safetensors", "'../../evil.safetensors', which is no plain safetensors name"),
+        ("/tmp/evil.safetensors", "no plain safetensors name"),
+        ("a/evil.safetensors", "no plain safetensors name"),
+        ("missing.safetensors", "has no file 'missing.safetensors'"),
+        ("Shard.safetensors", "upper and lower case"),
+    ],
+)
+def test_an_index_that_names_no_shards(source: Path, tmp_path: Path, shard: str, said: str) -> None:
+    files = {name: content for name, content in contents(source).items() if name != WEIGHTS}
+    index = json.dumps({"weight_map": {"a": shard, "b": "shard.safetensors"}}).encode()
+    evil = {name: b"evil" for name in ("../../evil.safetensors", "/tmp/evil.safetensors", "a/evil.safetensors")}
+    evil |= {"Shard.safetensors": b"", "shard.safetensors": b"", "model.safetensors.index.json": index}
+    with mirror.running(NAME, {**files, **evil}) as hub:
+        assert said in refused(tmp_path, hub)
+        assert not hub.asked_for("shard.safetensors")
+        assert not [p for p in tmp_path.rglob("*") if "evil" in p.name]
+
+
+def test_a_revision_is_pinned(hub: Mirror, source: Path, tmp_path: Path) -> None:
+    first = hub.commit
+    hub.revisions |= {"v1.0": first, "refs/pr/3": first}
+    assert pulled(tmp_path, hub, "--revision", "v1.0")["commit"] == first
+    assert {a.path.split("/")[4] for a in hub.asked if "/resolve/" in a.path} == {first}
+    hub.files["generation_config.json"] = b'{"eos_token_id": 2}'
+    second = hub.commit_now()
+    assert pulled(tmp_path, hub)["commit"] == second
+    assert pulled(tmp_path, hub, "--revision", "refs/pr/3") | {"fetched": False} == pulled(
+        tmp_path, hub, "--revision", first
+    ) | {"revision": "refs/pr/3"}
+    assert sorted(p.name for p in in_place(tmp_path)) == sorted([first, second, "revisions.json"])
+    for revision, said in (("v9", "has no revision 'v9'"), ("\x1b[31m", "is no revision"), ("../x", "no revision")):
+        assert said in ssmd(tmp_path, hub, "pull", NAME, "--revision", revision).stderr
+    home = tmp_path / "lied"
+    hub.revisions["x"] = "../../../etc"
+    assert "names '../../../etc' as the commit" in refused(home, hub, "pull", NAME, "--revision", "x")
+    hub.listing = json.dumps({"sha": second, "siblings": []}).encode()
+    assert f"commit {first} was asked for" in refused(home, hub, "pull", NAME, "--revision", first)
+
+
+def test_to_another_folder(hub: Mirror, source: Path, tmp_path: Path) -> None:
+    to = tmp_path / "there" / "model"
+    done = pulled(tmp_path, hub, "--to", str(to))
+    assert done["path"] == str(to)
+    assert {n: b for n, b in contents(to).items() if n != "pulled.json"} == contents(source)
+    assert not (tmp_path / "data" / "sources").exists()
+    assert [p.name for p in to.parent.iterdir()] == ["model"]
+    assert "not an empty folder" in refused(tmp_path, hub, "pull", NAME, "--to", str(to))
+    (tmp_path / "empty").mkdir()
+    pulled(tmp_path, hub, "--to", str(tmp_path / "empty"))
+
+
+# Broken transfers
+
+
+def test_a_transfer_that_breaks_off_goes_on(hub: Mirror, source: Path, tmp_path: Path) -> None:
+    hub.breaks[WEIGHTS] = [300_000, 0, 250_000]
+    pulled(tmp_path, hub)
+    ranges = [a.range for a in hub.asked_for(WEIGHTS)]
+    assert ranges[0] is None
+    assert all(r is not None and r.startswith("bytes=") for r in ranges[1:])
+    assert len(ranges) == 4
+    assert hub.sent[WEIGHTS] == len(hub.files[WEIGHTS])  # not a byte twice
+
+
+def test_one_that_stays_broken_is_resumed_by_the_next_command(hub: Mirror, source: Path, tmp_path: Path) -> None:
+    hub.breaks[WEIGHTS] = [400_000, *[0] * 20]
+    said = refused(tmp_path, hub)
+    size = len(hub.files[WEIGHTS])
+    assert re.search(rf"broke off 5 times \(.+\); 400000 of {size} bytes are kept, and the same command goes on", said)
+    assert (partial(tmp_path) / WEIGHTS).stat().st_size == 400_000
+    assert "is not here and HF_HUB_OFFLINE" in refused(tmp_path, hub, HF_HUB_OFFLINE="1")  # nobody takes it for whole
+    hub.breaks.clear()
+    done = pulled(tmp_path, hub)
+    assert hub.asked_for(WEIGHTS)[-1].range == "bytes=400000-"
+    assert hub.sent[WEIGHTS] == size
+    assert (Path(done["path"]) / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+
+
+def test_a_server_without_ranges(hub: Mirror, tmp_path: Path) -> None:
+    hub.ranges, hub.breaks[WEIGHTS] = False, [300_000]
+    done = pulled(tmp_path, hub)
+    assert (Path(done["path"]) / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+
+
+@pytest.mark.parametrize("left", ["altered", "longer", "whole"])
+def test_what_an_earlier_run_left_is_not_believed(hub: Mirror, tmp_path: Path, left: str) -> None:
+    hub.breaks[WEIGHTS] = [400_000, *[0] * 4]
+    refused(tmp_path, hub)
+    true = hub.files[WEIGHTS]
+    content = {"altered": b"x" + true[1:400_000], "longer": true + b"x", "whole": true}[left]
+    (partial(tmp_path) / WEIGHTS).write_bytes(content)
+    (partial(tmp_path) / "stray.safetensors").write_bytes(b"stray")
+    hub.sent.clear()
+    done = pulled(tmp_path, hub)
+    assert (Path(done["path"]) / WEIGHTS).read_bytes() == true
+    assert not (Path(done["path"]) / "stray.safetensors").exists()
+    assert (WEIGHTS in hub.sent) == (left != "whole")
+
+
+def test_a_link_in_the_partial_folder_is_not_followed(hub: Mirror, tmp_path: Path) -> None:
+    hub.breaks[WEIGHTS] = [400_000, *[0] * 4]
+    refused(tmp_path, hub)
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"mine")
+    (partial(tmp_path) / WEIGHTS).unlink()
+    (partial(tmp_path) / WEIGHTS).symlink_to(mine)
+    refused(tmp_path, hub)
+    assert mine.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_in_the_middle(hub: Mirror, tmp_path: Path, sign: signal.Signals) -> None:
+    hub.stalls[WEIGHTS] = 500_000
+    # Python leaves SIGINT ignored where a shell started the tests in the background.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ssmd", "pull", NAME],
+        env=surroundings(tmp_path, hub, HF_HUB_DOWNLOAD_TIMEOUT="60"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+    )
+    deadline = time.monotonic() + 60
+    while hub.sent.get(WEIGHTS, 0) < 400_000 or (partial(tmp_path) / WEIGHTS).stat().st_size < 400_000:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "another ssmd fetches" in refused(tmp_path, hub)
+    process.send_signal(sign)
+    out, err = process.communicate(timeout=30)
+    if sign is signal.SIGINT:
+        assert (process.returncode, out) == (130, "")
+        assert err == "stopped; what came is kept, and the same command goes on from there\n"
+    assert not in_place(tmp_path)
+    hub.stalls.clear()
+    hub.going.set()
+    pulled(tmp_path, hub)
+    found = re.fullmatch(r"bytes=(\d+)-", hub.asked_for(WEIGHTS)[-1].range or "")
+    assert found is not None
+    assert int(found[1]) >= 400_000
+
+
+def test_a_server_that_stands_still_is_left(hub: Mirror, tmp_path: Path) -> None:
+    hub.stalls["config.json"] = 0
+    said = refused(tmp_path, hub, HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert "config.json broke off 5 times" in said
+
+
+# Lies
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "tokenizer.json", "tokenizer_config.json"])
+def test_wrong_bytes_are_not_put_in_place(hub: Mirror, tmp_path: Path, file: str) -> None:
+    hub.wrong.add(file)
+    assert f"what came as {file} has another hash" in refused(tmp_path, hub)
+    assert (partial(tmp_path) / file).stat().st_size == 0
+    hub.wrong.clear()
+    pulled(tmp_path, hub)
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        ({"lengths": {WEIGHTS: 5}}, "and sends 5"),
+        ({"lengths": {WEIGHTS: 10**12}}, "and sends 1000000000000"),
+        ({"lengths": {WEIGHTS: None}, "more": {WEIGHTS: 1 << 20}}, "more comes as model.safetensors"),
+        ({"more": {WEIGHTS: 1}}, "it cannot be believed"),
+        ({"listed": {"config.json": {"size": 10}}}, "lists config.json with 10 bytes and sends"),
+        ({"listed": {"config.json": {"size": -1}}}, "lists 'config.json' with the size -1"),
+        ({"listed": {"config.json": {"size": True}}}, "with the size True"),
+        ({"listed": {"config.json": {"size": 1 << 30}}}, "no more than 67108864 are read"),
+        ({"listed": {"tokenizer.json": {"size": 10}}}, "with two sizes"),
+        ({"listed": {"config.json": {"blobId": None}}}, "without a hash"),
+        ({"listed": {"config.json": {"blobId": "../x"}}}, "without a hash"),
+        ({"listed": {WEIGHTS: {"lfs": {"size": 1111616}}}}, "without a hash"),
+        ({"entries": [{"rfilename": "config.json", "size": 1}]}, "lists a file twice"),
+        ({"entries": [{"rfilename": ["config.json"]}]}, "does not answer as a model hub does"),
+        ({"entries": ["config.json"]}, "does not answer as a model hub does"),
+        ({"listing": b"<html>Welcome to the hotel's network</html>"}, "does not answer as a model hub does"),
+        ({"listing": b"[" * 100_000}, "does not answer as a model hub does"),
+        ({"listing": b" " * (33 << 20)}, "list of files is longer"),
+    ],
+)
+def test_lies_are_refused(hub: Mirror, tmp_path: Path, lie: dict[str, Any], said: str) -> None:
+    for field, value in lie.items():
+        setattr(hub, field, value)
+    assert said in refused(tmp_path, hub)
+    assert hub.sent.get(WEIGHTS, 0) < 3 << 20
+
+
+def test_names_that_a_server_makes_up_are_no_paths(hub: Mirror, source: Path, tmp_path: Path) -> None:
+    evil = [
+        "../../evil",
+        "/tmp/evil.json",
+        "a/../../evil.json",
+        "..",
+        "",
+        "C:\\evil.json",
+        "evil\x00.json",
+        "Config.json",
+    ]
+    hub.entries = [{"rfilename": name, "size": 3, "blobId": "0" * 40} for name in evil]
+    hub.entries += [{"rfilename": f"logs/{i}.json", "size": 1 << 40, "blobId": "0" * 40} for i in range(20_000)]
+    folder = Path(pulled(tmp_path, hub)["path"])
+    assert set(contents(folder)) == {*contents(source), "pulled.json"}
+    assert not [p for p in tmp_path.rglob("*") if "evil" in p.name]
+    assert len(hub.asked) == 1 + len(contents(source))
+
+
+def test_names_that_are_none(hub: Mirror, tmp_path: Path) -> None:
+    assert is_name("ibm-granite/granite-4.0-h-350m")
+    for name in ("tiny", "../tiny", "acme/..", "a/b/c", "acme/x\x1b[31m", "acme--x/y", "/acme", "", "a/b\n", "a/b.git"):
+        assert not is_name(name)
+    for name in ("tiny", "../../tiny"):
+        assert "is no model's name; expected owner/name" in refused(tmp_path, hub, "pull", name)
+    assert not hub.asked
+
+
+# The token and other hosts
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_the_token_goes_to_the_hub_alone(hub: Mirror, source: Path, tmp_path: Path, host: str) -> None:
+    """Storage at another port or under another name, and back at the hub after that."""
+    hub.token = TOKEN
+    with mirror.running(NAME, source) as storage:
+        hub.storage = f"http://{host}:{storage.port}"
+        hub.redirects["config.json"] = f"{storage.url}/{NAME}/resolve/{storage.commit}/config.json"
+        storage.redirects["config.json"] = f"{hub.url}/storage/config.json"
+        pulled(tmp_path, hub, HF_TOKEN=TOKEN)
+        assert len(storage.asked) == 3
+        assert {a.authorization for a in storage.asked} == {None}
+    back = [a for a in hub.asked if a.path == "/storage/config.json"]
+    assert [a.authorization for a in back] == [None]
+    assert {a.authorization for a in hub.asked if a not in back} == {f"Bearer {TOKEN}"}
+
+
+def test_a_login_is_for_its_own_hub(hub: Mirror, tmp_path: Path) -> None:
+    """What `hf auth login` keeps belongs to huggingface.co; HF_ENDPOINT names another hub."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "token").write_text(TOKEN)
+    pulled(tmp_path, hub)
+    assert {a.authorization for a in hub.asked} == {None}
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("file:///etc/passwd", "redirects from http to file, which is not followed"),
+        ("/circle", "redirects in a circle"),
+        ("http://a:b", "'http://a:b' is no address"),
+    ],
+)
+def test_redirects_that_are_not_followed(hub: Mirror, tmp_path: Path, where: str, said: str) -> None:
+    hub.redirects[WEIGHTS] = where
+    assert said in refused(tmp_path, hub)
+
+
+def test_a_redirect_does_not_leave_https(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append((str(request.url), request.headers.get("authorization")))
+        return httpx2.Response(302, headers={"location": "http://hub.test/x"})
+
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.test")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with httpx2.Client(transport=httpx2.MockTransport(answer)) as client:
+        monkeypatch.setattr(hub_module, "get_session", lambda: client)
+        with pytest.raises(HubError, match="redirects from https to http"), request("https://hub.test/a"):
+            pass
+    assert asked == [("https://hub.test/a", f"Bearer {TOKEN}")]
+
+
+# Refusals
+
+
+def test_refusals_of_the_hub(hub: Mirror, tmp_path: Path) -> None:
+    hub.token = TOKEN
+    assert "or it is private" in refused(tmp_path, hub)
+    assert "there is no model acme/tiny-llama at 127.0.0.1" in refused(tmp_path, hub, HF_TOKEN="hf_other")
+    assert "there is no model acme/other" in refused(tmp_path, hub, "pull", "acme/other")
+    assert "characters that no token has" in refused(tmp_path, hub, HF_TOKEN="hf_\x1b")
+    hub.api = (401, "")
+    assert "does not accept the token in HF_TOKEN" in refused(tmp_path, hub, HF_TOKEN="hf_other")
+    hub.api = (503, "")
+    assert "is busy or has a problem (HTTP 503)" in refused(tmp_path, hub)
+    hub.api = (418, "")
+    assert "answers 418 to a request" in refused(tmp_path, hub)
+    hub.api, hub.token, hub.refuse = None, None, (403, "GatedRepo")
+    said = refused(tmp_path, hub)
+    assert f"is gated: accept its terms at {hub.url}/{NAME}, then set HF_TOKEN" in said
+    hub.refuse = (403, "")
+    assert "forbids reading" in refused(tmp_path, hub)
+    hub.refuse = (404, "EntryNotFound")
+    assert "lists config.json of acme/tiny-llama, but 127.0.0.1 does not have it" in refused(tmp_path, hub)
+
+
+def test_without_a_network(hub: Mirror, tmp_path: Path) -> None:
+    nowhere = f"http://127.0.0.1:{mirror.free_port()}"
+    said = refused(tmp_path, hub, HF_ENDPOINT=nowhere)
+    assert "cannot be reached" in said
+    assert "ssmd build FOLDER" in said
+    path = pulled(tmp_path, hub)["path"]
+    assert f"Pulled before: {path}" in ssmd(tmp_path, hub, "pull", NAME, HF_ENDPOINT=nowhere).stderr
+    hub.asked.clear()
+    here = pulled(tmp_path, hub, HF_HUB_OFFLINE="1")
+    assert (here["path"], here["fetched"]) == (path, False)
+    assert "forbids fetching into" in ssmd(tmp_path, hub, "pull", NAME, "--to", "x", HF_HUB_OFFLINE="1").stderr
+    assert not hub.asked
+    (Path(path) / WEIGHTS).write_bytes(b"cut")
+    assert "is not as it was pulled" in ssmd(tmp_path, hub, "pull", NAME, HF_HUB_OFFLINE="1").stderr
+    assert "is not as it was pulled" in ssmd(tmp_path, hub, "pull", NAME).stderr
+    assert "expected https://" in refused(tmp_path / "x", hub, HF_ENDPOINT="huggingface.co")
+
+
+def test_what_cannot_be_built_is_refused_before_its_weights_come(hub: Mirror, source: Path, tmp_path: Path) -> None:
+    true = dict(hub.files)
+    for change, said in (
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported: "),
+        ({"hidden_size": "\x1b[31m"}, "hidden_size is '\\x1b[31m'"),
+    ):
+        hub.files["config.json"] = json.dumps({**json.loads(true["config.json"]), **change}).encode()
+        hub.commit_now()
+        assert said in refused(tmp_path, hub)
+        assert [a.path.rsplit("/", 1)[1] for a in hub.asked if "/resolve/" in a.path] == ["config.json"]
+        hub.asked.clear()
+    hub.files["config.json"] = b"[" * 100_000
+    assert "config.json is not JSON" in refused(tmp_path, hub)
+    for missing, said in (("config.json", "has no config.json"), ("tokenizer.json", "has no tokenizer.json")):
+        hub.files = {n: b for n, b in true.items() if n != missing}
+        assert said in refused(tmp_path, hub)
+    hub.files = {n: b for n, b in true.items() if n != WEIGHTS}
+    assert "has neither model.safetensors nor" in refused(tmp_path, hub)
+    for pickle in ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "consolidated.00.pth", "x.pkl"):
+        hub.files = {**{n: b for n, b in true.items() if n != WEIGHTS}, pickle: b"pickle"}
+        hub.asked.clear()
+        said = refused(tmp_path, hub)
+        assert f"has its weights in '{pickle}', a pickle" in said
+        assert len(hub.asked) == 1
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_checkpoint_that_is_none_is_not_put_in_place(hub: Mirror, tmp_path: Path) -> None:
+    """Its hash is right, and it is no safetensors file: a Git link, say, which comes as the path that it points to."""
+    hub.files[WEIGHTS] = b"../../blobs/weights"
+    commit = hub.commit_now()
+    assert f"{NAME} at {commit}: it/model.safetensors is no safetensors file" in refused(tmp_path, hub)
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+# The disk
+
+
+def test_no_room_is_known_before_anything_comes(hub: Mirror, tmp_path: Path) -> None:
+    hub.listed[WEIGHTS] = {"size": 10**15, "lfs": {"size": 10**15, "sha256": "0" * 64}}
+    assert "1000.0 TB are to be fetched and the disk of" in refused(tmp_path, hub)
+    assert not [a for a in hub.asked if "/resolve/" in a.path]
+
+
+def test_a_disk_that_fills_up(hub: Mirror, tmp_path: Path) -> None:
+    def small() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+
+    assert "no room on the disk for model.safetensors" in refused(tmp_path, hub, limit=small)
+    assert (partial(tmp_path) / WEIGHTS).stat().st_size > 400_000
+    pulled(tmp_path, hub)
+    assert hub.sent[WEIGHTS] < 2 * len(hub.files[WEIGHTS])
+
+
+def test_a_folder_that_is_not_ours(hub: Mirror, tmp_path: Path) -> None:
+    to = tmp_path / "model"
+    (tmp_path / f".model-{hub.commit[:12]}.partial").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    assert "is in the way and not a folder of yours" in refused(tmp_path, hub, "pull", NAME, "--to", str(to))
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+# Building
+
+
+def test_build_pulls_what_is_not_there(hub: Mirror, tmp_path: Path) -> None:
+    asked = ("build", NAME, "--quant", "f32", "--buckets", "16", "--context", "256")
+    done = ssmd(tmp_path, hub, *asked)
+    assert done.returncode == 0, done.stderr
+    assert f"{NAME} main is {hub.commit}: 6 files" in done.stdout
+    assert (tmp_path / "data/models/tiny-llama/litert-cpu-f32/artifact.json").is_file()
+    hub.asked.clear()
+    again = ssmd(tmp_path, hub, *asked, "--force", "--context", "1")  # refused after the source was opened
+    assert "a context of 1 tokens does not hold" in again.stderr
+    assert f"was pulled as {hub.commit}" in again.stdout
+    assert not hub.asked
+    assert "--revision is for a model on the hub" in ssmd(tmp_path, hub, "build", ".", "--revision", "x").stderr
+    hub.files["config.json"] = b'{"model_type": "gpt2"}'
+    hub.commit_now()
+    other = ssmd(tmp_path, hub, "build", NAME, "--revision", hub.commit, "--name", "other")
+    assert (other.returncode, "supported: " in other.stderr) == (1, True)

@@ -1,0 +1,407 @@
+"""Stripped graphs at work: golden values catch a wrong one, a refitted artifact is the build of `ssmd build`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ONE_EACH, ROOT, TinyArtifacts
+from refitting import CONVERTERS, stripped
+from safetensors.numpy import load_file, save_file
+from test_server import environment
+from typer.testing import CliRunner
+
+from ssmd.build.builder import Plan
+from ssmd.build.stripping import Label, make
+from ssmd.cli import app
+from ssmd.families import weights
+from ssmd.model.artifact import GOLDEN, Artifact
+from ssmd.model.random_source import SeededSource
+from ssmd.model.source import Source, SourceError
+from ssmd.refit import catalog
+from ssmd.refit.catalog import GraphError, choose, install, origin_of, shipped, verified
+from ssmd.refit.graphfile import StrippedGraph
+from ssmd.refit.refit import RefitError, bindings_of, differences, refit
+from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, get_runtime
+from ssmd.runtime.verify import verify
+
+NAMES = ("openvino-granite-int8", "granite-int8", "openvino-llama-f32", "llama-f32")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "cache"))
+
+
+# golden values
+
+
+@pytest.fixture(scope="module", params=["f32", "int8"])
+def graph(request: pytest.FixtureRequest, artifacts: TinyArtifacts, tmp_path_factory: Any) -> StrippedGraph:
+    source = Source.open(artifacts.source("granite-f32"))
+    plan = Plan(request.param, (16, 64), (256,))
+    scratch = tmp_path_factory.mktemp("scratch")
+
+    def stage(what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    return make(CONVERTERS["openvino"], source.config, plan, scratch, label=Label("tiny"), stage=stage)
+
+
+def test_a_graph_computes_what_pytorch_does(graph: StrippedGraph, tmp_path: Path) -> None:
+    steps = verified(graph, tmp_path / "run")
+    assert len(steps) == len(graph.header.golden.positions)
+    assert all(step.rms_relative <= allowed for step, allowed in steps)
+    if graph.header.quantization == "f32":
+        assert max(step.rms_relative for step, _ in steps) < 1e-5
+
+
+def test_two_tensors_of_one_shape_that_change_places_are_seen(graph: StrippedGraph, tmp_path: Path) -> None:
+    """Of every kind of parameter, those of two layers; the refit itself has no way to see it. In int8 D, eight numbers
+    a layer, is lost among the roundings."""
+    names = {h.parameter for f in graph.header.files for h in f.holes}
+    kinds = {re.sub(r"^layer\d+_", "", n) for n in names if n.startswith("layer")}
+    assert {"in", "out", "A", "dt_bias", "norm1", "gate_up", "down", "conv"} <= kinds
+    unseen = []
+    for kind in sorted(kinds):
+        found = sorted(n for n in names if re.fullmatch(rf"layer\d+_{kind}", n))
+        if len(found) > 1:
+            wrong = swapped(graph, found[0], found[1])
+            steps = verified(wrong, tmp_path / kind)
+            if not any(step.rms_relative > allowed for step, allowed in steps):
+                unseen.append(kind)
+    assert unseen == ([] if graph.header.quantization == "f32" else ["D"])
+
+
+def swapped(graph: StrippedGraph, one: str, other: str) -> StrippedGraph:
+    def placed(file: Any) -> Any:
+        to = {one: other, other: one}
+        holes = (h.model_copy(update={"parameter": to.get(h.parameter, h.parameter)}) for h in file.holes)
+        return file.model_copy(update={"holes": tuple(holes)})
+
+    header = graph.header.model_copy(update={"files": tuple(map(placed, graph.header.files))})
+    return StrippedGraph(header, graph.literals)
+
+
+def test_the_command(graph: StrippedGraph, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.graph", tmp_path / "bad.graph"
+    graph.save(good)
+    swapped(graph, "layer0_norm1", "layer1_norm1").save(bad)
+    done = CliRunner().invoke(app, ["graph", "verify", str(good)])
+    assert (done.exit_code, done.output.splitlines()[1].split()[-1]) == (0, "passed")
+    done = CliRunner().invoke(app, ["graph", "verify", str(good), str(bad)])
+    assert done.exit_code == 1
+    assert "FAILED at position" in done.output
+    assert "do not use it" in done.output
+
+
+# artifacts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_the_build_that_a_build_makes(artifacts: TinyArtifacts, name: str, tmp_path: Path) -> None:
+    built, source = Artifact.open(artifacts[name]), Source.open(artifacts.source(name))
+    made = install(stripped(built, source), source, tmp_path / "made", name=built.manifest.name)
+    assert made.manifest.build == built.manifest.build
+    for file in built.manifest.files:
+        if file != GOLDEN:
+            assert made.file(file).read_bytes() == built.file(file).read_bytes()
+    assert (made.manifest.golden, built.manifest.golden) == ("itself", "reference")
+    program = get_runtime(made.manifest.runtime).load(made)
+    try:
+        assert max(step.rms_relative for step in verify(made, program).steps) == 0  # it is what it was
+        assert verify(built, program).passed  # and what the reference is
+    finally:
+        program.close()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "cache") == ["made"]
+
+
+def test_what_does_not_fit_leaves_what_was_there(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    built = Artifact.open(artifacts["openvino-llama-f32"])
+    source = Source.open(artifacts.source("llama-f32"))
+    graph, out = stripped(built, source), tmp_path / "models" / "made"
+    install(graph, source, out, name="x")
+    before = (out / "artifact.json").read_bytes()
+    copied = altered(source, tmp_path / "nan", lambda t: t["model.layers.1.mlp.down_proj.weight"].fill(np.nan))
+    with pytest.raises(SourceError, match="not finite"):
+        install(graph, copied, out, name="x")
+    huge = altered(source, tmp_path / "huge", lambda t: t["model.norm.weight"].fill(3e38))
+    with pytest.raises(ProgramError, match="its logits are no numbers: the weights are damaged"):
+        install(graph, huge, out, name="x")
+    assert (out / "artifact.json").read_bytes() == before
+    assert [p.name for p in out.parent.iterdir()] == ["made"]
+
+
+def altered(source: Source, folder: Path, change: Callable[[dict[str, Any]], object]) -> Source:
+    folder.mkdir()
+    for file in source.path.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    tensors = {n: np.array(source.tensor(n, t.shape)) for n, t in source.tensors.items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return Source.open(folder)
+
+
+def test_tensors_too_many(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """But what checkpoints carry and no model reads."""
+    source = Source.open(artifacts.source("llama-f32"))
+    graph = stripped(Artifact.open(artifacts["openvino-llama-f32"]), source)
+    idle = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    (tmp_path / "out").mkdir()
+    refit(graph, altered(source, tmp_path / "idle", lambda t: t.update(idle)), tmp_path / "out")
+    more = altered(source, tmp_path / "more", lambda t: t.update({"model.layers.9.mlp.up_proj.weight": np.ones(4)}))
+    with pytest.raises(RefitError, match=r"has the tensor 'model\.layers\.9\.mlp\.up_proj\.weight', for which"):
+        refit(graph, more, tmp_path)
+
+
+def test_values_that_float16_cannot_hold(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    source = Source.open(artifacts.source("llama-f32"))
+    built = Artifact.open(artifacts["openvino-llama-f32"])
+    header = json.loads(stripped(built, source).header.model_dump_json())
+    [weights_file] = [f for f in header["files"] if f["holes"]]
+    [hole] = [h for h in weights_file["holes"] if h["parameter"] == "layer1_down"]
+    hole |= {"encoding": "f16", "length": hole["length"] // 2}
+    weights_file["size"] -= hole["length"]
+    for later in weights_file["holes"]:
+        if later["offset"] > hole["offset"]:
+            later["offset"] -= hole["length"]
+    graph = StrippedGraph(type(stripped(built, source).header).model_validate(header), stripped(built, source).literals)
+    wide = altered(source, tmp_path / "wide", lambda t: t["model.layers.1.mlp.down_proj.weight"].fill(7e4))
+    with pytest.raises(RefitError, match=r"layer1_down: values up to 7e\+04 are beyond float16"):
+        refit(graph, wide, tmp_path)
+
+
+def test_what_a_killed_one_left_goes_a_day_later(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    source = Source.open(artifacts.source("llama-f32"))
+    graph, out = stripped(Artifact.open(artifacts["openvino-llama-f32"]), source), tmp_path / "models" / "made"
+    left, running = out.parent / ".made-left", out.parent / ".made-running"
+    for folder in (left, running):
+        (folder / "artifact").mkdir(parents=True)
+    os.utime(left, (0, 0))
+    install(graph, source, out, name="x")
+    assert sorted(p.name for p in out.parent.iterdir()) == [".made-running", "made"]
+
+
+# rows
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("variant", ONE_EACH)
+def test_rows_block_by_block_are_the_whole(
+    artifacts: TinyArtifacts, variant: str, rotated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "BLOCK_ELEMENTS", 300)
+    source = Source.open(artifacts.source(f"{variant}-f32"))
+    several = 0
+    for binding in bindings_of(source.config, {"rotation": 64} if rotated else {}, 64).values():
+        blocks = list(binding.blocks(source))
+        assert np.array_equal(np.concatenate(blocks), binding(source))
+        several += len(blocks) > 1
+    assert several > 3
+
+
+def test_the_bindings_say_what_they_read(artifacts: TinyArtifacts) -> None:
+    for variant in ONE_EACH:
+        source = Source.open(artifacts.source(f"{variant}-f32"))
+        reads: dict[str, Any] = {}
+        for binding in bindings_of(source.config, {"rotation": 64}, 64).values():
+            reads |= binding.reads
+        assert reads == {n: t.shape for n, t in source.tensors.items()}
+
+
+# which graph
+
+
+def header_of(config: Mapping[str, Any], context: int = 256) -> Any:
+    class Header:
+        family = config["model_type"]
+        tiers = (context,)
+
+    made: Any = Header()
+    made.config = config
+    return made
+
+
+def test_what_keeps_a_config_from_fitting() -> None:
+    config = json.loads((ROOT / "scripts/models/smollm2.json").read_text())["config"]
+    header = header_of(config)
+    assert differences(header, config) == {}
+    rope = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")}
+    newer = {**rope, "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"}}
+    assert differences(header, {**newer, "initializer_range": 0.5, "architectures": [], "head_dim": 64}) == {}
+    assert differences(header, {**config, "max_position_embeddings": 4096}) == {}
+    assert differences(header, {**config, "rms_norm_eps": 1e-5 * (1 + 1e-12)}) == {}
+    changes: dict[str, object] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 128}
+    changes |= {"num_hidden_layers": 31, "tie_word_embeddings": False, "model_type": "qwen3", "hidden_act": "gelu"}
+    for field, value in changes.items():
+        if field == "hidden_act":
+            continue  # of no family at all
+        assert differences(header, {**config, field: value, "pad_token_id": 7}) == {field: (value, config[field])}
+    without = {k: v for k, v in config.items() if k != "num_key_value_heads"}
+    assert differences(header, without) == {"num_key_value_heads": (None, 3)}
+
+
+@pytest.fixture
+def shelf(artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Shipped graphs: those of two tiny models."""
+    folder = tmp_path / "graphs"
+    folder.mkdir()
+    for name in ("openvino-granite-int8", "granite-int8"):
+        built, source = Artifact.open(artifacts[name]), Source.open(artifacts.source(name))
+        graph = stripped(built, source, "tiny-granite")
+        m = graph.header
+        graph.save(folder / catalog.file_name(m.name, m.runtime, m.device_class, m.quantization))
+    monkeypatch.setattr(catalog, "SHIPPED", folder)
+    return folder
+
+
+def test_the_first_usable_runtime_is_taken(
+    artifacts: TinyArtifacts, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Source.open(artifacts.source("granite-int8")).config
+    assert origin_of("tiny-granite") == "acme/tiny-granite"
+    for runtimes, taken in ((["litert", "openvino"], "litert"), (["openvino"], "openvino")):
+        graph, why_not = choose(config, runtimes)
+        assert (graph and graph.header.runtime, why_not) == (taken, "")
+    assert choose(config, ["npu"]) == (None, "ssmd has no stripped graphs for the NPU")
+    graph, why_not = choose({**config, "rms_norm_eps": 0.5}, ["openvino"])
+    assert graph is None
+    assert why_not == (
+        "ssmd has no stripped graph of this config for runtime openvino; it is nearly tiny-granite, but rms_norm_eps "
+        f"is 0.5, not {config['rms_norm_eps']}"
+    )
+    llama = Source.open(artifacts.source("llama-f32")).config
+    assert choose(llama, ["litert"]) == (None, "ssmd has no stripped graph of this config for runtime litert")
+
+    def without_litert(name: str) -> Any:
+        if name == "litert":
+            raise RuntimeUnavailable("runtime 'litert' is not installed")
+        return get_runtime(name)
+
+    monkeypatch.setattr(catalog, "get_runtime", without_litert)
+    graph, _ = choose(config, ["litert", "openvino"])
+    assert graph is not None
+    assert graph.header.runtime == "openvino"
+    assert choose(config, ["litert"]) == (None, "runtime 'litert' is not installed")
+
+
+def test_names_that_no_graph_has(shelf: Path) -> None:
+    with pytest.raises(GraphError, match=r"or one that ssmd has a graph of: tiny-granite$"):
+        origin_of("granite")
+
+
+# ssmd pull
+
+
+def pull(tmp_path: Path, *arguments: str) -> Any:
+    places = ["--data-dir", str(tmp_path / "data"), "--models-dir", str(tmp_path / "models")]
+    return CliRunner().invoke(app, ["pull", *arguments, *places])
+
+
+def test_pull_refits_a_folder(artifacts: TinyArtifacts, shelf: Path, tmp_path: Path) -> None:
+    folder = str(artifacts.source("granite-int8"))
+    done = pull(tmp_path, "mine", "--from", folder)
+    assert done.exit_code == 0, done.output
+    made = Artifact.open(tmp_path / "models" / "mine" / "litert-cpu-int8")
+    assert f"{made.path}: " in done.output
+    assert "try: ssmd run mine" in done.output
+    done = pull(tmp_path, "mine", "--from", folder)
+    assert (done.exit_code, done.output) == (0, f"{made.path} is here already; --force makes it again\n")
+    done = pull(tmp_path, "mine", "--from", folder, "--runtime", "openvino", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.output)
+    assert said == {"name": "mine", "path": folder, "artifact": str(made.path.with_name("openvino-cpu-int8"))}
+    before = made.path.stat().st_ino
+    assert pull(tmp_path, "mine", "--from", folder, "--force").exit_code == 0
+    assert made.path.stat().st_ino != before
+    assert Artifact.open(made.path).manifest == made.manifest
+
+
+def test_pull_says_what_no_graph_fits(artifacts: TinyArtifacts, shelf: Path, tmp_path: Path) -> None:
+    folder = str(artifacts.source("llama-f32"))
+    done = pull(tmp_path, "mine", "--from", folder)
+    assert done.exit_code == 0
+    assert "no stripped graph of this config" in done.output
+    assert done.output.endswith(f"try: ssmd build {folder}\n")
+    done = pull(tmp_path, "mine", "--from", folder, "--runtime", "openvino")
+    assert done.exit_code == 1
+    assert f"with PyTorch it can be built: ssmd build {folder} --runtime openvino" in done.output
+    assert pull(tmp_path, "mine", "--from", folder, "--to", str(tmp_path / "to")).exit_code == 2
+    assert not (tmp_path / "models").exists()
+
+
+# what is shipped
+
+
+def test_every_model_is_shipped_for_both_runtimes() -> None:
+    models = {f.stem: json.loads(f.read_text()) for f in (ROOT / "scripts" / "models").glob("*.json")}
+    assert len(models) == 8
+    found = {runtime: {g.header.name: g.header for g in shipped(runtime)} for runtime in ("litert", "openvino")}
+    for headers in found.values():
+        assert set(headers) == set(models)
+        for name, header in headers.items():
+            assert (header.origin, header.provenance) == (models[name]["origin"], models[name]["provenance"])
+            assert differences(header, models[name]["config"]) == {}
+            assert header.quantization == "int8"
+            assert max(header.golden.rms) < 0.25
+    assert sum(f.stat().st_size for f in catalog.SHIPPED.iterdir()) < 8 << 20
+
+
+@pytest.mark.parametrize("runtime", ["litert", "openvino"])
+def test_shipped_graphs_compute_here_what_they_did(runtime: str) -> None:
+    """The smallest; `ssmd graph verify` runs them all."""
+    file = catalog.SHIPPED / catalog.file_name("smollm2", runtime, "cpu", "int8")
+    done = CliRunner().invoke(app, ["graph", "verify", str(file)])
+    assert done.exit_code == 0, done.output
+    assert done.output.endswith("passed\n")
+
+
+@pytest.mark.parametrize("runtime", ["litert", "openvino"])
+def test_the_first_run_makes_smollm2_without_pytorch(runtime: str, tmp_path: Path) -> None:
+    """Real weights in a graph that was made with others; nothing else of a converter may be loaded either."""
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'litert_torch', 'ai_edge_quantizer', 'nncf'): sys.modules[name] = None\n"
+        "from ssmd.cli import main\n"
+        "main()"
+    )
+    question = ["run", "smollm2", "What is the capital of France?", "--temperature", "0", "--runtime", runtime]
+    for already in (False, True):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *question],
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("The capital of France is Paris.\n")
+        assert ("unpack SmolLM2" not in done.stdout + done.stderr) == already
+    manifest = Artifact.open(tmp_path / "data" / "models" / "smollm2" / f"{runtime}-cpu-int8").manifest
+    assert manifest.golden == "itself"
+
+
+def test_golden_files_hold_what_the_artifact_computed(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    source = Source.open(artifacts.source("granite-f32"))
+    graph = stripped(Artifact.open(artifacts["openvino-granite-f32"]), source)
+    made = install(graph, source, tmp_path / "made", name="x")
+    theirs = load_file(artifacts["granite-f32"] / GOLDEN)["logits"]
+    assert np.allclose(load_file(made.file(GOLDEN))["logits"], theirs, atol=1e-4 * float(theirs.std()))
+
+
+def test_a_seeded_source_takes_rows() -> None:
+    source = SeededSource({}, 1)
+    whole = source.tensor("w", (40, 3))
+    assert np.array_equal(source.tensor("w", (40, 3), 7, 21), whole[7:21])
+    assert np.array_equal(source.tensor("w", (40, 3), 30, 99), whole[30:])

@@ -1,0 +1,341 @@
+"""Stripped graphs and refitting: the files are byte for byte those that a build with the same weights writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from conftest import ONE_EACH, TinyArtifacts
+from refitting import stripped
+from safetensors.numpy import save_file
+
+from ssmd.build.builder import Plan
+from ssmd.build.stripping import Label, StripError, strip, written
+from ssmd.families.encodings import ENCODINGS, EncodingError
+from ssmd.families.registry import family_of
+from ssmd.families.weights import given
+from ssmd.model.artifact import Artifact
+from ssmd.model.random_source import SeededSource
+from ssmd.model.source import Source, SourceError, Tensors
+from ssmd.refit.graphfile import StrippedError, StrippedGraph
+from ssmd.refit.refit import RefitError, refit
+from ssmd_litert.build import CONVERTER as LITERT
+from ssmd_openvino import library
+from ssmd_openvino.build import CONVERTER as OPENVINO
+
+CONVERTERS: Mapping[str, Any] = {"litert": LITERT, "openvino": OPENVINO}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+def fresh(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def refitted(graph: StrippedGraph, source: Tensors, folder: Path) -> dict[str, bytes]:
+    """By way of the file that it is kept in."""
+    graph.save(folder.with_suffix(".graph"))
+    refit(StrippedGraph.open(folder.with_suffix(".graph")), source, fresh(folder))
+    return contents(folder)
+
+
+# what refitting writes
+
+
+@pytest.mark.parametrize("quantization", ["f32", "int8"])
+@pytest.mark.parametrize("variant", ONE_EACH)
+def test_openvinos_files_are_those_of_a_build(
+    artifacts: TinyArtifacts, variant: str, quantization: Any, tmp_path: Path
+) -> None:
+    """And which weights it was made with does not show in a graph."""
+    two_seeds(OPENVINO, config_of(artifacts, variant), Plan(quantization, (16,), (256,)), tmp_path)
+
+
+def test_openvinos_files_of_float16(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    two_seeds(OPENVINO, config_of(artifacts, "granite"), Plan("f16", (16,), (256,)), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # what its converter warns of concerns its makers
+def test_litert_files_are_those_of_a_build(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """int8, whose weights are rotated first."""
+    two_seeds(LITERT, config_of(artifacts, "granite"), Plan("int8", (16,), (256,)), tmp_path)
+
+
+def config_of(artifacts: TinyArtifacts, variant: str) -> Mapping[str, Any]:
+    name = f"{variant}-f32"
+    assert artifacts[name]  # which writes its source
+    return Source.open(artifacts.source(name)).config
+
+
+def two_seeds(converter: Any, config: Mapping[str, Any], plan: Plan, folder: Path) -> None:
+    first = written(converter, config, plan, fresh(folder / "1"), 1, Label("tiny"))
+    second = written(converter, config, plan, fresh(folder / "2"), 2, Label("tiny"))
+    assert first.header == second.header
+    assert first.literals == second.literals
+    assert refitted(first, SeededSource(config, 2), folder / "out") == contents(folder / "2")
+    assert contents(folder / "1") != contents(folder / "2")
+
+
+@pytest.mark.parametrize("name", [*(f"{v}-f32" for v in ONE_EACH), "llama-int8", "granite-int8"])
+def test_artifacts_of_litert_can_be_had_again(artifacts: TinyArtifacts, name: str, tmp_path: Path) -> None:
+    """From what is left of them without their weights: of a transformers checkpoint, of every family."""
+    artifact = Artifact.open(artifacts[name])
+    source = Source.open(artifacts.source(name))
+    graph = stripped(artifact, source)
+    files = refitted(graph, source, tmp_path / "out")
+    assert files == {n: artifact.file(n).read_bytes() for n in files}
+    assert sum(map(len, graph.literals)) < 0.6 * len(b"".join(files.values()))
+
+
+@pytest.mark.parametrize("dtype", ["bf16 in shards", "f16"])
+def test_from_a_checkpoint(artifacts: TinyArtifacts, dtype: str, tmp_path: Path) -> None:
+    """Of another dtype than the graph's, in several files."""
+    config = config_of(artifacts, "granite")
+    source = checkpoint(artifacts.source("granite-f32"), tmp_path / "source", dtype)
+    plan = Plan("int8", (16,), (256,))
+    graph = written(OPENVINO, config, plan, fresh(tmp_path / "1"), 1, Label("tiny"))
+    assert refitted(graph, source, tmp_path / "out") == built(source, plan, tmp_path / "2")
+
+
+def built(source: Source, plan: Plan, folder: Path) -> dict[str, bytes]:
+    from ssmd.authoring.registry import author
+
+    family = family_of(source.config)
+    config = family.parse(source.config)
+    bound = {n: binding(source) for n, binding in family.bindings(config).items()}
+    OPENVINO.write(author(family.name, config, bound, plan.context), plan, fresh(folder), lambda _: nullcontext())
+    return contents(folder)
+
+
+def checkpoint(origin: Path, folder: Path, dtype: str) -> Source:
+    """The source at `origin` with other weights, of another dtype."""
+    found = Source.open(origin)
+    names = sorted(found.tensors)
+    seeded = SeededSource(found.config, 3)
+    folder.mkdir()
+    for file in origin.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    tensors = {n: seeded.tensor(n, found.tensors[n].shape).astype(np.float16) for n in names}
+    if dtype == "f16":
+        save_file(tensors, folder / "model.safetensors")
+        return Source.open(folder)
+    shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for shard, inside in shards.items():
+        write_bf16(folder / shard, {n: tensors[n].astype(np.float32) for n in inside})
+    index = {"weight_map": {n: shard for shard, inside in shards.items() for n in inside}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return Source.open(folder)
+
+
+def write_bf16(file: Path, tensors: Mapping[str, Any]) -> None:
+    """numpy has no bf16, and so has the library none for it."""
+    header: dict[str, Any] = {}
+    data = b""
+    for name, array in tensors.items():
+        raw = (np.ascontiguousarray(array).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        header[name] = {"dtype": "BF16", "shape": array.shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+# encodings, beside those who define them
+
+
+def rows() -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Rows of 384: ordinary ones, and such as have their own rule in a quantizer."""
+    made = SeededSource({}, 7).tensor("rows", (64, 384)).copy()
+    made[0] = 0
+    made[1] = 3e-8  # scales below nncf's smallest
+    made[2, :2] = made[2].max() + 1, -made[2].max() - 1  # as far below zero as above
+    made[3] = np.abs(made[3])
+    made[4] = -np.abs(made[4])
+    made[5] *= 1000
+    made[6] = np.float32(0.25) * np.arange(384, dtype=np.float32)  # halves between steps
+    made[7] = 1e-12
+    return made
+
+
+def test_int8_is_nncfs() -> None:
+    nncf = library.nncf()
+    from nncf.quantization.algorithms.weight_compression.config import WeightCompressionConfig
+    from nncf.quantization.algorithms.weight_compression.weight_lowering import do_integer_quantization
+    from nncf.tensor import Tensor as NNCFTensor
+
+    config = WeightCompressionConfig(mode=nncf.CompressWeightsMode.INT8_SYM)
+    for repeats in (1, 40):  # it computes small matrices in numpy, large ones in OpenVINO
+        matrix = np.concatenate([rows()] * repeats)
+        expected = do_integer_quantization(NNCFTensor(matrix), config, reduction_axes=(1,))
+        assert np.array_equal(encoded("nncf-int8", matrix), expected.tensor.data)
+        scales = np.asarray(expected.scale.data, np.float32).astype(np.float16)
+        assert np.array_equal(encoded("nncf-int8-scale", matrix), scales)
+
+
+def test_int8_is_ai_edge_quantizers() -> None:
+    from ai_edge_quantizer import qtyping
+    from ai_edge_quantizer.algorithms.uniform_quantize import uniform_quantize_tensor as theirs
+
+    matrix = rows()
+    low, high = matrix.min(1, keepdims=True), matrix.max(1, keepdims=True)
+    zero, scale = theirs.tensor_zp_scale_from_min_max(low, high, 8, True, qtyping.QuantGranularity.CHANNELWISE)
+    how = qtyping.UniformQuantParams(
+        num_bits=8, quantized_dimension=0, scale=scale, zero_point=zero, symmetric=True, signed=True
+    )
+    assert np.array_equal(encoded("litert-int8", matrix), theirs.uniform_quantize(matrix, how))
+    assert np.array_equal(encoded("litert-int8-scale", matrix), scale)
+
+
+def encoded(name: str, matrix: Any) -> Any:
+    return ENCODINGS[name].form(matrix)[ENCODINGS[name].part]
+
+
+def test_what_float16_cannot_hold() -> None:
+    with pytest.raises(EncodingError, match=r"up to 7e\+04 are beyond float16"):
+        encoded("f16", np.array([1.0, -7e4], np.float32))
+
+
+def test_seeded_tensors_are_the_same_everywhere() -> None:
+    """Their first numbers as splitmix64's reference implementation gives them, and no two streams alike."""
+    key = int.from_bytes(hashlib.sha256(b"5/w").digest()[:8], "little")
+    expected = []
+    for i in range(1, 4):
+        z = (key + i * 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        expected.append(((z ^ (z >> 31)) >> 40) / 2**23 - 1)
+    assert SeededSource({}, 5).tensor("w", (1, 3)).tolist() == [expected]
+    vector = SeededSource({}, 5).tensor("w", (3,))
+    assert vector.tolist() == [float(np.float32(1) + np.float32(e) * np.float32(0.75)) for e in expected]
+    assert not np.array_equal(vector, SeededSource({}, 6).tensor("w", (3,)))
+    assert not np.array_equal(vector, SeededSource({}, 5).tensor("v", (3,)))
+
+
+# what does not fit
+
+
+@pytest.fixture(scope="module")
+def graph(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> StrippedGraph:
+    folder = tmp_path_factory.mktemp("graph")
+    return written(OPENVINO, config_of(artifacts, "llama"), Plan("int8", (16,), (256,)), folder, 1, Label("tiny"))
+
+
+def test_a_config_that_is_nearly_the_graphs(graph: StrippedGraph, tmp_path: Path) -> None:
+    config = {**graph.header.config, "rms_norm_eps": 1e-6, "_name_or_path": "elsewhere"}
+    with pytest.raises(
+        RefitError, match=r"not of the config that tiny's graph is for: rms_norm_eps is 1e-06, not 1e-05$"
+    ):
+        refit(graph, SeededSource(config, 1), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "there is no tensor 'model.norm.weight'"),
+        (lambda t: t.update({"model.norm.weight": np.ones(5, np.float32)}), r"has shape \(5,\)"),
+        (lambda t: t["model.norm.weight"].__setitem__(3, np.nan), "not finite"),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    artifacts: TinyArtifacts, graph: StrippedGraph, tmp_path: Path, change: Any, said: str
+) -> None:
+    origin = artifacts.source("llama-f32")
+    source = Source.open(origin)
+    tensors = {n: source.tensor(n, t.shape).copy() for n, t in source.tensors.items()}
+    change(tensors)
+    copied = fresh(tmp_path / "source")
+    for file in origin.iterdir():
+        if file.suffix != ".safetensors":
+            (copied / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, copied / "model.safetensors")
+    with pytest.raises(SourceError, match=said):
+        refit(graph, Source.open(copied), fresh(tmp_path / "out"))
+
+
+def test_weights_that_are_alike(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(16))
+    ones, source = given(lambda: np.ones(4, np.float32)), SeededSource({}, 1)
+    with pytest.raises(StripError, match="a and b have the same values"):
+        strip(tmp_path, {"f": [(0, 16)]}, {"a": ones, "b": ones}, source)
+    with pytest.raises(StripError, match=r"does not hold a as it was given \(1 of 1 parameters\)"):
+        strip(tmp_path, {"f": [(0, 16)]}, {"a": ones}, source)
+
+
+def test_a_file_that_is_damaged(graph: StrippedGraph, tmp_path: Path) -> None:
+    file = tmp_path / "g"
+    graph.save(file)
+    whole = file.read_bytes()
+    for data, said in (
+        (whole[:-1], "do not hash to what it says; get it again"),
+        (whole[:200] + bytes([whole[200] ^ 1]) + whole[201:], "do not hash"),
+        (whole.replace(b"graph 1\n", b"graph 2\n", 1), "has format 2, this ssmd reads 1; install a newer ssmd"),
+        (b"PK", "is no stripped graph"),
+        (b"", "is no stripped graph"),
+        (bytes(17 << 20), "is larger than"),
+    ):
+        file.write_bytes(data)
+        with pytest.raises(StrippedError, match=said):
+            StrippedGraph.open(file)
+    with pytest.raises(StrippedError, match="cannot be read"):
+        StrippedGraph.open(tmp_path / "none")
+
+
+def forged(graph: StrippedGraph, file: Path, change: Any, tail: bytes = b"") -> None:
+    """A file that hashes to what it says, with another header."""
+    header = json.loads(graph.header.model_dump_json())
+    change(header)
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + b"".join(graph.literals) + tail
+    packed = zstandard.ZstdCompressor().compress(content)
+    file.write_bytes(b"ssmd stripped graph 1\n" + hashlib.sha256(packed).digest() + packed)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda h: h["files"][0].update(name="../x"), "files.0.name"),
+        (lambda h: h["files"][1].update(name=h["files"][0]["name"]), "two files have one name"),
+        (lambda h: h["files"][0]["holes"][1].update(offset=0), "begins before"),
+        (lambda h: h["files"][0]["holes"][0].update(offset=-4), "greater than or equal to 0"),
+        (lambda h: h["files"][0]["holes"][-1].update(length=1 << 50), "holes reach to"),
+        (lambda h: h["files"][0]["holes"][0].update(encoding="int3"), "no encoding is named 'int3'"),
+        (lambda h: h["files"][0].update(size=h["files"][0]["size"] + 1), "its header describes"),
+        (lambda h: h.update(more=1), "more"),
+    ],
+)
+def test_a_header_that_lies(graph: StrippedGraph, tmp_path: Path, change: Any, said: str) -> None:
+    forged(graph, tmp_path / "g", change)
+    with pytest.raises(StrippedError, match=said):
+        StrippedGraph.open(tmp_path / "g")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda hole: hole.update(parameter="layer9_nothing"), "asks for 'layer9_nothing'"),
+        (lambda hole: hole.update(encoding="f16"), "the graph has .* bytes for what takes .* as f16"),
+        (lambda hole: hole.update(first=10**9), "the graph has .* bytes for what takes 0"),
+    ],
+)
+def test_a_hole_that_lies(graph: StrippedGraph, tmp_path: Path, change: Any, said: str) -> None:
+    forged(graph, tmp_path / "g", lambda h: change(h["files"][0]["holes"][0]))
+    with pytest.raises(RefitError, match=said):
+        refit(StrippedGraph.open(tmp_path / "g"), SeededSource(graph.header.config, 1), fresh(tmp_path / "out"))
+
+
+def test_a_bomb(tmp_path: Path) -> None:
+    packed = zstandard.ZstdCompressor().compress(bytes(300 << 20))
+    (tmp_path / "g").write_bytes(b"ssmd stripped graph 1\n" + hashlib.sha256(packed).digest() + packed)
+    with pytest.raises(StrippedError, match="is not whole"):
+        StrippedGraph.open(tmp_path / "g")

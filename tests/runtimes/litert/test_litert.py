@@ -1,0 +1,363 @@
+"""What is the LiteRT runtime's own: loading, checking signatures, shared memory and its fallback, the weight cache."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flat_programs import altered, conversation, silent, stale
+
+from ssmd.machine.processor import cpu_name
+from ssmd.model.artifact import Artifact
+from ssmd.model.state import State
+from ssmd.runtime.hoststate.buffers import ALIGNMENT, Snapshots, aligned, carve, stack
+from ssmd.runtime.hoststate.graph import GraphError, Tensor
+from ssmd.runtime.hoststate.program import FlatProgram
+from ssmd.runtime.hoststate.threads import default_threads
+from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable
+from ssmd_litert.library import LibraryCall, LibraryGraph
+from ssmd_litert.managed import ManagedGraph
+from ssmd_litert.runtime import LiteRTRuntime
+from ssmd_litert.weight_cache import WeightCache
+
+NAMES = ("llama-int8", "granite-f32")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "litert"
+
+
+@pytest.fixture(params=NAMES)
+def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Artifact:
+    return Artifact.open(artifacts[request.param])
+
+
+@pytest.fixture
+def granite(artifacts: Mapping[str, Path]) -> Artifact:
+    return Artifact.open(artifacts["granite-f32"])
+
+
+def test_managed_buffers_give_the_same_bits(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
+    shared, managed = LiteRTRuntime().load(artifact), LiteRTRuntime(zero_copy=False).load(artifact)
+    assert isinstance(shared.graph, LibraryGraph)
+    assert isinstance(managed.graph, ManagedGraph)
+    assert shared.producer == managed.producer
+    assert conversation(shared) == conversation(managed)
+    assert not caplog.records
+
+
+def test_a_library_of_another_version_is_left_alone(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = conversation(LiteRTRuntime().load(granite))
+    monkeypatch.setattr("ssmd_litert.library.TESTED", "9.9.")
+    with caplog.at_level(logging.WARNING):
+        program = LiteRTRuntime().load(granite)
+    assert isinstance(program.graph, ManagedGraph)
+    assert "9.9." in caplog.text
+    assert "slower" in caplog.text
+    assert conversation(program) == expected
+
+
+@pytest.mark.parametrize("broken", [stale(LibraryGraph), silent(LibraryGraph)])
+def test_memory_that_is_not_shared_is_noticed(
+    granite: Artifact, broken: type[LibraryGraph], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = conversation(LiteRTRuntime().load(granite))
+    monkeypatch.setattr("ssmd_litert.runtime.LibraryGraph", broken)
+    with caplog.at_level(logging.WARNING):
+        program = LiteRTRuntime().load(granite)
+    assert "self-test" in caplog.text
+    assert isinstance(program.graph, ManagedGraph)
+    assert conversation(program) == expected
+
+
+def test_a_failed_run_leaves_the_handle_as_it_was(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = LiteRTRuntime().load(granite)
+    handles = [program.new_state() for _ in range(3)]
+    for i, handle in enumerate(handles):
+        program.prefill(handle, [i] * 20)
+    before = [conversation_state(program, h) for h in handles]
+    runs: list[object] = []
+    run = LibraryCall.run
+
+    def failing(call: LibraryCall) -> None:
+        runs.append(call)
+        run(call)
+        if len(runs) == 3:
+            raise GraphError("the third run breaks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LibraryCall, "run", failing)
+        with pytest.raises(GraphError, match="third"):
+            program.decode(handles, [1, 2, 3])
+    assert [conversation_state(program, h) for h in handles] == before
+    together = program.decode(handles, [1, 2, 3])
+    for i, row in enumerate(together):
+        alone = program.new_state()
+        program.prefill(alone, [i] * 20)
+        assert program.decode([alone], [i + 1])[0].tobytes() == row.tobytes()
+
+
+def conversation_state(program: FlatProgram, handle: Any) -> tuple[int, ...]:
+    state: State = program.save(handle)
+    return (state.position, *(hash(state.tensors[t.name].tobytes()) for t in program.spec.tensors))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"buckets": [16, 32, 64]}, "no signature 'prefill_32'"),
+        ({"context": 511, "tiers": [63, 511]}, "'key_2' is"),
+        ({"tiers": [64, 128, 512]}, "no signature 'decode_128'"),
+        ({"tiers": []}, "'key_2' is"),
+        ({"vocabulary": 383}, "'logits' is"),
+    ],
+)
+def test_manifest_and_model_must_agree(
+    granite: Artifact, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ProgramError, match=message):
+        LiteRTRuntime().load(altered(granite, tmp_path / "copy", **changed))
+
+
+def test_state_of_the_manifest_must_be_that_of_the_model(granite: Artifact, tmp_path: Path) -> None:
+    state = json.loads(json.dumps(granite.manifest.state))
+    for i, changed in enumerate((state[1:], [*state, state[0] | {"name": "conv_9", "layer": 9}])):
+        with pytest.raises(ProgramError, match="the manifest says"):
+            LiteRTRuntime().load(altered(granite, tmp_path / f"copy{i}", state=changed))
+
+
+def test_a_file_that_is_no_model_is_refused(granite: Artifact, tmp_path: Path) -> None:
+    model = next(n for n in granite.manifest.files if n.endswith(".tflite"))
+    for i, content in enumerate((b"", b"TFL3", b"not a model" * 100)):
+        folder = tmp_path / f"copy{i}"
+        shutil.copytree(granite.path, folder)
+        (folder / model).write_bytes(content)
+        with pytest.raises(ProgramError, match=r"no \.tflite model"):
+            LiteRTRuntime().load(altered(Artifact(folder, granite.manifest), tmp_path / f"sealed{i}"))
+
+
+def test_what_is_not_for_this_runtime(granite: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(ProgramError, match="'openvino'"):
+        LiteRTRuntime().load(altered(granite, tmp_path / "other", runtime="openvino"))
+    for device in ("gpu", "npu", "tpu"):
+        with pytest.raises(RuntimeUnavailable, match=device):
+            LiteRTRuntime().load(granite, device=device)
+
+
+def test_devices() -> None:
+    devices = {d.name: d for d in LiteRTRuntime().devices()}
+    assert devices["cpu"].why_not == ""
+    assert cpu_name() in devices["cpu"].description
+    assert all(d.why_not for d in devices.values() if d.name != "cpu")
+    assert 1 <= default_threads() <= (os.cpu_count() or 1)
+
+
+def test_producer_names_what_bits_depend_on(granite: Artifact) -> None:
+    one, two = (LiteRTRuntime().load(granite, threads=n).producer for n in (1, 2))
+    assert one != two
+    assert "2.3" in one
+    assert cpu_name() in one
+    assert one.endswith("1 threads")
+
+
+def test_weight_cache_is_written_once_and_used(artifact: Artifact, cache: Path) -> None:
+    expected = conversation(LiteRTRuntime().load(artifact))
+    files = {p: p.stat().st_mtime_ns for p in cache.iterdir()}
+    assert sorted(p.suffix for p in files) == [".json", ".xnnpack"]
+    assert conversation(LiteRTRuntime().load(artifact)) == expected
+    assert {p: p.stat().st_mtime_ns for p in cache.iterdir()} == files
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "flipped", "no seal", "odd seal", "a folder"])
+def test_a_damaged_weight_cache_is_replaced(granite: Artifact, cache: Path, damage: str) -> None:
+    expected = conversation(LiteRTRuntime().load(granite))
+    file, seal_file = next(cache.glob("*.xnnpack")), next(cache.glob("*.json"))
+    content = file.read_bytes()
+    middle = len(content) // 2
+    if damage == "empty":
+        file.write_bytes(b"")
+    elif damage == "cut":
+        file.write_bytes(content[:middle])
+    elif damage == "garbage":
+        file.write_bytes(os.urandom(len(content)))
+    elif damage == "flipped":
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
+    elif damage == "no seal":
+        seal_file.unlink()
+    elif damage == "odd seal":
+        seal_file.write_text("[]")
+    else:
+        file.unlink()
+        file.mkdir()
+    assert conversation(LiteRTRuntime().load(granite)) == expected
+    if damage != "a folder":
+        assert file.read_bytes() == content
+
+
+def test_a_cache_folder_that_cannot_be_made(
+    granite: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = conversation(LiteRTRuntime().load(granite))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        assert conversation(LiteRTRuntime().load(granite)) == expected
+    assert "no cache in" in caplog.text
+
+
+def test_caches_of_other_builds_versions_and_processors_differ(cache: Path) -> None:
+    paths = {WeightCache(*key).path() for key in (("a" * 64, "1", "x"), ("b" * 64, "1", "x"), ("a" * 64, "2", "x"))}
+    paths |= {WeightCache("a" * 64, "1", "y").path()}
+    assert len(paths) == 4
+    assert all(p is not None and p.parent == cache for p in paths)
+
+
+def test_blocks_are_aligned_and_disjoint() -> None:
+    shapes = {"a": (3,), "b": (1, 5, 7), "c": (2, 2)}
+    _, arrays = carve({n: Tensor(s, np.dtype(np.float32)) for n, s in shapes.items()})
+    for i, array in enumerate(arrays.values()):
+        assert array.ctypes.data % ALIGNMENT == 0
+        array.fill(i + 1)
+    assert [(arrays[n] == i + 1).all() for i, n in enumerate(shapes)] == [True] * 3
+    memory, parts = stack(5, (3, 7))
+    assert parts.shape == (5, 3, 7)
+    for i, part in enumerate(parts):
+        assert part.ctypes.data % ALIGNMENT == 0
+        assert np.shares_memory(part, memory)
+        part.fill(i)
+    assert (parts.reshape(5, -1) == np.arange(5)[:, None]).all()
+    assert not aligned(1000).any()
+
+
+def test_a_snapshot_is_used_again_only_when_no_view_of_it_is_left() -> None:
+    snapshots = Snapshots(256, ready=1, spare_bytes=256)
+    source = aligned(256)
+    source.fill(1)
+    view = snapshots.copy(source).view(np.float32).reshape(8, 8)[2:4].T
+    kept, address = view.copy(), view.ctypes.data
+    source.fill(2)
+    other = snapshots.copy(source)
+    gc.collect()
+    assert (view == kept).all()
+    assert other.ctypes.data != address - 64
+    del view
+    gc.collect()
+    source.fill(3)
+    assert snapshots.copy(source).ctypes.data == address - 64
+    assert (other == 2).all()
+
+
+def test_loading_says_nothing_that_does_not_matter(artifacts: Mapping[str, Path]) -> None:
+    """In a process of its own, for LiteRT writes to file descriptor 2: one line of XNNPACK's is all that is left."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from ssmd.model.artifact import Artifact\n"
+        "from ssmd.runtime.protocol import get_runtime\n"
+        "get_runtime('litert').load(Artifact.open(Path(sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(artifacts["granite-f32"])], capture_output=True, text=True, check=True
+    )
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if "Created TensorFlow Lite XNNPACK delegate" not in line] == []
+    assert done.stdout == ""
+
+
+@pytest.fixture(autouse=True)
+def _no_cycles() -> Iterator[None]:
+    """Programs of a test give their memory back before the next one."""
+    yield
+    gc.collect()
+
+
+def test_a_conversation_moves_up_by_itself(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step runs in the smallest tier that has room for it, whatever happened before: a restore, a clone."""
+    assert granite.manifest.tiers == (64, 512)
+    program, ids = LiteRTRuntime().load(granite), list(range(40)) * 3
+    run: list[str] = []
+    bind = program.graph.bind
+
+    def watched(signature: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
+        run.append(signature)
+        return bind(signature, inputs, outputs)
+
+    monkeypatch.setattr(program.graph, "bind", watched)
+    handle = program.new_state()
+    program.prefill(handle, ids[:60])
+    program.decode([handle], [1])
+    assert run == ["prefill_64", "decode"]
+    at_61, twin = program.save(handle), program.clone(handle)
+    logits = [program.prefill(handle, ids[61:70]), program.decode([handle], [2])]
+    assert run[2:] == ["prefill_16_512", "decode_512"]
+    for other in (twin, program.restore(at_61)):
+        again = [program.prefill(other, ids[61:70]), program.decode([other], [2])]
+        assert [a.tobytes() for a in again] == [a.tobytes() for a in logits]
+        assert conversation_state(program, other) == conversation_state(program, handle)
+        program.release(other)
+    beyond = program.restore(program.save(handle))
+    assert program.decode([beyond], [3]).tobytes() == program.decode([handle], [3]).tobytes()
+    assert not [name for name in run[4:] if not name.endswith("_512")]
+
+
+def test_memory_of_a_larger_tier_is_used_again_or_given_back(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = LiteRTRuntime().load(granite)
+    fresh = conversation(program)
+    (small,) = program._spare
+
+    def grown() -> State:
+        handle = program.new_state()
+        for _ in range(8):
+            program.prefill(handle, [9] * 60)
+        state: State = program.save(handle)
+        program.release(handle)
+        return state
+
+    state = grown()  # it began with the small one's memory, which is larger now
+    assert [s.capacity for s in program._spare] == [512]
+    assert conversation(program) == fresh
+    assert [s.capacity for s in program._spare] == [512, 64]
+    large = program._spare[0]
+    again = program.restore(state)
+    assert again.slot is large
+    assert program.save(again).tensors["key_2"].tobytes() == state.tensors["key_2"].tobytes()
+    program.release(again)
+    monkeypatch.setattr("ssmd.runtime.hoststate.program._SPARE_SLOT_BYTES", small.nbytes)
+    program.release(program.new_state())
+    assert [s.capacity for s in program._spare] == [64]
+    assert conversation(program) == fresh
+
+
+def test_a_handle_that_finds_no_memory_to_move_up_is_unharmed(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = LiteRTRuntime().load(granite)
+    handle = program.new_state()
+    program.prefill(handle, [7] * 60)
+    before = conversation_state(program, handle)
+
+    def none(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ssmd.runtime.hoststate.slot.stack", none)
+        with pytest.raises(MemoryError):
+            program.prefill(handle, [8] * 10)
+    assert conversation_state(program, handle) == before
+    expected = program.decode([program.restore(program.save(handle))], [3])
+    assert program.decode([handle], [3]).tobytes() == expected.tobytes()

@@ -1,0 +1,609 @@
+"""The wgpu runtime beside the contract: memory, limits, packed files, and what it says where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TinyArtifacts
+from contract.driving import decode, started
+from daemon import daemon, whole_text
+
+from ssmd.families.registry import family_of
+from ssmd.model.artifact import Artifact
+from ssmd.model.source import Source
+from ssmd.model.state import State
+from ssmd.runtime.hoststate.graph import GraphError
+from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, StateLost
+from ssmd.runtime.verify import verify
+from ssmd_wgpu import device, handles, pack, program, runtime, tuning
+from ssmd_wgpu.build import CONVERTER, packed_rows, plan_of, rows_of
+from ssmd_wgpu.device import Found, Gpu, adapters, devices, no_adapter
+from ssmd_wgpu.model import Model
+from ssmd_wgpu.pack import Weights
+from ssmd_wgpu.plan import Plan
+from ssmd_wgpu.products import Tiling
+from ssmd_wgpu.program import WgpuProgram
+from ssmd_wgpu.reference import Reference
+from ssmd_wgpu.runtime import WgpuRuntime
+from ssmd_wgpu.slots import Slot
+
+pytestmark = pytest.mark.skipif(not adapters(), reason="no adapter: apt install mesa-vulkan-drivers libvulkan1")
+IDS: list[int] = np.random.default_rng(3).integers(0, 384, 400).tolist()
+
+
+@pytest.fixture(scope="module")
+def granite(artifacts: TinyArtifacts) -> Artifact:
+    return Artifact.open(artifacts["wgpu-granite-f32"])
+
+
+@pytest.fixture(scope="module")
+def loaded(granite: Artifact) -> Iterator[WgpuProgram]:
+    made = WgpuRuntime().load(granite)
+    yield made
+    made.close()
+
+
+def model_of(program: Any) -> Model:
+    model: Model = program._loaded
+    return model
+
+
+def gpu_of(program: Any) -> Gpu:
+    return model_of(program).gpu
+
+
+def conversation(program: WgpuProgram, seed: int) -> bytes:
+    handle = started(program, IDS[seed : seed + 40])
+    out = decode(program, handle, IDS[seed : seed + 3])
+    program.release(handle)
+    return out.tobytes()
+
+
+# Memory.
+
+
+def test_handles_beyond_what_the_device_keeps_wait_in_host_memory(
+    loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what they are on the device: decode calls of more handles than fit, saves and clones of one away."""
+    alone: list[tuple[Any, State]] = []
+    for i in range(5):
+        handle = started(loaded, IDS[i : i + 30 + i])
+        alone.append((decode(loaded, handle, IDS[:3]), loaded.save(handle)))
+        loaded.release(handle)
+    monkeypatch.setattr(loaded.handles, "resident", 2)
+    them = [started(loaded, IDS[i : i + 30 + i]) for i in range(5)]
+    assert sum(h.away is not None for h in them) == 3
+    assert [loaded.position(h) for h in them] == [30, 31, 32, 33, 34]
+    rows = np.stack([loaded.decode(them, [i] * 5) for i in IDS[:3]])  # (3, 5, V)
+    for i, handle in enumerate(them):
+        assert rows[:, i].tobytes() == alone[i][0].tobytes()
+        state = loaded.save(handle)
+        assert all(state.tensors[n].tobytes() == a.tobytes() for n, a in alone[i][1].tensors.items())
+    tail = loaded.save(them[0], since=20)
+    assert tail.tensors["key_2"].tobytes() == alone[0][1].tensors["key_2"][:, 20:].tobytes()
+    twin = loaded.clone(them[0])
+    expected = loaded.decode([them[0]], [9])
+    assert loaded.decode([twin], [9]).tobytes() == expected.tobytes()
+    for handle in (*them, twin):
+        loaded.release(handle)
+    loaded.release(them[0])
+
+
+def test_a_cache_that_grows_changes_no_bit(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = WgpuRuntime()
+
+    def read() -> tuple[bytes, int]:
+        one = runtime.load(granite)
+        handle = one.new_state()
+        logits = [one.prefill(handle, IDS[at : at + 25]) for at in range(0, 200, 25)]
+        twin = one.clone(handle)
+        logits += [one.decode([twin], [7])[0], one.decode([handle], [7])[0]]
+        capacity = handle.slot.capacity
+        one.close()
+        return np.stack(logits).tobytes(), capacity
+
+    large = read()
+    monkeypatch.setattr(handles, "FIRST_CAPACITY", 16)
+    small = read()
+    assert (large[1], small[1]) == (512, 256)
+    assert small[0] == large[0]
+
+
+def test_parts_of_the_embedding(artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix larger than a binding: more dispatches, the same bits."""
+    artifact = Artifact.open(artifacts["wgpu-mamba-f32"])
+    size = 4 * artifact.manifest.vocabulary * 48
+    outcomes = []
+    for most in (Gpu(adapters()[0]).binding_bytes, size * 4 // 5, size * 4 // 5 + 100):
+        monkeypatch.setattr(Gpu, "binding_bytes", most)
+        one = WgpuRuntime().load(artifact)
+        counts = (len(model_of(one).embed), len(model_of(one).head(0)[0]))
+        outcomes.append((counts, conversation(one, 5)))
+        one.close()
+    assert [counts for counts, _ in outcomes] == [(1, 1), (2, 2), (2, 2)]
+    assert len({logits for _, logits in outcomes}) == 1
+
+
+def test_recording_by_wgpu_py_gives_the_same_bits(
+    granite: Artifact, loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = conversation(loaded, 21)
+    monkeypatch.setenv("SSMD_WGPU_WRAPPED", "1")
+    one = WgpuRuntime().load(granite)
+    made: list[Any] = []
+    real = gpu_of(one).device.create_command_encoder
+
+    def counted() -> Any:
+        made.append(real())
+        return made[-1]
+
+    monkeypatch.setattr(gpu_of(one).device, "create_command_encoder", counted)
+    assert conversation(one, 21) == expected
+    assert len(made) >= 4  # a prefill and three steps
+    one.close()
+
+
+def test_a_prefill_that_is_submitted_in_parts_gives_the_same_bits(
+    loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = conversation(loaded, 33)
+    monkeypatch.setattr(program, "_AT_ONCE", 7)
+    submitted: list[int] = []
+    real = gpu_of(loaded).recorder.submit
+
+    def counted(dispatches: Any, *more: Any, **options: Any) -> None:
+        submitted.append(len(dispatches))
+        real(dispatches, *more, **options)
+
+    monkeypatch.setattr(gpu_of(loaded).recorder, "submit", counted)
+    assert conversation(loaded, 33) == expected
+    assert submitted.count(7) > 5
+
+
+def test_bindings_that_are_too_small(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gpu, "binding_bytes", 50_000)
+    with pytest.raises(ProgramError, match=r"needs a binding of .* gives 0 MB .*: build with --quant int8"):
+        WgpuRuntime().load(granite)
+
+
+def test_too_little_memory_is_said_before_anything_is_uploaded(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, written = [], []
+    real = Gpu.region
+
+    def region(self: Gpu, nbytes: int) -> Any:
+        taken.append(nbytes)
+        if sum(taken) > 200_000:
+            raise GraphError("no memory for 0.1 MB on vulkan: Out of Memory")
+        return real(self, nbytes)
+
+    monkeypatch.setattr(Gpu, "region", region)
+    monkeypatch.setattr(Gpu, "write", lambda *a: written.append(a))
+    with pytest.raises(ProgramError, match=r"no memory.*the weights take \d+ MB, --quant f16 takes \d+ MB, --qu"):
+        WgpuRuntime().load(granite)
+    assert not written
+
+
+def refused_once(loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The next slot there is no memory for. The list is empty until then."""
+    loaded.handles.spare.clear()
+    refused = list[bool]()
+
+    def slot(*arguments: Any) -> Slot:
+        if not refused:
+            refused.append(True)
+            raise GraphError("no memory")
+        return Slot(*arguments)
+
+    monkeypatch.setattr(handles, "Slot", slot)
+    return refused
+
+
+def test_handles_without_memory_send_others_away(loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = conversation(loaded, 11)
+    first = started(loaded, IDS[:20])
+    refused = refused_once(loaded, monkeypatch)
+    assert conversation(loaded, 11) == expected
+    assert refused
+    assert first.away is not None
+    loaded.release(first)
+
+
+def test_a_step_whose_handles_take_one_anothers_memory(loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of three comes back by sending the first away: the step is made in two."""
+    expected = []
+    for i in range(3):
+        alone = started(loaded, IDS[i : i + 20])
+        expected.append(decode(loaded, alone, [i, 7]).tobytes())
+        loaded.release(alone)
+    them = [started(loaded, IDS[i : i + 20]) for i in (2, 0, 1)]
+    while them[0].away is None:
+        assert loaded.handles._send_away(model_of(loaded), them[1])
+    refused = refused_once(loaded, monkeypatch)
+    order = [1, 2, 0]
+    rows = [loaded.decode([them[i] for i in order], tokens) for tokens in ([0, 1, 2], [7, 7, 7])]
+    assert refused
+    assert [row.tobytes() for row in np.stack(rows, 1)] == expected
+    for handle in them:
+        loaded.release(handle)
+
+
+# Quantization and files.
+
+
+@pytest.mark.parametrize("quantization", ["f16", "int8", "int4"])
+@pytest.mark.parametrize("variant", ["granite", "falcon-mamba", "lfm2"])
+def test_kernels_compute_with_the_weights_that_the_file_stands_for(
+    quantization: pack.Format, variant: str, artifacts: TinyArtifacts, tmp_path: Path
+) -> None:
+    """Whole models, against the reference in float64 on the dequantized weights."""
+    source = Source.open(artifacts.source(f"wgpu-{variant}-f32"))
+    made = CONVERTER.build(source, tmp_path / "made", name="tiny", quantization=quantization, tiers=[512])
+    plan = Plan.open(made.file("plan.json"))
+    shapes = plan.parameters()
+    weights = Weights(made.file("weights.safetensors"), shapes)
+
+    expected = Reference(plan, packed_rows(weights)).logits(IDS[:40], range(40))
+    one = WgpuRuntime().load(made)
+    handle = one.new_state()
+    steps = np.concatenate([one.decode([handle], [i]) for i in IDS[:40]])
+    again = one.new_state()
+    prompt = one.prefill(again, IDS[:40])
+    one.close()
+    # Keys and values are float16 in these artifacts.
+    tolerance = 2e-5 if variant == "falcon-mamba" else 2e-3
+    for found, wanted in ((steps, expected), (prompt, expected[-1])):
+        assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+
+
+def test_the_same_source_gives_the_same_bytes(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    source = Source.open(artifacts.source("wgpu-granite-f32"))
+    one, two = (
+        CONVERTER.build(source, tmp_path / n, name="tiny", quantization="int4", tiers=[512]) for n in ("one", "two")
+    )
+    assert one.manifest.build == two.manifest.build
+    for name in one.manifest.files:
+        if name != "golden.safetensors":
+            assert one.file(name).read_bytes() == two.file(name).read_bytes()
+
+
+def test_it_is_built_without_pytorch(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'nncf', 'litert_torch', 'wgpu'))); "
+    source = artifacts.source("wgpu-granite-f32")
+    command = ["build", str(source), "--runtime", "wgpu", "--models-dir", str(tmp_path), "--context", "512"]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{blocked}sys.argv = ['ssmd', *{command!r}]; from ssmd.cli import main; main()"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    [folder] = (tmp_path / source.name).iterdir()
+    assert folder.name == "wgpu-gpu-int8"
+    one = WgpuRuntime().load(Artifact.open(folder))
+    assert verify(Artifact.open(folder), one).passed
+    one.close()
+
+
+@pytest.mark.parametrize("quantization", ["f32", "int8", "int4"])
+def test_a_plans_reference_is_the_module_of_pytorch(
+    quantization: pack.Format, artifacts: TinyArtifacts, tmp_path: Path
+) -> None:
+    """Who wrote the golden values matters: those of another runtime come from the module that transformers checked."""
+    source = Source.open(artifacts.source("wgpu-granite-f32"))
+    made = CONVERTER.build(source, tmp_path / "made", name="tiny", quantization=quantization, tiers=[512])
+    from safetensors.numpy import load_file
+
+    ours, theirs = (
+        load_file(Artifact.open(path).file("golden.safetensors")) for path in (made.path, artifacts["granite-f32"])
+    )
+    assert ours["tokens"].tolist() == theirs["tokens"].tolist()
+    assert np.abs(ours["logits"] - theirs["logits"]).max() <= 1e-5 * np.abs(theirs["logits"]).max()
+
+
+def altered(artifact: Artifact, folder: Path, **header: Any) -> Path:
+    """A copy of the file of weights whose header says something else of `tensor`; None takes it out."""
+    file = folder / "weights.safetensors"
+    raw = artifact.file("weights.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    entries = json.loads(raw[8 : 8 + length])
+    for name, change in header.items():
+        if change is None:
+            entries["stranger"] = entries.pop(name)
+        else:
+            entries[name] |= change
+    text = json.dumps(entries, separators=(",", ":")).encode().ljust(length)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    return file
+
+
+def test_files_that_do_not_fit_their_plan(granite: Artifact, tmp_path: Path) -> None:
+    shapes = Plan.open(granite.file("plan.json")).parameters()
+    n, k = shapes["layer0_in"]
+    for change, said in (
+        ({"layer0_in": {"shape": [k, n]}}, r"layer0_in is F32 \[96, .* the plan says F32"),
+        ({"layer0_in": {"dtype": "I32"}}, "layer0_in is I32; this ssmd packs F32, F16, I8, U8"),
+        ({"layer0_in": None}, "no 'layer0_in'"),
+        ({"layer0_D": {"dtype": "I32"}}, "layer0_D is I32"),
+        ({"layer0_in": {"dtype": "F64"}}, "do not fit its shape"),
+    ):
+        with pytest.raises(ProgramError, match=said):
+            Weights(altered(granite, tmp_path, **change), shapes)
+    with pytest.raises(ProgramError, match="'norm', which the plan has no use for"):
+        Weights(granite.file("weights.safetensors"), {k: v for k, v in shapes.items() if k != "norm"})
+    cut = tmp_path / "weights.safetensors"
+    cut.write_bytes(granite.file("weights.safetensors").read_bytes()[:-100])
+    with pytest.raises(ProgramError, match="should have"):
+        Weights(cut, shapes)
+    cut.write_bytes(b"")
+    with pytest.raises(ProgramError, match="cannot be read"):
+        Weights(cut, shapes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 2}, "format: Input should be 1"),
+        ({"hidden": 0}, "hidden"),
+        ({"hidden": 1 << 40}, "hidden"),
+        ({"eps": float("nan")}, "eps|JSON"),
+        ({"layers": []}, "layers"),
+        ({"more": 1}, "more: Extra inputs"),
+    ],
+)
+def test_plans_that_make_no_sense(granite: Artifact, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    fields = json.loads(granite.file("plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps(fields | change))
+    with pytest.raises(ProgramError, match=said):
+        Plan.open(tmp_path / "plan.json").parameters()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"groups": 5}, "5 groups do not divide 12 heads"),
+        ({"width": 1}, "width"),
+        ({"states": 5000}, "states"),
+        ({"kind": "rwkv"}, "kind"),
+        ({"dt_low": -1.0}, "dt_low"),
+    ],
+)
+def test_layers_that_make_no_sense(granite: Artifact, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    fields = json.loads(granite.file("plan.json").read_text())
+    fields["layers"][0]["mixers"][0] |= change
+    (tmp_path / "plan.json").write_text(json.dumps(fields))
+    with pytest.raises(ProgramError, match=said):
+        Plan.open(tmp_path / "plan.json")
+
+
+def test_a_plan_with_another_state_than_its_manifest(granite: Artifact, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(granite.path, folder)
+    fields = json.loads((folder / "plan.json").read_text())
+    fields["layers"][0]["mixers"][0]["states"] = 16
+    (folder / "plan.json").write_text(json.dumps(fields))
+    with pytest.raises(ProgramError, match="another state than its manifest"):
+        WgpuRuntime().load(Artifact(folder, granite.manifest))
+    (folder / "plan.json").write_text(json.dumps(fields | {"layers": [fields["layers"][1]] * 2000}))
+    with pytest.raises(ProgramError, match="layers"):
+        WgpuRuntime().load(Artifact(folder, granite.manifest))
+
+
+def test_values_that_a_format_cannot_hold() -> None:
+    with pytest.raises(pack.PackError, match="beyond float16"):
+        pack.encode(np.full((1, 8), 7e4, np.float32), "f16")
+    values, scale = pack.encode(np.zeros((2, 33), np.float32), "int8")
+    assert not values.any()
+    assert np.isfinite(scale).all()
+    assert not pack.decoded(33, "int4", *pack.encode(np.zeros((2, 33), np.float32), "int4")).any()
+
+
+@pytest.mark.parametrize(("fmt", "most"), [("f32", 0), ("f16", 5e-4), ("int8", 1 / 254), ("int4", 1 / 8 + 1e-4)])
+def test_rounding_is_as_fine_as_the_format(fmt: pack.Format, most: float) -> None:
+    """In parts of the largest value of the row. int4 has no level 8: what is as large as the largest value of its block
+    and of the other sign is a whole step off."""
+    rows = np.random.default_rng(1).standard_normal((40, 70)).astype(np.float32)
+    found = pack.decoded(70, fmt, *pack.encode(rows, fmt))
+    assert (np.abs(found - rows).max(1) <= (most + 1e-7) * np.abs(rows).max(1)).all()
+
+
+def test_a_family_without_a_plan_says_what_builds_it(artifacts: TinyArtifacts) -> None:
+    source = Source.open(artifacts.source("wgpu-granite-f32"))
+    family = family_of(source.config)
+    with pytest.raises(ValueError, match="no plan of family 'granitemoehybrid'; build it for litert or openvino"):
+        plan_of(family, object(), 512)
+    config = family.parse(source.config)
+    assert set(rows_of(family, config, plan_of(family, config, 512), source)) == set(
+        plan_of(family, config, 512).parameters()
+    )
+
+
+# Adapters.
+
+
+def test_devices_are_named_by_their_interface() -> None:
+    found = devices()
+    assert found[0].name == "gpu"
+    assert [d.name for d in found[1:]] == [a.name for a in adapters()]
+    if len(found) > 1:
+        assert found[0].description == found[1].description
+
+
+def test_no_such_device(granite: Artifact) -> None:
+    with pytest.raises(RuntimeUnavailable, match="no device 'cuda' here; it has: gpu"):
+        WgpuRuntime().load(granite, device="cuda")
+
+
+def test_an_adapter_that_gives_too_little(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(device._NEEDED, "max-compute-invocations-per-workgroup", 4096)
+    assert all("max-compute-invocations-per-workgroup is 1024, 4096" in d.why_not for d in devices())
+    with pytest.raises(RuntimeUnavailable, match="cannot be used: its max-compute-invocations-per-workgroup is 1024"):
+        WgpuRuntime().load(granite)
+
+
+def without_drivers(*arguments: str) -> subprocess.CompletedProcess[str]:
+    nowhere = {"VK_DRIVER_FILES": "/nowhere", "VK_ICD_FILENAMES": "/nowhere", "LIBGL_DRIVERS_PATH": "/nowhere"}
+    nowhere["__EGL_VENDOR_LIBRARY_FILENAMES"] = "/nowhere"
+    return subprocess.run(
+        [sys.executable, "-m", "ssmd", *arguments], capture_output=True, text=True, env={**os.environ, **nowhere}
+    )
+
+
+def test_a_machine_without_a_driver(artifacts: TinyArtifacts, granite: Artifact) -> None:
+    report = without_drivers("doctor", "--models-dir", str(artifacts.folder))
+    assert "  no  runtime wgpu on gpu (any GPU): wgpu finds no GPU driver; install one: on Debian" in report.stdout
+    done = without_drivers("verify", str(granite.path))
+    assert done.returncode == 1
+    assert "wgpu finds no GPU driver; install one" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_to_install_depends_on_the_system() -> None:
+    texts = [no_adapter(platform) for platform in ("linux", "darwin", "win32")]
+    assert "mesa-vulkan-drivers" in texts[0]
+    assert "macOS" in texts[1]
+    assert "driver of your graphics card" in texts[2]
+
+
+# Tilings.
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Tilings are measured, of a small matrix, and kept here."""
+    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(Found, "software", False)
+    sizes: tuple[tuple[str, Any], ...]
+    sizes = (("ROWS", 96), ("COLUMNS", 64), ("TOKENS", 40), ("ROUNDS", 1), ("REPEATS", 1), ("MAMBA2", (2, 8, 16)))
+    for name, size in sizes:
+        monkeypatch.setattr(tuning, name, size)
+    return tmp_path / "wgpu"
+
+
+def test_a_tiling_is_measured_once(
+    small: Path, granite: Artifact, loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = WgpuRuntime().load(granite)
+    [file] = small.iterdir()
+    best = Tiling(**json.loads(file.read_text()))
+    assert best in tuning.candidates(gpu_of(one))
+    assert one.producer.endswith(f"; {best}")
+    assert np.isfinite(decode(one, started(one, IDS[:40]), IDS[:3])).all()
+    one.close()
+    monkeypatch.setattr(tuning, "measured", lambda *_: pytest.fail("measured again"))
+    assert tuning.tuned(gpu_of(loaded), "f32") == best
+    assert len(list(small.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["matvec", "product", "weights", "ssd_output"])
+def test_a_tiling_is_of_these_shaders(
+    loaded: WgpuProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also of those that others include, and of Mamba-2's."""
+    shaders = tmp_path / "shaders"
+    shutil.copytree(device.SHADERS, shaders)
+    before = tuning._file(gpu_of(loaded), "int8")
+    monkeypatch.setattr(tuning, "SHADERS", shaders)
+    assert tuning._file(gpu_of(loaded), "int8") == before
+    (shaders / f"{name}.wgsl").write_text("")
+    assert tuning._file(gpu_of(loaded), "int8") != before
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"threads_per_row": 3, "rows_per_thread": 1, "tile": 32}', '{"x": 1}']
+)
+def test_a_tiling_that_makes_no_sense_is_measured_again(small: Path, loaded: WgpuProgram, text: str) -> None:
+    gpu = gpu_of(loaded)
+    assert tuning.tuned(gpu, "int8") in tuning.candidates(gpu)
+    [file] = small.iterdir()
+    file.write_text(text)
+    assert tuning.tuned(gpu, "int8") in tuning.candidates(gpu)
+    assert Tiling(**json.loads(file.read_text())) in tuning.candidates(gpu)
+
+
+def test_every_tiling_computes_the_same(
+    granite: Artifact, loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = np.frombuffer(conversation(loaded, 9), np.float32)
+    some = [t for t in tuning.candidates(gpu_of(loaded)) if t.tile == 64][::9]
+    assert len(some) > 3
+    assert {t.chunked for t in some} == {t.subgroups for t in some} == {False, True}
+    for tiling in some:
+        monkeypatch.setattr(runtime, "tuned", lambda *_, tiling=tiling: tiling)
+        one = WgpuRuntime().load(granite)
+        found = np.frombuffer(conversation(one, 9), np.float32)
+        assert np.abs(found - expected).max() <= 5e-5 * expected.std()
+        assert str(tiling) in one.producer
+        one.close()
+
+
+# A device that goes away.
+
+
+@pytest.mark.parametrize("name", ["vulkan", "gl"])
+def test_a_lost_device_is_opened_again(granite: Artifact, name: str) -> None:
+    if name not in {a.name for a in adapters()}:
+        pytest.skip(f"no adapter {name} here")
+    one = WgpuRuntime().load(granite, device=name)
+    handle, other = started(one, IDS[:50]), started(one, IDS[:20])
+    state = one.save(handle)
+    expected = decode(one, handle, IDS[:3]).tobytes()
+    gpu_of(one).device.destroy()
+    with pytest.raises(StateLost, match="was lost and is open again: ask once more"):
+        one.decode([handle], [1])
+    for use in (lambda: one.decode([handle], [1]), lambda: one.save(other), lambda: one.clone(other)):
+        with pytest.raises(StateLost, match="was lost with its device"):
+            use()
+    again = one.restore(state)
+    assert decode(one, again, IDS[:3]).tobytes() == expected
+    for gone in (handle, other, again):
+        one.release(gone)
+    for use in (one.new_state, lambda: one.restore(state)):  # whatever call is the first to find out
+        gpu_of(one).device.destroy()
+        with pytest.raises(StateLost):
+            use()
+    assert decode(one, one.restore(state), IDS[:3]).tobytes() == expected
+    one.close()
+
+
+def test_a_device_that_stays_away_is_tried_at_every_call(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = WgpuRuntime().load(granite)
+    state = one.save(started(one, IDS[:20]))
+    monkeypatch.setattr(device, "adapters", list)
+    gpu_of(one).device.destroy()
+    with pytest.raises(StateLost, match=r"the GPU is lost .*see ssmd doctor"):
+        one.new_state()
+    with pytest.raises(RuntimeUnavailable, match="wgpu finds no GPU"):
+        one.new_state()
+    monkeypatch.undo()
+    assert one.position(one.restore(state)) == 20
+    one.close()
+
+
+def test_a_conversation_outlives_its_device(granite: Artifact, tmp_path: Path) -> None:
+    """The request that finds the device lost is told to come back; the next one goes on from the checkpoint."""
+    with daemon(granite.path, tmp_path) as one:
+        first = one.chat("Remember the number 42")
+        gpu_of(one.engine.program).device.destroy()
+        messages = [
+            {"role": "user", "content": "Remember the number 42"},
+            {"role": "assistant", "content": whole_text(first)},
+            {"role": "user", "content": "Which number?"},
+        ]
+        refused = one.chat(messages=messages)
+        assert (refused.status, refused.error["code"]) == (503, "device_lost")
+        assert refused.headers["retry-after"] == "1"
+        second = one.chat(messages=messages)
+        assert second.status == 200
+        assert second.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
+        assert second.json["usage"]["ssmd"]["resume"] == "exact"

@@ -1,0 +1,397 @@
+"""What is damaged is found and named; a repair loses that, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from keeping import HYBRID, Chat, assert_same, new_store, state_of, user
+from sqlalchemy import select
+
+from ssmd.sessions.checkpoint import as_ids
+from ssmd.sessions.fsck.repair import Checked, check, repair
+from ssmd.sessions.fsck.salvage import salvage
+from ssmd.sessions.rows.database import FILE, PAGE_BYTES
+from ssmd.sessions.rows.schema import checkpoint
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
+
+FLIPS = int(os.environ.get("SSMD_FLIPS", "60"))
+WORDS = "the words of {}"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two sessions of three turns, one with a branch; b's beginning is a's."""
+    folder = tmp_path / "data"
+    store = new_store(folder)
+    a, b = Chat(store, "a"), Chat(store, "b")
+    for chat in (a, b):
+        name = chat.info.id
+        chat.say(f"{name}1", None, "hi", "hello")  # equal in both: one checkpoint serves both
+        chat.say(f"{name}2", f"{name}1", WORDS.format(f"{name}2"), "sure")
+        chat.say(f"{name}3", f"{name}2", WORDS.format(f"{name}3"), "yes")
+        chat.say(f"{name}2b", f"{name}1", WORDS.format(f"{name}2b"), "no")
+    store.settle()
+    store.close()
+    return folder
+
+
+def alter(data: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(data / FILE)) as raw:
+        for statement in statements:
+            assert raw.execute(statement).rowcount > 0, statement
+        raw.commit()
+
+
+def turns(data: Path) -> dict[str, list[str]]:
+    store = Store.open(data)
+    try:
+        return {s.id: [t.id for t in store.turns(s.id)] for s in store.sessions()}
+    finally:
+        store.close()
+
+
+def checkpoints(data: Path) -> set[int]:
+    """Each of them loads, and is what it was."""
+    store = Store.open(data)
+    try:
+        with store.reading() as connection:
+            rows = connection.execute(select(checkpoint.c.id, checkpoint.c.ids)).all()
+        for row in rows:
+            assert_same(store.load(row.id, HYBRID), state_of(HYBRID, as_ids(np.frombuffer(row.ids, "<i4"))))
+        return {row.id for row in rows}
+    finally:
+        store.close()
+
+
+ALL = {"a": ["a1", "a2", "a3", "a2b"], "b": ["b1", "b2", "b3", "b2b"]}
+
+
+def test_a_sound_store(data: Path) -> None:
+    before = (data / FILE).read_bytes()
+    done = check(data)
+    assert done == Checked((), 2, 8, 14)
+    assert repair(data) == done
+    assert (data / FILE).read_bytes() == before
+
+
+def test_it_reads_every_byte_of_every_state(data: Path) -> None:
+    read: list[int] = []
+    check(data, read.append)
+    store = Store.open(data)
+    assert sum(read) == store.bytes_stored()
+    store.close()
+
+
+# What is done, what is named, which checkpoints go (of a's: 1 user, 2 turn, shared with b; 3..8), which turns.
+STATES = [
+    ("UPDATE piece SET data = zeroblob(length(data)) WHERE checkpoint = 4", "checkpoint 4: .*altered", {4}),
+    ("UPDATE piece SET data = 'text' WHERE checkpoint = 4", "checkpoint 4: .*not what was written", {4}),
+    ("UPDATE piece SET dtype = 'int8' WHERE checkpoint = 4", "checkpoint 4: ", {4}),
+    ("UPDATE piece SET last = -1 WHERE checkpoint = 4", "checkpoint 4: ", {4}),
+    ("DELETE FROM piece WHERE checkpoint = 4", "checkpoint 4: its recurrent values from 0 on are missing", {4}),
+    ("UPDATE segment SET data = x'00' WHERE id = 4", "KV rows 4: .*altered", {4, 5, 6}),
+    ("UPDATE segment SET checksum = x'00' WHERE id = 6", "KV rows 6", {6}),
+    ("UPDATE segment SET nbytes = 1 WHERE id = 6", "KV rows 6: it has .* bytes, not 1", {6}),
+    ("DELETE FROM segment WHERE id = 6", "checkpoint 6: its KV rows 6 are .*missing", {6}),
+    ("DELETE FROM checkpoint_segment WHERE checkpoint = 6 AND segment = 2", "checkpoint 6: its KV rows from", {6}),
+    ("DELETE FROM checkpoint_segment WHERE checkpoint = 6 AND segment = 6", "checkpoint 6: its KV rows from", {6}),
+    ("UPDATE checkpoint SET digest = x'00' WHERE id = 6", "checkpoint 6: .*not consist", {6}),
+    ("UPDATE checkpoint SET key = zeroblob(32) WHERE id = 6", "checkpoint 6: .*named by", {6}),
+    ("UPDATE checkpoint SET anchor = zeroblob(32) WHERE id = 6", "checkpoint 6: .*named by", {6}),
+    ("UPDATE checkpoint SET ids = zeroblob(length(ids)) WHERE id = 6", "checkpoint 6: .*named by", {6}),
+    ("UPDATE checkpoint SET ids = 'text' WHERE id = 6", "checkpoint 6: its ids", {6}),
+    ("UPDATE checkpoint SET position = 'x' WHERE id = 6", "checkpoint 6: its ids", {6}),
+    ("UPDATE checkpoint SET lineage = 'x' WHERE id = 6", "checkpoint 6: .*named by", {6}),
+    ("UPDATE checkpoint SET layout = 'x' WHERE id = 6", "checkpoint 6: its layout 'x'", {6}),
+    ("UPDATE checkpoint SET recurrent_nbytes = 5 WHERE id = 6", "checkpoint 6: its size", {6}),
+    ("DELETE FROM checkpoint WHERE id = 6", "recurrent values: those of 1 checkpoints", {6}),
+    ("DELETE FROM layout", "its layout .* is not known", set(range(1, 15))),
+    ("UPDATE layout SET tensors = '[7]'", "its layout .* is not known", set(range(1, 15))),
+    ("UPDATE total SET nbytes = 1", "the total: 1 bytes are counted", set()),
+    ("DELETE FROM total", "the total: 0 bytes are counted", set()),
+]
+
+
+@pytest.mark.parametrize(("change", "named", "gone"), STATES, ids=[s[0] for s in STATES])
+def test_states(data: Path, change: str, named: str, gone: set[int]) -> None:
+    whole = checkpoints(data)
+    alter(data, change)
+    found = check(data)
+    assert any(re.search(named, str(d)) for d in found.damages), found.damages
+    assert not found.repaired
+    done = repair(data)
+    assert done.repaired
+    assert [d for d in found.damages if d not in done.damages] == []
+    assert check(data).damages == ()
+    assert checkpoints(data) == whole - gone
+    assert turns(data) == ALL, "no text is lost with a state"
+
+
+TEXTS: list[tuple[str, str, dict[str, list[str]]]] = [
+    ("UPDATE turn SET messages = '[7]' WHERE id = 'a2'", "turn 'a2' .*not readable", {"a": ["a1", "a2b"]}),
+    ("UPDATE turn SET messages = 'no json' WHERE id = 'a3'", "turn 'a3' .*not readable", {"a": ["a1", "a2", "a2b"]}),
+    ("UPDATE turn SET answer = CAST(x'ff22' AS TEXT) WHERE id = 'a3'", "turn 'a3'", {"a": ["a1", "a2", "a2b"]}),
+    ("UPDATE turn SET answer = '[]' WHERE id = 'a1'", "turn 'a1'", {}),
+    ("DELETE FROM turn WHERE id = 'a2'", "turn 'a3' .*not there any more", {"a": ["a1", "a2b"]}),
+    ("DELETE FROM turn WHERE session = 'a'", "session 'a': none of its turns", {}),
+    ("UPDATE turn SET ids = x'0102' WHERE id = 'a2'", "turn 'a2' .*tokens", ALL),
+    ("UPDATE turn SET ids = zeroblob(length(ids)) WHERE id = 'a2'", "turn 'a2' .*not those that were fed", ALL),
+    ("UPDATE turn SET ids_shared = 999 WHERE id = 'a2'", "turn 'a2' .*tokens", ALL),
+    ("UPDATE turn SET text_shared = 99999 WHERE id = 'a2'", "turn 'a2' .*tokens", ALL),
+    ("UPDATE turn SET text = CAST(x'ff' AS TEXT) WHERE id = 'a2'", "turn 'a2' .*tokens", ALL),
+    ("UPDATE turn SET chain = zeroblob(32) WHERE id = 'a2'", "turn 'a2' .*hashed", ALL),
+    ("UPDATE turn SET depth = 7 WHERE id = 'a2'", "turn 'a2' .*hashed", ALL),
+    ("UPDATE turn SET messages = replace(messages, 'words', 'swords') WHERE id = 'a2'", "turn 'a2' .*hashed", ALL),
+    ("UPDATE turn SET created_at = 'x' WHERE id = 'a3'", "turn 'a3'", ALL),
+    ("UPDATE session SET head = 'nobody' WHERE id = 'a'", "session 'a': its current turn", ALL),
+    ("UPDATE session SET turns = 77 WHERE id = 'a'", "session 'a': its current turn", ALL),
+    ("UPDATE session SET clock = 'noon' WHERE id = 'a'", "session 'a': .*not readable", ALL),
+    ("UPDATE session SET clock = x'00' WHERE id = 'a'", "session 'a': .*not readable", ALL),
+    ("UPDATE session SET pinned = 5 WHERE id = 'a'", "session 'a': .*not readable", ALL),
+    ("UPDATE session SET title = CAST(x'ff' AS TEXT) WHERE id = 'a'", "session 'a': .*not readable", ALL),
+    ("DELETE FROM session WHERE id = 'a'", "session 'a': it is missing", ALL),
+]
+
+
+@pytest.mark.parametrize(("change", "named", "left"), TEXTS, ids=[t[0] for t in TEXTS])
+def test_texts(data: Path, change: str, named: str, left: dict[str, list[str]]) -> None:
+    alter(data, change)
+    found = check(data)
+    assert any(re.search(named, str(d)) for d in found.damages), found.damages
+    repair(data)
+    assert check(data).damages == ()
+    assert turns(data) == {"b": ALL["b"], **left}
+    assert {1, 2, 9, 10, 11, 12, 13, 14} <= checkpoints(data), "b's, and what it shares with a"
+
+
+def test_a_session_made_anew_goes_on(data: Path) -> None:
+    alter(data, "DELETE FROM session WHERE id = 'a'")
+    repair(data)
+    store = Store.open(data)
+    session = store.session("a")
+    assert (session.head, session.turns) == ("a2b", 4)
+    chat = Chat(store, "a")
+    chat.info = session.info
+    store.commit([chat.make("a9", None, [user("again")], "yes")[0]], session=chat.info)
+    assert store.session("a").head == "a9"
+    store.close()
+
+
+def test_text_whose_tokens_are_lost_is_whole(data: Path) -> None:
+    """It can be read, echoed and exported; only its tokens are counted anew."""
+    alter(data, "UPDATE turn SET ids = x'0102' WHERE id = 'a2'")
+    repair(data)
+    store = Store.open(data)
+    path = store.path("a3")
+    assert [m.content for t in path for m in t.conversation][2:4] == [WORDS.format("a2"), "sure"]
+    assert [len(t.ids) for t in path] == [24, 0, 0]
+    assert [t.text for t in path][1:] == ["", ""]
+    echoed = [m for t in path for m in t.conversation] + [user("more")]
+    assert [c.turn for c in store.candidates(echoed)] == ["a3"]
+    store.close()
+
+
+def test_a_deep_conversation(tmp_path: Path) -> None:
+    """SQLite's own cascades end after 1,000."""
+    folder = tmp_path / "data"
+    store = new_store(folder)
+    chat = Chat(store, "s")
+    for at in range(0, 1500, 300):
+        made = [chat.make(f"t{i}", None, [user("q")], "a")[0] for i in range(at, at + 300)]
+        linked = [replace(t, parent=f"t{at + i - 1}" if at + i else None) for i, t in enumerate(made)]
+        store.commit(linked, session=chat.info)
+    store.close()
+    alter(folder, "UPDATE turn SET messages = '7' WHERE id = 't0'")
+    assert len(repair(folder).damages) == 1501
+    assert turns(folder) == {}
+
+
+class TestTheFile:
+    """Bytes of the file itself."""
+
+    def offset(self, data: Path, query: str) -> int:
+        with closing(sqlite3.connect(data / FILE)) as raw:
+            (value,) = raw.execute(query).fetchone()
+        content = (data / FILE).read_bytes()
+        at = content.find(value if isinstance(value, bytes) else value.encode())
+        assert at > 0
+        return at
+
+    def flip(self, data: Path, at: int, mask: int = 0x01) -> None:
+        with (data / FILE).open("r+b") as file:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ mask]))
+
+    @pytest.mark.parametrize(
+        ("query", "named"),
+        [
+            ("SELECT substr(data, 1, 64) FROM segment WHERE id = 6", "KV rows 6: .*altered"),
+            ("SELECT substr(data, 100, 64) FROM piece WHERE checkpoint = 6", "checkpoint 6: .*altered"),
+            ("SELECT checksum FROM segment WHERE id = 6", "KV rows 6: .*altered"),
+            ("SELECT substr(ids, -40) FROM turn WHERE id = 'a3'", "turn 'a3' .*not those that were fed"),
+            ("SELECT digest FROM checkpoint WHERE id = 6", "checkpoint 6: .*not consist"),
+            ("SELECT 'the words of a3'", "turn 'a3' .*hashed"),
+        ],
+    )
+    def test_a_flipped_bit(self, data: Path, query: str, named: str) -> None:
+        self.flip(data, self.offset(data, query) + 2)
+        found = check(data)
+        assert any(re.search(named, str(d)) for d in found.damages), found.damages
+        repair(data)
+        assert check(data).damages == ()
+        assert turns(data) == ALL
+        assert len(checkpoints(data)) >= 13
+
+    def test_bits_flipped_anywhere(self, data: Path) -> None:
+        """Whatever it hits: found or harmless, and repaired or refused with advice; what is left is sound."""
+        whole = (data / FILE).read_bytes()
+        rng = random.Random(20261121)
+        outcomes = {"harmless": 0, "repaired": 0, "refused": 0}
+        used = [at for at in range(len(whole)) if any(whole[at - 4 : at + 4])]
+
+        def flip() -> None:
+            at = rng.choice([rng.randrange(PAGE_BYTES), *rng.sample(used, 4)])
+            self.flip(data, at, 1 << rng.randrange(8))
+
+        for _ in range(FLIPS):
+            outcomes[self.survive(data, whole, flip)] += 1
+        assert outcomes["repaired"] > FLIPS // 8, outcomes
+        assert outcomes["harmless"] > 0
+
+    def test_torn_pages(self, data: Path) -> None:
+        """A sector that was never written, or one of other data."""
+        whole = (data / FILE).read_bytes()
+        rng = random.Random(20261122)
+        used = [at for at in range(0, len(whole), 512) if any(whole[at : at + 512])]
+        outcomes = {"harmless": 0, "repaired": 0, "refused": 0}
+
+        def tear() -> None:
+            with (data / FILE).open("r+b") as file:
+                file.seek(rng.choice(used))
+                file.write(rng.choice([b"\0" * 512, rng.randbytes(512)]))
+
+        for _ in range(FLIPS):
+            outcomes[self.survive(data, whole, tear)] += 1
+        assert outcomes["repaired"] > FLIPS // 4, outcomes
+
+    def survive(self, data: Path, whole: bytes, damage: Callable[[], None]) -> str:
+        for file in data.iterdir():
+            file.unlink()
+        (data / FILE).write_bytes(whole)
+        damage()
+        refused = "move it away|another program|newer ssmd|already exists|no such table"
+        try:
+            found = check(data).damages
+            done = repair(data)
+        except StoreError as err:
+            if not re.search(refused, str(err)):
+                raise
+            return "refused"
+        assert check(data).damages == ()
+        if not found and not done.repaired:
+            assert turns(data) == ALL
+            assert checkpoints(data) == set(range(1, 15))
+            return "harmless"
+        assert all(len(names) <= 4 for names in turns(data).values())
+        checkpoints(data)
+        return "repaired"
+
+    def test_a_torn_file_is_kept(self, data: Path) -> None:
+        content = bytearray((data / FILE).read_bytes())
+        with closing(sqlite3.connect(data / FILE)) as raw:
+            (root,) = raw.execute("SELECT rootpage FROM sqlite_master WHERE name = 'piece'").fetchone()
+        content[(root - 1) * PAGE_BYTES : root * PAGE_BYTES] = bytes(PAGE_BYTES)
+        (data / FILE).write_bytes(content)
+        found = check(data)
+        assert any(d.what == "the database file" for d in found.damages)
+        done = repair(data)
+        assert done.kept == data / f"{FILE}.damaged-1"
+        assert done.kept.read_bytes()[: len(content)] == content
+        assert done.kept.stat().st_mode & 0o777 == (data / FILE).stat().st_mode & 0o777 == 0o600
+        assert turns(data) == ALL, "only states were in that table"
+        assert check(data).damages == ()
+        assert not (data / "salvage").exists()
+
+
+def test_a_salvage_that_breaks_off_leaves_a_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next start would make an empty one, as if nothing had ever been said."""
+    moves = {name: getattr(os, name) for name in ("rename", "replace")}
+
+    def until_the_last(name: str, source: Any, target: Any) -> None:
+        if Path(target) == data / FILE:
+            raise OSError("the power goes")
+        moves[name](source, target)
+
+    for name in moves:
+        monkeypatch.setattr(os, name, partial(until_the_last, name))
+    with pytest.raises(OSError, match="power"):
+        salvage(data, 100)
+    monkeypatch.undo()
+    assert turns(data) == ALL
+    assert check(data).damages == ()
+
+
+def test_a_repair_that_cannot_succeed_changes_nothing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alter(data, "UPDATE turn SET messages = '[7]' WHERE id = 'a2'")
+    monkeypatch.setattr("ssmd.sessions.fsck.repair._PASSES", 0)
+    before = (data / FILE).read_bytes()
+    with pytest.raises(StoreError, match="left as it was"):
+        repair(data)
+    assert (data / FILE).read_bytes() == before
+
+
+class TestForks:
+    @pytest.fixture
+    def fork(self, data: Path) -> str:
+        """Of `a`, at a2: it owns no turn."""
+        store = Store.open(data)
+        made = store.fork("a", "a2").id
+        store.close()
+        return made
+
+    def test_they_are_sound(self, data: Path, fork: str) -> None:
+        """Without a turn of their own, and as the heirs of the session that they began in."""
+        assert check(data).damages == ()
+        store = Store.open(data)
+        again = store.fork(fork).id
+        store.delete("a")
+        assert check(data).damages == ()
+        assert repair(data).damages == ()
+        store.delete(fork)
+        assert check(data).damages == ()
+        assert [t.id for t in store.turns(again)] == ["a1", "a2"]
+        store.close()
+
+    @pytest.mark.parametrize(
+        ("change", "left"),
+        [
+            ("UPDATE turn SET messages = '7' WHERE id = 'a3'", ["a1", "a2"]),
+            ("UPDATE turn SET messages = '7' WHERE id = 'a2'", ["a1"]),
+            ("UPDATE session SET turns = 9 WHERE base IS NOT NULL", ["a1", "a2"]),
+            ("UPDATE session SET root = 'x' WHERE base IS NOT NULL", ["a1", "a2"]),
+            ("UPDATE session SET base = 'x' WHERE base IS NOT NULL", ["a1"]),
+            ("UPDATE session SET clock = 'x' WHERE base IS NOT NULL", ["a1", "a2"]),
+            ("DELETE FROM session WHERE id = 'a'", ["a1", "a2"]),
+        ],
+    )
+    def test_what_they_begin_with(self, data: Path, fork: str, change: str, left: list[str]) -> None:
+        alter(data, change)
+        assert check(data).damages
+        repair(data)
+        assert check(data).damages == ()
+        assert turns(data).get(fork, []) == left
+        assert turns(data)["b"] == ALL["b"]

@@ -1,0 +1,112 @@
+"""One daemon to a data directory, however the one before it ended; the commands work beside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TinyArtifacts
+from daemon_process import DaemonProcess
+
+from ssmd.sessions.rows.lock import LOCK_FILE, DirectoryLock
+from ssmd.sessions.turn import StoreError
+
+HOLDER = """
+import sys, time, pathlib
+from ssmd.sessions.rows.lock import DirectoryLock
+held = DirectoryLock.take(pathlib.Path(sys.argv[1]), "wait")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_it_is_held_by_one(tmp_path: Path) -> None:
+    held = DirectoryLock.take(tmp_path, "wait")
+    with pytest.raises(StoreError, match=rf"another ssmd daemon \(process {os.getpid()}\) uses .*: wait"):
+        DirectoryLock.take(tmp_path, "wait")
+    held.release()
+    held.release()
+    again = DirectoryLock.take(tmp_path, "wait")
+    assert (tmp_path / LOCK_FILE).stat().st_mode & 0o777 == 0o600
+    again.release()
+
+
+def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(StoreError, match=f"process {holder.pid}"):
+        DirectoryLock.take(tmp_path, "wait")
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    DirectoryLock.take(tmp_path, "wait").release()
+
+
+def test_what_lies_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text("not a number\x1b[2J" * 100)
+    held = DirectoryLock.take(tmp_path, "wait")
+    (tmp_path / LOCK_FILE).write_text("\x1b[2J")
+    with pytest.raises(StoreError) as caught:
+        DirectoryLock.take(tmp_path, "wait")
+    assert "\x1b" not in str(caught.value)
+    held.release()
+    (tmp_path / LOCK_FILE).unlink()
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="cannot use"):
+        DirectoryLock.take(tmp_path, "wait")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_second_daemon(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Refused at once and by name; commands work beside the first; a killed one leaves nothing in the way."""
+    path, data = artifacts["llama-f32"], tmp_path / "data"
+    environment = {**os.environ, "SSMD_DATA_DIR": str(data)}
+
+    def ssmd(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ssmd", *args]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    with DaemonProcess(path, data, "--quota", "100MB") as daemon:
+        assert daemon.process is not None
+        second = ssmd("serve", str(path), "--port", "0")
+        assert second.returncode == 1
+        assert second.stderr.startswith(f"error: another ssmd daemon (process {daemon.process.pid}) uses {data}: ")
+        assert second.stderr.count("\n") == 1
+        reply = daemon.chat([{"role": "user", "content": "Tell me a story"}], max_tokens=4)
+        assert reply.session is not None
+        assert ssmd("session", "pin", reply.session).returncode == 0
+        assert ssmd("session", "check").returncode == 0
+        refused = ssmd("session", "check", "--repair")
+        assert refused.returncode == 1
+        assert "stop it, then repair" in refused.stderr
+        metrics = daemon.get("/ssmd/v1/metrics")[1]
+        assert 0 < metrics["stored_bytes"] <= metrics["quota_bytes"] == 100_000_000
+        daemon.kill()
+        assert ssmd("session", "check", "--repair").returncode == 0
+        daemon.start()
+    beside = ssmd("serve", str(path), "--no-store", "--port", "999999")
+    assert "daemon" not in beside.stderr, "one that keeps nothing needs no lock"
+
+
+def test_a_quota_that_became_smaller(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    path, data = artifacts["granite-f32"], tmp_path / "data"
+    with DaemonProcess(path, data) as daemon:
+        for i in range(3):
+            daemon.chat([{"role": "user", "content": f"Tell me story {i}"}], max_tokens=4)
+        stored = daemon.get("/ssmd/v1/metrics")[1]["stored_bytes"]
+    with DaemonProcess(path, data, "--quota", str(stored // 2)) as daemon:
+        assert daemon.get("/ssmd/v1/metrics")[1]["stored_bytes"] <= stored // 2
+        assert len(daemon.get("/ssmd/v1/sessions")[1]["data"]) == 3
+        reply = daemon.chat([{"role": "user", "content": "Tell me story 9"}], max_tokens=4)
+        assert reply.usage["ssmd"]["stored"]
+        assert 0 < daemon.get("/ssmd/v1/metrics")[1]["stored_bytes"] <= stored // 2
+    with DaemonProcess(path, data, "--quota", "10") as daemon:
+        reply = daemon.chat([{"role": "user", "content": "Tell me story 10"}], max_tokens=4)
+        assert reply.usage["ssmd"]["stored"], "the turn is; its states are not, and that is counted"
+        metrics = daemon.get("/ssmd/v1/metrics")[1]
+        assert metrics["stored_bytes"] == 0
+        assert metrics["checkpoints"]["left_out"] > 0

@@ -1,0 +1,142 @@
+"""Whatever happens to a process that writes, the store opens, is whole, and each session is at one turn or the next."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from keeping import LINEAGE, assert_same, state_of
+from sqlalchemy import select
+from storewriter import SPEC
+
+from ssmd.sessions.checkpoint import as_ids, prefix_keys
+from ssmd.sessions.rows.database import FILE
+from ssmd.sessions.rows.schema import checkpoint, segment, turn_checkpoint
+from ssmd.sessions.store import Store
+
+KILLS = int(os.environ.get("SSMD_KILLS", "30"))
+KILLS_A_STORE = 10
+HERE = Path(__file__).parents[1]
+
+
+def start(folder: Path, name: str, *, seed: int = 0, commits: int = 0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "storewriter.py"), str(folder), name, str(seed), str(commits)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class Ledger:
+    """What a writer said: the turns of each session that were surely written, and the step that may or may not be."""
+
+    def __init__(self) -> None:
+        self.turns: dict[str, list[str]] = {}
+        self.open_step: tuple[str, str] | None = None
+
+    def read(self, output: str) -> None:
+        # A line that the kill cut short says nothing.
+        for line in output.splitlines(keepends=True):
+            words = line.split()
+            if not line.endswith("\n") or words == ["open"]:
+                continue
+            word, session, turn = words
+            if word == "begin":
+                self.open_step = (session, turn)
+                continue
+            self._do(session, turn)
+            self.open_step = None
+
+    def _do(self, session: str, turn: str) -> None:
+        if turn == "-":
+            self.turns.pop(session)
+        else:
+            self.turns.setdefault(session, []).append(turn)
+
+    def settle(self, there: dict[str, list[str]]) -> None:
+        """`there` must be what was said, or that and the open step. From now on it is what was said."""
+        if there != self.turns and self.open_step is not None:
+            self._do(*self.open_step)
+        assert there == self.turns
+        self.open_step = None
+
+
+def check(folder: Path, ledger: Ledger) -> int:
+    """Everything in the store is sound; the number of checkpoints."""
+    store = Store.open(folder, busy_ms=20_000)
+    try:
+        ledger.settle({s.id: [t.id for t in store.turns(s.id)] for s in store.sessions()})
+        for session in store.sessions():
+            assert session.turns == len(ledger.turns[session.id])
+            assert session.head == ledger.turns[session.id][-1]
+        with store.reading() as connection:
+            rows = connection.execute(select(checkpoint.c.id, checkpoint.c.ids, checkpoint.c.key)).all()
+            linked = set(connection.scalars(select(turn_checkpoint.c.checkpoint)))
+            segments = connection.execute(select(segment.c.id)).all()
+        for row in rows:
+            ids = as_ids(np.frombuffer(row.ids, "<i4"))
+            assert prefix_keys(SPEC.digest(), LINEAGE, ids, [len(ids)]) == [row.key]
+            assert_same(store.load(row.id, SPEC), state_of(SPEC, ids))
+        ahead = {row.id for row in rows} - linked
+        assert len(ahead) <= 1, "only one that was written ahead of its turn may be without one"
+        assert store.sweep() == len(ahead)
+        for turns in ledger.turns.values():
+            for end in (store.path(t)[-1] for t in turns):
+                assert len(end.ids) == 79 * (end.depth + 1) + 1
+    finally:
+        store.close()
+    raw = sqlite3.connect(folder / FILE)
+    try:
+        assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert raw.execute("PRAGMA foreign_key_check").fetchall() == []
+        loose = "SELECT count(*) FROM segment WHERE id NOT IN (SELECT segment FROM checkpoint_segment)"
+        assert raw.execute(loose).fetchone() == (0,)
+    finally:
+        raw.close()
+    assert not rows or segments
+    return len(rows)
+
+
+def test_killed_at_random_instants(tmp_path: Path) -> None:
+    rng = random.Random(20261121)
+    seen = 0
+    for kill in range(KILLS):
+        folder = tmp_path / f"store{kill // KILLS_A_STORE}"
+        if kill % KILLS_A_STORE == 0:
+            ledger = Ledger()
+        writer = start(folder, f"w{kill}", seed=kill)
+        assert writer.stdout is not None
+        opened = ""
+        if kill % 5:
+            opened = writer.stdout.readline()
+            time.sleep(rng.uniform(0, 0.4))
+        else:  # anywhere, while it makes or migrates the database too
+            time.sleep(rng.uniform(0, 1.2))
+        writer.send_signal(signal.SIGKILL)
+        # Not communicate(), which passes over what readline has read ahead.
+        assert writer.stderr is not None
+        with writer:
+            output, complaints = writer.stdout.read(), writer.stderr.read()
+        assert writer.returncode == -signal.SIGKILL, complaints
+        ledger.read(opened + output)
+        seen = max(seen, check(folder, ledger))
+    assert seen > 10, "the kills came too early to show anything"
+
+
+def test_two_processes_write_at_once(tmp_path: Path) -> None:
+    """They also make and migrate the database at the same time."""
+    writers = [start(tmp_path / "store", f"w{i}", seed=i, commits=15) for i in range(2)]
+    ledger = Ledger()
+    for writer in writers:
+        output, complaints = writer.communicate(timeout=120)
+        assert writer.returncode == 0, complaints
+        ledger.read(output)
+    assert check(tmp_path / "store", ledger) > 20

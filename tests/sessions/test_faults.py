@@ -1,0 +1,280 @@
+"""A store whose disk, file, lock or rights fail: one clear error, nothing lost, nothing half done."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from keeping import ATTENTION, HYBRID, Chat, assert_same, new_store, state_of
+from sqlalchemy import event
+
+from ssmd.model.state import StateSpec, TensorSpec
+from ssmd.sessions.rows.database import FILE
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
+
+WIDE = StateSpec((TensorSpec("ssm_0", "ssm", 0, (100, 1000)),))  # 400 kB for each checkpoint
+
+
+@contextmanager
+def raw(folder: Path) -> Iterator[sqlite3.Connection]:
+    connection = sqlite3.connect(folder / FILE, isolation_level=None)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def whole(folder: Path, *turns: str) -> None:
+    with raw(folder) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert [t for (t,) in connection.execute("SELECT id FROM turn ORDER BY seq")] == list(turns)
+
+
+def test_locked(tmp_path: Path) -> None:
+    new_store(tmp_path / "data").close()
+    store = Store.open(tmp_path / "data", busy_ms=100)
+    chat = Chat(store, "s")
+    chat.say("t1", None, "hi", "hello")
+    with raw(tmp_path / "data") as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError, match="locked by another process"):
+            chat.say("t2", "t1", "more", "sure")
+        with pytest.raises(StoreError, match="locked by another process"):
+            store.delete("s")
+        assert store.session("s").head == "t1", "reading goes on"
+        assert store.find(chat.scope, [*chat.turns["t1"].ids.tolist(), 1], "s") is not None
+        other.execute("ROLLBACK")
+    chat.say("t2", "t1", "more", "sure")
+    store.close()
+    whole(tmp_path / "data", "t1", "t2")
+
+
+def test_full(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "data")
+    chat = Chat(store, "s", WIDE)
+    chat.say("t1", None, "hi", "hello")
+
+    def limit(connection: sqlite3.Connection, *_: object) -> None:
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count={pages + 10}")
+
+    event.listen(store._engine, "checkout", limit)
+    with pytest.raises(StoreError, match="disk is full"):
+        chat.say("t2", "t1", "more", "sure")
+    event.remove(store._engine, "checkout", limit)
+    store._engine.dispose()
+    assert [t.id for t in store.turns("s")] == ["t1"]
+    chat.say("t2", "t1", "more", "sure")
+    store.close()
+    whole(tmp_path / "data", "t1", "t2")
+
+
+def _limited(folder: str) -> None:
+    """Runs as a process: the file system takes no more than 2 MB in one file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    store = Store.open(Path(folder))
+    chat = Chat(store, "s", WIDE)
+    chat.say("t1", None, "hi", "hello")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, resource.RLIM_INFINITY))
+    n = 1
+    try:
+        while n < 20:
+            chat.say(f"t{n + 1}", f"t{n}", f"more {n}", "sure")
+            n += 1
+    except StoreError as err:
+        print(err)
+    assert [t.id for t in store.turns("s")] == [f"t{i + 1}" for i in range(n)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    chat.say("last", f"t{n}", "more", "sure")
+    store.close()
+    print(n)
+
+
+def test_file_system_refuses(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path / "data")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    message, count = done.stdout.splitlines()
+    assert "full" in message
+    whole(tmp_path / "data", *(f"t{i + 1}" for i in range(int(count))), "last")
+
+
+@contextmanager
+def _unprivileged(folder: Path) -> Iterator[None]:
+    """Rights do not bind root: give the folder away, and act as another user."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 65534, 65534)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that another user can reach, as pytest's own cannot be."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_without_rights(reachable: Path) -> None:
+    data = reachable / "data"
+    store = new_store(data)
+    Chat(store, "s").say("t1", None, "hi", "hello")
+    store.close()
+    data.chmod(0o500)
+    (data / FILE).chmod(0o400)
+    with _unprivileged(data), pytest.raises(StoreError, match=r"check .*write"):
+        Store.open(data)
+    data.chmod(0o700)
+    (data / FILE).chmod(0o600)
+    whole(data, "t1")
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot use"):
+        Store.open(tmp_path / "file" / "data")
+
+
+def test_a_link_in_the_place_of_the_file(tmp_path: Path) -> None:
+    """What lies in the directory must not decide where conversations are written."""
+    target = tmp_path / "elsewhere"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / FILE).symlink_to(target)
+    with pytest.raises(StoreError, match="cannot use"):
+        Store.open(tmp_path / "data")
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"not a database" * 100, "no database"), (b"SQLite format 3\x00" + b"\xff" * 5000, "damaged")],
+)
+def test_a_file_that_is_no_database(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(StoreError, match=reason):
+        Store.open(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == content
+
+
+def test_a_database_of_another_program(tmp_path: Path) -> None:
+    with raw(tmp_path) as connection:
+        connection.execute("CREATE TABLE tune (name TEXT)")
+    before = (tmp_path / FILE).read_bytes()
+    with pytest.raises(StoreError, match="another program"):
+        Store.open(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+class TestAltered:
+    """Bytes that changed on disk are noticed, named, and never fed to a model."""
+
+    @pytest.fixture
+    def chat(self, tmp_path: Path) -> Iterator[Chat]:
+        store = new_store(tmp_path / "data")
+        chat = Chat(store, "s")
+        chat.say("t1", None, "hi", "hello")
+        chat.say("t2", "t1", "more", "sure")
+        yield chat
+        store.close()
+
+    def broken(self, chat: Chat, *statements: str) -> str:
+        folder = chat.store.file.parent
+        with raw(folder) as connection:
+            for s in statements:
+                assert connection.execute(s).rowcount > 0, s
+        number = chat.ends["t2"][0]
+        assert number is not None
+        with pytest.raises(StoreError) as caught:
+            chat.store.load(number, HYBRID)
+        return str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ("UPDATE piece SET data = CAST(data || x'00' AS BLOB) WHERE checkpoint = 4", r"\[0, 164\) were altered"),
+            ("UPDATE piece SET data = 'text' WHERE checkpoint = 4", "not what was written"),
+            ("UPDATE piece SET data = x'' WHERE checkpoint = 4", r"recurrent values \[0, 164\) were altered"),
+            ("UPDATE piece SET checksum = x'00' WHERE checkpoint = 4", "were altered"),
+            ("UPDATE piece SET dtype = 'int8' WHERE checkpoint = 4", "stored as 'int8', which this version"),
+            ("UPDATE piece SET last = 99999999 WHERE checkpoint = 4", "not what was written"),
+            ("DELETE FROM piece WHERE checkpoint = 4", "recurrent values from 0 on are missing"),
+            ("UPDATE segment SET data = zeroblob(length(data)) WHERE id = 1", r"KV rows \[0, 12\) were altered"),
+            ("UPDATE segment SET first = 5 WHERE id = 2", "not what was written"),
+            ("UPDATE segment SET first = -1 WHERE id = 1", "not what was written"),
+            ("DELETE FROM checkpoint_segment WHERE checkpoint = 4 AND segment = 4", "KV rows from 35 on are missing"),
+            ("DELETE FROM checkpoint_segment WHERE checkpoint = 4 AND segment = 2", "not what was written"),
+            ("UPDATE checkpoint SET position = 45 WHERE id = 4", "not what was written"),
+            ("UPDATE checkpoint SET digest = x'00' WHERE id = 4", "does not consist of the parts"),
+            ("DELETE FROM checkpoint WHERE id = 4", "not stored any more"),
+        ],
+    )
+    def test_is_noticed(self, chat: Chat, change: str, reason: str) -> None:
+        message = self.broken(chat, change)
+        assert re.search(reason, message), message
+        assert "checkpoint 4" in message
+
+    def test_exchanged_rows_are_noticed(self, chat: Chat) -> None:
+        """Every hash is right, but the rows are those of another conversation."""
+        other = Chat(chat.store, "s2")
+        other.say("u1", None, "something else", "indeed")
+        other.say("u2", "u1", "more", "sure")
+        chat.ends["t2"] = other.ends["u2"]
+        exchange = "UPDATE checkpoint_segment SET segment = 1 WHERE checkpoint = 8 AND segment = 5"
+        assert "checkpoint 8 does not consist of the parts" in self.broken(chat, exchange)
+
+    def test_the_others_are_still_good(self, chat: Chat) -> None:
+        self.broken(chat, "UPDATE piece SET data = x'' WHERE checkpoint = 4")
+        number, ids = chat.ends["t1"]
+        assert number is not None
+        assert_same(chat.store.load(number, HYBRID), state_of(HYBRID, ids))
+
+    def test_another_layout(self, chat: Chat) -> None:
+        with pytest.raises(StoreError, match="is of layout"):
+            chat.store.load(4, ATTENTION)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            "UPDATE turn SET ids_shared = 999 WHERE id = 't2'",
+            "UPDATE turn SET text_shared = 999 WHERE id = 't2'",
+            "UPDATE turn SET ids = x'0102' WHERE id = 't2'",
+            'UPDATE turn SET messages = \'[{"role": "dog", "content": "x"}]\' WHERE id = \'t2\'',
+            "UPDATE turn SET messages = '[7]' WHERE id = 't2'",
+            "UPDATE turn SET messages = '7' WHERE id = 't2'",
+            "UPDATE turn SET messages = 'no json' WHERE id = 't2'",
+            "UPDATE turn SET answer = '[]' WHERE id = 't2'",
+        ],
+    )
+    def test_a_broken_turn_is_named(self, chat: Chat, change: str) -> None:
+        with raw(chat.store.file.parent) as connection:
+            assert connection.execute(change).rowcount == 1
+        with pytest.raises(StoreError):
+            chat.store.turns("s")
+        with pytest.raises(StoreError):
+            chat.store.path("t2")
+        assert [t.id for t in chat.store.path("t1")] == ["t1"]
+
+
+if __name__ == "__main__":
+    _limited(sys.argv[1])

@@ -1,0 +1,149 @@
+"""Which models are installed, which of them can be served, and which one a name means."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssmd.installed import ModelError, installed, resolve
+from ssmd.model.artifact import MANIFEST, seal
+from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
+
+
+def put(models_dir: Path, name: str, folder: str, nbytes: int = 50, **changed: Any) -> Path:
+    path = models_dir / name / folder
+    path.mkdir(parents=True)
+    (path / "tokenizer.json").write_text("{}")
+    (path / "golden.safetensors").write_text("golden")
+    (path / "model.bin").write_bytes(os.urandom(nbytes))
+    runtime, device_class, quantization = folder.split("-")
+    fields = {
+        "name": name,
+        "family": "llama",
+        "lineage": "a" * 64,
+        "runtime": runtime,
+        "device_class": device_class,
+        "quantization": quantization,
+        "quantization_recipe": {},
+        "buckets": [16],
+        "context": 512,
+        "vocabulary": 300,
+        "special_tokens": {},
+        "stop_tokens": [2],
+        "state": [{"name": "key_0", "kind": "key", "layer": 0, "shape": [2, 16], "dtype": "float32"}],
+        "builders": {},
+        **changed,
+    }
+    seal(path, fields)
+    return path
+
+
+def test_a_model_that_a_graph_is_shipped_of(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="'lfm2-350m' here; get it with: ssmd pull lfm2-350m; none is installed"):
+        resolve("lfm2-350m", tmp_path)
+
+
+def test_nothing_installed_says_what_to_do(tmp_path: Path) -> None:
+    assert installed(tmp_path / "none") == []
+    for wanted in (None, "smollm2"):
+        with pytest.raises(ModelError, match="ssmd pull smollm2"):
+            resolve(wanted, tmp_path / "none")
+
+
+def test_the_only_model_needs_no_name(tmp_path: Path) -> None:
+    path = put(tmp_path, "one", "litert-cpu-int8")
+    assert resolve(None, tmp_path) == resolve("one", tmp_path) == path
+    put(tmp_path, "two", "litert-cpu-int8")
+    with pytest.raises(ModelError, match="one, two"):
+        resolve(None, tmp_path)
+
+
+def test_auto_takes_the_lightest_that_runs_here(tmp_path: Path) -> None:
+    put(tmp_path, "m", "litert-cpu-f32", 4000)
+    light = put(tmp_path, "m", "litert-cpu-int8", 1000)
+    put(tmp_path, "m", "elsewhere-cpu-int8", 10)  # the lightest of all, but nothing runs it
+    assert resolve("m", tmp_path) == light
+    with pytest.raises(ModelError, match="no runtime is named 'elsewhere'"):
+        resolve("m", tmp_path, "elsewhere")
+    with pytest.raises(ModelError, match="it has: elsewhere, litert"):
+        resolve("m", tmp_path, "openvino")
+
+
+def test_a_runtime_that_cannot_run_here_is_told_before_anything_else(tmp_path: Path) -> None:
+    for model in (None, "m"):
+        with pytest.raises(ModelError, match=r"runtime coreml: Core ML cannot execute here.*Mac with macOS 15"):
+            resolve(model, tmp_path, "coreml")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_auto_takes_litert_of_two_that_weigh_nearly_the_same(tmp_path: Path, broken: bool) -> None:
+    """Beside one that cannot be read, too, of which no size is known."""
+    if broken:
+        (tmp_path / "m" / "litert-cpu-int4").mkdir(parents=True)
+    openvino = put(tmp_path, "m", "openvino-cpu-int8", 9000)
+    litert = put(tmp_path, "m", "litert-cpu-int8", 10000)
+    put(tmp_path, "m", "openvino-npu-f16", 100)  # for a device of its own: not before those for the processor
+    assert resolve("m", tmp_path) == litert
+    assert resolve("m", tmp_path, "openvino") == openvino
+    (tmp_path / "m" / "litert-cpu-int8").rename(tmp_path / "elsewhere")
+    put(tmp_path, "m", "litert-cpu-f32", 40000)
+    assert resolve("m", tmp_path) == openvino
+
+
+def test_a_path_is_an_artifact_or_a_models_folder(tmp_path: Path) -> None:
+    path = put(tmp_path, "m", "litert-cpu-int8")
+    assert resolve(str(path), tmp_path / "elsewhere") == path
+    assert resolve(str(path.parent), tmp_path / "elsewhere") == path
+    with pytest.raises(ModelError, match="there is no folder"):
+        resolve(str(tmp_path / "x"), tmp_path)
+
+
+@pytest.mark.parametrize("path", ["..", "../n", "m/../../nothing", "/", "~nobody-of-this-name/x"])
+def test_a_path_without_an_artifact_is_refused(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "models", "m", "litert-cpu-int8")
+    monkeypatch.chdir(tmp_path / "models" / "m")
+    with pytest.raises(ModelError):
+        resolve(path, tmp_path / "models")
+
+
+def test_broken_ones_are_listed_with_the_reason(tmp_path: Path) -> None:
+    cut = put(tmp_path, "cut", "litert-cpu-int8")
+    (cut / "model.bin").write_bytes(b"x")
+    gone = put(tmp_path, "gone", "litert-cpu-int8")
+    (gone / "model.bin").unlink()
+    edited = put(tmp_path, "edited", "litert-cpu-int8")
+    (edited / MANIFEST).write_text((edited / MANIFEST).read_text().replace("512", "513"))
+    (tmp_path / "empty" / "litert-cpu-int8").mkdir(parents=True)
+    (tmp_path / ".building" / "litert-cpu-int8").mkdir(parents=True)  # not ready yet, so not there
+    problems = {one.name: one.problem for one in installed(tmp_path)}
+    assert set(problems) == {"cut", "gone", "edited", "empty"}
+    assert "has 1 bytes, not 50" in problems["cut"]
+    assert "is missing" in problems["gone"]
+    assert "was altered" in problems["edited"]
+    assert "it has no artifact.json" in problems["empty"]
+    with pytest.raises(ModelError, match="has 1 bytes"):
+        resolve("cut", tmp_path)
+
+
+def test_a_broken_artifact_does_not_hide_a_good_one(tmp_path: Path) -> None:
+    broken = put(tmp_path, "m", "litert-cpu-int8")
+    (broken / "model.bin").unlink()
+    good = put(tmp_path, "m", "litert-cpu-f32")
+    assert resolve("m", tmp_path) == good
+
+
+@pytest.mark.parametrize("name", ["litert", "openvino", "wgpu"])
+def test_a_runtime_that_is_not_installed_says_how(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(import_module(f"ssmd_{name}.library"), "version", absent)
+    with pytest.raises(
+        RuntimeUnavailable, match=rf"not installed .*; install it with: pip install 'ssmd-daemon\[{name}\]'"
+    ):
+        get_runtime(name)
