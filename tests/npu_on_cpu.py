@@ -10,7 +10,7 @@ from typing import Any
 
 from ssmd.runtime.protocol import Device
 from ssmd.runtime.trial import judge
-from ssmd_openvino import runtime, trial
+from ssmd_openvino import runtime
 
 COMMAND = (sys.executable, __file__)
 
@@ -24,7 +24,7 @@ def play(patch: Any) -> None:
     patch.setitem(runtime.PLUGINS, "npu", "CPU")
     patch.setattr(runtime, "ELSEWHERE", {**runtime.ON_CPU, "INFERENCE_NUM_THREADS": 1})
     patch.setattr(runtime, "devices", played)
-    patch.setattr(trial, "COMMAND", COMMAND)
+    patch.setattr(runtime, "TRIAL", COMMAND)
 
 
 class _Patch:

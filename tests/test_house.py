@@ -1,4 +1,4 @@
-"""The house stands as drawn: a folder is a floor, imports go down, heavy ones stay in their rooms."""
+"""The house stands as drawn: a folder is a floor, imports go down, in no circle, heavy ones stay in their rooms."""
 
 from __future__ import annotations
 
@@ -123,6 +123,21 @@ def test_imports_go_down(file: Path) -> None:
         else:
             assert floor_of(imported) <= (5, 0), f"{module} imports {imported}: a runtime is not of the daemon"
             assert not imported.startswith(("ssmd.sessions", "ssmd.engine")), f"{module} imports {imported}"
+
+
+def test_nothing_goes_in_a_circle() -> None:
+    done: set[str] = set()
+
+    def walk(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, f"a circle: {' -> '.join((*way[way.index(module) :], module))}"
+        if module not in done:
+            for imported in imported_by(module):
+                if imported != "ssmd":
+                    walk(imported, (*way, module))
+            done.add(module)
+
+    for module in MODULES:
+        walk(module, ())
 
 
 @pytest.mark.parametrize("runtime", sorted(m for m in MODULES if m.endswith(".runtime") and m.startswith("ssmd_")))

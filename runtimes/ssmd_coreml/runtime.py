@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,6 @@ from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable
 from ssmd.runtime.trial import probed
 from ssmd_coreml import library
-from ssmd_coreml import trial as tried
 from ssmd_coreml.backend import COMPUTE_UNITS, Backend, CoreML, Function, Units, system_folder
 from ssmd_coreml.graph import CoreMLGraph
 from ssmd_coreml.package import Interface, Package
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MODEL = "model.mlpackage"
+TRIAL = (sys.executable, "-m", "ssmd_coreml.trial")  # which loads an artifact for the first time
 MOST_THREADS = 256
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 DEVICES: dict[Units, str] = {
@@ -104,7 +105,7 @@ class CoreMLRuntime:
     def _probed(self, artifact: Artifact) -> Units:
         """Where to run what is asked for on the Neural Engine."""
         folder = system_folder(artifact.manifest.build) / "ane"
-        verdict = probed(tried.COMMAND, artifact, "ane", folder)
+        verdict = probed(TRIAL, artifact, "ane", folder)
         if verdict.passed:
             return "ane"
         log.warning(

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from ssmd.runtime.trial import judge
-
-COMMAND = (sys.executable, "-m", "ssmd_coreml.trial")
+from ssmd_coreml.runtime import CoreMLRuntime
 
 if __name__ == "__main__":
-    from ssmd_coreml.runtime import CoreMLRuntime
-
     judge(CoreMLRuntime(probe=False))

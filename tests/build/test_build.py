@@ -20,8 +20,9 @@ from safetensors.numpy import load_file
 
 from ssmd.build import builder
 from ssmd.build.builder import BuildError
-from ssmd.cli.build import BuildFailed, Quant
+from ssmd.cli.build import Quant
 from ssmd.cli.build import build as command
+from ssmd.cli.making import BuildFailed
 from ssmd.families.registry import family_of
 from ssmd.model import smollm2
 from ssmd.model.artifact import Artifact

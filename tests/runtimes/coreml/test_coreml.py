@@ -38,7 +38,7 @@ from ssmd.model.artifact import Artifact, ArtifactError
 from ssmd.model.source import Source
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, StateLost, get_runtime
 from ssmd.runtime.verify import verify
-from ssmd_coreml import doctor, library, trial
+from ssmd_coreml import doctor, library, runtime
 from ssmd_coreml.backend import NOT_HERE, Function, Units
 from ssmd_coreml.build import varied
 from ssmd_coreml.lint import RULES, lint
@@ -430,13 +430,13 @@ def test_a_probe_that_is_killed_falls_back_and_says_so(
     monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path))
     artifact = Artifact.open(artifacts["coreml-granite-f16"])
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    monkeypatch.setattr(trial, "COMMAND", (sys.executable, "-c", kill))
+    monkeypatch.setattr(runtime, "TRIAL", (sys.executable, "-c", kill))
     program = runtime_of("coreml").load(artifact, device="ane")
     assert program.producer.endswith("gpu")
     assert "runs on the GPU: it was tried on the Neural Engine and its driver crashed (SIGKILL)" in caplog.text
     [verdict] = tmp_path.rglob("verdict.json")
     said = json.dumps({"passed": True, "why": ""})
-    monkeypatch.setattr(trial, "COMMAND", (sys.executable, "-c", f"print({said!r})"))
+    monkeypatch.setattr(runtime, "TRIAL", (sys.executable, "-c", f"print({said!r})"))
     assert runtime_of("coreml").load(artifact, device="ane").producer.endswith("gpu")  # the verdict is kept
     verdict.unlink()
     assert runtime_of("coreml").load(artifact, device="ane").producer.endswith("ane")
@@ -450,7 +450,7 @@ def test_the_probe_itself(artifacts: TinyArtifacts, tmp_path: Path, monkeypatch:
         "from ssmd_coreml.runtime import CoreMLRuntime; judge(CoreMLRuntime(Evaluator(), probe=False))"
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
-    monkeypatch.setattr(trial, "COMMAND", (sys.executable, "-c", judge))
+    monkeypatch.setattr(runtime, "TRIAL", (sys.executable, "-c", judge))
     artifact = Artifact.open(artifacts["coreml-granite-f16"])
     assert runtime_of("coreml").load(artifact, device="ane").producer.endswith("ane")
     wrong = edited(artifact, tmp_path / "wrong", other_activation)

@@ -12,7 +12,7 @@ import tiny
 
 from ssmd.build import builder
 from ssmd.build.builder import BuildError
-from ssmd.cli.build import BuildFailed, converter_of
+from ssmd.cli.making import BuildFailed, converter_of
 from ssmd.model.artifact import Artifact
 from ssmd.model.source import Source
 from ssmd.runtime.verify import verify

@@ -28,7 +28,7 @@ from ssmd.installed import ModelError, resolve
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import RuntimeUnavailable
 from ssmd.runtime.trial import probed
-from ssmd_openvino import library, trial
+from ssmd_openvino import library, runtime
 from ssmd_openvino.lint import lint, operations
 from ssmd_openvino.runtime import WEIGHTS, OpenVINORuntime
 
@@ -162,10 +162,10 @@ def test_a_driver_that_crashes_does_not_take_the_daemon_along(
 ) -> None:
     npu_on_cpu.play(monkeypatch)
     crash = "import ctypes; ctypes.string_at(0)"
-    monkeypatch.setattr(trial, "COMMAND", (sys.executable, "-c", crash))
+    monkeypatch.setattr(runtime, "TRIAL", (sys.executable, "-c", crash))
     with pytest.raises(RuntimeUnavailable, match=r"tried on npu and its driver crashed \(SIGSEGV\)"):
         OpenVINORuntime().load(granite)
-    monkeypatch.setattr(trial, "COMMAND", npu_on_cpu.COMMAND)  # the driver is the same: no second try
+    monkeypatch.setattr(runtime, "TRIAL", npu_on_cpu.COMMAND)  # the driver is the same: no second try
     with pytest.raises(RuntimeUnavailable, match=r"SIGSEGV.*remove .* to have it tried again"):
         OpenVINORuntime().load(granite)
     for file in cache.rglob("verdict.json"):
