@@ -1,4 +1,4 @@
-"""A lane: one choice of a request while it decodes. From a row of logits to text that may be sent."""
+"""One of the n choices of a request while it decodes: from a row of logits to text that may be sent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ssmd.text.tokenizer import Detokenizer, Tokenizer
 End = FinishReason | Literal["cancelled"]
 
 
-class Lane:
-    """Sampler, detokenizer and stop strings of choice `index`, run in the worker before a token is fed."""
+class Choice:
+    """Sampler, detokenizer and stop strings of choice `index`; they run in the worker, before a token is fed."""
 
     def __init__(self, request: Request, index: int, budget: int, tokenizer: Tokenizer, stops: frozenset[int]) -> None:
         self.index = index

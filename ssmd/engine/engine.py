@@ -1,7 +1,7 @@
 """One worker per program: admits requests, prefills, decodes in turn, and takes checkpoints.
 
-`Engine.submit` runs in the caller's thread and decides what has to be fed; the worker alone touches the program; a
-loader thread reads checkpoints, so that other streams go on; the writer (writer.py) commits. No asyncio here.
+`Engine.submit` runs in the caller's thread and decides what has to be fed; the worker alone touches the program; a thread
+of its own reads checkpoints (restore.py), so that other streams go on; the writer (writer.py) commits. No asyncio here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import partial
 
 import numpy as np
 
-from ssmd.engine.choice import Lane
+from ssmd.engine.choice import Choice
 from ssmd.engine.generation import Generation
 from ssmd.engine.metrics import Metrics
-from ssmd.engine.persistence import Keeper
+from ssmd.engine.persistence import Persistence
 from ssmd.engine.prompt import Planner
-from ssmd.engine.queue import Admission, unavailable
+from ssmd.engine.queue import Queue, unavailable
 from ssmd.engine.request import Done, Event, Failed, Rejected, Request
 from ssmd.engine.warmup import WarmUp, once, run_tokens
 from ssmd.model.artifact import Artifact
@@ -57,24 +57,24 @@ class Engine:
         self._warm_up = WarmUp()
         self._max_running = max_running
         self._stop_tokens = frozenset(manifest.stop_tokens)
-        self._admission = Admission(max_queue)
+        self._queue = Queue(max_queue)
         self._running: list[Generation] = []
-        self._keeper = None
+        self._persistence = None
         if store is not None:
-            self._keeper = Keeper(
-                store, program, self._planner, self._tokenizer, metrics, build=manifest.build, wake=self._admission.wake
+            self._persistence = Persistence(
+                store, program, self._planner, self._tokenizer, metrics, build=manifest.build, wake=self._queue.wake
             )
         self._worker = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
 
     @property
     def draining(self) -> bool:
         """Whether new requests are refused, as it shuts down."""
-        return self._admission.draining
+        return self._queue.draining
 
     @property
     def keeps(self) -> bool:
         """Whether turns are written down here."""
-        return self._keeper is not None
+        return self._persistence is not None
 
     def start(self, *, warm_up: bool = False) -> None:
         """warm_up: if nobody comes in the first moments, do once what takes longer the first time."""
@@ -82,8 +82,8 @@ class Engine:
             lengths = self.program.buckets
             short = [b for b in lengths if b <= BUCKET_WHILE_OTHERS_DECODE] or lengths[:1]
             tokens = [0, *short][-2] + 1  # as few as run the longest of these: more might need a larger KV tier
-            keeper = self._keeper
-            feed = run_tokens(self.program, tokens) if keeper is None else keeper.warm_up(tokens)
+            persistence = self._persistence
+            feed = run_tokens(self.program, tokens) if persistence is None else persistence.warm_up(tokens)
             self._warm_up = WarmUp([once(self._planner.warm_up), feed])
         self._worker.start()
 
@@ -93,30 +93,30 @@ class Engine:
         `deliver` is called from the worker's and the writer's threads: deltas, then one Done or Failed.
         """
         started = time.perf_counter()
-        self._admission.check()
+        self._queue.check()
         prompt = self._planner.plan(request)
         generation = Generation(request, prompt, deliver, started)
-        self._admission.put(generation)
+        self._queue.put(generation)
         return generation
 
     def reply(self, key: ReplyKey) -> Reply | None:
         """What a request was answered with before, if it was. Raises StoreError."""
-        return None if self._keeper is None else self._keeper.reply(key)
+        return None if self._persistence is None else self._persistence.reply(key)
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), stop."""
-        self._admission.drain(grace_s)
+        self._queue.drain(grace_s)
         if self._worker.is_alive():
             self._worker.join()
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._persistence is not None:
+            self._persistence.close()
 
     # The worker's thread, from here on.
 
     def _run(self) -> None:
         while True:
-            self._admission.wait(self._awake, self._warm_up.due_s)
-            if self._admission.closing:
+            self._queue.wait(self._awake, self._warm_up.due_s)
+            if self._queue.closing:
                 break
             self._admit()
             try:
@@ -124,14 +124,14 @@ class Engine:
                     self._idle()
                     continue
                 self._warm_up.cancel()
-                if self._keeper is not None:
-                    self._keeper.repairs.pause()
+                if self._persistence is not None:
+                    self._persistence.rerenderer.pause()
                 self._step()
             except Exception:  # of a request that is over already, or of none: the others go on
                 log.exception("the worker failed at a piece of work")
         self._warm_up.cancel()
         cut = unavailable("the server was shut down", "shutting_down")
-        waiting = [self._admission.take() for _ in range(len(self._admission))]
+        waiting = [self._queue.take() for _ in range(len(self._queue))]
         for generation in [*self._running, *waiting]:
             generation.error = cut
             self._cancel(generation)
@@ -140,43 +140,43 @@ class Engine:
         """A piece of work that no request waits for; none of them takes longer than a restore or a bucket."""
         if self._warm_up:
             self._warm_up.step()
-        elif self._keeper is not None:
-            self._keeper.repairs.step()
+        elif self._persistence is not None:
+            self._persistence.rerenderer.step()
 
     def _awake(self) -> bool:
-        at_work = bool(self._admission or self._running or self._admission.closing)
-        return at_work or (self._keeper is not None and self._keeper.repairs.ready())
+        at_work = bool(self._queue or self._running or self._queue.closing)
+        return at_work or (self._persistence is not None and self._persistence.rerenderer.ready())
 
     def _admit(self) -> None:
-        if not self._admission:  # as at nearly every token
+        if not self._queue:  # as at nearly every token
             return
-        while self._admission and self._lanes_in_use() < self._max_running:
-            generation = self._admission.take()
+        while self._queue and self._choices_in_use() < self._max_running:
+            generation = self._queue.take()
             if generation.cancelled:
                 self._finish(generation)
                 continue
             generation.admitted = time.perf_counter()
-            if self._keeper is not None:
-                self._keeper.load(generation)
+            if self._persistence is not None:
+                self._persistence.load(generation)
             self._running.append(generation)
-        self.metrics.queue(len(self._admission), len(self._running))
+        self.metrics.queue(len(self._queue), len(self._running))
 
     def _something_to_do(self) -> bool:
-        loaded = any(g.loading is not None and g.loading.done() for g in self._running)
-        admissible = bool(self._admission) and self._lanes_in_use() < self._max_running
-        return loaded or self._admission.closing or admissible
+        loaded = any(g.restoring is not None and g.restoring.done() for g in self._running)
+        admissible = bool(self._queue) and self._choices_in_use() < self._max_running
+        return loaded or self._queue.closing or admissible
 
-    def _lanes_in_use(self) -> int:
-        return sum(max(1, sum(lane.end is None for lane in g.lanes)) for g in self._running)
+    def _choices_in_use(self) -> int:
+        return sum(max(1, sum(choice.end is None for choice in g.choices)) for g in self._running)
 
     def _step(self) -> None:
-        """One piece of prefill for the request that waits longest for it, then one token for every open lane."""
+        """One piece of prefill for the request that waits longest for it, then one token for every open choice."""
         for gone in [g for g in self._running if g.cancelled]:
             self._cancel(gone)
-        decoding = [g for g in self._running if g.lanes]
-        ready = next((g for g in self._running if not g.lanes and (g.loading is None or g.loading.done())), None)
-        if ready is None and not decoding:  # all wait for the loader
-            self._admission.wait(self._something_to_do, 0.05)
+        decoding = [g for g in self._running if g.choices]
+        ready = next((g for g in self._running if not g.choices and (g.restoring is None or g.restoring.done())), None)
+        if ready is None and not decoding:  # all wait for their states
+            self._queue.wait(self._something_to_do, 0.05)
         if ready is not None:
             self._guarded([ready], partial(self._advance_prompt, ready, others=bool(decoding)))
         if decoding:
@@ -209,24 +209,24 @@ class Engine:
             self.program.prefill(g.handle, prompt.ids[g.position : g.position + n].tolist())
             g.position += n
             g.fed += n
-            if g.position == mark < last and self._keeper is not None:
-                self._keeper.checkpoint(g, g.handle, "system", prompt.ids[:mark])
+            if g.position == mark < last and self._persistence is not None:
+                self._persistence.checkpoint(g, g.handle, "system", prompt.ids[:mark])
         else:
-            keeper = self._keeper if g.fed else None
-            user = None if keeper is None else keeper.save(g, g.handle, "user", prompt.ids[:last])
+            persistence = self._persistence if g.fed else None
+            user = None if persistence is None else persistence.save(g, g.handle, "user", prompt.ids[:last])
             logits = self.program.decode([g.handle], [int(prompt.ids[last])])[0]
-            if keeper is not None and user is not None:  # only now: encoding takes a core from the first token
-                keeper.keep(g, user)
+            if persistence is not None and user is not None:  # only now: encoding takes a core from the first token
+                persistence.keep(g, user)
             g.position += 1
             g.fed += 1
             g.logits = logits
-            self._open_lanes(g)
+            self._open_choices(g)
         g.prefill_ms += (time.perf_counter() - started) * 1e3
 
     def _begin(self, g: Generation) -> None:
         """The handle to prefill: restored from the checkpoint found, or new when there is none that can be read."""
-        loaded = None if g.loading is None else g.loading.result()
-        g.loading = None
+        loaded = None if g.restoring is None else g.restoring.result()
+        g.restoring = None
         if loaded is None:
             g.handle = self.program.new_state()
             return
@@ -239,40 +239,45 @@ class Engine:
             g.parent = (found.id, found.position)
         g.restore_ms = (time.perf_counter() - g.admitted) * 1e3
 
-    def _open_lanes(self, g: Generation) -> None:
+    def _open_choices(self, g: Generation) -> None:
         """Start as many of the n choices as there is room for; the last of them takes the prompt's own handle."""
         request, logits = g.request, g.logits
         if logits is None:
             return
-        while len(g.lanes) < request.n and (not g.lanes or self._lanes_in_use() < self._max_running):
+        while len(g.choices) < request.n and (not g.choices or self._choices_in_use() < self._max_running):
             context = self.program.context
             budget = request.max_tokens if context is None else min(request.max_tokens, context - len(g.prompt.ids))
-            lane = Lane(request, len(g.lanes), budget, self._tokenizer, self._stop_tokens)
-            last = lane.index == request.n - 1
-            lane.handle = g.handle if last else self.program.clone(g.handle)
+            choice = Choice(request, len(g.choices), budget, self._tokenizer, self._stop_tokens)
+            last = choice.index == request.n - 1
+            choice.handle = g.handle if last else self.program.clone(g.handle)
             if last:
                 g.handle = None
-            g.lanes.append(lane)
-            self._take(g, lane, logits)
+            g.choices.append(choice)
+            self._take(g, choice, logits)
         self._settle(g)
 
     def _decode(self, generations: Sequence[Generation]) -> None:
-        open_lanes = [(g, lane) for g in generations if g in self._running for lane in g.lanes if lane.end is None]
-        if open_lanes:
-            handles, tokens = [lane.handle for _, lane in open_lanes], [lane.next_token for _, lane in open_lanes]
+        open_choices = [
+            (g, choice) for g in generations if g in self._running for choice in g.choices if choice.end is None
+        ]
+        if open_choices:
+            handles, tokens = (
+                [choice.handle for _, choice in open_choices],
+                [choice.next_token for _, choice in open_choices],
+            )
             rows = self.program.decode(handles, tokens)
-            for (g, lane), row in zip(open_lanes, rows, strict=True):
-                self._guarded([g], partial(self._take, g, lane, row))
+            for (g, choice), row in zip(open_choices, rows, strict=True):
+                self._guarded([g], partial(self._take, g, choice, row))
         for g in generations:
             if g in self._running:
-                self._open_lanes(g)
+                self._open_choices(g)
 
-    def _take(self, g: Generation, lane: Lane, logits: Logits) -> None:
-        delta = lane.take(logits)
+    def _take(self, g: Generation, choice: Choice, logits: Logits) -> None:
+        delta = choice.take(logits)
         if delta is not None:
             self._send(g, delta)
-        if lane.end is not None:
-            self._close_lane(g, lane)
+        if choice.end is not None:
+            self._close_choice(g, choice)
 
     def _send(self, g: Generation, event: Event) -> None:
         try:
@@ -281,45 +286,45 @@ class Engine:
             log.debug("request %s: its reader is gone", g.id)
             g.cancelled = True
 
-    def _close_lane(self, g: Generation, lane: Lane) -> None:
+    def _close_choice(self, g: Generation, choice: Choice) -> None:
         """Checkpoint the end of a turn whose text is what was fed, and give the handle back."""
-        if lane.handle is None:
+        if choice.handle is None:
             return
-        if self._keeper is not None and not lane.cut:
-            fed = self.program.position(lane.handle)
-            ids = np.concatenate([g.prompt.ids, np.array(lane.tokens, np.int32)])[:fed]
-            self._keeper.checkpoint(g, lane.handle, "turn", ids, lane.turn)
-        self.program.release(lane.handle)
-        lane.handle = None
+        if self._persistence is not None and not choice.cut:
+            fed = self.program.position(choice.handle)
+            ids = np.concatenate([g.prompt.ids, np.array(choice.tokens, np.int32)])[:fed]
+            self._persistence.checkpoint(g, choice.handle, "turn", ids, choice.turn)
+        self.program.release(choice.handle)
+        choice.handle = None
 
     def _cancel(self, g: Generation) -> None:
         """End a request early: what was sent is its answer."""
-        for lane in g.lanes:
-            lane.cancel()
+        for choice in g.choices:
+            choice.cancel()
             try:
-                self._close_lane(g, lane)
+                self._close_choice(g, choice)
             except Exception:
                 log.exception("request %s: its state could not be saved", g.id)
         self._finish(g)
 
     def _settle(self, g: Generation) -> None:
-        if len(g.lanes) == g.request.n and all(lane.end is not None for lane in g.lanes):
+        if len(g.choices) == g.request.n and all(choice.end is not None for choice in g.choices):
             self._finish(g)
 
     def _finish(self, g: Generation) -> None:
         """Out of the running; the client hears the end after the commit."""
         if g in self._running:
             self._running.remove(g)
-        if self._keeper is not None:
-            self._keeper.discard(g)
+        if self._persistence is not None:
+            self._persistence.discard(g)
         if g.handle is not None:
             self.program.release(g.handle)
             g.handle = None
-        self.metrics.queue(len(self._admission), len(self._running))
-        if self._keeper is None:
+        self.metrics.queue(len(self._queue), len(self._running))
+        if self._persistence is None:
             self._tell(g, stored=False)
         else:
-            self._keeper.commit(g, partial(self._tell, g))
+            self._persistence.commit(g, partial(self._tell, g))
 
     def _tell(self, g: Generation, stored: bool) -> None:
         """The last event of a request. From the writer's thread, or the worker's when nothing is kept."""
@@ -331,6 +336,6 @@ class Engine:
         else:
             g.record(self.metrics, usage)
         self._send(g, Done(g.finish_reasons, usage) if g.error is None else Failed(g.error))
-        if stored and self._keeper is not None:
-            self._keeper.repairs.add(g)
-        self._admission.told()
+        if stored and self._persistence is not None:
+            self._persistence.rerenderer.add(g)
+        self._queue.told()

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
-from ssmd.engine.choice import Lane
+from ssmd.engine.choice import Choice
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.prompt import Prompt
 from ssmd.engine.request import Event, FinishReason, Rejected, Request, Resume, Usage
-from ssmd.engine.restore import Loading
+from ssmd.engine.restore import Restoring
 from ssmd.engine.writer import Pending
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.checkpoint import NewCheckpoint
@@ -33,12 +33,12 @@ class Generation:
         self.started = started
         self.handle: Handle = None
         self.admitted = started
-        self.loading: Loading | None = None
+        self.restoring: Restoring | None = None
         self.position = 0
         self.fed = 0
         self.resume: Resume = "none"
         self.logits: Logits | None = None  # after the prompt: what every choice starts from
-        self.lanes: list[Lane] = []
+        self.choices: list[Choice] = []
         self.checkpoints: list[Pending] = []
         self.parent: tuple[int | NewCheckpoint | None, int] = (None, 0)  # what the next checkpoint grows from, where
         self.origin: str | None = None  # set when the state came from an import: what grows from it stays there
@@ -50,23 +50,23 @@ class Generation:
         self.cancelled = True
 
     @property
-    def kept(self) -> list[Lane]:
+    def kept(self) -> list[Choice]:
         """Its choices that become turns: all but those that were cut before they had a text."""
-        return [lane for lane in self.lanes if lane.text or lane.end != "cancelled"]
+        return [choice for choice in self.choices if choice.text or choice.end != "cancelled"]
 
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
         """Of all choices, one that was cut off counted as `stop`."""
-        return tuple("length" if lane.end == "length" else "stop" for lane in self.lanes)
+        return tuple("length" if choice.end == "length" else "stop" for choice in self.choices)
 
     def usage(self, stored: bool) -> Usage:
         """Counted: cached tokens are those of the prompt that were not fed."""
-        first = min((lane.times[0] for lane in self.lanes if lane.times), default=self.started)
+        first = min((choice.times[0] for choice in self.choices if choice.times), default=self.started)
         gaps = self._gaps_ms()
         return Usage(
             prompt_tokens=self.prompt_tokens,
-            completion_tokens=sum(len(lane.tokens) for lane in self.lanes),
-            cached_tokens=self.prompt_tokens - self.fed if self.lanes else 0,
+            completion_tokens=sum(len(choice.tokens) for choice in self.choices),
+            cached_tokens=self.prompt_tokens - self.fed if self.choices else 0,
             session=self.session,
             resume=self.resume,
             stored=stored,
@@ -88,4 +88,4 @@ class Generation:
         )
 
     def _gaps_ms(self) -> list[float]:
-        return [(b - a) * 1e3 for lane in self.lanes for a, b in pairwise(lane.times)]
+        return [(b - a) * 1e3 for choice in self.choices for a, b in pairwise(choice.times)]

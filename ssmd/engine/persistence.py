@@ -1,4 +1,4 @@
-"""The keeper: what an engine with a store does beside computing: loads states, keeps new ones and turns, repairs."""
+"""What an engine with a store does beside computing: restores states, keeps new ones and turns, and rerenders."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ssmd.engine.generation import Generation
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.prompt import Planner
 from ssmd.engine.request import Rejected, Request
-from ssmd.engine.rerender import Repairs
-from ssmd.engine.restore import Loader
+from ssmd.engine.rerender import Rerenderer
+from ssmd.engine.restore import Restorer
 from ssmd.engine.warmup import Steps, run_tokens
 from ssmd.engine.writer import Writer
 from ssmd.runtime.protocol import Handle, Program
@@ -27,8 +27,8 @@ from ssmd.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-class Keeper:
-    """Used by the engine's worker, but for `reply`. wake: called when a state is there, or something to be repaired."""
+class Persistence:
+    """Used by the engine's worker, but for `reply`. wake: called when a state is there, or a turn to rerender."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Keeper:
         self._store, self._program, self._planner = store, program, planner
         self._tokenizer, self._wake = tokenizer, wake
         self._writer = Writer(store, metrics, scope=planner.scope, producer=program.producer, spec=program.spec)
-        self._loader = Loader(planner, program, store)
-        self.repairs = Repairs(planner, program, store, self._writer, self._loader, build=build, wake=wake)
+        self._restorer = Restorer(planner, program, store)
+        self.rerenderer = Rerenderer(planner, program, store, self._writer, self._restorer, build=build, wake=wake)
 
     def warm_up(self, tokens: int) -> Steps:
         """Take up the conversation that was used last, as its user may soon, feed it so many tokens and let go of it:
@@ -57,7 +57,7 @@ class Keeper:
             with contextlib.suppress(Rejected):
                 prompt = self._planner.plan(Request((*said, Message("user", secrets.token_hex(12))), store=False))
                 yield
-                loaded = yield from self._loader.steps(prompt.found, prompt.ids, session.info.id)
+                loaded = yield from self._restorer.steps(prompt.found, prompt.ids, session.info.id)
         yield from run_tokens(self._program, tokens, None if loaded is None else loaded[1])
 
     def load(self, g: Generation) -> None:
@@ -65,13 +65,13 @@ class Keeper:
         prompt = g.prompt
         if prompt.found is not None:
             session = None if prompt.info is None else prompt.info.id
-            g.loading = self._loader.begin(prompt.found, prompt.ids, session, self._wake)
+            g.restoring = self._restorer.begin(prompt.found, prompt.ids, session, self._wake)
 
     def discard(self, g: Generation) -> None:
         """The request ends before its state is there."""
-        if g.loading is not None:
-            self._loader.discard(g.loading)
-            g.loading = None
+        if g.restoring is not None:
+            self._restorer.discard(g.restoring)
+            g.restoring = None
 
     def checkpoint(
         self, g: Generation, handle: Handle, kind: CheckpointKind, ids: Ids, turn: str | None = None
@@ -107,7 +107,7 @@ class Keeper:
             self._writer.abandon(g.checkpoints)
             then(False)
             return
-        turns = [g.prompt.turn(lane, self._tokenizer.escape(lane.text)) for lane in kept]
+        turns = [g.prompt.turn(choice, self._tokenizer.escape(choice.text)) for choice in kept]
         reply = None if g.request.key is None else replay.keep(g, kept, g.request.key)
         self._writer.commit(g.prompt.info, turns, tuple(g.checkpoints), then, reply)
         g.checkpoints, g.parent = [], (None, 0)  # their states go as soon as they are written
@@ -119,6 +119,6 @@ class Keeper:
 
     def close(self) -> None:
         """After the worker has stopped: write what waits."""
-        self.repairs.close()
+        self.rerenderer.close()
         self._writer.close()
-        self._loader.close()
+        self._restorer.close()

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ssmd.engine.choice import Lane
+from ssmd.engine.choice import Choice
 from ssmd.engine.request import Rejected, Request
 from ssmd.model.artifact import Manifest
 from ssmd.runtime.protocol import Program
@@ -46,23 +46,23 @@ class Prompt:
     begun: str
     found: Found | None
 
-    def turn(self, lane: Lane, escaped: str) -> NewTurn:
-        """The turn that `lane` answered. `escaped` is its text as a template would see it.
+    def turn(self, choice: Choice, escaped: str) -> NewTurn:
+        """The turn that `choice` answered. `escaped` is its text as a template would see it.
 
-        Where text and tokens disagree (`lane.cut`), what is known of both ends with the prompt.
+        Where text and tokens disagree (`choice.cut`), what is known of both ends with the prompt.
         """
         assert self.info is not None
         return NewTurn(
-            id=lane.turn,
+            id=choice.turn,
             session=self.info.id,
             parent=self.parent,
             messages=self.new,
-            answer=Message("assistant", self.begun + lane.text),
-            ids=self.ids if lane.cut else np.concatenate([self.ids, np.array(lane.tokens, np.int32)]),
+            answer=Message("assistant", self.begun + choice.text),
+            ids=self.ids if choice.cut else np.concatenate([self.ids, np.array(choice.tokens, np.int32)]),
             prompt_tokens=len(self.ids),
-            text=self.text if lane.cut else self.text + escaped,
-            finish=lane.end or "cancelled",
-            complete=lane.end != "cancelled",
+            text=self.text if choice.cut else self.text + escaped,
+            finish=choice.end or "cancelled",
+            complete=choice.end != "cancelled",
             created_at=datetime.now(UTC),
         )
 

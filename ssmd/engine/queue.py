@@ -1,4 +1,4 @@
-"""Admission: which requests are taken in, how they wait for the worker, and when the last of them has been answered."""
+"""The queue: which requests are taken in, how they wait for the worker, and when the last of them has been answered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssmd.engine.request import Rejected
 RETRY_AFTER_S = 5
 
 
-class Admission:
+class Queue:
     """Thread-safe. `draining`: nobody is taken in any more; `closing`: the worker is to stop."""
 
     def __init__(self, limit: int) -> None:

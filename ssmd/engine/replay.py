@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ssmd.engine.choice import Lane
+from ssmd.engine.choice import Choice
 from ssmd.engine.generation import Generation
 from ssmd.engine.request import Delta, Done, Event, TokenLogprob, Usage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
@@ -14,16 +14,16 @@ from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 _LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 
-def keep(generation: Generation, lanes: Sequence[Lane], key: ReplyKey) -> NewReply:
-    """What is kept of an answer beside its turns, which are those of `lanes`."""
-    complete = len(lanes) == generation.request.n and all(lane.end != "cancelled" for lane in lanes)
+def keep(generation: Generation, choices: Sequence[Choice], key: ReplyKey) -> NewReply:
+    """What is kept of an answer beside its turns, which are those of `choices`."""
+    complete = len(choices) == generation.request.n and all(choice.end != "cancelled" for choice in choices)
     answer: dict[str, Any] = {"id": generation.id, "created": generation.created}
     if complete:  # an answer that broke off is never given again
         answer |= {
             "begun": len(generation.prompt.begun),
             "finish_reasons": generation.finish_reasons,
             "usage": asdict(generation.usage(stored=True)),
-            "logprobs": [[_to_json(entry) for entry in lane.logprobs] for lane in lanes],
+            "logprobs": [[_to_json(entry) for entry in choice.logprobs] for choice in choices],
         }
     return NewReply(key, complete, answer)
 

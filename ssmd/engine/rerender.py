@@ -1,4 +1,4 @@
-"""Repair of turns whose text is not what was fed, while nobody waits.
+"""Rerendering: turns whose text is not what was fed are read once more, while nobody waits.
 
 A stop string, trimmed spaces, reasoning that the template drops from earlier answers: then the next request renders
 the answer differently than it was generated, and no state of its end can be a beginning of that. When the engine is
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ssmd.engine.generation import Generation
 from ssmd.engine.prompt import Planner
-from ssmd.engine.restore import Loader
+from ssmd.engine.restore import Restorer
 from ssmd.engine.writer import Writer
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
@@ -50,7 +50,7 @@ class _Plan:
     loaded: tuple[Found, Handle] | None
 
 
-class Repairs:
+class Rerenderer:
     """`add` from any thread; `step` and `pause` from the worker's alone. wake: called when there is something to do."""
 
     def __init__(
@@ -59,18 +59,18 @@ class Repairs:
         program: Program,
         store: Store,
         writer: Writer,
-        loader: Loader,
+        restorer: Restorer,
         *,
         build: str,
         wake: Callable[[], None],
     ) -> None:
         self._planner, self._program, self._store, self._writer = planner, program, store, writer
-        self._loader = loader
+        self._restorer = restorer
         self._build = build
         self._wake = wake
         self._waiting: deque[_Turn] = deque(maxlen=MAX_WAITING)
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="ssmd-repair")
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="ssmd-rerender")
         self._turn: _Turn | None = None  # the one at work
         self._planning: Future[_Plan | None] | None = None
         self._plan: _Plan | None = None
@@ -82,7 +82,7 @@ class Repairs:
         if info is None:
             return
         with self._lock:
-            self._waiting.extend(_Turn(lane.turn, info, lane.cut) for lane in generation.kept)
+            self._waiting.extend(_Turn(choice.turn, info, choice.cut) for choice in generation.kept)
         self._wake()
 
     def ready(self) -> bool:
@@ -96,7 +96,7 @@ class Repairs:
         try:
             self._step()
         except Exception:
-            log.exception("turn %s could not be repaired; it is read again when it is continued", self._turn)
+            log.exception("turn %s could not be rerendered; it is read again when it is continued", self._turn)
             self._drop()
 
     def pause(self) -> None:
@@ -156,10 +156,10 @@ class Repairs:
             room = self._program.context is None or len(ids) < self._program.context
             if agrees or not room or not text:
                 return None
-            loaded = self._loader.load(self._planner.find(ids, turn.session.id), ids, turn.session.id)
+            loaded = self._restorer.load(self._planner.find(ids, turn.session.id), ids, turn.session.id)
             return _Plan(text, ids, loaded)
         except StoreError as err:  # removed meanwhile, or damaged: `session check` is for that
-            log.info("turn %s is not repaired: %s", turn.id, err)
+            log.info("turn %s is not rerendered: %s", turn.id, err)
             return None
 
     def _begin(self) -> None:
@@ -190,4 +190,4 @@ class Repairs:
         checkpoint = NewCheckpoint("turn", plan.ids, state, number, origin, turn.id)
         pending = self._writer.encode(checkpoint)
         if pending is not None:
-            self._writer.repair(turn.id, plan.ids, plan.text, pending)
+            self._writer.rewrite(turn.id, plan.ids, plan.text, pending)

@@ -1,4 +1,4 @@
-"""The loader: reads checkpoints into handles of a program in a thread of its own, so that other streams go on."""
+"""Restoring: checkpoints are read into handles of a program in a thread of its own, so that other streams go on."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
 log = logging.getLogger(__name__)
-Loading = Future[tuple[Found, Handle] | None]
+Restoring = Future[tuple[Found, Handle] | None]
 
 
-class Loader:
-    """`load` from any thread; `begin` puts it into the loader's own."""
+class Restorer:
+    """`load` from any thread; `begin` puts it into a thread of its own."""
 
     def __init__(self, planner: Planner, program: Program, store: Store) -> None:
         self._planner, self._program, self._store = planner, program, store
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-loader")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-restore")
 
-    def begin(self, found: Found, ids: Ids, session: str | None, then: Callable[[], None]) -> Loading:
+    def begin(self, found: Found, ids: Ids, session: str | None, then: Callable[[], None]) -> Restoring:
         """`load` in the background; `then` is called when it is done."""
-        loading = self._thread.submit(self.load, found, ids, session)
-        loading.add_done_callback(lambda _: then())
-        return loading
+        restoring = self._thread.submit(self.load, found, ids, session)
+        restoring.add_done_callback(lambda _: then())
+        return restoring
 
     def load(self, found: Found | None, ids: Ids, session: str | None) -> tuple[Found, Handle] | None:
         """A handle restored from `found`, or from the next best checkpoint that can be read, if there is any."""
@@ -66,14 +66,14 @@ class Loader:
                 found = self._planner.find(ids, session, skip=broken)
         return None
 
-    def discard(self, loading: Loading) -> None:
+    def discard(self, restoring: Restoring) -> None:
         """Nobody waits for it any more: what it loads is released."""
-        loading.cancel()
-        loading.add_done_callback(self._release)
+        restoring.cancel()
+        restoring.add_done_callback(self._release)
 
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _release(self, loading: Loading) -> None:
-        if not loading.cancelled() and loading.exception() is None and (loaded := loading.result()) is not None:
+    def _release(self, restoring: Restoring) -> None:
+        if not restoring.cancelled() and restoring.exception() is None and (loaded := restoring.result()) is not None:
             self._program.release(loaded[1])

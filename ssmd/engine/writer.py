@@ -148,16 +148,16 @@ class Writer:
             if not self._ahead[number]:
                 del self._ahead[number]
 
-    def repair(self, turn: str, ids: Ids, text: str, checkpoint: Pending) -> None:
+    def rewrite(self, turn: str, ids: Ids, text: str, checkpoint: Pending) -> None:
         """Write the state after a turn as later requests render it. Nobody waits for that, and nothing needs it."""
 
         def work() -> None:
             if checkpoint.encoded is None:
                 return
             try:
-                placed = self._store.repair(turn, ids, text, checkpoint.encoded)
+                placed = self._store.rewrite(turn, ids, text, checkpoint.encoded)
             except StoreError as err:
-                log.warning("turn %s is not repaired: %s", turn, err)
+                log.warning("turn %s is not rerendered: %s", turn, err)
                 return
             self._unsettled = True
             if placed is not None:

@@ -144,7 +144,7 @@ class Store:
                 erasure.owe(connection)
         return len(loose)
 
-    def repair(self, turn_id: str, ids: Ids, text: str, checkpoint: Encoded) -> Placed | None:
+    def rewrite(self, turn_id: str, ids: Ids, text: str, checkpoint: Encoded) -> Placed | None:
         """Give a turn the ids and the text that later requests render for it, and the state after them.
 
         None, and nothing is changed, if the turn is not there any more or was continued meanwhile.

@@ -323,8 +323,8 @@ def test_an_answer_that_could_not_be_stored_is_not_an_earlier_one(artifact: Path
         other = sqlite3.connect(one.store.file, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         lost = ask(one, "locked")
-        assert one.engine._keeper is not None
-        one.engine._keeper._writer.flush()  # until it gave up: it waits a little longer than the client
+        assert one.engine._persistence is not None
+        one.engine._persistence._writer.flush()  # until it gave up: it waits a little longer than the client
         other.close()
         assert lost.json["usage"]["ssmd"]["stored"] is False
         again = ask(one, "locked", RETRY)

@@ -20,7 +20,7 @@ from ssmd.engine import writer as writer_module
 from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
 from ssmd.engine.metrics import Metrics
-from ssmd.engine.persistence import Keeper
+from ssmd.engine.persistence import Persistence
 from ssmd.engine.request import Delta, Done, Event, Failed, Rejected, Request, TokenLogprob, Usage
 from ssmd.engine.sampling import SamplingParams
 from ssmd.model.artifact import Artifact
@@ -247,19 +247,19 @@ def test_a_state_whose_turn_does_not_come_is_for_who_asks_again(
     for name, value in (("AHEAD_BYTES", 1), ("LOOK_S", 0.1), ("LOOSE_S", 3.0)):
         monkeypatch.setattr(writer_module, name, value)
     engine = Engine(*loaded, store, metrics=Metrics())
-    checkpoint = Keeper.checkpoint
+    checkpoint = Persistence.checkpoint
     written: list[int] = []
 
-    def hang_up(self: Keeper, g: Generation, *args: Any) -> None:
+    def hang_up(self: Persistence, g: Generation, *args: Any) -> None:
         checkpoint(self, g, *args)
         written.append(g.position)
         g.cancel()
 
-    monkeypatch.setattr(Keeper, "checkpoint", hang_up)
+    monkeypatch.setattr(Persistence, "checkpoint", hang_up)
     engine.start()
     assert not ask(engine, LONG_SYSTEM, user("Are you there?")).usage.stored
-    monkeypatch.setattr(Keeper, "checkpoint", checkpoint)
-    engine._keeper._writer.flush()  # type: ignore[union-attr]  # it has a store
+    monkeypatch.setattr(Persistence, "checkpoint", checkpoint)
+    engine._persistence._writer.flush()  # type: ignore[union-attr]  # it has a store
     assert store.bytes_stored() > 0
     assert store.sessions() == []
     time.sleep(1)

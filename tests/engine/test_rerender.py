@@ -1,4 +1,4 @@
-"""Repair: after an answer that was cut, the next turn reads no word of it again, killed or not."""
+"""Rerender: after an answer that was cut, the next turn reads no word of it again, killed or not."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ def cut_answer(engine: Engine, sampling: SamplingParams) -> Answer:
     return cut
 
 
-def repaired(store: Store, session: str) -> bool:
+def rerendered(store: Store, session: str) -> bool:
     turn = store.turns(session)[-1]
     return turn.id in store.resumable(session)
 
 
 def done(engine: Engine) -> bool:
-    assert engine._keeper is not None
-    repairs = engine._keeper.repairs
-    return repairs._turn is None and not repairs.ready()
+    assert engine._persistence is not None
+    rerenderer = engine._persistence.rerenderer
+    return rerenderer._turn is None and not rerenderer.ready()
 
 
 def reference(program: Program, store: Store, sampling: SamplingParams, session: str) -> tuple[object, ...]:
@@ -111,7 +111,7 @@ def test_what_a_stop_string_cut_is_read_while_idle(loaded: tuple[Artifact, Progr
     with engine_of(*loaded, tmp_path / "data") as (engine, store):
         cut = cut_answer(engine, sampling)
         session = str(cut.usage.session)
-        soon(lambda: repaired(store, session))
+        soon(lambda: rerendered(store, session))
         turn = store.turns(session)[-1]
         assert cut.text in turn.text
         assert turn.answer.content == cut.text
@@ -183,11 +183,11 @@ def test_an_ordinary_turn_is_left_alone(loaded: tuple[Artifact, Program], tmp_pa
         ask(engine, user("Forget this."), store=False, max_tokens=4, stop=("a", "e", "\n"))
         soon(lambda: done(engine))
         assert len(store.sessions()) == 1
-        ask(engine, user("Next."), max_tokens=1)  # written after whatever the repair gave the writer
+        ask(engine, user("Next."), max_tokens=1)  # written after whatever the rerender gave the writer
         assert store.turns(session)[-1].ids.tolist() == before
 
 
-def test_siblings_are_repaired_each(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
+def test_siblings_are_rerendered_each(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
     with engine_of(*loaded, tmp_path / "data") as (engine, store):
         answers = ask(engine, QUESTION, n=3, max_tokens=40, sampling=endless(loaded), stop=("a", "e", "o"))
         session = str(answers.usage.session)
@@ -201,10 +201,10 @@ def test_a_turn_that_was_continued_is_not_rewritten(loaded: tuple[Artifact, Prog
     with engine_of(*loaded, tmp_path / "data") as (engine, store):
         cut = cut_answer(engine, endless(loaded))
         session = str(cut.usage.session)
-        soon(lambda: repaired(store, session))
+        soon(lambda: rerendered(store, session))
         ask(engine, QUESTION, answered(cut.text), NEXT, max_tokens=4)
         parent, child = store.turns(session)
-        assert engine._keeper is not None
+        assert engine._persistence is not None
         assert not store.is_leaf(parent.id)
         assert store.is_leaf(child.id)
         with sqlite3.connect(store.file) as raw:
@@ -218,8 +218,8 @@ def test_a_turn_that_was_continued_is_not_rewritten(loaded: tuple[Artifact, Prog
         saved = NewCheckpoint("turn", parent.ids[:3], loaded[1].save(state))
         loaded[1].release(state)
         encoded = encode(saved, scope=engine._planner.scope, producer="p", spec=loaded[1].spec)
-        assert store.repair(parent.id, parent.ids[:3], "other", encoded) is None
-        assert store.repair("turn_of_nobody", parent.ids[:3], "other", encoded) is None
+        assert store.rewrite(parent.id, parent.ids[:3], "other", encoded) is None
+        assert store.rewrite("turn_of_nobody", parent.ids[:3], "other", encoded) is None
         with sqlite3.connect(store.file) as raw:
             assert raw.execute("SELECT ids, text FROM turn ORDER BY seq").fetchall() == before
         raw.close()
@@ -228,7 +228,7 @@ def test_a_turn_that_was_continued_is_not_rewritten(loaded: tuple[Artifact, Prog
 def test_a_request_goes_first(
     loaded: tuple[Artifact, Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes while the answer is fed: the piece at work ends, then it runs, then the repair begins anew."""
+    """It comes while the answer is fed: the piece at work ends, then it runs, then the rerender begins anew."""
     program = loaded[1]
     with engine_of(*loaded, tmp_path / "data") as (engine, store):
         sampling = endless(loaded)
@@ -251,7 +251,7 @@ def test_a_request_goes_first(
         quick = Asked(engine, user("Quick!"), max_tokens=2)
         go_on.set()
         ended = quick.answer()
-        soon(lambda: repaired(store, session))
+        soon(lambda: rerendered(store, session))
         turn, other = store.turns(session)[-1], store.turns(str(ended.usage.session))[-1]
         assert turn.ids.tolist()[first.usage.prompt_tokens - 1 :][: len(fed[0])] == fed[0]
         assert fed[1] == other.ids.tolist()[: len(fed[1])]
@@ -271,7 +271,7 @@ def test_a_turn_removed_meanwhile(loaded: tuple[Artifact, Program], tmp_path: Pa
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_killed_after_the_repair(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+def test_killed_after_the_rerender(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
     question = {"role": "user", "content": QUESTION.content}
     fields = {"max_tokens": 40, "temperature": 1, "seed": 7, "logit_bias": {"0": -100, "2": -100}}
     with DaemonProcess(artifacts[model], tmp_path / "data") as one:
@@ -280,7 +280,7 @@ def test_killed_after_the_repair(model: str, artifacts: TinyArtifacts, tmp_path:
         cut = one.chat([question], stop=[stop], **fields)
         session = str(cut.session)
         store = Store.open(tmp_path / "data")
-        soon(lambda: repaired(store, session))
+        soon(lambda: rerendered(store, session))
         turn = store.turns(session)[-1]
         store.close()
         one.kill()

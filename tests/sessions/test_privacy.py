@@ -154,8 +154,8 @@ def test_the_daemon_erases_what_a_removal_left_undone(
         reader.execute("SELECT count(*) FROM turn").fetchall()
         assert one.served.ask("DELETE", f"/ssmd/v1/sessions/{session}").status == 200
         time.sleep(1)
-        assert one.engine._keeper is not None
-        one.engine._keeper._writer.flush()  # it tried, and has nothing to do
+        assert one.engine._persistence is not None
+        one.engine._persistence._writer.flush()  # it tried, and has nothing to do
         assert traces(tmp_path, SECRET) != []
         reader.close()
         soon(lambda: traces(tmp_path, SECRET) == [])

@@ -347,17 +347,17 @@ class Sessions(RuleBasedStateMachine):
 
     def quiet(self) -> None:
         """Let the engine finish what nobody waits for, so that the same events always find the same store."""
-        keeper = self.engine._keeper
-        assert keeper is not None
-        repairs = keeper.repairs
+        persistence = self.engine._persistence
+        assert persistence is not None
+        rerenderer = persistence.rerenderer
         deadline = time.monotonic() + 60
         while True:
-            with repairs._lock:
-                if not (self.engine._admission.unfinished or repairs._waiting or repairs._turn):
+            with rerenderer._lock:
+                if not (self.engine._queue.unfinished or rerenderer._waiting or rerenderer._turn):
                     break
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        keeper._writer.flush()
+        persistence._writer.flush()
 
     def places(self, messages: Talk) -> set[str]:
         """The sessions that a request may belong to: those that hold most of its history. Empty: a new one."""
@@ -386,7 +386,7 @@ class Sessions(RuleBasedStateMachine):
         assert sorted(map(repr, map(plain, fresh.values()))) == sorted(map(repr, said))
         turns = {t.id: t for t in self.store.turns(session)}
         for turn in fresh:
-            # A repair may have come already, and left out the reasoning that the answer was begun with.
+            # A rerender may have come already, and left out the reasoning that the answer was begun with.
             assert begun or turns[turn].prompt_tokens == answer.usage.prompt_tokens
             assert not begun or fresh[turn][-1].content.startswith("<think>")
             parent = turns[turn].parent
@@ -405,12 +405,12 @@ class Sessions(RuleBasedStateMachine):
         """It began at the deepest state there was for it, and the next request finds one as deep as can be."""
         session = str(answer.usage.session)
         own = ("", self.store.session(session).info.imported)
-        with self.store.reading() as connection:  # of one moment: a repair may come at any
+        with self.store.reading() as connection:  # of one moment: a rerender may come at any
             turns, now = read_tree(connection, session)[-n:], states_in(connection)
         prompt = turns[0].ids[: turns[0].prompt_tokens]
         kept = [one for one in stored if one in set(now)]  # making room may have taken some
         fitting = [len(ids) // 4 for ids, origin in kept if origin in own and prompt[:-1].tobytes().startswith(ids)]
-        assert answer.usage.cached_tokens >= max(fitting, default=0)  # more if a turn was repaired in between
+        assert answer.usage.cached_tokens >= max(fitting, default=0)  # more if a turn was rerendered in between
         there = {ids for ids, origin in now if origin in own} if self.quota is None else None
         for turn in turns:
             assert there is None or not there.isdisjoint({turn.ids.tobytes(), turn.ids[:-1].tobytes()})
@@ -444,7 +444,7 @@ class Sessions(RuleBasedStateMachine):
     def look_at_checkpoints(self, *, again: bool = False) -> None:
         with self.store.reading() as connection:
             c = checkpoint.c
-            # One view of the store: a repair may replace a state meanwhile.
+            # One view of the store: a rerender may replace a state meanwhile.
             for row in connection.execute(select(c.id, c.ids, c.producer)).all():
                 if row.id in self.checked and not (again and row.id % 4 == self.taken % 4):
                     continue

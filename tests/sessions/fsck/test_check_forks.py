@@ -276,7 +276,7 @@ def test_a_repaired_turn_is_sound(data: Path) -> None:
     ids = new.ids.copy()
     ids[: len(prompt) - 1] = prompt[:-1]
     whole = replace(checkpoints[1], ids=ids[:-1], state=state_of(HYBRID, ids[:-1]), parent=None, turn=None)
-    placed = store.repair("t5", ids, "other text", chat.encode(whole))
+    placed = store.rewrite("t5", ids, "other text", chat.encode(whole))
     assert placed is not None
     assert placed.id is not None
     assert store.path("t5")[-1].ids.tolist() == ids.tolist() != old.tolist()

@@ -258,7 +258,7 @@ class Histories:
         other = self.rng.sample(range(500), tokens)
         ids = as_ids([*one.ids[: one.prompt_tokens - 1].tolist(), *other, 1])
         saved = NewCheckpoint("turn", ids[:-1], state_of(self.spec, ids[:-1]))
-        self.store.repair(one.id, ids, "repaired", chat.encode(saved))
+        self.store.rewrite(one.id, ids, "repaired", chat.encode(saved))
         self.again()
 
     def quota(self, tokens: int) -> None:
