@@ -1,7 +1,8 @@
 """One worker per program: admits requests, prefills, decodes in turn, and takes checkpoints.
 
-`Engine.submit` runs in the caller's thread and decides what has to be fed; the worker alone touches the program; a thread
-of its own reads checkpoints (restore.py), so that other streams go on; the writer (writer.py) commits. No asyncio here.
+`Engine.submit` runs in the caller's thread and decides what has to be fed; the worker alone touches the program;
+checkpoints are read in a thread of their own (restore.py), so that other streams go on; the writer (writer.py) commits.
+No asyncio here.
 """
 
 from __future__ import annotations
