@@ -38,7 +38,9 @@ class Reply:
 
     @property
     def ttft_ms(self) -> float:
-        """By the client's clock; by the daemon's where a model of random weights said nothing that has a text."""
+        """Time to first token, ms, by the client's clock; by the daemon's where random weights said nothing that has a
+        text.
+        """
         return self.delta_s[0] * 1e3 if self.delta_s else float(self.usage["ssmd"]["ttft_ms"])
 
     @property

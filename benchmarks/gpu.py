@@ -50,7 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Random:
-    """Stands for Weights: matrices of one shape share their bytes, which each is uploaded from for itself."""
+    """Random weights in place of Weights: matrices of one shape share their bytes, and each is uploaded for itself."""
 
     def __init__(self, plan: Plan, quantization: pack.Format) -> None:
         rng = np.random.default_rng(0)

@@ -31,7 +31,7 @@ class LlamaServer(ServerProcess):
         super().__init__(command, port, folder / "llama-server.log", dict(os.environ))
 
     def producer(self) -> str:
-        """Its build, file, context and threads, as it says itself."""
+        """The server's build, file, context and threads, as it reports them."""
         said = self.get("/props")[1]
         context = said["default_generation_settings"]["n_ctx"]
         return f"{said['build_info']}, {Path(said['model_path']).name}, context {context}, {self._threads} threads"

@@ -47,7 +47,7 @@ def rounded_activation(x: Tensor) -> Tensor:
 
 
 class Rounding:
-    """Stands for PyTorch's linear and embedding while a module runs. Small matrices stay as they are."""
+    """Rounded weights in place of PyTorch's linear and embedding while a module runs. Small matrices stay."""
 
     def __init__(self, module: FlatModule, weights: Set[str], activations: Set[str]) -> None:
         self.weights, self.activations = weights, activations

@@ -58,7 +58,9 @@ class Bare:
             self.ms(n, 0)  # the first time makes its buffers
 
     def ms(self, tokens: int, position: int) -> float:
-        """For so many tokens after `position` others. What a state holds makes no difference: this one's is zero."""
+        """Time of feeding `tokens` tokens after `position` others, ms. The state's contents make no difference: it is
+        zero.
+        """
         tensors = {t.name: np.zeros(t.shape_at(position), t.numpy_dtype) for t in self._program.spec.tensors}
         handle = self._program.restore(State(position, 0, tensors))
         started = time.perf_counter()

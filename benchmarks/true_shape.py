@@ -29,7 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {f.stem: json.loads(f.read_text())["config"]
 
 
 class Weights:
-    """Stands for a Source: makes up each tensor that a family's bindings ask for, at the scale of a trained one."""
+    """Random weights in place of a Source: each tensor that a family's bindings ask for, at a trained one's scale."""
 
     def __init__(self, seed: int = 0) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

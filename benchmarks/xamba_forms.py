@@ -113,7 +113,7 @@ FORMS: dict[str, Form] = {
 
 class Alone:
     def __init__(self, form: Form, segments: int) -> None:
-        """Raises RuntimeError where the plugin does not compile it."""
+        """Compile the form. Raises RuntimeError where the plugin does not compile it."""
         openvino = library.openvino()
         x = op.parameter(SHAPE, np.float32)
         model = openvino.Model([form(x.output(0), silu, segments)], [x], "alone")
@@ -140,7 +140,7 @@ def in_block(block: Any, form: Form, segments: int) -> Compiled:
 
 
 def made(make: Callable[[Form, int], Run], name: str, segments: int) -> Run | None:
-    """Or None, and a line on stderr, where the plugin fails."""
+    """Make one form's run; None, and a line on stderr, where the plugin fails."""
     try:
         return make(FORMS[name], segments)
     except RuntimeError as err:

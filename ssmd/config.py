@@ -182,7 +182,7 @@ class Settings(BaseSettings):
         return self.host.lower() == "localhost" if address is None else address.is_loopback
 
     def check_exposure(self) -> None:
-        """To be called before a port is opened. Raises SettingsError if others could reach it without a key."""
+        """Check, before a port is opened, that nobody else reaches it without a key. Raises SettingsError."""
         if not self.loopback and self.api_key is None:
             raise SettingsError(
                 f"host {self.host} can be reached from other computers: set an API key ({PREFIX}API_KEY, or api_key in "
@@ -233,7 +233,7 @@ def _is_hostname(name: str) -> bool:
 
 
 def _bracketed(host: str) -> str:
-    """As a Host header writes it: IPv6 in brackets, lower case."""
+    """Write a host as a Host header does: IPv6 in brackets, lower case."""
     return f"[{host}]" if ":" in host else host.lower().rstrip(".")
 
 

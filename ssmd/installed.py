@@ -87,7 +87,7 @@ def _nowhere(runtime: str) -> str:
 
 
 def _candidates(model: str | None, models_dir: Path) -> list[Installed]:
-    """At least one; raises ModelError."""
+    """The artifacts that `model` may mean, one at least. Raises ModelError."""
     if model is not None and _is_path(model):
         path = Path(os.path.expanduser(model))
         if not path.is_dir():
@@ -121,7 +121,7 @@ def _is_path(model: str) -> bool:
 
 
 def is_for(manifest: Manifest, runtime: str) -> bool:
-    """Whether `--runtime` of that name means it."""
+    """Whether `--runtime` of that name means this artifact."""
     if runtime == "npu":
         return manifest.device_class == "npu"
     return runtime in ("auto", manifest.runtime)

@@ -28,17 +28,17 @@ class StateStore(Protocol):
     """MLState: the states that a function reads and writes. Neither call while a prediction on it runs."""
 
     def read_state(self, name: str) -> NDArray[np.float32]:
-        """A copy, float32 whatever the state is stored in."""
+        """Read a state into a new array, float32 whatever it is stored in."""
 
     def write_state(self, name: str, value: NDArray[np.float32]) -> None:
-        """`value` must be float32 and writeable, and is copied."""
+        """Copy `value`, which must be float32 and writeable, into a state."""
 
 
 class Function(Protocol):
-    """A function of a package, loaded: MLModel."""
+    """A loaded function of a package: coremltools' MLModel."""
 
     def predict(self, data: dict[str, Array], state: Any = None) -> dict[str, Array]:
-        """The outputs, in new arrays. Raises whatever Core ML raises."""
+        """Compute the outputs, in new arrays. Raises whatever Core ML raises."""
 
     def make_state(self) -> StateStore:
         """States of zeros, which any function of the package that has the same states can use."""
@@ -46,13 +46,13 @@ class Function(Protocol):
 
 class Backend(Protocol):
     def problem(self) -> str:
-        """Why it cannot execute here and what would help, or ""."""
+        """Say why Core ML cannot execute here and what would help, or ""."""
 
     def identity(self, units: Units) -> str:
-        """What with the artifact decides about every bit of a result."""
+        """Name everything that, with the artifact, decides about every bit of a result."""
 
     def load(self, package: Path, functions: tuple[str, ...], units: Units, build: str) -> dict[str, Function]:
-        """The functions by name. `build`: of the artifact. Raises GraphError."""
+        """Load the functions of a package, by name. `build`: of the artifact. Raises GraphError."""
 
 
 class CoreML:
@@ -92,7 +92,7 @@ def compiled_path(build: str) -> Path:
 
 
 def system_folder(build: str) -> Path:
-    """What is kept of an artifact, by its build, for this system."""
+    """The folder of what is kept of an artifact, by its build, for this system."""
     return cache_folder() / "coreml" / build[:24] / hashlib.sha256(_system().encode()).hexdigest()[:16]
 
 

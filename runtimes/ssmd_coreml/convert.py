@@ -86,7 +86,7 @@ class _Rotation:
 
 
 class _Stateful(nn.Module):
-    """Its buffers become states: each is read once, handed out by layers, and written once."""
+    """A program whose buffers are states: each is read once, handed out by layers, and written once."""
 
     def __init__(self, module: FlatModule) -> None:
         super().__init__()

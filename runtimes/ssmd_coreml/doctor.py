@@ -82,7 +82,7 @@ def read(artifact: Artifact) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """Write the same report as lines for people."""
     made = [f"{found['name']} ({found['variant']}, {found['quantization']}, build {found['build'][:12]})"]
     if "problem" in found:
         return [*made, f"  {found['problem']}"]
@@ -136,7 +136,7 @@ def execute(artifact: Artifact, unit: str, runtime: CoreMLRuntime) -> dict[str, 
 
 
 def _timed(program: Program) -> tuple[float, dict[int, float]]:
-    """Of a decode step, and of a whole prefill of every length."""
+    """Measure a decode step, and a whole prefill of every length: medians, ms."""
     prefill_ms = {}
     for length in program.buckets:
         took = []

@@ -15,7 +15,7 @@ OUTPUT = "new_"  # before the name of a state in the outputs: no two values of a
 
 
 class CoreMLGraph(Graph):
-    """Not thread-safe: one call at a time, which the program sees to."""
+    """The functions of a Core ML package as a Graph. Not thread-safe: the program makes one call at a time."""
 
     def __init__(self, functions: Mapping[str, Function], interfaces: Mapping[str, Interface]) -> None:
         self._functions = dict(functions)
@@ -32,7 +32,7 @@ class CoreMLGraph(Graph):
         )
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
-        """Calls hold what they are bound to."""
+        """Do nothing: calls hold what they are bound to."""
 
     def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
         known = self.signatures[signature]
@@ -51,7 +51,7 @@ class CoreMLCall:
         self._function, self._inputs, self._outputs = function, inputs, outputs
 
     def run(self) -> None:
-        """Raises GraphError if Core ML reports a failure."""
+        """Compute the outputs from the inputs. Raises GraphError if Core ML reports a failure."""
         made = predicted(self._function, self._inputs)
         for name, array in made.items():
             self._outputs[name.removeprefix(OUTPUT)][...] = array

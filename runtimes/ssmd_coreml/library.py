@@ -16,7 +16,7 @@ FIRST_MACOS = (15, 0)  # with states and with functions that share their weights
 
 
 def coremltools() -> Any:
-    """The package. Raises ImportError when it is not installed."""
+    """Import coremltools. Raises ImportError when it is not installed."""
     with quiet():
         return import_module("coremltools")
 
@@ -44,7 +44,7 @@ def package_version() -> str:
 
 
 def macos() -> tuple[int, ...] | None:
-    """(15, 1) on macOS 15.1; None elsewhere."""
+    """The version of macOS, (15, 1) on 15.1; None elsewhere."""
     if sys.platform != "darwin":
         return None
     return tuple(int(part) for part in platform.mac_ver()[0].split(".")[:2] if part.isdecimal())

@@ -55,7 +55,7 @@ def _broken(op: Any, shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
 
 
 def shape_of(value_type: Any) -> tuple[int, ...]:
-    """Of what is no tensor, ()."""
+    """The shape of a value; () where it is no tensor."""
     if value_type.WhichOneof("type") != "tensorType":
         return ()
     return tuple(d.constant.size for d in value_type.tensorType.dimensions)

@@ -34,7 +34,7 @@ class Interface:
 
 
 class Package:
-    """Raises GraphError if it cannot be read."""
+    """A Core ML package on disk, read as protobuf. Raises GraphError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -50,7 +50,7 @@ class Package:
         return {f.name: _interface(f) for f in self._spec.description.functions}
 
     def operations(self, function: str) -> Iterator[Any]:
-        """Its operations as the protobuf has them, constants included."""
+        """The operations of a function as the protobuf has them, constants included."""
         block = self._spec.mlProgram.functions[function]
         yield from block.block_specializations[block.opset].operations
 

@@ -55,7 +55,7 @@ class _Step:
 
 
 class StatefulProgram(CheckedProgram[_Handle]):
-    """`pad_token` fills the part of a bucket that has no token of the prompt, and never changes a result."""
+    """A package whose states live in MLState, as a Program. `pad_token` fills a bucket and never changes a result."""
 
     def __init__(self, functions: Mapping[str, Function], manifest: Manifest, producer: str, threads: int) -> None:
         super().__init__(manifest)
@@ -153,7 +153,7 @@ class StatefulProgram(CheckedProgram[_Handle]):
 
 
 def _read(state: StateStore, name: str) -> NDArray[np.float32]:
-    """Raises GraphError."""
+    """Read a state as float32. Raises GraphError."""
     try:
         return np.require(state.read_state(name), np.float32, ["W"])
     except Exception as err:  # coremltools raises RuntimeError and plain Exception
@@ -161,7 +161,7 @@ def _read(state: StateStore, name: str) -> NDArray[np.float32]:
 
 
 def _write(state: StateStore, name: str, array: NDArray[np.float32]) -> None:
-    """Raises GraphError."""
+    """Write a state. Raises GraphError."""
     try:
         state.write_state(name, array)
     except Exception as err:

@@ -88,7 +88,7 @@ class CoreMLRuntime:
         units: Units,
         stateful: bool,
     ) -> StatefulProgram | FlatProgram:
-        """Raises GraphError."""
+        """Put the functions together into a program. Raises GraphError."""
         producer, threads = f"coreml {self._backend.identity(units)}", default_threads()
         program: StatefulProgram | FlatProgram
         if stateful:
@@ -118,7 +118,7 @@ class CoreMLRuntime:
 
 
 def _check(interfaces: dict[str, Interface], manifest: Manifest, stateful: bool) -> None:
-    """Raises GraphError unless the package has every function, and a stateful one what its manifest says.
+    """Check that the package has every function, and a stateful one what its manifest says. Raises GraphError.
 
     Of a stateless one the program checks the tensors.
     """

@@ -23,7 +23,7 @@ STATE_DTYPE = np.dtype(np.float16)
 
 @dataclass(frozen=True)
 class Stack:
-    """One state. `layers` are its tensors, first to last."""
+    """A state of the package: the tensors of several layers stacked. `layers` are its tensors, first to last."""
 
     name: str
     layers: tuple[TensorSpec, ...]
@@ -52,7 +52,9 @@ class Stack:
 
 
 def stacks(spec: StateSpec, capacity: int) -> tuple[Stack, ...]:
-    """In the order in which their first tensors come. `capacity`: tokens that the KV caches have room for."""
+    """Group the tensors of a spec into stacks, in the order of their first tensors. `capacity`: tokens of the KV
+    caches.
+    """
     groups: dict[tuple[str, tuple[int, ...]], list[TensorSpec]] = {}
     for t in spec.tensors:
         groups.setdefault((t.kind, t.shape), []).append(t)
@@ -66,5 +68,5 @@ def stacks(spec: StateSpec, capacity: int) -> tuple[Stack, ...]:
 
 
 def rounded(array: NDArray[Any]) -> NDArray[np.float32]:
-    """As a state holds it: float32 values that float16 has, none of them infinite."""
+    """Round an array as a state holds it: float32 values that float16 has, none of them infinite."""
     return np.ascontiguousarray(narrowed(array, STATE_DTYPE), np.float32)

@@ -24,7 +24,7 @@ def buffers(fd: int) -> Iterator[tuple[int, int]]:
 
 
 def scales(fd: int) -> Iterator[tuple[int, int]]:
-    """Of each tensor in each signature; several may share one."""
+    """Places (offset, bytes) of the scales of every tensor in every signature; several tensors may share one."""
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
         model: Any = schema.Model.GetRootAs(data, 0)
         for i in range(model.SubgraphsLength()):

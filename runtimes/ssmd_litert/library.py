@@ -255,7 +255,7 @@ class LibraryGraph(Graph):
         return indices, signatures
 
     def _read_tensors(self, signature: c_void_p, side: str) -> dict[str, Tensor]:
-        """In the order in which a run takes its buffers."""
+        """Read the tensors of one side, in the order in which a run takes its buffers."""
         tensors: dict[str, Tensor] = {}
         count, tensor, name, kind = c_size_t(), c_void_p(), c_char_p(), _TensorType()
         self._call(f"LiteRtGetNumSignature{side}s", signature, byref(count))
@@ -280,7 +280,7 @@ class LibraryCall:
         self._arguments = (graph._compiled, index, len(inputs), self._inputs, len(outputs), self._outputs)
 
     def run(self) -> None:
-        """Raises GraphError if LiteRT reports a failure."""
+        """Compute the outputs from the inputs. Raises GraphError if LiteRT reports a failure."""
         status = self._function(*self._arguments)
         if status:
             raise GraphError(f"LiteRtRunCompiledModel failed with status {status}")

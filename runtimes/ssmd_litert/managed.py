@@ -49,7 +49,7 @@ class ManagedGraph(Graph):
         )
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
-        """Nothing is bound to memory of ours."""
+        """Do nothing: no call is bound to memory of ours."""
 
     def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
         results = {n: np.empty(t.shape, t.dtype) for n, t in self.signatures[signature].outputs.items()}
@@ -62,7 +62,7 @@ class ManagedGraph(Graph):
 
 
 class ManagedCall:
-    """Copies the bound arrays in, runs, copies the results out."""
+    """A call that copies the bound arrays in, runs, and copies the results out."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ManagedCall:
         self._inputs, self._outputs = inputs, outputs
 
     def run(self) -> None:
-        """Raises GraphError if LiteRT reports a failure."""
+        """Compute the outputs from the inputs. Raises GraphError if LiteRT reports a failure."""
         into, out = self._buffers
         try:
             for name, array in self._inputs.items():

@@ -15,7 +15,7 @@ _BYTEWISE = ("embedding", "head")  # int8 in int4 too: one matrix where they are
 
 
 def quantize(source: Path, target: Path, quantization: Quantization) -> None:
-    """A float32 .tflite as a quantized one."""
+    """Quantize the float32 .tflite `source` into `target`."""
     from ai_edge_quantizer import quantizer
 
     q = quantizer.Quantizer(str(source))
@@ -68,7 +68,7 @@ def unfit(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) -> 
 
 
 def nbytes(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) -> int:
-    """Of all parameters together, quantized, with their scales."""
+    """Bytes of all parameters together, quantized, with their scales."""
     total = 0
     for name, shape in shapes.items():
         elements, rows = 1, shape[0]

@@ -23,7 +23,7 @@ MOST_THREADS = 256
 
 
 class LiteRTRuntime:
-    """`zero_copy=False` lets LiteRT own the tensors and copies them in and out: slower, for where sharing fails."""
+    """LiteRT on the CPU. `zero_copy=False` lets it own the tensors and copies them: slower, for where sharing fails."""
 
     name = "litert"
 
@@ -78,7 +78,7 @@ class LiteRTRuntime:
 
 
 def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, cache: WeightCache) -> FlatProgram:
-    """Raises GraphError if the model does not load, or the self-test fails, with a weight cache and without one."""
+    """Load the graph, with the weight cache if that works. Raises GraphError if it fails without it too."""
     for weights in dict.fromkeys((cache.path(), None)):
         graph: Graph | None = None
         try:

@@ -37,7 +37,7 @@ class WeightCache:
             self._fresh = None
 
     def drop(self) -> None:
-        """The model did not load: the file may be why."""
+        """Drop the file after a model did not load: it may be why."""
         self._file.drop()
         if self._fresh is not None:
             self._fresh.unlink(missing_ok=True)

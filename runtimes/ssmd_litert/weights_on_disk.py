@@ -44,7 +44,7 @@ class Hollow:
             self._held[name] = memory
 
     def empty(self, file: Path) -> None:
-        """Move them to `file`. The module computes nothing after this."""
+        """Move the parameters to `file`. The module computes nothing after this."""
         with file.open("xb") as out:
             for name, memory in self._held.items():
                 out.write(memory)

@@ -75,8 +75,9 @@ class Compiler:
                 shutil.rmtree(other, ignore_errors=True)
 
     def _compile(self, model: Path, weights: Path) -> Any:
-        """In a thread of its own: CPU_DENORMALS_OPTIMIZATION changes the thread that compiles, and by it those that it
-        starts, which compute."""
+        """Compile in a thread of its own: CPU_DENORMALS_OPTIMIZATION changes the thread that compiles, and by it the
+        threads that this one starts, which compute.
+        """
         try:
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(self._compile_here, model, weights).result()

@@ -16,7 +16,7 @@ _UNTRIED = "; never executed on one by those who made ssmd"
 
 
 def devices(core: Any, root: Path = Path("/")) -> list[Device]:
-    """core: an openvino.Core. root: where the system's /dev is.
+    """List the devices, and of the others why not. core: an openvino.Core. root: where the system's /dev is.
 
     OpenVINO is asked of a device only where Linux shows one: its plugin would take 36 MB for the answer.
     """

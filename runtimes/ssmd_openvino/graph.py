@@ -22,7 +22,7 @@ _DTYPES = {"f32": np.dtype(np.float32), "i32": np.dtype(np.int32)}
 
 
 class OpenVINOGraph(Graph):
-    """Not thread-safe: one call at a time, which the program sees to."""
+    """A compiled OpenVINO model as a Graph. Not thread-safe: the program makes one call at a time."""
 
     def __init__(self, compiled: Mapping[str, Any], lengths: Mapping[str, tuple[int, int]]) -> None:
         """compiled: a compiled model for each signature, or one for several. lengths: T and S of each signature.
@@ -46,7 +46,7 @@ class OpenVINOGraph(Graph):
         return OpenVINOCall(request)
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
-        """Requests hold what they are bound to, and go with the calls."""
+        """Do nothing: requests hold what they are bound to, and go with the calls."""
 
     def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
         known = self.signatures[signature]
@@ -68,7 +68,7 @@ class OpenVINOCall:
         self._request = request
 
     def run(self) -> None:
-        """Raises GraphError if OpenVINO reports a failure."""
+        """Compute the outputs from the inputs. Raises GraphError if OpenVINO reports a failure."""
         try:
             self._request.start_async()  # `infer` would look its arguments through and wrap every output
             self._request.wait()
@@ -77,7 +77,7 @@ class OpenVINOCall:
 
 
 def signatures(lengths: Sequence[int], tiers: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """T and S of every signature. lengths: 1 and the buckets."""
+    """List T and S of every signature. lengths: 1 and the buckets."""
     return {signature_name(n, capacity, tiers[0]): (n, capacity) for capacity in tiers for n in lengths}
 
 
@@ -98,7 +98,9 @@ def _signature(compiled: Any, length: int, capacity: int) -> Signature:
 
 
 def _tensors(ports: Sequence[Any], length: int, capacity: int) -> dict[str, Tensor]:
-    """By the name that a state has on both sides; open dimensions are T in `tokens` and in outputs, S in caches."""
+    """The ports by the name that a state has on both sides; open dimensions are T in `tokens` and in outputs, S in
+    caches.
+    """
     tensors: dict[str, Tensor] = {}
     for port in ports:
         name = port.any_name
@@ -112,7 +114,7 @@ def _tensors(ports: Sequence[Any], length: int, capacity: int) -> dict[str, Tens
 
 
 def _size(dimension: Any, opened: int) -> int:
-    """Of an open dimension that is one at most, one: the batch of what was computed block by block."""
+    """The size of a dimension; 1 for an open one that is one at most: the batch of what was computed block by block."""
     if dimension.is_dynamic:
         return 1 if dimension.get_max_length() == 1 else opened
     size: int = dimension.get_length()

@@ -94,7 +94,7 @@ class OpenVINORuntime:
         return self._core
 
     def _graph(self, artifact: Artifact, device: str, threads: int, opened: bool) -> OpenVINOGraph:
-        """Raises GraphError."""
+        """Load an artifact's model on a device. Raises GraphError."""
         manifest = artifact.manifest
         names = signatures((1, *manifest.buckets), manifest.tiers or (manifest.context or 1,))
         properties = {**ON_CPU, "INFERENCE_NUM_THREADS": threads} if device == "cpu" else ELSEWHERE
@@ -124,7 +124,7 @@ def _pack(program: FlatProgram) -> None:
 
 
 def _not_newer(manifest: Manifest) -> None:
-    """Raises ProgramError if a newer release of OpenVINO wrote the artifact than is installed."""
+    """Check that the artifact was not written by a newer release of OpenVINO than is installed. Raises ProgramError."""
     here, built = library.package_version(), manifest.builders.get("openvino", "")
     if _release(built) > _release(here):
         raise ProgramError(

@@ -37,7 +37,7 @@ class XambaError(ValueError):
 
 @dataclass(frozen=True)
 class Passes:
-    """`actiba`: the number of segments of its functions."""
+    """The passes that are asked for. `actiba`: the number of segments of its functions."""
 
     cumba: bool = False
     reduba: bool = False
@@ -45,7 +45,7 @@ class Passes:
 
     @staticmethod
     def parse(text: str) -> Passes:
-        """From "cumba,reduba,actiba=32", in any order. Raises XambaError."""
+        """Read passes from a text like "cumba,reduba,actiba=32", in any order. Raises XambaError."""
         chosen: dict[str, Any] = {}
         for word in text.split(","):
             name, equals, number = word.strip().partition("=")
@@ -67,7 +67,7 @@ class Passes:
         return Passes(**chosen)
 
     def single(self) -> list[Passes]:
-        """Each of them alone, in the order in which they run."""
+        """List each pass alone, in the order in which they run."""
         return [Passes(**{name: asked}) for name, asked in self.to_json().items() if asked]
 
     def to_json(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ _TEMPLATES = Environment(
 
 @dataclass(frozen=True)
 class Found:
-    """An adapter. `name` is what --device takes."""
+    """An adapter of the system. `name` is what --device takes."""
 
     name: str
     backend: str
@@ -79,7 +79,7 @@ class Found:
 
     @property
     def why_not(self) -> str:
-        """ "" or which of the limits is too low."""
+        """Say which of the adapter's limits is too low, or ""."""
         for name, least in _NEEDED.items():
             if self.adapter.limits[name] < least:
                 return f"its {name} is {self.adapter.limits[name]}, {least} are needed"
@@ -105,7 +105,7 @@ def adapters() -> list[Found]:
 
 
 def devices() -> list[Device]:
-    """The best adapter as "gpu", and each by its own name."""
+    """List the best adapter as "gpu", and each by its own name."""
     found = adapters()
     if not found:
         return [Device(BEST, "any GPU", no_adapter(sys.platform))]
@@ -114,7 +114,7 @@ def devices() -> list[Device]:
 
 
 def no_adapter(platform: str) -> str:
-    """What to install."""
+    """Say what to install where there is no adapter."""
     if platform == "darwin":
         return "wgpu finds no Metal device: it needs macOS 11 or later"
     if platform == "win32":
@@ -126,7 +126,7 @@ def no_adapter(platform: str) -> str:
 
 
 def choose(name: str | None) -> Found:
-    """Raises RuntimeUnavailable with what there is."""
+    """Choose the adapter of that name, or the best one. Raises RuntimeUnavailable with what there is."""
     found = adapters()
     if not found:
         raise RuntimeUnavailable(no_adapter(sys.platform))
@@ -175,7 +175,9 @@ class Gpu:
 
     @cached_property
     def subgroup(self) -> int:
-        """So many threads at least can read one another's values; 0 where none can. wgpu-native 0.32 does not tell."""
+        """The least number of threads that can read one another's values; 0 where none can. wgpu-native 0.32 does not
+        tell.
+        """
         if SUBGROUP not in self.found.adapter.features:
             return 0
         kernel, sizes = self.kernel(_SIZES), self.region(4 * 64)
@@ -186,7 +188,7 @@ class Gpu:
 
     @property
     def binding_bytes(self) -> int:
-        """The most that a shader can be given at once."""
+        """The most bytes of a buffer that a shader can be given at once."""
         most: int = min(self.limits["max-storage-buffer-binding-size"], self.limits["max-buffer-size"])
         return most // 16 * 16
 
@@ -207,7 +209,7 @@ class Gpu:
         return Region(buffer, 0, buffer.size)
 
     def uploaded(self, array: NDArray[Any]) -> Region:
-        """A buffer that holds the array."""
+        """Make a buffer that holds the array."""
         region = self.region(array.nbytes)
         raw = array.reshape(-1).view(np.uint8)
         self.write(region, np.pad(raw, (0, -raw.nbytes % 4)))
@@ -231,12 +233,12 @@ class Gpu:
         return True
 
     def wait(self) -> None:
-        """Until all that was submitted is done."""
+        """Wait until all that was submitted is done."""
         self.recorder.submit([])
         self.recorder.poll()
 
     def kernel(self, text: str) -> Kernel:
-        """Compiled once for each text."""
+        """Compile a shader, once for each text."""
         if text not in self._kernels:
             self._kernels[text] = self._compiled(text)
         return self._kernels[text]

@@ -20,8 +20,9 @@ _SPARE = 4  # slots of released handles that are kept for the next ones
 
 @dataclass(eq=False, slots=True)
 class Handled(Held):
-    """With a slot, it is on the device; with `away`, its state is in host memory; with neither, it was released or
-    lost."""
+    """A handle. With a slot, it is on the device; with `away`, its state is in host memory; with neither, it was
+    released or lost.
+    """
 
     slot: Slot | None
     away: State | None = None
@@ -37,7 +38,7 @@ class Handles:
         self.spare: list[Slot] = []
 
     def new(self, model: Model, program: object, tokens: int, keep: Handled | None = None) -> Handled:
-        """With room for so many tokens. `keep` stays on the device."""
+        """Make a handle with room for `tokens` tokens. `keep` stays on the device."""
         handle = Handled(program, self._new_slot(model, tokens, keep))
         self.live[handle] = None
         return handle
@@ -62,14 +63,14 @@ class Handles:
             self._keep(slot)
 
     def forget(self) -> None:
-        """The device is gone, or about to go."""
+        """Forget all that is on the device, which is gone, or about to go."""
         for handle in self.live:
             handle.slot, handle.lost = None, True
         self.live.clear()
         self.spare.clear()
 
     def read(self, model: Model, handle: Handled, since: int) -> State:
-        """A canonical copy with the rows from `since` on."""
+        """Read a canonical copy of the state with the rows from `since` on."""
         position = handle.position
         if handle.away is not None:
             rows = {t.name: handle.away.tensors[t.name][:, since:] for t in self._spec.rows}

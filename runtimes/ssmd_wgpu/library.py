@@ -17,7 +17,7 @@ from ssmd.runtime.hoststate.graph import GraphError
 
 
 def package_version() -> str:
-    """Raises ImportError where wgpu is not installed."""
+    """The version of wgpu-py that is installed. Raises ImportError where none is."""
     try:
         return version("wgpu")
     except PackageNotFoundError as err:
@@ -34,7 +34,7 @@ def wgpu() -> Any:
 
 @cache
 def native() -> tuple[Any, Any, Any]:
-    """lib, ffi and the handler that errors come to."""
+    """wgpu-native's lib and ffi, and the handler that errors come to."""
     wgpu()
     from wgpu.backends.wgpu_native._api import error_handler, ffi, lib
 

@@ -17,7 +17,7 @@ from ssmd_wgpu.ssd import CHUNK
 
 
 class Model:
-    """Raises GraphError if the device has no room for it or refuses a shader."""
+    """A plan's weights and kernels on a device. Raises GraphError if there is no room for it or a shader is refused."""
 
     def __init__(self, gpu: Gpu, plan: Plan, weights: Weights, most_tokens: int, half: bool, tiling: Tiling) -> None:
         """`half`: whether keys and values are float16."""
@@ -65,7 +65,7 @@ class Model:
         return {**made, "parts": self.gpu.region(4 * parts), "chunks": self.gpu.region(4 * chunks)}
 
     def prefill(self, count: int) -> Sequence[Op]:
-        """The dispatches of so many tokens, without embedding and head."""
+        """The operations of `count` tokens, without embedding and head."""
         if count == 1:
             return self.decode
         return self._prefills[-1 if count > CHUNK else 0]
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def row_bytes(self) -> int:
-        """Of one handle's logits."""
+        """Bytes of one handle's logits."""
         return -(-4 * self.plan.vocabulary // ALIGNMENT) * ALIGNMENT
 
     def head(self, row: int) -> tuple[Sequence[Op], Region]:

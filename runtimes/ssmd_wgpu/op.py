@@ -15,7 +15,7 @@ from ssmd_wgpu.ssd import MOST_GROUPS
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """`layer`: whose state group 1 binds, where the kernel has a group 1.
+    """A kernel with its buffers and workgroups. `layer`: whose state group 1 binds, where the kernel has a group 1.
 
     `tokens`: those that one workgroup's y takes in a prefill; 0 where y does not count tokens. `rows`: those of the
     cache that it takes; 0 where y does not count them.
@@ -47,7 +47,7 @@ def operation(
 
 
 def f32(value: float) -> str:
-    """A literal of WGSL."""
+    """Write a number as a literal of WGSL."""
     if not math.isfinite(value):
         raise GraphError(f"{value} is no number")
     return f"f32({float(value)!r})"

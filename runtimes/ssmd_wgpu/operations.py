@@ -23,7 +23,9 @@ _NO_BOUND = 3.0e38  # of dt
 
 
 class Operations:
-    """`half`: whether keys and values are float16. Raises GraphError if the device refuses one."""
+    """Makes the operations of a plan. `half`: whether keys and values are float16. Raises GraphError if the device
+    refuses one.
+    """
 
     def __init__(
         self, gpu: Gpu, plan: Plan, weights: Resident, buffers: Mapping[str, Region], half: bool, tiling: Tiling
@@ -45,7 +47,7 @@ class Operations:
         yield from self._products.matvec(name, "", "x", logits, norm=norm, last_row=True)
 
     def layer(self, i: int, *, one: bool, chunked: bool = False) -> Iterator[Op]:
-        """Of one token, or of T; `chunked`: Mamba-2 by chunks."""
+        """The operations of layer `i`, for one token or for T; `chunked`: Mamba-2 by chunks."""
         layer = self._plan.layers[i]
         parts = [(f"layer{i}_mixer{j}", mixer) for j, mixer in enumerate(layer.mixers)]
         if not one:
@@ -202,7 +204,7 @@ class Operations:
 
 
 def parts_of(rows: int) -> int:
-    """Of a cache with room for so many rows."""
+    """Count the parts of a KV cache with room for `rows` rows: a decode step reads each by a workgroup of its own."""
     return -(-rows // PART_ROWS)
 
 

@@ -46,7 +46,7 @@ class PackError(ValueError):
 
 
 def format_of(name: str, quantization: Format) -> Format:
-    """Of a matrix in an artifact of that quantization."""
+    """The format of a matrix in an artifact of that quantization."""
     if quantization in ("f32", "f16"):
         return quantization
     if name.rpartition("_")[2] in _SMALL:
@@ -60,12 +60,12 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def blocks(columns: int, fmt: Format) -> int:
-    """KB."""
+    """Count the blocks of 16 bytes in a packed row: KB."""
     return -(-columns // VALUES[fmt])
 
 
 def nbytes(rows: int, columns: int, fmt: Format) -> int:
-    """Of a matrix, with its scales."""
+    """Bytes of a packed matrix (rows, columns), with its scales."""
     scale = {"int8": 4, "int4": 2 * blocks(columns, fmt)}.get(fmt, 0)
     return rows * (16 * blocks(columns, fmt) + scale)
 
@@ -129,7 +129,7 @@ class Weights:
     """An artifact's mapped file of weights, every tensor of which has the shape that `parameters` says."""
 
     def __init__(self, file: Path, parameters: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ProgramError if a tensor is missing, is one too many, or does not fit."""
+        """Map a file of packed weights. Raises ProgramError if a tensor is missing, one too many, or does not fit."""
         try:
             self._tensors = safetensors_header(file)
             with file.open("rb") as f:

@@ -41,7 +41,7 @@ HARDWARE = Tiling(16, 4, 64, 2, chunked=True)  # where nothing could be measured
 
 
 class Products:
-    """`eps`: of the norms that stand before products."""
+    """Makes the operations of products. `eps`: of the norms that stand before them."""
 
     def __init__(self, gpu: Gpu, weights: Resident, buffers: Mapping[str, Region], eps: float, tiling: Tiling) -> None:
         self._gpu, self._buffers, self._eps, self._tiling = gpu, buffers, eps, tiling
@@ -63,7 +63,7 @@ class Products:
         biased: bool = True,
         **sizes: Any,
     ) -> Iterator[Op]:
-        """By a matvec for one token, else by a matmul. `gain`: of the norm of x."""
+        """The operations of a product y = W x: a matvec for one token, else a matmul. `gain`: of the norm of x."""
         bias = self._parts[part].at.get(name.partition("_")[2] + "_bias") if biased else None
         if one:
             norm = {"gain": gain, "eps": f32(self._eps if eps is None else eps)}

@@ -29,7 +29,7 @@ _AT_ONCE = 64  # dispatches of a prefill that are submitted together
 
 
 class WgpuProgram(CheckedProgram[Handled]):
-    """A loaded artifact."""
+    """A loaded artifact on a GPU, as a Program."""
 
     def __init__(self, load: Callable[[], Model], manifest: Manifest) -> None:
         """`load`: the artifact onto a device that is opened for it; once more when that device is lost."""

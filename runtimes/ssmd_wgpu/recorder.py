@@ -28,7 +28,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Copy:
-    """Bytes from one buffer to another."""
+    """A copy of bytes from one buffer to another."""
 
     source: Any
     source_offset: int
@@ -47,8 +47,9 @@ def dispatch(pipeline: Any, group0: Any, group1: Any, x: int, y: int) -> Dispatc
 
 
 class Recorder:
-    """Of one device. With SSMD_WGPU_WRAPPED=1 wgpu-py records, which says at which call something is wrong, and takes
-    eight times as long."""
+    """Records and submits the dispatches of one device. With SSMD_WGPU_WRAPPED=1 wgpu-py records, which says at which
+    call something is wrong, and takes eight times as long.
+    """
 
     def __init__(self, device: Any, queue: Any) -> None:
         self._wrapped, self._queue_wrapped = device, queue
@@ -64,7 +65,7 @@ class Recorder:
         self._scratch = device.create_buffer(size=16, usage=library.wgpu().BufferUsage.COPY_DST)
 
     def probe(self) -> None:
-        """Raises GraphError if the device is lost: a submission to such a one would end the process."""
+        """Check that the device is there: a submission to a lost one would end the process. Raises GraphError."""
         try:
             self._queue_wrapped.write_buffer(self._scratch, 0, bytes(16))
         except Exception as err:

@@ -40,7 +40,7 @@ class Placed:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What a shader is told of any of its parts."""
+        """The constants that a shader needs to read any of its parts."""
         return {
             "format": self.fmt,
             "blocks": blocks(self.columns, self.fmt),
@@ -61,7 +61,7 @@ class Resident:
     """The weights of a plan. Vectors by the part of the model that reads them: "", "layer3_mixer0", "layer3_mlp"."""
 
     def __init__(self, gpu: Gpu, plan: Plan, weights: Weights) -> None:
-        """Raises GraphError if they do not fit, before anything is uploaded."""
+        """Place the weights in the device's memory. Raises GraphError, before any upload, if they do not fit."""
         self._gpu = gpu
         self._uploads: list[tuple[Region, NDArray[Any]]] = []
         try:

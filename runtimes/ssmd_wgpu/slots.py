@@ -80,12 +80,12 @@ class Slot:
         return made
 
     def clear(self) -> None:
-        """As if new. Rows are never read before they were written."""
+        """Make the slot as if new. Rows are never read before they were written."""
         if self._recurrent is not None:
             self._gpu.recorder.submit([], clears=[Region(self._recurrent, 0, self._recurrent.size)])
 
     def feed(self, position: int, tokens: NDArray[np.int32]) -> None:
-        """Say what the next dispatches are to read."""
+        """Write what the next dispatches are to read: position, number of tokens, and the tokens."""
         self._words[:2] = position, len(tokens)
         self._words[CONTROL : CONTROL + len(tokens)] = tokens
         self._gpu.write(self.control, self._words[: CONTROL + len(tokens)])
@@ -103,7 +103,7 @@ class Slot:
         return self._groups[key]
 
     def dispatches(self, ops: Sequence[Op], count: int) -> list[Dispatch]:
-        """Of `count` tokens."""
+        """Make the dispatches of some operations over `count` tokens."""
         made = []
         for op in ops:
             x, y = op.grid
@@ -118,7 +118,7 @@ class Slot:
         return [self.regions[t.name] for t in self._spec.recurrent]
 
     def row_regions(self, first: int, last: int) -> list[Region]:
-        """Of rows [first, last), which must be whole words."""
+        """The regions of rows [first, last) of every cache, which must be whole words."""
         made = []
         for t in self._spec.rows:
             r, size = self.regions[t.name], row_bytes(t)

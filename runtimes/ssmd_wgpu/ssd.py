@@ -16,8 +16,9 @@ Step = tuple[str, tuple[int, int], int]  # a shader's text, its workgroups, and 
 
 
 def recurrence(sizes: Mapping[str, Any], *, chunked: bool) -> Iterator[Step]:
-    """`sizes`: heads, head_dim, states, groups; places in small vectors a, dt_bias, d; u_stride, z_stride, dt_offset,
-    dt_low, dt_high, and whether there is a gate."""
+    """Make the shaders of a Mamba-2 recurrence. `sizes`: heads, head_dim, states, groups; places in small vectors a,
+    dt_bias, d; u_stride, z_stride, dt_offset, dt_low, dt_high, and whether there is a gate.
+    """
     heads, head_dim, states = (sizes[name] for name in ("heads", "head_dim", "states"))
     inner = heads * head_dim
     if not chunked:
@@ -33,6 +34,6 @@ def recurrence(sizes: Mapping[str, Any], *, chunked: bool) -> Iterator[Step]:
 
 
 def spread(groups: int) -> tuple[int, int]:
-    """So many workgroups over two dimensions."""
+    """Spread `groups` workgroups over two dimensions."""
     high = -(-groups // MOST_GROUPS)
     return -(-groups // high), high

@@ -68,7 +68,9 @@ def candidates(gpu: Gpu) -> list[Tiling]:
 
 
 def tiles(gpu: Gpu) -> list[tuple[int, int]]:
-    """Of a matmul, and the quads of a thread. Tiles of tokens and of rows, 32 values deep, lie in shared memory."""
+    """The tiles of a matmul that this GPU can hold, each with the quads of a thread. Tiles of tokens and of rows, 32
+    values deep, lie in shared memory.
+    """
     most = gpu.limits["max-compute-workgroup-storage-size"] // (2 * 32 * 4)
     return [(tile, quads) for tile, quads in ((32, 1), (64, 1), (64, 2), (128, 2)) if tile <= most]
 
@@ -113,7 +115,7 @@ class _Bench:
         self._sizes |= {"rows": ROWS, "gain": None, "bias": None, "end": "store"}
 
     def matvec(self, t: Tiling) -> tuple[float, NDArray[np.float32]]:
-        """Seconds, and what it gives (ROWS,)."""
+        """Measure a matvec: seconds, and what it gives (ROWS,)."""
         text = shader(
             "matvec",
             **self._sizes,
@@ -133,7 +135,7 @@ class _Bench:
         return self._seconds(self._dispatch(text, -(-ROWS // tile), -(-TOKENS // tile)))
 
     def mamba2(self, chunked: bool) -> float:
-        """Of a layer's recurrence."""
+        """Measure the recurrence of one Mamba-2 layer, seconds."""
         heads, head_dim, states = MAMBA2
         inner = heads * head_dim
         made = {"u": inner + 2 * states, "z": 2 * inner + 2 * states + heads, "y": inner, "dt": heads, "logs": heads}

@@ -16,7 +16,7 @@ MAX_SHOWN_CHARS = 80
 
 
 class StrictModel(BaseModel):
-    """No unknown fields, no "1" for 1, no NaN and no Infinity."""
+    """A model of a request's fields: no unknown ones, no "1" for 1, no NaN and no Infinity."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -61,7 +61,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def validate(model: type[Model], fields: dict[str, Any]) -> Model:
-    """Raises Rejected that names the first wrong field."""
+    """Read the fields into the model. Raises Rejected that names the first wrong field."""
     try:
         return model.model_validate(fields)
     except ValidationError as err:

@@ -15,7 +15,7 @@ class Gone(Exception):
 
 
 class Delivery:
-    """Made in the event loop; called, as the engine's `deliver`, from any thread."""
+    """Carries the engine's events to one request. Made in the event loop; called, as `deliver`, from any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -24,7 +24,7 @@ class Delivery:
         self.last: asyncio.Future[Event] = self._loop.create_future()  # Done or Failed, whether it is read or not
 
     def __call__(self, event: Event) -> None:
-        """Raises RuntimeError when the event loop is closed already."""
+        """Hand an event to the event loop. Raises RuntimeError when the loop is closed already."""
         self._loop.call_soon_threadsafe(self._put, event)
 
     def _put(self, event: Event) -> None:
@@ -33,7 +33,7 @@ class Delivery:
             self.last.set_result(event)
 
     async def next(self) -> Event:
-        """The next event. Raises Gone as soon as the client went away."""
+        """Wait for the next event. Raises Gone as soon as the client went away."""
         if not self._events.empty():
             await asyncio.sleep(0)  # a burst of events must not keep the loop from other clients
         event = await self._events.get()

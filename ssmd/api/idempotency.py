@@ -72,12 +72,14 @@ class Attempt:
         self._generation = ""
 
     def follow(self, delivery: Delivery, generation: str) -> None:
-        """It ends with its generation, which has this id."""
+        """End this attempt when its generation, which has this id, ends."""
         self._generation = generation
         delivery.last.add_done_callback(lambda last: self.end(last.result()))
 
     def end(self, how: Event | Rejected | None = None) -> None:
-        """`how`: the last event, or what it was refused with; None if it was answered with an earlier one's answer."""
+        """End this attempt. `how`: the last event, or what it was refused with; None if it was answered with an earlier
+        one's answer.
+        """
         if self.ended.is_set():
             return
         self.ended.set()
@@ -101,7 +103,7 @@ class Repeats:
         self._failures: defaultdict[bytes, list[tuple[float, str]]] = defaultdict(list)
 
     def mark(self, headers: Headers, body: bytes) -> Mark:
-        """Raises Rejected."""
+        """Read what a request says of itself. Raises Rejected."""
         return read_mark(headers, body, self._api_key)
 
     async def enter(self, mark: Mark, delivery: Delivery) -> tuple[Attempt, Reply | None]:

@@ -24,7 +24,7 @@ _NAME = re.compile(r"[\w-]{1,64}")
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
-    """Raises Rejected whose param says where, like messages[2].content[0]."""
+    """Read the messages of a request. Raises Rejected whose param says where, like messages[2].content[0]."""
     if not isinstance(value, list):
         _wrong("messages", "must be a list of messages", value)
     if not value:

@@ -21,7 +21,7 @@ def served_names(engine: Engine) -> list[str]:
 
 
 def check_served(engine: Engine, model: str) -> None:
-    """Raises Rejected (404, with the names there are) unless `model` is one of them."""
+    """Check that `model` is served here. Raises Rejected (404, with the names there are)."""
     if model not in served_names(engine):
         raise Rejected(
             f"there is no model {shown(model)} here; this daemon serves: {engine.artifact.manifest.name}",

@@ -40,7 +40,8 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
 
 @dataclass(frozen=True)
 class Rules:
-    """`hosts` as a Host header writes them, lower case, without port; "*" in `hosts` or `origins` allows any.
+    """What is let in. `hosts` as a Host header writes them, lower case, without port; "*" in `hosts` or `origins`
+    allows any.
 
     `body_limits`: bytes, for the paths that differ from `max_body_bytes`.
     """

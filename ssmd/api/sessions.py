@@ -93,7 +93,7 @@ class _Sessions:
         return JSONResponse({"id": wanted, "object": "session.deleted", "deleted": True})
 
     async def fork(self, request: Request) -> JSONResponse:
-        """The body may be left out: then the fork begins at the head."""
+        """Fork a session. The body may be left out: then the fork begins at the head."""
         store, wanted = self._store, _session_id(request)
         raw = await read_body(request)
         turn = validate(_ForkBody, parse_object(raw) if raw else {}).turn

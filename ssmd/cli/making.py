@@ -106,7 +106,7 @@ def converter_of(runtime: str, xamba: str | None = None, variant: str | None = N
 
 
 def packer_of(runtime: str | None) -> Packer | None:
-    """Of a runtime that takes weights as they are, in any config, and needs no graph."""
+    """The packer of a runtime that takes weights as they are, in any config, and needs no graph; else None."""
     from ssmd.build.builder import Packer
     from ssmd.refit import catalog
 

@@ -101,7 +101,7 @@ def refitted(
 def packed(
     packer: Packer, source: Source, name: str, settings: Settings, say: Progress, *, force: bool = False
 ) -> Path:
-    """As `refitted`, of a runtime that needs no graph."""
+    """Pack the source for a runtime that needs no graph; its folder. One that is there is kept, unless `force`."""
     out = _folder(settings, name, packer.runtime, packer.device_class, packer.quantizations[0])
     return _made(out, force, say, name, lambda: packer.build(source, out, name=name, replace=True, progress=say))
 

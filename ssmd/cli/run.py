@@ -102,7 +102,7 @@ def _chat(talk: _Talk) -> None:
 
 
 def _read_line() -> str:
-    """Raises KeyboardInterrupt on Ctrl-C: here, and only here, it breaks something off."""
+    """Read a line. Raises KeyboardInterrupt on Ctrl-C: here, and only here, it breaks something off."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return input("> ")

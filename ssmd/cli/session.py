@@ -161,5 +161,5 @@ def _size(nbytes: int) -> str:
 
 
 def plain(text: str, *, lines: bool = False) -> str:
-    """Without control characters: a stored reply, or an imported file, must not be able to steer the terminal."""
+    """Take control characters out: a stored reply, or an imported file, must not be able to steer the terminal."""
     return "".join(c if c.isprintable() or (lines and c in "\n\t") else "\ufffd" for c in text)

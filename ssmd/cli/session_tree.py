@@ -97,7 +97,7 @@ def _words(text: str) -> str:
 
 
 def _short_ids(ids: Sequence[str]) -> dict[str, str]:
-    """As much of each id as tells it from the others."""
+    """Shorten each id to as much of it as tells it from the others."""
     length = _SHORT_ID
     while len({i[:length] for i in ids}) < len(ids):
         length += 1

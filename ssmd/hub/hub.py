@@ -61,7 +61,7 @@ class Listing:
     entries: Mapping[str, Mapping[str, Any]]
 
     def file(self, name: str) -> HubFile:
-        """Raises HubError if it is not listed, or without a size and a hash."""
+        """The listed file of that name. Raises HubError if it is not listed, or without a size and a hash."""
         entry = self.entries.get(name)
         if entry is None:
             raise HubError(f"{self.name} has no file {name!r} at {self.commit}")

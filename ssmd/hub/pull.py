@@ -104,7 +104,7 @@ def _offline(name: str, revision: str, data_dir: Path, to: Path | None) -> Pulle
 
 
 def _may_be_pulled(listing: Listing) -> None:
-    """Raises HubError if the list alone shows that this is nothing that ssmd builds."""
+    """Check by the list alone that this may be something that ssmd builds. Raises HubError."""
     there = listing.entries
     if CONFIG not in there:
         raise HubError(f"{listing.name} has no {CONFIG}: it is no model of the transformers library, or a part of one")
@@ -166,7 +166,7 @@ def _get(listing: Listing, files: Iterable[HubFile], partial: Path, progress: Pr
 
 
 def _room(files: list[HubFile], partial: Path) -> None:
-    """Raises HubError unless what is missing fits on the disk."""
+    """Check that what is missing fits on the disk. Raises HubError."""
     here = sum(min((partial / f.name).stat().st_size, f.size) for f in files if (partial / f.name).is_file())
     missing, free = sum(f.size for f in files) - here, shutil.disk_usage(partial).free
     if missing > free:

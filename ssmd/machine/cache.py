@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """SSMD_CACHE_DIR, else the user's own cache folder."""
+    """The folder of caches: SSMD_CACHE_DIR, else the user's own."""
     return Path(os.environ.get("SSMD_CACHE_DIR") or platformdirs.user_cache_dir("ssmd"))
 
 
@@ -31,7 +31,7 @@ class CachedFile:
         self._costs = costs
 
     def good(self) -> bool:
-        """Whether it is there and as it was written."""
+        """Whether the file is there and as it was written."""
         try:
             seal = json.loads(self._seal.read_text())
             if not isinstance(seal, dict) or self.path.stat().st_size != seal.get("size"):
@@ -54,7 +54,7 @@ class CachedFile:
         return fresh
 
     def keep(self, fresh: Path) -> None:
-        """What was written to `fresh` is good."""
+        """Keep what was written to `fresh`: it is good."""
         try:
             if fresh.is_file():
                 fresh.chmod(0o600)

@@ -16,7 +16,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def return_big_blocks() -> None:
-    """From now on blocks of 8 MiB and more go back to the system as soon as they are freed (glibc only).
+    """Make blocks of 8 MiB and more go back to the system as soon as they are freed (glibc only).
 
     By itself glibc raises that size to that of the largest block freed, up to 32 MiB: the caches, stores and workspaces
     of a model then lie in arenas that cannot shrink.

@@ -25,7 +25,7 @@ def parse_size(text: str) -> int:
 
 
 def show_size(nbytes: int) -> str:
-    """`0.9 kB`, `22.6 MB`, `8.6 GB`: units of 1,000."""
+    """Write a size in units of 1,000: `0.9 kB`, `22.6 MB`, `8.6 GB`."""
     units = ("kB", "MB", "GB", "TB")
     power = next((p for p in range(1, len(units)) if nbytes < 999.95 * 1000**p), len(units))
     return f"{nbytes / 1000**power:.1f} {units[power - 1]}"

@@ -50,7 +50,7 @@ class SpecialTokens(BaseModel):
 
 
 class Manifest(BaseModel):
-    """artifact.json. `build` hashes all the rest but MEASURED, and with it every file but the golden values.
+    """The contents of artifact.json. `build` hashes all of it but MEASURED, and every file but the golden values.
 
     quality: what the quantized model was measured to lose (ssmd/build/quality.py); of some builds it is not known.
     golden: who computed the golden values: the re-authored module in float32, or the artifact itself when it was new.

@@ -135,7 +135,7 @@ class Source:
 
     @cached_property
     def lineage(self) -> str:
-        """sha256 over what the model computes: the config without VOLATILE fields, and every tensor.
+        """Hash what the model computes, by sha256: the config without VOLATILE fields, and every tensor.
 
         Of each tensor its name, dtype, shape and bytes count, not the file that it lies in; neither the tokenizer nor
         the chat template counts. Reads all weights once.
@@ -262,7 +262,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def _sha256(entry: Tensor) -> str:
-    """Of its bytes, read a few at a time: mapped pages count as memory of this process."""
+    """sha256 of a tensor's bytes, read a few at a time: mapped pages count as memory of this process."""
     digest, left = hashlib.sha256(), entry.end - entry.begin
     try:
         with entry.file.open("rb") as f:

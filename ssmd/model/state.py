@@ -113,7 +113,7 @@ class StateSpec:
 
     @cached_property
     def row_values(self) -> int:
-        """Values in one token's rows, all layers together."""
+        """Number of values in one token's rows, all layers together."""
         return sum(t.shape[0] * t.shape[1] for t in self.rows)
 
     def nbytes_at(self, position: int, since: int = 0) -> int:
@@ -134,7 +134,7 @@ class StateSpec:
 
     @staticmethod
     def from_json(entries: list[dict[str, Any]]) -> StateSpec:
-        """Raises StateError on anything that `to_json` would not have written."""
+        """Read a spec from JSON. Raises StateError on anything that `to_json` would not have written."""
         try:
             return StateSpec(
                 tuple(
@@ -165,7 +165,7 @@ class State:
     tensors: Mapping[str, NDArray[Any]]
 
     def check(self, spec: StateSpec) -> None:
-        """Raises StateError unless names, shapes and dtypes are those of `spec` at this position, all finite."""
+        """Check that names, shapes and dtypes are those of `spec` at this position, all finite. Raises StateError."""
         if not 0 <= self.since <= self.position:
             raise StateError(f"state rows [{self.since}, {self.position}) are not a range")
         expected = {t.name for t in spec.tensors}
@@ -194,7 +194,9 @@ class Part:
     tensors: Mapping[str, NDArray[Any]]
 
     def check(self, spec: StateSpec) -> None:
-        """Raises StateError unless the tensors are of `spec`, in shapes and dtypes that fit; not whether finite."""
+        """Check that the tensors are of `spec`, in shapes and dtypes that fit; not that they are finite. Raises
+        StateError.
+        """
         known = {t.name: t for t in spec.tensors}
         rows = {t.name for t in spec.rows}
         if self.last > self.first >= 0 and not rows <= set(self.tensors):

@@ -39,12 +39,12 @@ class GraphError(ValueError):
 
 
 def seeded_tokens(vocabulary: int) -> list[int]:
-    """What golden values are of: ids all over the vocabulary."""
+    """The ids that golden values are computed from: all over the vocabulary."""
     return [(i * 2654435761 + 12345) % 2**32 % vocabulary for i in range(GOLDEN_TOKENS)]
 
 
 def seeded_ids(vocabulary: int, count: int = _LOGITS) -> NDArray[np.int64]:
-    """Which logits golden values hold."""
+    """The ids whose logits golden values hold."""
     return np.arange(count, dtype=np.int64) * vocabulary // count
 
 
@@ -164,7 +164,7 @@ def shipped(runtime: str | None = None) -> Iterator[StrippedGraph]:
 
 
 def names() -> list[str]:
-    """Of the models that ssmd has graphs of."""
+    """The names of the models that ssmd has graphs of."""
     return sorted({file.name.partition("@")[0] for file in SHIPPED.glob(f"*{SUFFIX}")})
 
 
@@ -212,5 +212,5 @@ def unusable(runtime: str, device: str = "cpu") -> str:
 
 
 def file_name(name: str, runtime: str, device_class: str, quantization: str) -> str:
-    """What a graph is called among those that come with ssmd."""
+    """The name of a graph's file among those that come with ssmd."""
     return f"{name}@{runtime}-{device_class}-{quantization}{SUFFIX}"

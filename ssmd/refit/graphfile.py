@@ -69,7 +69,7 @@ class StrippedFile(BaseModel):
 
     @property
     def encodings(self) -> dict[str, set[str]]:
-        """In which encodings each parameter stands here."""
+        """The encodings in which each parameter stands here."""
         found: dict[str, set[str]] = {}
         for hole in self.holes:
             found.setdefault(hole.parameter, set()).add(hole.encoding)
@@ -103,9 +103,10 @@ class Golden(BaseModel):
 
 
 class Header(BaseModel):
-    """`config`: of the source, without what says nothing about its function; `provenance` says where it is from, and
-    `origin` whose it is: a model's name on a hub, or "". `recipe`, `conversion` and `builders` are those of the
-    artifact's manifest."""
+    """What a graph is of and made by. `config`: of the source, without what says nothing about its function;
+    `provenance` says where it is from, and `origin` whose it is: a model's name on a hub, or "". `recipe`, `conversion`
+    and `builders` are those of the artifact's manifest.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
     name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
@@ -139,7 +140,7 @@ class StrippedGraph:
         self.literals = tuple(literals)
 
     def save(self, file: Path) -> None:
-        """Write it as one file, the same bytes for the same graph."""
+        """Write the graph as one file, the same bytes for the same graph."""
         header = self.header.model_dump_json().encode()
         content = b"".join([len(header).to_bytes(_LENGTH_BYTES, "little"), header, *self.literals])
         packed = zstandard.ZstdCompressor(level=LEVEL).compress(content)

@@ -75,7 +75,7 @@ def checked_tokenizer(source: Source, vocabulary: int) -> Tokenizer:
 
 
 def save_texts(source: Source, folder: Path) -> None:
-    """What an artifact takes over from its source as it is."""
+    """Copy what an artifact takes over from its source as it is."""
     (folder / "tokenizer.json").write_bytes(source.tokenizer_json)
     if source.chat_template is not None:
         (folder / "chat_template.jinja").write_text(source.chat_template)

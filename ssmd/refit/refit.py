@@ -58,13 +58,13 @@ def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
 
 
 def fits(header: Header, source: Tensors) -> None:
-    """Raises RefitError naming the fields in which the source's config is not the graph's."""
+    """Check that the source's config is the graph's. Raises RefitError naming the fields that differ."""
     if differing := differences(header, source.config):
         raise RefitError(f"{source.path} is not of the config that {header.name}'s graph is for: {shown(differing)}")
 
 
 def shown(differing: Differences) -> str:
-    """In words, for a message."""
+    """Say in words, for a message, which fields differ."""
     said = "; ".join(f"{k} is {found!r}, not {wanted!r}" for k, (found, wanted) in [*differing.items()][:MOST_SHOWN])
     return said + (f" and {len(differing) - MOST_SHOWN} more" if len(differing) > MOST_SHOWN else "")
 
@@ -100,7 +100,7 @@ def differences(header: Header, config: Mapping[str, Any]) -> Differences:
 
 
 def _rounded(value: object) -> object:
-    """With its numbers as float32, of which a graph is made."""
+    """Round all numbers of a value to float32, of which a graph is made."""
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -109,7 +109,7 @@ def _rounded(value: object) -> object:
 
 
 def stable(config: Mapping[str, object]) -> dict[str, object]:
-    """What of a config.json counts: not who saved it."""
+    """Leave out of a config.json what does not count: who saved it."""
     return {k: v for k, v in config.items() if k not in VOLATILE}
 
 

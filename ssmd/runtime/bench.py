@@ -36,7 +36,7 @@ class BenchError(ValueError):
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prefill that fills its bucket. `ms`: the median."""
+    """The time of a prefill that fills its bucket. `ms`: the median."""
 
     bucket: int
     ms: float
@@ -185,7 +185,7 @@ class _Took:
 
 
 class _Rounds:
-    """At most one handle is alive at a time, as in a daemon that serves one conversation."""
+    """Rounds of calls on one program. At most one handle is alive, as in a daemon that serves one conversation."""
 
     def __init__(self, program: Program, position: int) -> None:
         self._program = program
@@ -194,7 +194,7 @@ class _Rounds:
         self.took = self._nothing()
 
     def warm_up(self) -> None:
-        """A round that does not count."""
+        """Run a round that does not count."""
         self.go(None)
         self.took = self._nothing()
 
@@ -253,7 +253,7 @@ def _saved(program: Program, position: int) -> State:
 
 
 class _WeightRead:
-    """So many bytes of memory, to be streamed through the processor by several threads at once."""
+    """`nbytes` bytes of memory that several threads stream through the processor at once."""
 
     def __init__(self, nbytes: int, threads: int) -> None:
         buffer = np.ones(max(1, min(nbytes, _LARGEST_BUFFER)), np.uint8)  # written, so that every page is there
@@ -269,13 +269,13 @@ class _WeightRead:
         self._pool.shutdown()
 
     def ms(self) -> float:
-        """The time of one read."""
+        """Read all the memory once; the time, ms."""
         begin = time.perf_counter()
         list(self._pool.map(self._read, range(self._threads)))
         return _ms_since(begin)
 
     def parts(self, thread: int) -> Iterator[NDArray[np.uint8]]:
-        """What one of the threads reads."""
+        """The parts that one of the threads reads."""
         return (np.array_split(whole, self._threads)[thread] for whole in self._passes)
 
     def _read(self, thread: int) -> None:

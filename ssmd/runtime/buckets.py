@@ -39,7 +39,7 @@ def plan(
 
 @lru_cache(maxsize=64)
 def _tables(price: tuple[tuple[int, float], ...], n: int) -> tuple[list[float], list[int], list[int]]:
-    """For every length up to n: its cost, its number of calls, and the bucket of its first call."""
+    """Tables over every length up to n: its cost, its number of calls, and the bucket of its first call."""
     cost, calls, first = [0.0], [0], [0]
     for length in range(1, n + 1):
         options = []

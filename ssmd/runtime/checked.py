@@ -48,7 +48,7 @@ H = TypeVar("H", bound=Held)
 
 
 def token_ids(tokens: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
-    """int32 [n]. Raises ProgramError naming the first value that is not an id of the vocabulary."""
+    """Check token ids and make them int32 [n]. Raises ProgramError naming the first that is not of the vocabulary."""
     for token in tokens:
         try:
             known = 0 <= operator.index(token) < vocabulary
@@ -199,11 +199,11 @@ class CheckedProgram(ABC, Generic[H]):
 
     @abstractmethod
     def _release(self, handle: H) -> None:
-        """Called once for a handle, also after `_close`."""
+        """Free what a handle holds. Called once for a handle, also after `_close`."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Called once."""
+        """Free what the program holds. Called once."""
 
     # the checks
 

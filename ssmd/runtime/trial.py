@@ -30,7 +30,7 @@ class CrashError(RuntimeError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """`why` is empty if it passed."""
+    """Whether a first load passed. `why` is empty if it did."""
 
     passed: bool
     why: str

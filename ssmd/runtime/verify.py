@@ -70,7 +70,7 @@ class Report:
 
 
 def tolerance_of(quantization: str) -> float:
-    """By the part of the name before the first "-": "int8-smooth" is judged like "int8". Raises ArtifactError."""
+    """Look a quantization's tolerance up by the name up to "-": "int8-smooth" is "int8". Raises ArtifactError."""
     scheme = quantization.partition("-")[0]
     if scheme not in TOLERANCES:
         raise ArtifactError(
@@ -119,7 +119,7 @@ def save_golden(file: Path, tokens: Sequence[int], logits: NDArray[np.float32]) 
 
 
 def compare(position: int, call: Call, logits: NDArray[np.float32], reference: NDArray[np.float32]) -> StepError:
-    """Of as many logits as the reference has."""
+    """Compare as many logits as the reference has."""
     difference = logits.astype(np.float64) - reference
     shift = float(difference.mean())
     error = difference - shift

@@ -42,7 +42,7 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class NewCheckpoint:
-    """A state to be kept.
+    """A state that is to be stored.
 
     ids: all ids fed, int32, as many as `state.position`. state: with the KV rows since the parent's position, or
     whole if there is no parent. parent: the stored checkpoint it grew from, or one that is still on its way to the
@@ -80,7 +80,7 @@ def prefix_keys(layout: str, lineage: str, ids: Ids, positions: Sequence[int]) -
 
 
 def anchor(position: int) -> int:
-    """The position rounded down to its four leading bits.
+    """Round a position down to its four leading bits.
 
     Stored beside each checkpoint is the key of its ids up to here. Some 8 anchors for every doubling of the length
     are enough to ask the database for the checkpoints that share nearly all of their ids with a prompt, however many
@@ -91,7 +91,7 @@ def anchor(position: int) -> int:
 
 
 def anchors(last: int) -> list[int]:
-    """All anchors of the positions 1..last, ascending."""
+    """List all anchors of the positions 1..last, ascending."""
     found: list[int] = []
     at = 1
     while at <= last:

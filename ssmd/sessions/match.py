@@ -33,7 +33,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Match:
-    """What to do with a request.
+    """What a request continues, and how.
 
     session: whose it is, None if a new one is to be opened. parent: the turn it continues, None for a branch at the
     root. messages: the whole conversation to render, stored messages in place of echoed ones; but reasoning that the
@@ -71,7 +71,7 @@ class Chain:
         return Chain(running)
 
     def digest(self) -> bytes:
-        """32 bytes."""
+        """The hash of the messages so far, 32 bytes."""
         return self._running.copy().digest()
 
 

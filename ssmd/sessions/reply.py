@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ReplyKey:
-    """What a request is recognised by when it comes again.
+    """The key by which a request is recognised when it comes again.
 
     digest: 32 bytes; who may have it is part of it. body: 32 bytes, a hash of the request's body. lasts: how long the
     reply is kept. named: the client named the request itself, so that there is one reply under this key; else requests

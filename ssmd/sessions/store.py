@@ -75,11 +75,11 @@ class Store:
         return database.reading(self._engine, self.file)
 
     def writing(self) -> AbstractContextManager[Connection]:
-        """A write transaction, all or nothing."""
+        """Open a write transaction, all or nothing."""
         return database.writing(self._engine, self.file)
 
     def load_in(self, connection: Connection, checkpoint_id: int, spec: StateSpec) -> State:
-        """As `load`, within a read transaction."""
+        """Read the state of a checkpoint within a read transaction, as `load` does."""
         position, parts = read_parts(connection, checkpoint_id, spec)
         return joined(parts, spec, position)
 
@@ -231,17 +231,17 @@ class Store:
             return session_rows.read_sessions(connection, limit, after)
 
     def newest(self) -> Session | None:
-        """The session used last."""
+        """Read the session used last, if there is one."""
         with self.reading() as connection:
             return session_rows.read_newest(connection)
 
     def session(self, session_id: str) -> Session:
-        """Raises UnknownSession."""
+        """Read one session. Raises UnknownSession."""
         with self.reading() as connection:
             return self.session_in(connection, session_id)
 
     def session_in(self, connection: Connection, session_id: str) -> Session:
-        """As `session`, within a read transaction."""
+        """Read one session within a read transaction. Raises UnknownSession."""
         return session_rows.read_session(connection, session_id)
 
     def pin(self, session_id: str, pinned: bool = True) -> Session:
@@ -275,7 +275,7 @@ class Store:
             return turn_rows.read_tree(connection, session_id)
 
     def path(self, turn_id: str) -> list[Turn]:
-        """The turns from the root to this one. Raises UnknownSession."""
+        """Read the turns from the root to this one. Raises UnknownSession."""
         with self.reading() as connection:
             return turn_rows.read_path(connection, turn_id)
 
@@ -322,6 +322,6 @@ class Store:
         return counted == _COUNTED_WHEN_IDLE
 
     def bytes_stored(self) -> int:
-        """Bytes of all checkpoints as they are stored."""
+        """Count the bytes of all checkpoints as they are stored."""
         with self.reading() as connection:
             return holding.stored_bytes(connection)

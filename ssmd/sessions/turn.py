@@ -29,7 +29,7 @@ class UnknownTurn(UnknownSession):
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """What a new session is.
+    """What a session is, whatever is said in it: model, lineage, clock.
 
     model, lineage: of what answered last. clock: the moment its templates see, frozen. imported: the import it descends
     from. known: it was read from the store, so that a turn of it is none of a new session.
@@ -70,7 +70,7 @@ class Session:
 
 @dataclass(frozen=True, eq=False)
 class NewTurn:
-    """One exchange.
+    """One exchange that is to be stored.
 
     parent: the turn before it, or None at the root. messages: the input since the parent's answer. answer: the
     assistant's message; where a given beginning was continued it is the whole message, and `messages` leaves the

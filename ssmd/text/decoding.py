@@ -32,7 +32,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass
 class Decoding:
-    """`of` gives a token's bytes. What depends on the position: `separator`, `first_drops` and `strip`."""
+    """A tokenizer's way from a token to bytes. `separator`, `first_drops` and `strip` depend on the position."""
 
     steps: list[Step] = field(default_factory=list)  # on the token's text, in order
     byte_level: bool = False
@@ -56,7 +56,7 @@ class Decoding:
 
 
 def read_decoder(state: bytes | None) -> Decoding:
-    """From the decoder's JSON as in tokenizer.json (None: it has none). Raises DecoderError naming what is unknown."""
+    """Read the decoder's JSON of tokenizer.json (None: it has none). Raises DecoderError naming what is unknown."""
     decoding = Decoding()
     if state is None:
         decoding.separator = b" "

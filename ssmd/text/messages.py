@@ -12,14 +12,14 @@ THINK, THINK_END = "<think>", "</think>"  # around reasoning; some templates wri
 
 @dataclass(frozen=True)
 class Message:
-    """Normalised: null content is "", text parts are joined."""
+    """A message, normalised: null content is "", text parts are joined."""
 
     role: Role
     content: str
     name: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As a template and the store see it; absent fields are left out."""
+        """The message as a template and the store see it; absent fields are left out."""
         fields: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.name is not None:
             fields["name"] = self.name

@@ -22,7 +22,9 @@ class StopStrings:
         self._hit = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(Text that may be sent now, whether a stop string was hit). The stop string and what follows are dropped."""
+        """Take in text; (what of it may be sent now, whether a stop string was hit). The stop string and what follows
+        are dropped.
+        """
         if self._hit:
             return "", True
         if not self._stops:
@@ -53,7 +55,7 @@ class StopStrings:
 
 
 def _borders(stop: str) -> list[int]:
-    """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    """The length of each prefix's longest proper prefix that is also its suffix, for all prefixes of `stop`."""
     borders = [0] * len(stop)
     n = 0
     for i in range(1, len(stop)):

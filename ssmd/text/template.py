@@ -75,7 +75,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """As `render`, of messages as JSON has them: with tool calls and their results, content in parts, reasoning.
+        """Render messages as JSON has them: with tool calls and their results, content in parts, reasoning.
 
         The text is that of transformers' `apply_chat_template`: of a message, what is null is absent. `variables` are
         more names for the template, such as enable_thinking. Nothing is continued. Raises TemplateError, also where
@@ -112,7 +112,7 @@ def _named(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _characters(value: Any, depth: int = 0) -> int:
-    """Of all texts in a JSON value. Raises TemplateError if it is none, or nested too deep to be looked at."""
+    """Count the characters of all texts in a JSON value. Raises TemplateError if it is none, or nested too deep."""
     if isinstance(value, str):
         return len(value)
     if value is None or isinstance(value, (bool, int, float)):

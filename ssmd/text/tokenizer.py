@@ -33,7 +33,7 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """Made by `open`. Safe to use from several threads."""
+    """A model's tokenizer, made by `open`. Safe to use from several threads."""
 
     def __init__(self, library: tokenizers.Tokenizer, decoding: Decoding, stop_tokens: Sequence[int]) -> None:
         library.no_truncation()
@@ -98,7 +98,7 @@ class Tokenizer:
         return self._to_escape.sub(lambda m: self._sentinel_of.get(m[0]) or QUOTE + m[0], content)
 
     def unescape(self, text: str) -> str:
-        """The plain text again; `unescape(escape(text)) == text`."""
+        """Turn an escaped text into the plain one again; `unescape(escape(text)) == text`."""
         return self._to_unescape.sub(lambda m: m[1] if m[1] is not None else self._text_of.get(m[0], m[0]), text)
 
     def encode(self, rendered: str) -> list[int]:
@@ -210,7 +210,7 @@ class Tokenizer:
         return piece
 
     def token_text(self, token: int) -> str:
-        """As `token_bytes`, in characters; U+FFFD where it is only a part of one."""
+        """The text of a token; U+FFFD where it is only a part of a character."""
         return self.token_bytes(token).decode(errors="replace")
 
     def is_control(self, token: int) -> bool:

@@ -21,7 +21,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 def aligned(nbytes: int) -> Memory:
-    """`nbytes` zero bytes at an aligned address. Pages are taken from the system when they are first written."""
+    """Allocate `nbytes` zero bytes at an aligned address. The system gives pages when they are first written."""
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     offset = -raw.ctypes.data % ALIGNMENT
     return raw[offset : offset + nbytes]
@@ -50,7 +50,9 @@ def stack(count: int, shape: tuple[int, ...]) -> tuple[Memory, NDArray[np.float3
 
 
 class Lease:
-    """`np.asarray(lease)` is an array over `memory` and the base of all its views: alive as long as any of them is."""
+    """Says how long memory is lent. `np.asarray(lease)` is an array over `memory` and the base of all its views: alive
+    as long as any of them is.
+    """
 
     def __init__(self, memory: NDArray[Any]) -> None:
         self._memory = memory

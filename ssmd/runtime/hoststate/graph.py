@@ -30,7 +30,7 @@ class Signature:
     outputs: dict[str, Tensor]
 
     def check(self, name: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        """Raises GraphError unless every tensor has an array of its shape and dtype."""
+        """Check that every tensor has an array of its shape and dtype. Raises GraphError."""
         for tensors, arrays in ((self.inputs, inputs), (self.outputs, outputs)):
             for key, tensor in tensors.items():
                 array = arrays.get(key)

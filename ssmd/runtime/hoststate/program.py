@@ -42,7 +42,7 @@ class _Handle(Held):
 
 
 class FlatProgram(CheckedProgram[_Handle]):
-    """A loaded artifact.
+    """A loaded artifact whose state lies in the host's memory, as a Program.
 
     `pad_token` fills the part of a bucket that has no token of the prompt. It may be any id of the vocabulary and
     never changes a result: the contract suite sets it to show that.

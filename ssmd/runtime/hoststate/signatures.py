@@ -20,7 +20,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def signature_name(length: int, capacity: int, smallest: int) -> str:
-    """`length`: of the bucket, 1 for decode. The smallest tier has plain names."""
+    """Name the signature of a bucket. `length`: of the bucket, 1 for decode. The smallest tier has plain names."""
     name = "decode" if length == 1 else f"prefill_{length}"
     return name if capacity == smallest else f"{name}_{capacity}"
 
@@ -28,7 +28,7 @@ def signature_name(length: int, capacity: int, smallest: int) -> str:
 def check_signatures(
     signatures: Mapping[str, Signature], manifest: Manifest, spec: StateSpec, tiers: Sequence[int]
 ) -> None:
-    """Raises ProgramError unless the graph has every bucket in every tier, with the tensors of its state."""
+    """Check that the graph has every bucket in every tier, with the tensors of its state. Raises ProgramError."""
     for capacity in tiers:
         for length in (1, *manifest.buckets):
             _check_signature(signatures, signature_name(length, capacity, tiers[0]), length, capacity, manifest, spec)

@@ -57,7 +57,7 @@ class RowGroup:
         return array[:, :, start:stop] if self.kind == "key" else array[:, :, :, start:stop]
 
     def canonical(self, part: NDArray[Any]) -> NDArray[Any]:
-        """A view of such a range as (n, L, Hkv, D)."""
+        """View such a range as (n, L, Hkv, D)."""
         return part.transpose(2, 0, 1, 3) if self.kind == "key" else part.transpose(3, 0, 1, 2)
 
 
@@ -126,7 +126,7 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that a slot keeps when it is clear."""
+        """Bytes of memory that a slot keeps when it is clear."""
         return sum(block.nbytes for block in self.blocks)
 
     def _make_caches(self, capacity: int) -> None:
@@ -169,7 +169,7 @@ class Slot:
         populate(self._cache_blocks)
 
     def clear(self) -> None:
-        """As if new: nothing of the last conversation is left where a graph reads before it writes."""
+        """Make the slot as if new: nothing of the last conversation is left where a graph reads before it writes."""
         self.arenas[0].fill(0)  # the first step reads this one and writes the whole of the other
         for cache, group in zip(self._caches, self.groups, strict=True):
             group.tokens(cache, 0, self._used)[...] = 0

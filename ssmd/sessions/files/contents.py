@@ -36,7 +36,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Contents:
-    """As the file has them: its own session and turn ids, parents before their children.
+    """A session as a file has it: its own session and turn ids, parents before their children.
 
     marks: of the checkpoints whose ids are a turn's own.
     """

@@ -39,7 +39,9 @@ class MessageEntry(_Strict):
 
 
 class TurnEntry(_Strict):
-    """Its ids are the first `ids_shared` of its parent's and then those of the tensor turn.<i>.ids; text likewise."""
+    """A turn in the header. Its ids are the first `ids_shared` of its parent's and then those of the tensor
+    turn.<i>.ids; text likewise.
+    """
 
     id: Id
     parent: Id | None
@@ -68,7 +70,7 @@ class RowsEntry(_Strict):
 
 
 class CheckpointEntry(_Strict):
-    """rows: numbers of the chunks that make its KV rows [0, position)."""
+    """A checkpoint in the header. rows: numbers of the chunks that make its KV rows [0, position)."""
 
     turn: Id
     kind: Literal["system", "user", "turn"]

@@ -39,7 +39,7 @@ _MAX_REPEATED = 2  # bytes of rows that an import cannot share, over the bytes o
 
 @dataclass(frozen=True)
 class Exported:
-    """left_out: states that were wanted and had no place in one file; their text is in it."""
+    """What an export wrote. left_out: states that were wanted and had no place in one file; their text is in it."""
 
     turns: int
     checkpoints: int
@@ -48,7 +48,7 @@ class Exported:
 
 
 def pack(store: Store, connection: Connection, session: Session, out: BinaryIO, states: States) -> Exported:
-    """Write the file. Raises SessionFileError, StoreError.
+    """Write a session to a file. Raises SessionFileError, StoreError.
 
     states: "newest" of the current path, "all" branches' newest, "none". Those of another model than the one that
     answered last stay here, as do the ids of turns that it did not answer.
@@ -160,7 +160,7 @@ def _path(above: Mapping[str, str | None], turn: str) -> list[str]:
 
 
 def _sharing(stored: Sequence[Stored], own: int) -> list[Stored]:
-    """Without those whose rows an import could share with no other and that would make it refuse the file.
+    """Leave out those whose rows an import could share with no other and that would make it refuse the file.
 
     The first `own` are never left out.
     """

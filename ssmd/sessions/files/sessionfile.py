@@ -193,7 +193,7 @@ class SessionFileReader:
         return name in self._places
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """Raises SessionFileError if there is no such tensor."""
+        """The dtype of a tensor. Raises SessionFileError if there is no such tensor."""
         if name not in self._places:
             raise self.error(f"tensor {name!r} is missing")
         return self._places[name].dtype
@@ -230,7 +230,7 @@ class SessionFileReader:
 
 @contextmanager
 def open_session_file(path: Path) -> Iterator[SessionFileReader]:
-    """Raises SessionFileError on anything that is not a whole, unaltered session file of this format."""
+    """Open a session file. Raises SessionFileError on anything that is not a whole, unaltered one of this format."""
     try:
         # A pipe or device could block or never end.
         if not path.is_file():

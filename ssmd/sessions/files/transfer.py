@@ -33,7 +33,8 @@ class Local:
 
 @dataclass(frozen=True)
 class ImportResult:
-    """session: its id here, another one than in the file if that was taken. nbytes: what the store grew by.
+    """What an import stored. session: its id here, another one than in the file if that was taken. nbytes: what the
+    store grew by.
 
     dropped: states that were in the file and were not taken. text_only: not empty if nothing but the messages was
     taken, and says why: whoever goes on with the session reads it whole, once.

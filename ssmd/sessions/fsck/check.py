@@ -48,7 +48,7 @@ def _structure(connection: Connection, found: Findings) -> None:
 
 
 def _blob_problem(row: Any) -> str:
-    """Of a piece or a segment."""
+    """What is wrong with a piece or a segment, or ""."""
     if not isinstance(row.data, bytes) or not isinstance(row.dtype, str) or len(row.data) > MAX_BLOB_BYTES:
         return "its numbers are not what was written"
     if not is_genuine(row.data, row.checksum):
@@ -61,7 +61,7 @@ def _blob_problem(row: Any) -> str:
 def _segments(
     connection: Connection, found: Findings, progress: Callable[[int], None]
 ) -> dict[int, tuple[Digested, str]]:
-    """By id, of the sound ones: what goes into a digest."""
+    """The sound segments by id: what goes into a digest."""
     sound: dict[int, tuple[Digested, str]] = {}
     for row in raw_rows(connection, "segment", "id first last dtype nbytes checksum data", "id"):
         progress(len(row.data) if isinstance(row.data, bytes) else 0)

@@ -20,7 +20,7 @@ _LAST_MOMENT = 253_370_764_800_000_000
 
 @dataclass(frozen=True)
 class Damage:
-    """what: a row or the file. problem: what is wrong with it. loss: what a repair takes away, or does."""
+    """A row or a file that is damaged. problem: what is wrong with it. loss: what a repair takes away, or does."""
 
     what: str
     problem: str
@@ -120,7 +120,7 @@ def is_count(*values: object) -> bool:
 
 
 def is_time(*values: object) -> bool:
-    """Microseconds since 1970, before the year 9999."""
+    """Whether all values are times: microseconds since 1970, before the year 9999."""
     return all(isinstance(v, int) and 0 <= v < _LAST_MOMENT for v in values)
 
 

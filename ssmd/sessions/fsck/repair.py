@@ -29,7 +29,7 @@ _PASSES = 5
 
 @dataclass(frozen=True)
 class Checked:
-    """damages: what was found; once repaired, also what was lost of it. kept: where a torn file was put aside."""
+    """What a check found. damages: once repaired, also what was lost of it. kept: where a torn file was put aside."""
 
     damages: tuple[Damage, ...]
     sessions: int
@@ -65,7 +65,7 @@ def repair(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int 
 
 
 def _repair_rows(data_dir: Path, progress: Progress, busy_ms: int) -> tuple[list[Damage], tuple[int, int, int]]:
-    """Raises DamagedFile if rows are not the problem."""
+    """Repair the rows. Raises DamagedFile if rows are not the problem."""
     with contextlib.closing(Store.open(data_dir, busy_ms=busy_ms)) as store:
         with store.writing() as connection:
             found = examine(connection, progress)
@@ -138,7 +138,7 @@ def _drop_what_points_nowhere(connection: Connection) -> None:
 
 
 def _mend_session(connection: Connection, found: Findings, name: str, home: Home) -> None:
-    """Made anew from its turns where nothing is known about it."""
+    """Mend a session's row; one of which nothing is known is made anew from its turns."""
     newest = max(home.turns, key=lambda n: found.told[n].seq)
     with as_they_are(connection):
         row = connection.execute(text("SELECT * FROM session WHERE id = :id"), {"id": name}).one_or_none()

@@ -37,7 +37,7 @@ def salvage(data_dir: Path, busy_ms: int) -> tuple[Path, list[Damage]]:
 
 
 def _put_aside(file: Path, kept: Path) -> None:
-    """Under another name too, so that at no moment there is no file: then the next start would make an empty one."""
+    """Give the file a second name, so that at no moment there is none: then the next start would make an empty one."""
     with contextlib.suppress(OSError):  # a file system without hard links
         os.link(file, kept)
     for side in ("-wal", "-shm"):  # the new file must not find them
@@ -106,7 +106,7 @@ def _by_rowid(old: sqlite3.Connection, name: str, columns: list[str]) -> Iterato
 
 
 def _by_key(old: sqlite3.Connection, name: str, columns: list[str]) -> Iterator[tuple[Any, ...] | None]:
-    """From both ends, as far as that goes."""
+    """Read the rows by key from both ends, as far as that goes."""
     for order in ("", " DESC"):
         keys = ", ".join(f"{c}{order}" for c in columns)
         try:

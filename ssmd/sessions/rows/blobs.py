@@ -43,14 +43,16 @@ class Blob:
 
 
 def is_genuine(data: bytes | memoryview, checksum: object) -> bool:
-    """By xxh3-128, or by sha256, which is what the first version wrote. Both show damage; neither is a signature."""
+    """Whether data has its checksum: xxh3-128, or sha256 of the first version. Both show damage; neither is a
+    signature.
+    """
     if isinstance(checksum, bytes) and len(checksum) == hashlib.sha256().digest_size:
         return hashlib.sha256(data).digest() == checksum
     return xxhash.xxh3_128_digest(data) == checksum
 
 
 def dtype_of(encoding: str) -> str | None:
-    """float16 or float32; None for an encoding that is not known."""
+    """The dtype of an encoding, float16 or float32; None for one that is not known."""
     name = encoding.removeprefix(_RAW)
     return name if name in DTYPES else None
 
@@ -131,7 +133,7 @@ def _segments(state: State, spec: StateSpec) -> Iterator[Blob]:
 
 
 def cut(state: State, spec: StateSpec) -> tuple[tuple[Blob, ...], tuple[Blob, ...]]:
-    """(recurrent data, KV rows) of a checked state, hashed. Rows may be views of the state's own memory."""
+    """Cut a checked state into (recurrent data, KV rows), hashed. Rows may be views of the state's own memory."""
     return tuple(_pieces(state, spec)), tuple(_segments(state, spec))
 
 
@@ -204,7 +206,7 @@ def recurrent_parts(pieces: Iterator[Array], spec: StateSpec, position: int) -> 
 
 
 def joined(parts: Iterator[Part], spec: StateSpec, position: int) -> State:
-    """A whole state from all its parts."""
+    """Join all parts into a whole state."""
     rows: dict[str, list[Array]] = {t.name: [] for t in spec.rows}
     tensors: dict[str, Array] = {}
     for part in parts:

@@ -88,7 +88,7 @@ class Stored:
 
 
 def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) -> list[Stored]:
-    """Of each kind the deepest checkpoint that the turns of a path link to; all of one layout. Root first in `path`."""
+    """The deepest checkpoint of each kind that the turns of a path link to; all of one layout. Root first in `path`."""
     depth = {turn: i for i, turn in enumerate(path)}
     t = turn_checkpoint.c
     own: dict[int, str] = {}  # the topmost turn that links to it is the one that it was made for
@@ -258,7 +258,7 @@ def unlinked(connection: Connection, unused_s: float = 0.0) -> list[int]:
 
 
 def linked_to(connection: Connection, turns: Any) -> list[int]:
-    """Checkpoints that a turn of the sub-select `turns` links to."""
+    """The checkpoints that a turn of the sub-select `turns` links to."""
     return list(connection.scalars(select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.turn.in_(turns))))
 
 

@@ -63,7 +63,7 @@ def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
 
 @contextlib.contextmanager
 def reading(engine: Engine, file: Path) -> Iterator[Connection]:
-    """A read transaction: one consistent view of everything."""
+    """Open a read transaction: one consistent view of everything."""
     with errors(file), engine.connect() as connection, connection.begin():
         yield connection
 

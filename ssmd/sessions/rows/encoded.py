@@ -50,7 +50,7 @@ class Encoded:
         return all(b.data for b in (*self.pieces, *self.segments))
 
     def without_data(self) -> Encoded:
-        """What linking it takes once it is stored; its memory goes."""
+        """Drop the data once it is stored; what linking the checkpoint takes stays."""
 
         def emptied(blobs: tuple[Blob, ...]) -> tuple[Blob, ...]:
             return tuple(replace(b, data=b"") for b in blobs)
@@ -59,7 +59,7 @@ class Encoded:
 
 
 def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: StateSpec) -> Encoded:
-    """Everything that committing `checkpoint` needs, hashed.
+    """Prepare and hash everything that committing `checkpoint` needs.
 
     It touches no database, and may run on any thread as soon as the state was saved. Raises StateError if the state is
     not one of `spec` at this position, or not finite; ValueError if ids and position disagree.

@@ -21,7 +21,7 @@ _NOT_NOW = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
 
 
 def owe(connection: Connection) -> None:
-    """In the transaction that removes text: note in the file that it is to be erased, by whoever comes to it."""
+    """Note in the file, in the transaction that removes text, that it is to be erased by whoever comes to it."""
     (owed,) = connection.exec_driver_sql("PRAGMA user_version").one()
     connection.exec_driver_sql(f"PRAGMA user_version={owed % 0x7FFFFFFF + 1}")
 

@@ -19,7 +19,7 @@ Value = TypeVar("Value", int, str)
 
 @dataclass(frozen=True)
 class Held:
-    """A checkpoint of a session.
+    """A checkpoint that a session keeps, and what it takes.
 
     turn: the topmost one that links to it, for which it was made. nbytes: of its pieces. segments: ids of those it
     lists. shared: turns of other sessions link to it too. pinned: a pinned fork began with a turn that links to it.
@@ -47,7 +47,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Holding:
-    """parents: the session's turns in the order of writing, each with the one above it; depths: turns above each.
+    """All that a session keeps. parents: its turns in the order of writing, each with the one above it; depths: turns
+    above each.
 
     bases: those of them that forks begin at.
     """
@@ -61,7 +62,7 @@ class Holding:
     segments: Mapping[int, Rows]
 
     def sizes(self) -> tuple[int, int]:
-        """(own, shared) bytes: what would be free if the session were removed, and what would not."""
+        """Add up (own, shared) bytes: what would be free if the session were removed, and what would not."""
         whole = sum(h.nbytes for h in self.checkpoints) + sum(s.nbytes for s in self.segments.values())
         own = sum(h.nbytes for h in self.checkpoints if not h.shared)
         users: dict[int, int] = {}
@@ -183,7 +184,7 @@ def add_stored_bytes(connection: Connection, nbytes: int) -> None:
 
 
 def count_again(connection: Connection, sessions: Collection[str]) -> None:
-    """The sizes of these sessions are not known any more."""
+    """Forget the sizes of these sessions: they are counted when they are next asked for."""
     for some in batches(sorted(sessions)):
         values = {"own_nbytes": None, "shared_nbytes": None}
         connection.execute(update(session_table).where(session_table.c.id.in_(some)).values(values))
@@ -226,6 +227,6 @@ def write_sizes(connection: Connection, session_id: str) -> None:
 
 
 def batches(values: Sequence[Value]) -> Iterator[Sequence[Value]]:
-    """Few enough for one statement each."""
+    """Cut values into batches, few enough for one statement each."""
     for at in range(0, len(values), _BATCH):
         yield values[at : at + _BATCH]

@@ -21,7 +21,7 @@ class DirectoryLock:
 
     @staticmethod
     def take(data_dir: Path, advice: str) -> DirectoryLock:
-        """Raises StoreError that names the holder and gives the advice."""
+        """Lock the data directory for this process. Raises StoreError that names the holder and gives the advice."""
         file = data_dir / LOCK_FILE
         try:
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
@@ -45,7 +45,7 @@ class DirectoryLock:
         return DirectoryLock(descriptor)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Let the directory go. Idempotent."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):  # a name that is left over does no harm
                 os.ftruncate(self._descriptor, 0)

@@ -21,7 +21,7 @@ def migrations_dir() -> Path:
 
 
 def current(connection: Connection) -> str | None:
-    """The database's revision, None if it has no tables yet."""
+    """Read the database's revision, None if it has no tables yet."""
     if not inspect(connection).has_table("alembic_version"):
         return None
     revision: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()

@@ -32,7 +32,7 @@ Array = NDArray[Any]
 
 
 def read_parts(connection: Connection, checkpoint_id: int, spec: StateSpec) -> tuple[int, Generator[Part]]:
-    """(position, the parts of its state in order). A thread reads and verifies the next while the caller works.
+    """Read (position, the parts of the state in order). A thread reads and verifies the next while the caller works.
 
     Raises StoreError naming what is missing or was altered, at the latest after the last part. The connection may be
     used again when the iterator has ended or was closed.
@@ -101,7 +101,7 @@ def _blobs(rows: Iterable[Any], name: str, end: int, found: list[Digested]) -> I
 
 
 def segments_of(checkpoint_id: int, *columns: Any) -> Any:
-    """A checkpoint's segments in the order of their rows.
+    """List a checkpoint's segments in the order of their rows.
 
     That is the order of their ids, as a parent's are written before its children's. Asked for in this way SQLite walks
     the link table; ordering by `first` it would sort the blobs themselves, which takes longer than all the rest.

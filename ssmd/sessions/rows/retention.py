@@ -126,7 +126,7 @@ def make_room(connection: Connection, needed: int, keep: Collection[int] = (), *
 def _take(
     connection: Connection, session_id: str, level: int, needed: int, keep: Collection[int], freed: Freed
 ) -> bool:
-    """From one session. True if it has nothing more to give at this level."""
+    """Take checkpoints from one session. True if it has nothing more to give at this level."""
     holding = read_holding(connection, session_id)
     ledger = Ledger(holding)
     enough = (ledger.thin if level == EVERYTHING else ledger.empty)(holding, needed, keep)

@@ -26,7 +26,7 @@ _SESSIONS = select(
 
 
 def session_row(connection: Connection, session_id: str) -> Any:
-    """Raises UnknownSession."""
+    """Read one row of _SESSIONS. Raises UnknownSession."""
     row = connection.execute(_SESSIONS.where(_s.id == session_id)).one_or_none()
     if row is None:
         raise UnknownSession(f"there is no session {session_id!r}; `ssmd session list` shows those there are")
@@ -34,7 +34,7 @@ def session_row(connection: Connection, session_id: str) -> Any:
 
 
 def read_session(connection: Connection, session_id: str) -> Session:
-    """Raises UnknownSession."""
+    """Read one session. Raises UnknownSession."""
     return _session(connection, session_row(connection, session_id))
 
 
@@ -49,13 +49,15 @@ def read_sessions(connection: Connection, limit: int | None = None, after: str |
 
 
 def read_newest(connection: Connection) -> Session | None:
-    """The one used last."""
+    """Read the session used last, if there is one."""
     row = connection.execute(_SESSIONS.order_by(_s.last_used_at.desc()).limit(1)).one_or_none()
     return None if row is None else _session(connection, row)
 
 
 def _session(connection: Connection, row: Any) -> Session:
-    """From a row of _SESSIONS. Taken apart in one go, as there may be 10,000: by name it takes twice as long."""
+    """Make a Session of a row of _SESSIONS. Taken apart in one go, as there may be 10,000: by name it takes twice as
+    long.
+    """
     name, model, lineage, clock, pinned, imported, created_at, last_used_at, head, turns, title, own, shared, base = row
     if own is None or shared is None:
         own, shared = holding.read_holding(connection, name).sizes()
@@ -85,7 +87,7 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
 
 
 def insert_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo, *, head: str, now: int) -> None:
-    """now: microseconds since 1970."""
+    """Write the row of a new session. now: microseconds since 1970."""
     if info.clock.tzinfo is None:
         raise StoreError(f"the clock of session {info.id!r} has no time zone")
     row = {
@@ -115,7 +117,7 @@ def pin_session(connection: Connection, session_id: str, pinned: bool) -> None:
 
 
 def remove_session(connection: Connection, session_id: str) -> None:
-    """With its turns, but for those that forks stand on, and what only it needed. Raises UnknownSession."""
+    """Remove a session, its turns but for those that forks stand on, and what only it needed. Raises UnknownSession."""
     if session_row(connection, session_id).pinned:
         retention.loosen(connection, session_id)
     mine = select(turn.c.id).where(turn.c.session == session_id)

@@ -10,7 +10,7 @@ NEWEST = 2  # turns at the end of every path that keep all their checkpoints
 
 
 def ages(parents: Mapping[str, str | None], ends: Collection[str] = ()) -> dict[str, int]:
-    """For each turn, how many turns the shortest path below it has. parents: in the order of writing.
+    """Count, for each turn, the turns of the shortest path below it. parents: in the order of writing.
 
     ends: turns at which a conversation ends though others follow: those that forks begin at.
     """
@@ -69,7 +69,7 @@ def leaving(holding: Holding) -> list[Held]:
 
 
 def _deepest(holding: Holding) -> dict[str, int]:
-    """For each turn, the position of the last checkpoint that was made for it."""
+    """The position of the last checkpoint that was made for each turn."""
     found: dict[str, int] = {}
     for held in holding.checkpoints:
         found[held.turn] = max(held.position, found.get(held.turn, 0))
@@ -77,7 +77,7 @@ def _deepest(holding: Holding) -> dict[str, int]:
 
 
 class Ledger:
-    """What letting go of some of a session's checkpoints frees."""
+    """Adds up what letting go of some of a session's checkpoints frees."""
 
     def __init__(self, holding: Holding) -> None:
         self._nbytes = {number: s.nbytes for number, s in holding.segments.items()}
@@ -87,7 +87,7 @@ class Ledger:
         self.freed = 0
 
     def gain(self, held: Held) -> int:
-        """Bytes. A checkpoint that others share frees none, nor do segments that other checkpoints list."""
+        """Bytes that letting go of a checkpoint frees: none if others share it, nor those of segments others list."""
         if held.shared:
             return 0
         return held.nbytes + sum(self._nbytes[s] for s in held.segments if self._users[s] == 1)

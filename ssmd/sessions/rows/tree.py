@@ -77,7 +77,7 @@ def insert_fork(connection: Connection, origin: Any, turn_id: str, now: int) -> 
 
 
 def hand_over(connection: Connection, session_id: str) -> list[str]:
-    """Before a session is removed: each of its turns that forks still stand on gets one of them as its owner.
+    """Give each turn of a session that forks still stand on one of these as its owner, before the session is removed.
 
     The forks that own more turns than before.
     """

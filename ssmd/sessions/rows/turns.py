@@ -209,7 +209,7 @@ def rewrite(connection: Connection, turn_id: str, ids: Ids, text: str) -> None:
 
 
 def check_unicode(turn: NewTurn) -> None:
-    """Raises StoreError if a text of the turn could not be written as UTF-8."""
+    """Check that all texts of the turn can be written as UTF-8. Raises StoreError."""
     for text in (turn.text, *(t for m in turn.conversation for t in (m.content, m.name or ""))):
         try:
             text.encode()
@@ -218,14 +218,14 @@ def check_unicode(turn: NewTurn) -> None:
 
 
 def shared_ids(a: Ids, b: Ids) -> int:
-    """With how many ids both begin."""
+    """Count the ids with which both begin."""
     n = min(len(a), len(b))
     differing = np.flatnonzero(a[:n] != b[:n])
     return int(differing[0]) if len(differing) else n
 
 
 def shared_text(a: str, b: str) -> int:
-    """With how many characters both begin."""
+    """Count the characters with which both begin."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n

@@ -57,7 +57,7 @@ class Amplifiers:
         }
 
     def check_method(self, owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Before a method of a string is called; the arguments to call it with. Raises TooMuch."""
+        """Check a call of a string's method before it is made; the arguments to call it with. Raises TooMuch."""
         meter = self._meter()
         given = args
         args = args or tuple(kwargs[key] for key in ("tabsize", "sep") if key in kwargs)
@@ -76,7 +76,7 @@ class Amplifiers:
         return args if not kwargs else given
 
     def check_percent(self, text: str, values: Any) -> None:
-        """Before text % values. Raises TooMuch."""
+        """Check text % values before it is computed. Raises TooMuch."""
         at = text.find("%") + 1
         while at:
             if text.startswith("(", at):
@@ -139,7 +139,7 @@ class Amplifiers:
         separators: Sequence[str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """As transformers': without HTML escapes, with json's own options."""
+        """Write JSON as transformers' tojson does: without HTML escapes, with json's own options."""
         if (len(indent) if isinstance(indent, str) else indent or 0) > MAX_INDENT:
             raise TooMuch(f"tojson: indent is more than {MAX_INDENT}")
         pair = None if separators is None else (str(separators[0])[:16], str(separators[1])[:16])
@@ -148,7 +148,7 @@ class Amplifiers:
 
 
 def _closing(text: str, at: int) -> int:
-    """After the parenthesis that closes the one at `at`, or the end."""
+    """The place after the parenthesis that closes the one at `at`, or the end."""
     depth = 0
     for found in _PARENTHESES.finditer(text, at):
         depth += 1 if found[0] == "(" else -1

@@ -38,7 +38,7 @@ class Meter:
         self._known: dict[int, tuple[Any, int]] = {}  # containers never change: the sandbox is an immutable one
 
     def tick(self) -> None:
-        """A step was made. Raises TooMuch when the time is up."""
+        """Count a step. Raises TooMuch when the time is up."""
         self._ticks += 1
         if self._ticks % CHECK_EVERY == 0:
             self.check_time()
@@ -49,12 +49,12 @@ class Meter:
             raise TooMuch(f"the chat template runs for more than {CPU_LIMIT_S:g} s")
 
     def fits(self, size: int) -> None:
-        """Before something of this size is made. Raises TooMuch if it may not be."""
+        """Check, before a value is made, that one of this size may be. Raises TooMuch."""
         if size > self.limit:
             raise TooMuch(f"the chat template makes a value of more than {self.limit} characters")
 
     def made(self, value: Any) -> None:
-        """Something was made: it must fit, and adds to the sum."""
+        """Count a value that was made. Raises TooMuch if it, or the sum, is too large."""
         self.fits(self.size(value))
         new = len(value) if isinstance(value, str) else ELEMENT * len(value) if isinstance(value, _CONTAINERS) else 1
         self._work_left -= new

@@ -126,31 +126,31 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @pass_context
     def shown(self, context: Context, value: Any) -> Any:
-        """Every value that is printed."""
+        """Count a value that is printed, and give it back."""
         self.meter.made(value)
         return value
 
     def tick(self) -> bool:
-        """At each turn of a loop, each call of a macro."""
+        """Count one turn of a loop, or one call of a macro."""
         self.meter.tick()
         return True
 
     def made(self, value: Any) -> Any:
-        """Every literal container, slice, comparison, and whatever a filter or a call returns."""
+        """Count a literal container, slice, comparison, or what a filter or a call returns, and give it back."""
         if isinstance(value, Iterator):
             return self._paced(value)
         self.meter.made(value)
         return value
 
     def joined(self, *parts: Any) -> str:
-        """The operator ~."""
+        """Join texts as the operator ~ does."""
         meter = self.meter
         for part in parts:
             meter.fits(meter.size(part))
         return self.concat([str(part) for part in parts])
 
     def concat(self, parts: Iterable[str]) -> str:
-        """What a macro or a {% set %} block printed."""
+        """Join what a macro or a {% set %} block printed."""
         texts: list[str] = list(parts)
         meter = self.meter
         meter.fits(sum(map(len, texts)))
