@@ -66,14 +66,15 @@ class Settings(BaseSettings):
 
     data_dir: AbsolutePath = Field(
         default_factory=lambda: Path(platformdirs.user_data_dir("ssmd")),
-        description="sessions and, unless models_dir says otherwise, models",
+        description="sessions and, unless models_dir says otherwise, models; default: the platform's own, such as "
+        "`~/.local/share/ssmd`",
     )
     models_dir: AbsolutePath = Field(
         default_factory=_default_models_dir,
-        description="artifacts, as <name>/<runtime>-<device class>-<quant>/; default <data_dir>/models",
+        description="artifacts, as `<name>/<runtime>-<device class>-<quant>/`; default: `<data_dir>/models`",
     )
     host: str = Field("127.0.0.1", description="address to listen on; beyond loopback an api_key is needed")
-    port: int = Field(7763, ge=0, le=65535, description="0 takes any free port")
+    port: int = Field(7763, ge=0, le=65535, description="port to listen on; 0 takes any free one")
     api_key: SecretStr | None = Field(
         None, description="what clients must send as `Authorization: Bearer …`; 8 to 512 printable ASCII characters"
     )

@@ -1,0 +1,75 @@
+"""What people read: README keeps to its size, no link is dead, and no page is stale."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"`((?:ssmd|runtimes|tests|benchmarks|scripts|docs|migrations|clients)/[\w./-]*\w/?)`")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def dead_links(page: Path) -> Iterator[str]:
+    """Relative links of a page whose file, or whose heading in that file, is not there."""
+    for link in LINK.findall(page.read_text("utf-8")):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+def dead_paths(page: Path) -> Iterator[str]:
+    """Files and folders of the repository that a page names and that are not there."""
+    yield from (path for path in PATH.findall(page.read_text("utf-8")) if not (ROOT / path).exists())
+
+
+def test_the_readme_fits_two_screens() -> None:
+    text = README.read_text("utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= 100
+    assert len(text.split()) <= 800
+    assert [line for line in lines if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_a_page_points_at_is_there(page: Path) -> None:
+    assert list(dead_links(page)) == []
+    if page.name not in ("log.md", "CHANGELOG.md"):  # these tell what was
+        assert list(dead_paths(page)) == []
+
+
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One\n[a](page.md#one) [b](#two) [c](gone.md) [d](https://x.y/z) `ssmd/gone.py` `ssmd/config.py`")
+    assert list(dead_links(page)) == ["#two", "gone.md"]
+    assert list(dead_paths(page)) == ["ssmd/gone.py"]
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text("utf-8")
+    missing = [p.name for p in (ROOT / "docs").glob("*.md") if p.name != "README.md" and f"({p.name})" not in index]
+    assert missing == []
+
+
+def test_the_page_of_settings_is_current() -> None:
+    """Made anew by: .venv/bin/python scripts/configuration > docs/configuration.md"""
+    printed = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "configuration"], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    assert printed == (ROOT / "docs" / "configuration.md").read_text("utf-8")
