@@ -96,7 +96,7 @@ class ChatCompletions:
         except BaseException as err:  # whatever it is: who repeats the request must not wait for this one
             attempt.end(err if isinstance(err, Rejected) else INTERNAL)
             raise
-        attempt.follow(delivery, generation.id)
+        attempt.follow(delivery, generation.asked.id)
         return body, _head(generation)
 
     def _read(self, raw: bytes) -> tuple[ChatBody, Request]:
@@ -174,7 +174,8 @@ def routes(engine: Engine, stall_s: float, api_key: str = "") -> list[Route]:
 
 
 def _head(generation: Generation) -> Head:
-    return Head(generation.id, generation.created, generation.session, cancel=generation.cancel)
+    asked = generation.asked
+    return Head(asked.id, asked.created, asked.session, cancel=generation.cancel)
 
 
 def _chunk(

@@ -171,7 +171,7 @@ class _Talk:
         typer.echo("" if whole else " …")
         if answer:  # nothing said is nothing to continue
             self._messages = [*asked, Message("assistant", "".join(answer))]
-            self.session = generation.session
+            self.session = generation.asked.session
         if self._stats:
             _print_stats(event)
         return whole

@@ -1,82 +1,153 @@
-"""A request inside the engine: what was asked, how far it is, and what it cost."""
+"""A request inside the engine, in three parts: what was asked, how far it is, and what is kept of it."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ssmd.engine.choice import Choice
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.prompt import Prompt
-from ssmd.engine.request import Event, FinishReason, Rejected, Request, Resume, Usage
-from ssmd.engine.restore import Restoring
-from ssmd.engine.writer import Pending
+from ssmd.engine.request import Done, Event, FinishReason, Rejected, Request, Resume, Usage
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.checkpoint import NewCheckpoint
 
 
-class Generation:
-    """A submitted request. `session` is None when nothing is kept."""
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What was asked, and where the answer goes.
 
-    def __init__(self, request: Request, prompt: Prompt, deliver: Callable[[Event], None], started: float) -> None:
-        self.id = f"gen_{secrets.token_hex(12)}"
-        self.session = None if prompt.info is None else prompt.info.id
-        self.created = int(time.time())
-        self.prompt_tokens = len(prompt.ids)
+    deliver: takes deltas, then one Done or Failed; from the engine's threads. started: perf_counter when it came.
+    created: seconds since 1970.
+    """
+
+    request: Request
+    prompt: Prompt
+    deliver: Callable[[Event], None]
+    started: float
+    id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def session(self) -> str | None:
+        """The id of the session to keep it in; None when nothing is kept."""
+        return None if self.prompt.info is None else self.prompt.info.id
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """How far a request is: the engine's part, written by its worker alone.
+
+    admitted: perf_counter. position: of `handle`, which reads the prompt. fed: tokens of the prompt. logits: [vocab],
+    after the prompt: what every choice starts from.
+    """
+
+    admitted: float
+    handle: Handle = None
+    position: int = 0
+    fed: int = 0
+    logits: Logits | None = None
+    choices: list[Choice] = field(default_factory=list)
+    resume: Resume = "none"
+    restore_ms: float = 0.0
+    prefill_ms: float = 0.0
+    error: Rejected | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Restored:
+    """A stored state in a handle, with the position that it is at."""
+
+    handle: Handle
+    position: int
+    resume: Resume
+
+
+class Kept:
+    """What is kept of a request, and the state that it starts from: persistence's part, which the engine only calls.
+
+    By its worker alone, but for `rerender`. This one keeps nothing and starts from nothing.
+    """
+
+    mark = 0  # how many tokens of the prompt to feed before the first `prefilled`; 0: as many as you like
+
+    def restore(self) -> None:
+        """Begin to restore the state to start from, if there is one."""
+
+    def ready(self) -> bool:
+        """Whether `restored` answers at once."""
+        return True
+
+    def restored(self) -> Restored | None:
+        """The state to start from, for the caller to release; None: a new one. Raises what restoring it raised."""
+        return None
+
+    def discard(self) -> None:
+        """Release the state that `restored` was not asked for, as the request ended before."""
+
+    def prefilled(self, handle: Handle, position: int) -> None:
+        """Keep the state after the first `position` tokens of the prompt, if it is one to keep."""
+
+    def save(self, handle: Handle) -> NewCheckpoint | None:
+        """Copy the state before the prompt's last token, for `keep`; None if it is not kept."""
+        return None
+
+    def keep(self, checkpoint: NewCheckpoint | None) -> None:
+        """Send what `save` gave on its way; apart from it, as encoding takes a core from whatever is computed next."""
+
+    def end(self, choice: Choice) -> None:
+        """Keep the state at the end of a choice, which still has its handle, if its text is what was fed."""
+
+    def commit(self, choices: Sequence[Choice], done: Done, then: Callable[[bool], None]) -> None:
+        """Write the answer, whose client will be told `done`; call `then(stored)`, once, from whatever thread."""
+        then(False)
+
+    def rerender(self) -> None:
+        """Have the turns that were stored read as later requests render them, when nobody waits."""
+
+
+class Generation:
+    """A submitted request. Who submitted it may cancel it; the rest is between the engine and its persistence."""
+
+    def __init__(self, asked: Asked, kept: Kept) -> None:
+        self.asked = asked
+        self.kept = kept
+        self.progress = Progress(asked.started)
         self.cancelled = False
-        # The rest belongs to the engine.
-        self.request = request
-        self.prompt = prompt
-        self.deliver = deliver
-        self.started = started
-        self.handle: Handle = None
-        self.admitted = started
-        self.restoring: Restoring | None = None
-        self.position = 0
-        self.fed = 0
-        self.resume: Resume = "none"
-        self.logits: Logits | None = None  # after the prompt: what every choice starts from
-        self.choices: list[Choice] = []
-        self.checkpoints: list[Pending] = []
-        self.parent: tuple[int | NewCheckpoint | None, int] = (None, 0)  # what the next checkpoint grows from, where
-        self.origin: str | None = None  # set when the state came from an import: what grows from it stays there
-        self.prefill_ms = self.restore_ms = 0.0
-        self.error: Rejected | None = None
 
     def cancel(self) -> None:
         """Stop generating; the text sent so far is stored, marked incomplete. Idempotent, from any thread."""
         self.cancelled = True
 
     @property
-    def kept(self) -> list[Choice]:
-        """Its choices that become turns: all but those that were cut before they had a text."""
-        return [choice for choice in self.choices if choice.text or choice.end != "cancelled"]
-
-    @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
-        """Of all choices, one that was cut off counted as `stop`."""
-        return tuple("length" if choice.end == "length" else "stop" for choice in self.choices)
+        """Why each choice ended, one that was cut off counted as `stop`."""
+        return tuple("length" if choice.end == "length" else "stop" for choice in self.progress.choices)
 
     def usage(self, stored: bool) -> Usage:
-        """Counted: cached tokens are those of the prompt that were not fed."""
-        first = min((choice.times[0] for choice in self.choices if choice.times), default=self.started)
+        """Count what the request took. Cached tokens are those of the prompt that were not fed."""
+        asked, progress = self.asked, self.progress
+        first = min((choice.times[0] for choice in progress.choices if choice.times), default=asked.started)
         gaps = self._gaps_ms()
+        prompt_tokens = len(asked.prompt.ids)
         return Usage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=sum(len(choice.tokens) for choice in self.choices),
-            cached_tokens=self.prompt_tokens - self.fed if self.choices else 0,
-            session=self.session,
-            resume=self.resume,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=sum(len(choice.tokens) for choice in progress.choices),
+            cached_tokens=prompt_tokens - progress.fed if progress.choices else 0,
+            session=asked.session,
+            resume=progress.resume,
             stored=stored,
-            ttft_ms=(first - self.started) * 1e3,
+            ttft_ms=(first - asked.started) * 1e3,
             tbt_ms=sum(gaps) / len(gaps) if gaps else None,
-            prefill_ms=self.prefill_ms,
-            restore_ms=self.restore_ms,
+            prefill_ms=progress.prefill_ms,
+            restore_ms=progress.restore_ms,
         )
 
     def record(self, metrics: Metrics, usage: Usage) -> None:
+        """Add a request that ran to its end to the metrics."""
         metrics.request_done(
             ttft_ms=usage.ttft_ms,
             tbts_ms=self._gaps_ms(),
@@ -88,4 +159,4 @@ class Generation:
         )
 
     def _gaps_ms(self) -> list[float]:
-        return [(b - a) * 1e3 for choice in self.choices for a, b in pairwise(choice.times)]
+        return [(b - a) * 1e3 for choice in self.progress.choices for a, b in pairwise(choice.times)]

@@ -1,34 +1,81 @@
-"""What an engine with a store does beside computing: restores states, keeps new ones and turns, and rerenders."""
+"""What an engine with a store does beside computing: restores states, keeps new ones and turns, and rerenders.
+
+Which states are kept of a request, and which ids each of them covers, is decided here: of its system prompt, of the
+prompt but for its last token (a restore gives no logits), and of the end of each choice.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import numpy as np
 
 from ssmd.engine import replay
-from ssmd.engine.generation import Generation
+from ssmd.engine.choice import Choice
+from ssmd.engine.generation import Asked, Kept, Restored
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.prompt import Planner
-from ssmd.engine.request import Rejected, Request
+from ssmd.engine.request import Done, Rejected, Request
 from ssmd.engine.rerender import Rerenderer
-from ssmd.engine.restore import Restorer
+from ssmd.engine.restore import Restorer, Restoring
 from ssmd.engine.warmup import Steps, run_tokens
-from ssmd.engine.writer import Writer
+from ssmd.engine.writer import Pending, Writer
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import CheckpointKind, Ids, NewCheckpoint
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import conversation
+from ssmd.sessions.turn import NewTurn, SessionInfo, conversation
 from ssmd.text.messages import Message
 from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 
+class KeepsNothing:
+    """The persistence of an engine without a store."""
+
+    keeps = False
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def begin(self, asked: Asked) -> Kept:
+        """What is kept of a request: nothing."""
+        return Kept()
+
+    def reply(self, key: ReplyKey) -> Reply | None:
+        """What a request was answered with before: unknown."""
+        return None
+
+    def warm_up(self, tokens: int) -> Steps:
+        """Feed so many tokens to a new state and let go of it."""
+        return run_tokens(self._program, tokens)
+
+    def has_work(self) -> bool:
+        """Whether `work` has something to do: never."""
+        return False
+
+    def work(self) -> None:
+        """Do a piece of work that nobody waits for: there is none."""
+
+    def pause(self) -> None:
+        """Let go of the work at hand: there is none."""
+
+    def close(self) -> None:
+        """Write what waits: nothing does."""
+
+
 class Persistence:
-    """Used by the engine's worker, but for `reply`. wake: called when a state is there, or a turn to rerender."""
+    """The persistence of an engine with a store. Used by its worker, but for `begin` and `reply`.
+
+    wake: called when a state is there, or a turn to rerender.
+    """
+
+    keeps = True
 
     def __init__(
         self,
@@ -41,15 +88,26 @@ class Persistence:
         build: str,
         wake: Callable[[], None],
     ) -> None:
-        self._store, self._program, self._planner = store, program, planner
-        self._tokenizer, self._wake = tokenizer, wake
+        self._program, self._tokenizer, self._build, self._wake = program, tokenizer, build, wake
+        self._store, self._planner = store, planner
         self._writer = Writer(store, metrics, scope=planner.scope, producer=program.producer, spec=program.spec)
         self._restorer = Restorer(planner, program, store)
-        self.rerenderer = Rerenderer(planner, program, store, self._writer, self._restorer, build=build, wake=wake)
+        self._rerenderer = Rerenderer(planner, program, store, self._writer, self._restorer, build=build, wake=wake)
+
+    def begin(self, asked: Asked) -> Kept:
+        """What is kept of a request: nothing yet. From any thread."""
+        return _Kept(self, asked)
+
+    def reply(self, key: ReplyKey) -> Reply | None:
+        """What a request was answered with. Blocks until all that ended before is written. Raises StoreError."""
+        self._writer.flush()
+        return self._store.reply(key)
 
     def warm_up(self, tokens: int) -> Steps:
-        """Take up the conversation that was used last, as its user may soon, feed it so many tokens and let go of it:
-        the next one to be taken up finds memory, connections, queries and graphs ready."""
+        """Take up the conversation that was used last, as its user may soon, feed it so many tokens and let go of it.
+
+        The next one to be taken up then finds memory, connections, queries and graphs ready.
+        """
         loaded = None
         session = self._store.newest()
         if session is not None:
@@ -60,65 +118,131 @@ class Persistence:
                 loaded = yield from self._restorer.steps(prompt.found, prompt.ids, session.info.id)
         yield from run_tokens(self._program, tokens, None if loaded is None else loaded[1])
 
-    def load(self, g: Generation) -> None:
-        """Begin to load the state that a request starts from, if there is one."""
-        prompt = g.prompt
-        if prompt.found is not None:
-            session = None if prompt.info is None else prompt.info.id
-            g.restoring = self._restorer.begin(prompt.found, prompt.ids, session, self._wake)
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return self._rerenderer.ready()
 
-    def discard(self, g: Generation) -> None:
-        """The request ends before its state is there."""
-        if g.restoring is not None:
-            self._restorer.discard(g.restoring)
-            g.restoring = None
+    def work(self) -> None:
+        """Do a piece of work that nobody waits for; it takes no longer than one bucket, or restoring a state."""
+        self._rerenderer.step()
 
-    def checkpoint(
-        self, g: Generation, handle: Handle, kind: CheckpointKind, ids: Ids, turn: str | None = None
-    ) -> None:
-        """`save` and `keep`."""
-        saved = self.save(g, handle, kind, ids, turn)
-        if saved is not None:
-            self.keep(g, saved)
-
-    def save(
-        self, g: Generation, handle: Handle, kind: CheckpointKind, ids: Ids, turn: str | None = None
-    ) -> NewCheckpoint | None:
-        """A handle's state, for `keep`; None if nothing is kept. turn: whose end it is; None for all of the request."""
-        if g.prompt.info is None:
-            return None
-        parent, since = g.parent
-        return NewCheckpoint(kind, ids, self._program.save(handle, since=since), parent, g.origin, turn)
-
-    def keep(self, g: Generation, checkpoint: NewCheckpoint) -> None:
-        """Send a state on its way to the store; what is saved after it grows from it."""
-        pending = self._writer.encode(checkpoint)
-        if pending is None:
-            log.warning("request %s: a checkpoint is left out, the store is too far behind", g.id)
-            return
-        g.checkpoints.append(pending)
-        if checkpoint.kind != "turn":  # choices are siblings: each grows from the prompt
-            g.parent = (checkpoint, checkpoint.state.position)
-
-    def commit(self, g: Generation, then: Callable[[bool], None]) -> None:
-        """Write the turns of a request with its checkpoints; `then(stored)`, from whatever thread."""
-        kept = g.kept
-        if g.prompt.info is None or not kept:
-            self._writer.abandon(g.checkpoints)
-            then(False)
-            return
-        turns = [g.prompt.turn(choice, self._tokenizer.escape(choice.text)) for choice in kept]
-        reply = None if g.request.key is None else replay.keep(g, kept, g.request.key)
-        self._writer.commit(g.prompt.info, turns, tuple(g.checkpoints), then, reply)
-        g.checkpoints, g.parent = [], (None, 0)  # their states go as soon as they are written
-
-    def reply(self, key: ReplyKey) -> Reply | None:
-        """What a request was answered with. Blocks until all that ended before is written. Raises StoreError."""
-        self._writer.flush()
-        return self._store.reply(key)
+    def pause(self) -> None:
+        """Let go of the work at hand, as a request came: it is begun anew later."""
+        self._rerenderer.pause()
 
     def close(self) -> None:
-        """After the worker has stopped: write what waits."""
-        self.rerenderer.close()
+        """Write what waits; after the worker has stopped."""
+        self._rerenderer.close()
         self._writer.close()
         self._restorer.close()
+
+
+class _Kept(Kept):
+    """What is kept of one request, whose states and turns go to the store. With "store": false it restores only."""
+
+    def __init__(self, by: Persistence, asked: Asked) -> None:
+        self._by, self._asked = by, asked
+        self._info = asked.prompt.info
+        self.mark = 0 if self._info is None else asked.prompt.system
+        self._restoring: Restoring | None = None
+        self._checkpoints: list[Pending] = []
+        # What the next checkpoint grows from, and at which position.
+        self._parent: tuple[int | NewCheckpoint | None, int] = (None, 0)
+        self._origin: str | None = None  # set when the state came from an import: what grows from it stays there
+        self._turns: list[Choice] = []
+
+    def restore(self) -> None:
+        prompt = self._asked.prompt
+        if prompt.found is not None:
+            self._restoring = self._by._restorer.begin(prompt.found, prompt.ids, self._asked.session, self._by._wake)
+
+    def ready(self) -> bool:
+        return self._restoring is None or self._restoring.done()
+
+    def restored(self) -> Restored | None:
+        loaded = None if self._restoring is None else self._restoring.result()
+        self._restoring = None
+        if loaded is None:
+            return None
+        found, handle = loaded
+        self._origin = found.origin
+        same_build = found.build == self._by._build
+        if same_build:
+            self._parent = (found.id, found.position)
+        exact = same_build and found.producer == self._by._program.producer
+        return Restored(handle, found.position, "exact" if exact else "portable")
+
+    def discard(self) -> None:
+        if self._restoring is not None:
+            self._by._restorer.discard(self._restoring)
+            self._restoring = None
+
+    def prefilled(self, handle: Handle, position: int) -> None:
+        if position == self.mark:
+            self.keep(self._save(handle, "system", self._asked.prompt.ids[:position]))
+
+    def save(self, handle: Handle) -> NewCheckpoint | None:
+        return self._save(handle, "user", self._asked.prompt.ids[:-1])
+
+    def _save(self, handle: Handle, kind: CheckpointKind, ids: Ids, turn: str | None = None) -> NewCheckpoint | None:
+        """A handle's state, for `keep`. turn: whose end it is; None for all of the request."""
+        if self._info is None:
+            return None
+        parent, since = self._parent
+        return NewCheckpoint(kind, ids, self._by._program.save(handle, since=since), parent, self._origin, turn)
+
+    def keep(self, checkpoint: NewCheckpoint | None) -> None:
+        if checkpoint is None:
+            return
+        pending = self._by._writer.encode(checkpoint)
+        if pending is None:
+            log.warning("request %s: a checkpoint is left out, the store is too far behind", self._asked.id)
+            return
+        self._checkpoints.append(pending)
+        if checkpoint.kind != "turn":  # choices are siblings: each grows from the prompt
+            self._parent = (checkpoint, checkpoint.state.position)
+
+    def end(self, choice: Choice) -> None:
+        if choice.cut:  # no later request begins with what was fed
+            return
+        fed = self._by._program.position(choice.handle)
+        ids = np.concatenate([self._asked.prompt.ids, np.array(choice.tokens, np.int32)])[:fed]
+        self.keep(self._save(choice.handle, "turn", ids, choice.turn))
+
+    def commit(self, choices: Sequence[Choice], done: Done, then: Callable[[bool], None]) -> None:
+        # Those that were cut before they had a text become no turns.
+        self._turns = [choice for choice in choices if choice.text or choice.end != "cancelled"]
+        if self._info is None or not self._turns:
+            self._by._writer.abandon(self._checkpoints)
+            then(False)
+            return
+        turns = [_turn(self._info, self._asked, c, self._by._tokenizer.escape(c.text)) for c in self._turns]
+        key = self._asked.request.key
+        reply = None if key is None else replay.keep(self._asked, self._turns, done, key)
+        self._by._writer.commit(self._info, turns, tuple(self._checkpoints), then, reply)
+        self._checkpoints, self._parent = [], (None, 0)  # their states go as soon as they are written
+
+    def rerender(self) -> None:
+        if self._info is not None:
+            self._by._rerenderer.add(self._info, self._turns)
+
+
+def _turn(info: SessionInfo, asked: Asked, choice: Choice, escaped: str) -> NewTurn:
+    """The turn that a choice answered. `escaped` is its text as a template would see it.
+
+    Where text and tokens disagree (`choice.cut`), what is known of both ends with the prompt.
+    """
+    prompt = asked.prompt
+    return NewTurn(
+        id=choice.turn,
+        session=info.id,
+        parent=prompt.parent,
+        messages=prompt.new,
+        answer=Message("assistant", prompt.begun + choice.text),
+        ids=prompt.ids if choice.cut else np.concatenate([prompt.ids, np.array(choice.tokens, np.int32)]),
+        prompt_tokens=len(prompt.ids),
+        text=prompt.text if choice.cut else prompt.text + escaped,
+        finish=choice.end or "cancelled",
+        complete=choice.end != "cancelled",
+        created_at=datetime.now(UTC),
+    )

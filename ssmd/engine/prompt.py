@@ -12,14 +12,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from ssmd.engine.choice import Choice
 from ssmd.engine.request import Rejected, Request
 from ssmd.model.artifact import Manifest
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Found, Ids, Scope
 from ssmd.sessions.match import Match, match
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, Turn, UnknownSession, conversation
+from ssmd.sessions.turn import SessionInfo, StoreError, Turn, UnknownSession, conversation
 from ssmd.text.messages import Message
 from ssmd.text.template import ChatTemplate, TemplateError
 from ssmd.text.tokenizer import Tokenizer
@@ -45,26 +44,6 @@ class Prompt:
     new: tuple[Message, ...]
     begun: str
     found: Found | None
-
-    def turn(self, choice: Choice, escaped: str) -> NewTurn:
-        """The turn that `choice` answered. `escaped` is its text as a template would see it.
-
-        Where text and tokens disagree (`choice.cut`), what is known of both ends with the prompt.
-        """
-        assert self.info is not None
-        return NewTurn(
-            id=choice.turn,
-            session=self.info.id,
-            parent=self.parent,
-            messages=self.new,
-            answer=Message("assistant", self.begun + choice.text),
-            ids=self.ids if choice.cut else np.concatenate([self.ids, np.array(choice.tokens, np.int32)]),
-            prompt_tokens=len(self.ids),
-            text=self.text if choice.cut else self.text + escaped,
-            finish=choice.end or "cancelled",
-            complete=choice.end != "cancelled",
-            created_at=datetime.now(UTC),
-        )
 
 
 class Planner:

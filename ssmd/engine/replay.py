@@ -7,22 +7,22 @@ from dataclasses import asdict
 from typing import Any
 
 from ssmd.engine.choice import Choice
-from ssmd.engine.generation import Generation
+from ssmd.engine.generation import Asked
 from ssmd.engine.request import Delta, Done, Event, TokenLogprob, Usage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 
-def keep(generation: Generation, choices: Sequence[Choice], key: ReplyKey) -> NewReply:
-    """What is kept of an answer beside its turns, which are those of `choices`."""
-    complete = len(choices) == generation.request.n and all(choice.end != "cancelled" for choice in choices)
-    answer: dict[str, Any] = {"id": generation.id, "created": generation.created}
+def keep(asked: Asked, choices: Sequence[Choice], done: Done, key: ReplyKey) -> NewReply:
+    """What is kept of an answer beside its turns, which are those of `choices`. done: how its client hears the end."""
+    complete = len(choices) == asked.request.n and all(choice.end != "cancelled" for choice in choices)
+    answer: dict[str, Any] = {"id": asked.id, "created": asked.created}
     if complete:  # an answer that broke off is never given again
         answer |= {
-            "begun": len(generation.prompt.begun),
-            "finish_reasons": generation.finish_reasons,
-            "usage": asdict(generation.usage(stored=True)),
+            "begun": len(asked.prompt.begun),
+            "finish_reasons": done.finish_reasons,
+            "usage": asdict(done.usage),
             "logprobs": [[_to_json(entry) for entry in choice.logprobs] for choice in choices],
         }
     return NewReply(key, complete, answer)

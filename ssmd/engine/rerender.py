@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from ssmd.engine.generation import Generation
+from ssmd.engine.choice import Choice
 from ssmd.engine.prompt import Planner
 from ssmd.engine.restore import Restorer
 from ssmd.engine.writer import Writer
@@ -76,13 +76,10 @@ class Rerenderer:
         self._plan: _Plan | None = None
         self._handle: Handle = None
 
-    def add(self, generation: Generation) -> None:
-        """Look after the turns of a request that were stored."""
-        info = generation.prompt.info
-        if info is None:
-            return
+    def add(self, session: SessionInfo, turns: Sequence[Choice]) -> None:
+        """Look after the turns of a request that were stored: those that these choices became."""
         with self._lock:
-            self._waiting.extend(_Turn(choice.turn, info, choice.cut) for choice in generation.kept)
+            self._waiting.extend(_Turn(choice.turn, session, choice.cut) for choice in turns)
         self._wake()
 
     def ready(self) -> bool:

@@ -179,7 +179,7 @@ def test_a_template_that_keeps_reasoning_gets_what_the_client_sent(
 
 def check(asked: Asked, loaded: tuple[Artifact, Program], tokenizer: Tokenizer) -> Answer:
     """The answer, of which is true: the ids fed stand for the prompt's text, and the state was that of these ids."""
-    answer, prompt = asked.answer(), asked.generation.prompt
+    answer, prompt = asked.answer(), asked.generation.asked.prompt
     meant = b"".join(map(tokenizer.token_bytes, prompt.ids.tolist())).decode(errors="replace")
     assert meant == tokenizer.unescape(prompt.text)
     if not answer.logprobs:
@@ -191,7 +191,7 @@ def check(asked: Asked, loaded: tuple[Artifact, Program], tokenizer: Tokenizer) 
         logits = program.prefill(handle, ids[:n])
         del ids[:n]
     program.release(handle)
-    expected = Sampler(asked.generation.request.sampling, index=0).sample(logits)
+    expected = Sampler(asked.generation.asked.request.sampling, index=0).sample(logits)
     top = answer.logprobs[0].top
     # Other calls, so not bit for bit; a state that misses one token differs by 0.1 to 10.
     assert [p for _, _, p in top] == pytest.approx([p for _, p in expected.top], abs=0.02)
@@ -285,7 +285,7 @@ def test_no_template_leads_to_a_wrong_state(
                 engine, *history, sampling=endless(loaded, seed=n), stop=stop, max_tokens=chance.choice([1, 3, 12])
             )
             answer = check(asked, loaded, tokenizer)
-            prompt = asked.generation.prompt
+            prompt = asked.generation.asked.prompt
             assert prompt.info is not None
             sent = engine._planner._render(history, prompt.info.clock)
             assert "".join(prompt.text.split()) == "".join(sent.split()), "what the client sent, but for spaces"

@@ -23,6 +23,7 @@ from test_server import running
 from ssmd.api import idempotency
 from ssmd.config import Settings
 from ssmd.engine import writer as writer_module
+from ssmd.engine.persistence import Persistence
 from ssmd.server import create_app
 from ssmd.sessions.rows.schema import reply
 from ssmd.sessions.store import Committed, Store
@@ -323,7 +324,7 @@ def test_an_answer_that_could_not_be_stored_is_not_an_earlier_one(artifact: Path
         other = sqlite3.connect(one.store.file, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         lost = ask(one, "locked")
-        assert one.engine._persistence is not None
+        assert isinstance(one.engine._persistence, Persistence)
         one.engine._persistence._writer.flush()  # until it gave up: it waits a little longer than the client
         other.close()
         assert lost.json["usage"]["ssmd"]["stored"] is False

@@ -9,18 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
 from daemon import soon
 from sqlalchemy import func, select, update
 
+from ssmd.engine import persistence
 from ssmd.engine import writer as writer_module
 from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
 from ssmd.engine.metrics import Metrics
-from ssmd.engine.persistence import Persistence
 from ssmd.engine.request import Delta, Done, Event, Failed, Rejected, Request, TokenLogprob, Usage
 from ssmd.engine.sampling import SamplingParams
 from ssmd.model.artifact import Artifact
@@ -220,12 +219,12 @@ def test_a_cancelled_answer_is_kept_as_far_as_it_was_sent(
     assert isinstance(event, Delta)
     asked.generation.cancel()
     rest = asked.answer()
-    turn = store.turns(str(asked.generation.session))[0]
+    turn = store.turns(str(asked.generation.asked.session))[0]
     assert not turn.complete
     assert turn.answer.content == event.text + rest.text
     assert rest.usage.completion_tokens < 400
     follow = ask(engine, user("Tell me everything."), turn.answer, user("Go on."))
-    assert follow.usage.session == asked.generation.session
+    assert follow.usage.session == asked.generation.asked.session
     assert follow.usage.resume == "exact"
 
 
@@ -257,18 +256,19 @@ def test_a_state_whose_turn_does_not_come_is_for_who_asks_again(
     for name, value in (("AHEAD_BYTES", 1), ("LOOK_S", 0.1), ("LOOSE_S", 3.0)):
         monkeypatch.setattr(writer_module, name, value)
     engine = Engine(*loaded, store, metrics=Metrics())
-    checkpoint = Persistence.checkpoint
+    prefilled = persistence._Kept.prefilled
     written: list[int] = []
 
-    def hang_up(self: Persistence, g: Generation, *args: Any) -> None:
-        checkpoint(self, g, *args)
-        written.append(g.position)
-        g.cancel()
+    def hang_up(self: persistence._Kept, handle: Handle, position: int) -> None:
+        prefilled(self, handle, position)
+        if position == self.mark:
+            written.append(position)
+            engine._running[0].cancel()
 
-    monkeypatch.setattr(Persistence, "checkpoint", hang_up)
+    monkeypatch.setattr(persistence._Kept, "prefilled", hang_up)
     engine.start()
     assert not ask(engine, LONG_SYSTEM, user("Are you there?")).usage.stored
-    monkeypatch.setattr(Persistence, "checkpoint", checkpoint)
+    monkeypatch.setattr(persistence._Kept, "prefilled", prefilled)
     engine._persistence._writer.flush()  # type: ignore[union-attr]  # it has a store
     assert store.bytes_stored() > 0
     assert store.sessions() == []
@@ -465,7 +465,7 @@ def test_shutdown_cuts_what_runs_and_stores_it(
     ended.join()
     assert isinstance(answer.end, Failed)
     assert answer.end.error.status == 503
-    assert not store.turns(str(asked.generation.session))[0].complete
+    assert not store.turns(str(asked.generation.asked.session))[0].complete
     with pytest.raises(Rejected, match="shutting down"):
         ask(engine, user("Too late."))
 

@@ -18,6 +18,7 @@ from engine.test_engine import SAMPLING, Answer, Asked, answered, ask, user
 
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics
+from ssmd.engine.persistence import Persistence
 from ssmd.engine.sampling import Sampler, SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
@@ -84,8 +85,8 @@ def rerendered(store: Store, session: str) -> bool:
 
 
 def done(engine: Engine) -> bool:
-    assert engine._persistence is not None
-    rerenderer = engine._persistence.rerenderer
+    assert isinstance(engine._persistence, Persistence)
+    rerenderer = engine._persistence._rerenderer
     return rerenderer._turn is None and not rerenderer.ready()
 
 
@@ -204,7 +205,7 @@ def test_a_turn_that_was_continued_is_not_rewritten(loaded: tuple[Artifact, Prog
         soon(lambda: rerendered(store, session))
         ask(engine, QUESTION, answered(cut.text), NEXT, max_tokens=4)
         parent, child = store.turns(session)
-        assert engine._persistence is not None
+        assert isinstance(engine._persistence, Persistence)
         assert not store.is_leaf(parent.id)
         assert store.is_leaf(child.id)
         with sqlite3.connect(store.file) as raw:

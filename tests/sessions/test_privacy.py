@@ -25,6 +25,7 @@ from keeping import Chat, new_store, user
 from serving import Served
 from test_server import environment, running
 
+from ssmd.engine.persistence import Persistence
 from ssmd.sessions.files import transfer
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.store import Store
@@ -154,7 +155,7 @@ def test_the_daemon_erases_what_a_removal_left_undone(
         reader.execute("SELECT count(*) FROM turn").fetchall()
         assert one.served.ask("DELETE", f"/ssmd/v1/sessions/{session}").status == 200
         time.sleep(1)
-        assert one.engine._persistence is not None
+        assert isinstance(one.engine._persistence, Persistence)
         one.engine._persistence._writer.flush()  # it tried, and has nothing to do
         assert traces(tmp_path, SECRET) != []
         reader.close()

@@ -39,6 +39,7 @@ from sqlalchemy import Connection, select
 
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics
+from ssmd.engine.persistence import Persistence
 from ssmd.engine.request import Rejected
 from ssmd.engine.sampling import SamplingParams
 from ssmd.model.artifact import Artifact
@@ -348,8 +349,8 @@ class Sessions(RuleBasedStateMachine):
     def quiet(self) -> None:
         """Let the engine finish what nobody waits for, so that the same events always find the same store."""
         persistence = self.engine._persistence
-        assert persistence is not None
-        rerenderer = persistence.rerenderer
+        assert isinstance(persistence, Persistence)
+        rerenderer = persistence._rerenderer
         deadline = time.monotonic() + 60
         while True:
             with rerenderer._lock:
