@@ -9,7 +9,6 @@ KL(f32 || rounded) in nats on the text of ssmd/build/quality.py. The quality tha
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Set
 from pathlib import Path
 from unittest import mock
@@ -24,10 +23,11 @@ from ssmd.authoring.host import Host
 from ssmd.authoring.ops import CHUNK
 from ssmd.authoring.registry import author
 from ssmd.build import quality
+from ssmd.cli.making import smollm2_source
+from ssmd.config import Settings
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import Binding
-from ssmd.model import smollm2
 from ssmd.model.source import Source
 from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
 
@@ -106,6 +106,5 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         main(Path(sys.argv[1]))
     else:
-        with tempfile.TemporaryDirectory() as made:
-            smollm2.write_source(Path(made))
-            main(Path(made))
+        with smollm2_source(Settings(), print) as made:
+            main(made)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+from ssmd.cli.making import smollm2_source
+from ssmd.config import Settings
 from ssmd.families.registry import family_of
-from ssmd.model import smollm2
 from ssmd.model.source import Source
 
 MODELS = Path(__file__).parent.parent / "scripts" / "models"
@@ -79,9 +79,8 @@ def main() -> None:
     if asked.tokenizer is not None:
         write(asked.shape, asked.folder, asked.tokenizer)
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        smollm2.write_source(Path(temporary))
-        write(asked.shape, asked.folder, Path(temporary))
+    with smollm2_source(Settings(), print) as temporary:
+        write(asked.shape, asked.folder, temporary)
 
 
 if __name__ == "__main__":

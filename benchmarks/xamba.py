@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +24,9 @@ from true_shape import SHAPES, Weights
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.registry import author
 from ssmd.build import quality
+from ssmd.cli.making import smollm2_source
+from ssmd.config import Settings
 from ssmd.families.registry import family_of
-from ssmd.model import smollm2
 from ssmd.model.source import Source
 from ssmd_openvino import library, xamba
 from ssmd_openvino.convert import converted
@@ -210,9 +210,8 @@ def main() -> None:
     if given.smollm2 is not None:
         accuracy(given.smollm2)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        smollm2.write_source(Path(folder))
-        accuracy(Path(folder))
+    with smollm2_source(Settings(), print) as folder:
+        accuracy(folder)
 
 
 if __name__ == "__main__":

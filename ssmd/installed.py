@@ -103,8 +103,8 @@ def _candidates(model: str | None, models_dir: Path) -> list[Installed]:
         model = names[0]
     found = [i for i in everything if i.name == model]
     if not found:
-        pull = f"; get it with: ssmd pull {model}" if model in catalog.names() else ""
-        raise ModelError(f"there is no model {model!r} here{pull}; {_advice(models_dir)}")
+        advice = f"get it with: ssmd pull {model}" if model in catalog.names() else _advice(models_dir)
+        raise ModelError(f"there is no model {model!r} here; {advice}")
     return found
 
 

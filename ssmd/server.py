@@ -178,7 +178,7 @@ def start_logging(level: str) -> None:
     """Log to stderr from `level` on; from libraries, warnings and worse only, unless `level` is debug."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if level == "info":
-        for library in ("alembic", "asyncio", "uvicorn.error"):
+        for library in ("alembic", "asyncio", "httpx2", "uvicorn.error"):
             logging.getLogger(library).setLevel(logging.WARNING)
 
 

@@ -60,6 +60,7 @@ class Mirror:
     ranges: bool = True
     redirects: dict[str, str] = field(default_factory=dict)  # file -> address
     storage: str | None = None  # where LFS files are redirected to
+    pages: dict[str, bytes] = field(default_factory=dict)  # of a package index: path -> JSON
     going: threading.Event = field(default_factory=threading.Event)  # set: what stalls goes on
 
     @property
@@ -150,6 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(found[1], found[2], body=body)
         elif found := re.fullmatch(r"/storage/(.+)", path):  # what a signed address leads to
             self._send(found[1], body=body, headers={})
+        elif path in m.pages:
+            self._plain(200, {"Content-Type": "application/vnd.pypi.simple.v1+json"}, m.pages[path])
         elif path == "/circle":
             self._plain(302, {"Location": "/circle"})
         elif path.startswith("/api/"):

@@ -44,7 +44,7 @@ def put(models_dir: Path, name: str, folder: str, nbytes: int = 50, **changed: A
 
 
 def test_a_model_that_a_graph_is_shipped_of(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'lfm2-350m' here; get it with: ssmd pull lfm2-350m; none is installed"):
+    with pytest.raises(ModelError, match=r"'lfm2-350m' here; get it with: ssmd pull lfm2-350m$"):
         resolve("lfm2-350m", tmp_path)
 
 

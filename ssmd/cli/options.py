@@ -27,6 +27,7 @@ Quota = Annotated[
     str | None, typer.Option(help="Bytes that all checkpoints may take, such as 8GiB or 500MB.", metavar="SIZE")
 ]
 NoStore = Annotated[bool, typer.Option("--no-store", help="Keep nothing: no sessions, no checkpoints.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Fetch nothing, whatever is missing.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Buckets = Annotated[
     str | None,

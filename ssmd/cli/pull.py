@@ -13,7 +13,7 @@ import typer
 
 from ssmd.cli import options
 from ssmd.cli.failure import fail
-from ssmd.cli.making import fetch, name_of, packer_of, unpacked_smollm2
+from ssmd.cli.making import fetch, name_of, packer_of, smollm2_here, smollm2_source
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Packer
@@ -43,6 +43,7 @@ def pull(
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
+    offline: options.Offline = False,
     as_json: options.Json = False,
 ) -> None:
     """Fetch a model and make it ready to run; the same command goes on where a broken one stopped.
@@ -52,15 +53,18 @@ def pull(
     another hub, HF_TOKEN is sent to that hub alone, with HF_HUB_OFFLINE=1 nothing is fetched.
     """
     from ssmd.config import Settings
+    from ssmd.model import smollm2
     from ssmd.model.source import Source
     from ssmd.refit import catalog
 
-    settings = Settings(data_dir=data_dir, models_dir=models_dir)
+    settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
     if to is not None and (folder is not None or runtime is not None):
         fail("--to only fetches: leave out --from and --runtime", 2)
     said: dict[str, object] = {"name": name}
     say = _silent if as_json else typer.echo
-    with _source(name, revision, folder, to, settings, said, quiet=as_json) as path:
+    if name == smollm2.NAME and folder is None and to is None:
+        _some_runtime(runtime or "auto")  # before anything is fetched for none
+    with _source(name, revision, folder, to, settings, said, say) as path:
         known = said.get("path", path)
         artifact = None
         if to is None:
@@ -129,8 +133,7 @@ def _source(
     to: Path | None,
     settings: Settings,
     said: dict[str, object],
-    *,
-    quiet: bool,
+    say: Progress,
 ) -> Iterator[Path]:
     """The folder of the source checkpoint. `said` gets what is known of where it is from."""
     from ssmd.hub.hub import is_name
@@ -142,19 +145,18 @@ def _source(
         yield folder
         return
     if name == smollm2.NAME and to is None:
-        with unpacked_smollm2(_silent if quiet else typer.echo) as path:
+        with smollm2_source(settings, say) as path:
             yield path
         return
-    settings.prepare()
-    done = fetch(name if is_name(name) else catalog.origin_of(name), revision, settings, to, quiet=quiet)
+    done = fetch(name if is_name(name) else catalog.origin_of(name), revision, settings, to, say=say)
     said |= {"name": done.name, "revision": done.revision, "commit": done.commit, "path": str(done.path)}
     said |= {"fetched": done.fetched, "files": done.files}
     yield done.path
 
 
 def first_model(model: str | None, settings: Settings) -> str | None:
-    """The model to use. SmolLM2 is made on the spot where it is asked for, or no model is installed, and its weights
-    are here."""
+    """The model to use. SmolLM2 is made on the spot where it is asked for and not installed: for this one name alone
+    weights are fetched. So it is where no model is asked for or installed, and its weights are here."""
     from ssmd.installed import installed, is_for
     from ssmd.model import smollm2
     from ssmd.model.source import Source
@@ -166,24 +168,39 @@ def first_model(model: str | None, settings: Settings) -> str | None:
     fitting = [i for i in there if i.manifest is None or is_for(i.manifest, settings.runtime)]
     if there if model is None else [i for i in fitting if i.name == model]:
         return model
-    if not smollm2.is_here():
+    if model is None and smollm2_here(settings) is None:
         return model  # which gets an error that says what there is
-    packer = packer_of(settings.runtime)
-    wanted = catalog.RUNTIMES if settings.runtime == "auto" else [settings.runtime]
-    device = "cpu" if packer is None else packer.device_class
-    if not any(catalog.unusable(runtime, device) == "" for runtime in wanted):
+    if not _some_runtime(settings.runtime):
         return model
 
     def say(line: str) -> None:
         typer.echo(line, err=True)  # stdout is for answers
 
-    with unpacked_smollm2(say) as path:
+    packer = packer_of(settings.runtime)
+    with smollm2_source(settings, say) as path:
         source = Source.open(path)
         if packer is not None:
             packed(packer, source, smollm2.NAME, settings, say)
             return smollm2.NAME
-        graph, _ = catalog.choose(source.config, wanted)
+        wanted = catalog.RUNTIMES if settings.runtime == "auto" else [settings.runtime]
+        graph, why_not = catalog.choose(source.config, wanted)
         if graph is None:
-            return model
+            fail(why_not)
         refitted(graph, source, smollm2.NAME, settings, say)
     return smollm2.NAME
+
+
+def _some_runtime(wanted: str) -> bool:
+    """Whether a runtime of that name, or of any for "auto", can run here what is made of SmolLM2. Raises
+    RuntimeUnavailable, which says what to install, where it is not installed."""
+    from ssmd.refit import catalog
+    from ssmd.runtime.protocol import get_runtime
+
+    packer = packer_of(wanted)
+    names = catalog.RUNTIMES if wanted == "auto" else [wanted]
+    device = "cpu" if packer is None else packer.device_class
+    if any(catalog.unusable(name, device) == "" for name in names):
+        return True
+    if wanted != "npu":
+        get_runtime(names[0])
+    return False

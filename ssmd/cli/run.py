@@ -45,6 +45,7 @@ def run(
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
     no_store: options.NoStore = False,
+    offline: options.Offline = False,
 ) -> None:
     """Chat in the terminal. Ctrl-C stops the answer, Ctrl-D ends the chat."""
     from ssmd.cli.pull import first_model
@@ -59,7 +60,13 @@ def run(
     except ValueError as err:
         fail(str(err), 2)
     settings = Settings(
-        data_dir=data_dir, log_level="error", models_dir=models_dir, runtime=runtime, device=device, threads=threads
+        data_dir=data_dir,
+        device=device,
+        log_level="error",
+        models_dir=models_dir,
+        offline=offline or None,
+        runtime=runtime,
+        threads=threads,
     )
     start_logging(settings.log_level)
     if prompt is None and not sys.stdin.isatty():

@@ -22,6 +22,7 @@ def serve(
     models_dir: options.ModelsDir = None,
     quota: options.Quota = None,
     no_store: options.NoStore = False,
+    offline: options.Offline = False,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Serve a model to OpenAI clients (default http://127.0.0.1:7763/v1).
@@ -40,6 +41,7 @@ def serve(
         max_queue=max_queue,
         max_running=max_running,
         models_dir=models_dir,
+        offline=offline or None,
         port=port,
         quota=quota,
         runtime=runtime,

@@ -1,30 +1,51 @@
-"""One file from a hub: resumed where it broke off, no longer than announced, checked against its hash."""
+"""One file from a hub or a package index: resumed where it broke off, no longer than announced, checked by its hash."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
+import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
+import filelock
 import httpx2
 
 from ssmd.hub import hub
-from ssmd.hub.hub import HubError, HubFile, HubUnreachable, Listing
+from ssmd.hub.hub import HubError, HubFile, HubUnreachable
 from ssmd.machine.size import show_size
 
 WAITS_S = (0.5, 1.0, 2.0, 4.0)  # before each further attempt; then it is given up
 ENOUGH_BYTES = 1 << 20  # an attempt that brought less counts as failed: a server may drip
 READ_BACK_BYTES = 1 << 20
+LOCK = ".lock"  # in a folder that is being filled
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Progress = Callable[[HubFile, int], None]  # the file, and how many of its bytes are here
 
 
-def download(listing: Listing, file: HubFile, path: Path, progress: Progress) -> None:
+class Origin(Protocol):
+    """Who lists files and has them. `name` is what they are of, `lister` what is said of it: the hub, the index."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def lister(self) -> str: ...
+
+    def url(self, name: str) -> str:
+        """Where a file is."""
+
+    def refusal(self, response: httpx2.Response, file: str) -> HubError:
+        """The error of an answer that is neither 200 nor 206 to a request for `file`."""
+
+
+def download(listing: Origin, file: HubFile, path: Path, progress: Progress) -> None:
     """Make `path` the file, starting with the bytes that are in it already. Raises HubError; what came stays in `path`.
 
     Nothing but `path` is written, and no more than `file.size` bytes. If the hash is wrong the bytes go.
@@ -41,14 +62,14 @@ def download(listing: Listing, file: HubFile, path: Path, progress: Progress) ->
             part.restart()
             if not resumed:
                 raise HubError(
-                    f"{listing.name}: what came as {file.name} has another hash than the hub lists: it was damaged on "
-                    "the way or is not the file; nothing of it is kept, try again"
+                    f"{listing.name}: what came as {file.name} has another hash than {listing.lister} lists: it was "
+                    "damaged on the way or is not the file; nothing of it is kept, try again"
                 )
             resumed = False  # what lay here from before may have been the damage: once more from the beginning
         os.fsync(descriptor)
 
 
-def _complete(listing: Listing, part: _Part, progress: Progress) -> None:
+def _complete(listing: Origin, part: _Part, progress: Progress) -> None:
     failed = 0
     while part.size < part.file.size:
         before = part.size
@@ -64,7 +85,7 @@ def _complete(listing: Listing, part: _Part, progress: Progress) -> None:
             time.sleep(WAITS_S[failed - 1])
 
 
-def _receive(listing: Listing, part: _Part, progress: Progress) -> None:
+def _receive(listing: Origin, part: _Part, progress: Progress) -> None:
     """One request for what is missing."""
     file = part.file
     with hub.request(listing.url(file.name), part.size) as response:
@@ -73,17 +94,17 @@ def _receive(listing: Listing, part: _Part, progress: Progress) -> None:
             if response.status_code == 416:
                 raise HubUnreachable(f"{response.url.host} does not have the rest of {file.name}")
         elif response.status_code not in (200, 206):
-            raise hub.refusal(response, listing.name, file=file.name)
+            raise listing.refusal(response, file.name)
         announced = _announced(response, part)
         if announced is not None and announced != file.size:
             raise HubError(
-                f"{listing.name}: the hub lists {file.name} with {file.size} bytes and sends {announced}: it cannot be "
-                "believed, nothing was put in place"
+                f"{listing.name}: {listing.lister} lists {file.name} with {file.size} bytes and sends {announced}: it "
+                "cannot be believed, nothing was put in place"
             )
         for chunk in response.iter_bytes():
             if part.size + len(chunk) > file.size:
                 raise HubError(
-                    f"{listing.name}: more comes as {file.name} than the {file.size} bytes that the hub lists"
+                    f"{listing.name}: more comes as {file.name} than the {file.size} bytes that {listing.lister} lists"
                 )
             part.add(chunk)
             progress(file, part.size)
@@ -163,3 +184,27 @@ def _opened(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def held(partial: Path, name: str) -> Iterator[None]:
+    """Hold the folder that `name` is fetched into, made if need be, for this process alone. It goes if it stays empty.
+
+    Raises HubError.
+    """
+    with suppress(FileExistsError):
+        partial.mkdir()
+    found = partial.lstat()
+    if not stat.S_ISDIR(found.st_mode) or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
+        raise HubError(f"{partial} is in the way and not a folder of yours: remove it")
+    lock = filelock.FileLock(partial / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout as err:
+        raise HubError(f"another ssmd fetches {name} right now into {partial}: wait for it") from err
+    try:
+        yield
+    finally:
+        lock.release()
+        if partial.is_dir() and not any(p.stat().st_size for p in partial.iterdir()):
+            shutil.rmtree(partial, ignore_errors=True)

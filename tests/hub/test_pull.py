@@ -239,7 +239,9 @@ def test_one_that_stays_broken_is_resumed_by_the_next_command(hub: Mirror, sourc
     size = len(hub.files[WEIGHTS])
     assert re.search(rf"broke off 5 times \(.+\); 400000 of {size} bytes are kept, and the same command goes on", said)
     assert (partial(tmp_path) / WEIGHTS).stat().st_size == 400_000
-    assert "is not here and HF_HUB_OFFLINE" in refused(tmp_path, hub, HF_HUB_OFFLINE="1")  # nobody takes it for whole
+    assert "is not here and --offline, SSMD_OFFLINE or HF_HUB_OFFLINE" in refused(
+        tmp_path, hub, HF_HUB_OFFLINE="1"
+    )  # nobody takes it for whole
     hub.breaks.clear()
     done = pulled(tmp_path, hub)
     assert hub.asked_for(WEIGHTS)[-1].range == "bytes=400000-"
@@ -476,7 +478,7 @@ def test_without_a_network(hub: Mirror, tmp_path: Path) -> None:
     hub.asked.clear()
     here = pulled(tmp_path, hub, HF_HUB_OFFLINE="1")
     assert (here["path"], here["fetched"]) == (path, False)
-    assert "forbids fetching into" in ssmd(tmp_path, hub, "pull", NAME, "--to", "x", HF_HUB_OFFLINE="1").stderr
+    assert "forbids fetching into" in ssmd(tmp_path, hub, "pull", NAME, "--to", "x", "--offline").stderr
     assert not hub.asked
     (Path(path) / WEIGHTS).write_bytes(b"cut")
     assert "is not as it was pulled" in ssmd(tmp_path, hub, "pull", NAME, HF_HUB_OFFLINE="1").stderr
