@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from ssmd.installed import ModelError, installed, resolve
+from ssmd.machine import installation
 from ssmd.model.artifact import MANIFEST, seal
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
 
@@ -143,7 +145,6 @@ def test_a_runtime_that_is_not_installed_says_how(name: str, monkeypatch: pytest
         raise PackageNotFoundError(package)
 
     monkeypatch.setattr(import_module(f"ssmd_{name}.library"), "version", absent)
-    with pytest.raises(
-        RuntimeUnavailable, match=rf"not installed .*; install it with: pip install 'ssmd-daemon\[{name}\]'"
-    ):
+    monkeypatch.setattr(sys, "prefix", str(installation.ROOT / ".venv"))
+    with pytest.raises(RuntimeUnavailable, match=rf"not installed .*; install it with: scripts/setup {name}$"):
         get_runtime(name)

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ssmd.build.builder import BuildError
+from ssmd.machine.installation import to_add
 from ssmd_litert.constants import buffers
 
 LARGE_BYTES = 1 << 20  # the converter copies smaller weights (its RESOURCE_CONSTANT_NUMEL_THRESHOLD, which is in bytes)
-OTHER = "install the version that ssmd was made for: pip install 'ssmd-daemon[build]'"
+OTHER = f"install the version that ssmd was made for: {to_add('build')}"
 _MARK_BYTES = 16
 _COPY_BYTES = 8 << 20
 

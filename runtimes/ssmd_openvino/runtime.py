@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ssmd.machine.installation import to_install
 from ssmd.machine.memory import drop_mapped, trim
 from ssmd.machine.processor import cpu_name
 from ssmd.runtime.hoststate.graph import GraphError
@@ -129,7 +130,7 @@ def _not_newer(manifest: Manifest) -> None:
     if _release(built) > _release(here):
         raise ProgramError(
             f"the artifact was built with OpenVINO {built}, {here} is installed and may not know all of it; "
-            f"install a newer one: pip install 'openvino>={built}'"
+            f"install a newer one: {to_install(f'openvino>={built}')}"
         )
 
 

@@ -18,6 +18,7 @@ from ssmd.build.stripping import Constants
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
 from ssmd.families.weights import Binding
+from ssmd.machine.installation import extra, to_add, to_install
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.progress import Progress, Stage, staged
 from ssmd.model.artifact import Artifact, seal
@@ -129,7 +130,9 @@ def build(
         raise BuildError(f"{out} exists already; remove it, replace it or choose another name")
     missing = [p for p in converter.packages if find_spec(p) is None]
     if missing:
-        raise BuildError(f"building needs {', '.join(missing)}: pip install 'ssmd-daemon[build]'")
+        ours = bool(extra(converter.runtime))
+        advice = to_add(converter.runtime, "build") if ours else to_install(*(converter.packages[p] for p in missing))
+        raise BuildError(f"building needs {', '.join(missing)}: {advice}")
     return_big_blocks()  # else what one stage frees stands beside what the next one needs
     family = family_of(source.config)
     config = family.parse(source.config)

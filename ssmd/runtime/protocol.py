@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.machine.installation import DISTRIBUTION, to_add
 from ssmd.model.state import Part, State, StateSpec
 
 if TYPE_CHECKING:
@@ -122,7 +123,9 @@ def get_runtime(name: str) -> Runtime:
     try:
         runtime: Runtime = found.load()()
     except ImportError as err:
-        raise RuntimeUnavailable(
-            f"runtime {name!r} is not installed ({err}); install it with: pip install 'ssmd-daemon[{name}]'"
-        ) from err
+        if found.dist is not None and found.dist.name != DISTRIBUTION:
+            raise RuntimeUnavailable(
+                f"runtime {name!r} cannot be imported ({err}); what it needs is told by its package, {found.dist.name}"
+            ) from err
+        raise RuntimeUnavailable(f"runtime {name!r} is not installed ({err}); install it with: {to_add(name)}") from err
     return runtime
