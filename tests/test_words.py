@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ssmd.refit import catalog
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,6 +67,22 @@ def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text("utf-8")
     missing = [p.name for p in (ROOT / "docs").glob("*.md") if p.name != "README.md" and f"({p.name})" not in index]
     assert missing == []
+
+
+def test_the_shipped_models_are_listed() -> None:
+    shipped = {f"| `{name}` | {catalog.origin_of(name)} |" for name in catalog.names()}
+    rows = (ROOT / "docs" / "models.md").read_text("utf-8").splitlines()
+    assert shipped <= set(rows)
+    assert all(name in README.read_text("utf-8") for name in ("350m", "1b", *catalog.names()) if "granite" not in name)
+
+
+def test_the_threads_are_listed() -> None:
+    """Those of a daemon; `ssmd bench` has some of its own."""
+    named = re.compile(r'(?:name|thread_name_prefix)="(ssmd-[a-z]+)"')
+    found = {name for f in (ROOT / "ssmd").rglob("*.py") for name in named.findall(f.read_text("utf-8"))}
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    assert len(found) > 5
+    assert sorted(name for name in found if f"| `{name}` |" not in page) == []
 
 
 def test_the_page_of_settings_is_current() -> None:
