@@ -91,7 +91,7 @@ class Persistence:
         self._program, self._tokenizer, self._build, self._wake = program, tokenizer, build, wake
         self._store, self._planner = store, planner
         self._writer = Writer(store, metrics, scope=planner.scope, producer=program.producer, spec=program.spec)
-        self._restorer = Restorer(planner, program, store)
+        self._restorer = Restorer(program, store, planner.scope)
         self._rerenderer = Rerenderer(planner, program, store, self._writer, self._restorer, build=build, wake=wake)
 
     def begin(self, asked: Asked) -> Kept:

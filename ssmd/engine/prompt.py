@@ -17,6 +17,7 @@ from ssmd.model.artifact import Manifest
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Found, Ids, Scope
 from ssmd.sessions.match import Match, match
+from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import SessionInfo, StoreError, Turn, UnknownSession, conversation
 from ssmd.text.messages import Message
@@ -46,6 +47,24 @@ class Prompt:
     found: Found | None
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a request belongs. info: its session, a new one if it continues none. path: turns above it, root first."""
+
+    matched: Match
+    info: SessionInfo | None
+    path: Sequence[Turn]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A conversation as the model reads it. now: the time that the template was told."""
+
+    text: str
+    ids: Ids
+    now: datetime
+
+
 class Planner:
     """Plans prompts for one program. Used from many threads."""
 
@@ -62,36 +81,43 @@ class Planner:
         self._beginning = lru_cache(maxsize=64)(self._render_beginning)
 
     def plan(self, request: Request) -> Prompt:
-        """Raises Rejected: an unknown session, a template that refuses, a prompt too long for the context."""
+        """What a request feeds, where it belongs and which state it starts from: all of one moment of the store.
+
+        Raises Rejected: an unknown session, a template that refuses, a prompt too long for the context.
+        """
         strangers = [t for t in request.sampling.logit_bias if t >= self._vocabulary]
         if strangers:
             raise Rejected(
                 f"logit_bias names token {strangers[0]}, ids end at {self._vocabulary - 1}", param="logit_bias"
             )
-        matched = self._match(request)
-        info, path = self._place(request, matched)
-        now = datetime.now(UTC) if info is None else info.clock
-        text = self._render(matched.messages, now)
-        ids = self._ids(text, path)
-        if self._context is not None and len(ids) >= self._context:
-            raise Rejected(
-                f"this model's context is {self._context} tokens and the messages come to {len(ids)}; "
-                "shorten them, or start a new conversation",
-                code="context_length_exceeded",
-                param="messages",
-            )
-        last = matched.new[-1] if matched.new else None
-        continued = last is not None and last.role == "assistant"
-        begun = last.content if last is not None and continued else ""
+        if self._store is None and request.session is not None:
+            raise _unknown(request.session)
+        place, shown, found = self._alone(request), None, None
+        if self._store is not None:
+            try:
+                with self._store.snapshot() as stored:
+                    place = self._place(request, stored)
+                    shown = self._show(place)
+                    found = stored.find(self.scope, shown.ids, None if place.info is None else place.info.id)
+            except StoreError as err:
+                if isinstance(err, UnknownSession) and request.session is not None:
+                    raise _unknown(request.session) from err
+                log.error("the session store cannot be read; the request is answered with what was: %s", err)
+        if shown is None:
+            shown = self._show(place)
+        new = place.matched.new
+        continued = bool(new) and new[-1].role == "assistant"
+        begun = new[-1].content if continued else ""
+        keeps = request.store and self._store is not None
         return Prompt(
-            text=text,
-            ids=ids,
-            system=self._system(matched.messages, text, ids, now) if request.store and self._store else 0,
-            info=info if request.store else None,
-            parent=matched.parent,
-            new=matched.new[:-1] if continued else matched.new,
-            begun=begun if text.endswith(self._tokenizer.escape(begun)) else begun.strip(),
-            found=self.find(ids, None if info is None else info.id),
+            text=shown.text,
+            ids=shown.ids,
+            system=self._system(place.matched.messages, shown) if keeps else 0,
+            info=place.info if request.store else None,
+            parent=place.matched.parent,
+            new=new[:-1] if continued else new,
+            begun=begun if shown.text.endswith(self._tokenizer.escape(begun)) else begun.strip(),
+            found=found,
         )
 
     def warm_up(self) -> None:
@@ -100,34 +126,32 @@ class Planner:
         with contextlib.suppress(Rejected):
             self.plan(Request((Message("user", text), Message("assistant", text), Message("user", text)), store=False))
 
-    def _match(self, request: Request) -> Match:
-        alone = Match(None, None, request.messages, request.messages)
-        if self._store is None:
-            if request.session is not None:
-                raise Rejected(_unknown(request.session), status=404, code="session_not_found", param="session")
-            return alone
-        try:
-            return match(request.messages, self._store.candidates(request.messages, request.session), request.session)
-        except UnknownSession as err:
-            raise Rejected(
-                _unknown(str(request.session)), status=404, code="session_not_found", param="session"
-            ) from err
-        except StoreError as err:
-            log.error("the session store cannot be read, the request is answered without it: %s", err)
-            return alone
+    def _alone(self, request: Request) -> _Place:
+        """The place of a request that continues nothing: in a new session, if it is kept."""
+        new = self._new_session() if request.store and self._store is not None else None
+        return _Place(Match(None, None, request.messages, request.messages), new, ())
 
-    def _place(self, request: Request, matched: Match) -> tuple[SessionInfo | None, Sequence[Turn]]:
-        """The session that the request belongs to and the turns above it; a new one is not written yet."""
-        if self._store is None:
-            return None, ()
+    def _place(self, request: Request, stored: Snapshot) -> _Place:
+        """The session that the request belongs to and the turns above it. Raises UnknownSession."""
+        matched = match(request.messages, stored.candidates(request.messages, request.session), request.session)
         if matched.session is None:
-            return self._new_session() if request.store else None, ()
-        try:
-            info = self._store.session(matched.session).info
-            info = replace(info, model=self._manifest.name, lineage=self._manifest.lineage)
-            return info, () if matched.parent is None else self._store.path(matched.parent)
-        except StoreError as err:  # deleted this instant, say
-            raise Rejected(_unknown(matched.session), status=404, code="session_not_found", param="session") from err
+            return self._alone(request)
+        info = replace(stored.info(matched.session), model=self._manifest.name, lineage=self._manifest.lineage)
+        return _Place(matched, info, () if matched.parent is None else stored.path(matched.parent))
+
+    def _show(self, place: _Place) -> _Shown:
+        """What the model is to read. Raises Rejected: the template refuses it, or it does not fit the context."""
+        now = datetime.now(UTC) if place.info is None else place.info.clock
+        text = self._render(place.matched.messages, now)
+        ids = self._ids(text, place.path)
+        if self._context is not None and len(ids) >= self._context:
+            raise Rejected(
+                f"this model's context is {self._context} tokens and the messages come to {len(ids)}; "
+                "shorten them, or start a new conversation",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        return _Shown(text, ids, now)
 
     def _new_session(self) -> SessionInfo:
         return SessionInfo(
@@ -165,11 +189,12 @@ class Planner:
                 return np.concatenate([turn.ids, np.array(self._tokenizer.encode(text[at:]), np.int32)])
         return np.array(self._tokenizer.encode(text), np.int32)
 
-    def _system(self, messages: Sequence[Message], text: str, ids: Ids, now: datetime) -> int:
+    def _system(self, messages: Sequence[Message], shown: _Shown) -> int:
+        """How many ids of a prompt are its system prompt's; 0 if they are few, or are not ids of their own."""
         head = tuple(messages[: next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), 0)])
-        beginning, tokens = self._beginning(head, now if "strftime_now" in self._template.source else None)
-        fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(ids) - 1 and text.startswith(beginning)
-        return len(tokens) if fits and np.array_equal(ids[: len(tokens)], tokens) else 0
+        beginning, tokens = self._beginning(head, shown.now if "strftime_now" in self._template.source else None)
+        fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(shown.ids) - 1 and shown.text.startswith(beginning)
+        return len(tokens) if fits and np.array_equal(shown.ids[: len(tokens)], tokens) else 0
 
     def _render_beginning(self, head: tuple[Message, ...], now: datetime | None) -> tuple[str, Ids]:
         """What every conversation under this system prompt begins with, up to the last control token, and its ids."""
@@ -200,16 +225,11 @@ class Planner:
         """Whether stored text can be told apart at the beginning of `text`, so that its ids can stand for it."""
         return text.startswith(stored) and self._tokenizer.ends_at_control(text, len(stored))
 
-    def find(self, ids: Ids, session: str | None, skip: Sequence[int] = ()) -> Found | None:
-        """The deepest usable checkpoint for `ids`, passing over those in `skip`."""
-        if self._store is None:
-            return None
-        try:
-            return self._store.find(self.scope, ids, session, skip=skip)
-        except StoreError as err:
-            log.error("no checkpoint can be looked up, the prompt is read whole: %s", err)
-            return None
 
-
-def _unknown(session: str) -> str:
-    return f"there is no session {session!r}; leave `session` out to start one, or list them at /ssmd/v1/sessions"
+def _unknown(session: str) -> Rejected:
+    return Rejected(
+        f"there is no session {session!r}; leave `session` out to start one, or list them at /ssmd/v1/sessions",
+        status=404,
+        code="session_not_found",
+        param="session",
+    )

@@ -144,17 +144,17 @@ class Rerenderer:
     def _make_plan(self, turn: _Turn) -> _Plan | None:
         """In a thread of its own: what is to be fed, None if nothing needs to be."""
         try:
-            if not self._store.is_leaf(turn.id):  # was continued already
-                return None
-            path = self._store.path(turn.id)
-            text, ids = self._planner.settled(path, turn.session)
-            stored = path[-1]
-            agrees = not turn.cut and self._planner.continues(text, stored.text)
-            room = self._program.context is None or len(ids) < self._program.context
-            if agrees or not room or not text:
-                return None
-            loaded = self._restorer.load(self._planner.find(ids, turn.session.id), ids, turn.session.id)
-            return _Plan(text, ids, loaded)
+            with self._store.snapshot() as stored:
+                if not stored.is_leaf(turn.id):  # was continued already
+                    return None
+                path = stored.path(turn.id)
+                text, ids = self._planner.settled(path, turn.session)
+                agrees = not turn.cut and self._planner.continues(text, path[-1].text)
+                room = self._program.context is None or len(ids) < self._program.context
+                if agrees or not room or not text:
+                    return None
+                found = stored.find(self._planner.scope, ids, turn.session.id)
+            return _Plan(text, ids, self._restorer.load(found, ids, turn.session.id))
         except StoreError as err:  # removed meanwhile, or damaged: `session check` is for that
             log.info("turn %s is not rerendered: %s", turn.id, err)
             return None

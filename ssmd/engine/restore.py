@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ssmd.engine.prompt import Planner
 from ssmd.model.state import StateError
 from ssmd.runtime.protocol import Handle, Program
-from ssmd.sessions.checkpoint import Found, Ids
+from ssmd.sessions.checkpoint import Found, Ids, Scope
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
@@ -20,8 +19,8 @@ Restoring = Future[tuple[Found, Handle] | None]
 class Restorer:
     """`load` from any thread; `begin` puts it into a thread of its own."""
 
-    def __init__(self, planner: Planner, program: Program, store: Store) -> None:
-        self._planner, self._program, self._store = planner, program, store
+    def __init__(self, program: Program, store: Store, scope: Scope) -> None:
+        self._program, self._store, self._scope = program, store, scope
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-restore")
 
     def begin(self, found: Found, ids: Ids, session: str | None, then: Callable[[], None]) -> Restoring:
@@ -44,26 +43,28 @@ class Restorer:
         self, found: Found | None, ids: Ids, session: str | None
     ) -> Generator[None, None, tuple[Found, Handle] | None]:
         """`load` part by part; closed before its end, it has released what it had."""
-        broken: list[int] = []
-        while found is not None:
-            handle = None
-            try:
-                with self._store.parts(found.id, self._program.spec) as (position, parts):
-                    handle = self._program.reserve(position)
-                    for part in parts:
-                        self._program.fill(handle, part)
-                        yield
-                return found, handle
-            except GeneratorExit:
-                if handle is not None:
-                    self._program.release(handle)
-                raise
-            except (StoreError, StateError) as err:
-                log.error("checkpoint %s cannot be used, the next best is: %s", found.id, err)
-                if handle is not None:
-                    self._program.release(handle)
-                broken.append(found.id)
-                found = self._planner.find(ids, session, skip=broken)
+        if found is None:
+            return None
+        try:
+            for candidate in self._store.usable(found, self._scope, ids, session):
+                handle = None
+                try:
+                    with self._store.parts(candidate.id, self._program.spec) as (position, parts):
+                        handle = self._program.reserve(position)
+                        for part in parts:
+                            self._program.fill(handle, part)
+                            yield
+                    return candidate, handle
+                except GeneratorExit:
+                    if handle is not None:
+                        self._program.release(handle)
+                    raise
+                except (StoreError, StateError) as err:
+                    log.error("checkpoint %s cannot be used, the next best is: %s", candidate.id, err)
+                    if handle is not None:
+                        self._program.release(handle)
+        except StoreError as err:
+            log.error("no other checkpoint can be looked up, the prompt is read whole: %s", err)
         return None
 
     def discard(self, restoring: Restoring) -> None:

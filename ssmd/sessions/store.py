@@ -25,6 +25,7 @@ from ssmd.sessions.rows.encoded import Encoded
 from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn
+from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn
 from ssmd.text.messages import Message
 
@@ -77,6 +78,12 @@ class Store:
     def writing(self) -> AbstractContextManager[Connection]:
         """Open a write transaction, all or nothing."""
         return database.writing(self._engine, self.file)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """The store at this moment, for a request that has to know several things of it that belong together."""
+        with self.reading() as connection:
+            yield Snapshot(connection)
 
     def load_in(self, connection: Connection, checkpoint_id: int, spec: StateSpec) -> State:
         """Read the state of a checkpoint within a read transaction, as `load` does."""
@@ -161,11 +168,6 @@ class Store:
             checkpoint_rows.sweep(connection, strangers)
             return retention.place(connection, [checkpoint], [turn_id], session_id, self.quota)[0]
 
-    def is_leaf(self, turn_id: str) -> bool:
-        """Whether the turn is stored and nothing continues it."""
-        with self.reading() as connection:
-            return turn_rows.is_leaf(connection, turn_id)
-
     def adopt(
         self, session: SessionInfo, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded], *, head: str
     ) -> Committed:
@@ -186,14 +188,21 @@ class Store:
     def find(
         self, scope: Scope, ids: Sequence[int] | Ids, session: str | None = None, *, skip: Collection[int] = ()
     ) -> Found | None:
-        """The deepest usable checkpoint for a prompt: its ids are a beginning of `ids` and leave one to be fed.
+        """The deepest usable checkpoint for a prompt, as Snapshot.find."""
+        with self.snapshot() as stored:
+            return stored.find(scope, ids, session, skip=skip)
 
-        Other builds of the lineage and layout count too. Imported checkpoints serve `session` only if they came with
-        it. skip: ids of checkpoints to pass over, as those that could not be loaded.
+    def usable(self, found: Found, scope: Scope, ids: Ids, session: str | None) -> Iterator[Found]:
+        """All checkpoints that a prompt can start from, beginning with the one that was found for it, the deepest.
+
+        Each of the others is looked up only when it is asked for, as the one before it would not do.
         """
-        wanted = as_ids(ids)
-        with self.reading() as connection:
-            return checkpoint_rows.find(connection, scope, wanted, session, skip)
+        seen: list[int] = []
+        candidate: Found | None = found
+        while candidate is not None:
+            yield candidate
+            seen.append(candidate.id)
+            candidate = self.find(scope, ids, session, skip=seen)
 
     @contextmanager
     def parts(self, checkpoint_id: int, spec: StateSpec) -> Iterator[tuple[int, Iterator[Part]]]:
@@ -212,10 +221,8 @@ class Store:
 
     def candidates(self, messages: Sequence[Message], session: str | None = None) -> list[Conversation]:
         """What match.match needs to know of the store for a request. Raises UnknownSession."""
-        with self.reading() as connection:
-            if session is not None:
-                session_rows.session_row(connection, session)
-            return turn_rows.read_echoed(connection, messages, session)
+        with self.snapshot() as stored:
+            return stored.candidates(messages, session)
 
     def reply(self, key: ReplyKey) -> Reply | None:
         """What the request of this key was answered with, if its turns are still there and its time is not over."""
@@ -276,8 +283,8 @@ class Store:
 
     def path(self, turn_id: str) -> list[Turn]:
         """Read the turns from the root to this one. Raises UnknownSession."""
-        with self.reading() as connection:
-            return turn_rows.read_path(connection, turn_id)
+        with self.snapshot() as stored:
+            return stored.path(turn_id)
 
     def fork(self, session_id: str, turn_id: str | None = None) -> Session:
         """A new session that begins at a turn of this one, by default its head; nothing is copied.

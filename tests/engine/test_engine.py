@@ -497,6 +497,18 @@ def test_a_damaged_checkpoint_is_read_again(engine: Engine, store: Store, caplog
     assert answer.text == right.text
 
 
+def test_the_next_best_checkpoint_stands_in_for_damaged_ones(engine: Engine, store: Store) -> None:
+    first = ask(engine, LONG_SYSTEM, user("Before."))
+    right = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."), store=False)
+    with sqlite3.connect(store.file) as other:
+        other.execute("UPDATE checkpoint SET digest = zeroblob(32) WHERE kind != 'system'")
+        ((left,),) = other.execute("SELECT position FROM checkpoint WHERE kind = 'system'").fetchall()
+    other.close()
+    answer = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."))
+    assert (answer.usage.cached_tokens, answer.usage.resume) == (left, "exact")
+    assert answer.text == right.text
+
+
 def test_a_failing_step_ends_its_request_alone(
     engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch, endless: SamplingParams
 ) -> None:

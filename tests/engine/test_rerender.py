@@ -206,8 +206,9 @@ def test_a_turn_that_was_continued_is_not_rewritten(loaded: tuple[Artifact, Prog
         ask(engine, QUESTION, answered(cut.text), NEXT, max_tokens=4)
         parent, child = store.turns(session)
         assert isinstance(engine._persistence, Persistence)
-        assert not store.is_leaf(parent.id)
-        assert store.is_leaf(child.id)
+        with store.snapshot() as stored:
+            assert not stored.is_leaf(parent.id)
+            assert stored.is_leaf(child.id)
         with sqlite3.connect(store.file) as raw:
             before = raw.execute("SELECT ids, text FROM turn ORDER BY seq").fetchall()
         raw.close()

@@ -38,6 +38,11 @@ def read_session(connection: Connection, session_id: str) -> Session:
     return _session(connection, session_row(connection, session_id))
 
 
+def read_info(connection: Connection, session_id: str) -> SessionInfo:
+    """What a session is; nothing of it is counted for that. Raises UnknownSession."""
+    return _info(session_row(connection, session_id))
+
+
 def read_sessions(connection: Connection, limit: int | None = None, after: str | None = None) -> list[Session]:
     """The ones used last first; at most `limit`, those that follow session `after`. Raises UnknownSession."""
     asked = _SESSIONS.order_by(_s.last_used_at.desc(), _s.id).limit(limit)
@@ -58,13 +63,19 @@ def _session(connection: Connection, row: Any) -> Session:
     """Make a Session of a row of _SESSIONS. Taken apart in one go, as there may be 10,000: by name it takes twice as
     long.
     """
-    name, model, lineage, clock, pinned, imported, created_at, last_used_at, head, turns, title, own, shared, base = row
+    *about, created_at, last_used_at, head, turns, title, own, shared, base = row
+    info = _info(about)
     if own is None or shared is None:
-        own, shared = holding.read_holding(connection, name).sizes()
-    info = SessionInfo(name, model, lineage, datetime.fromisoformat(clock), pinned, imported or None, known=True)
+        own, shared = holding.read_holding(connection, info.id).sizes()
     return Session(
         info, from_micros(created_at), from_micros(last_used_at), head, turns, title, own + shared, own, base
     )
+
+
+def _info(row: Sequence[Any]) -> SessionInfo:
+    """From the first columns of _SESSIONS."""
+    name, model, lineage, clock, pinned, imported, *_ = row
+    return SessionInfo(name, model, lineage, datetime.fromisoformat(clock), pinned, imported or None, known=True)
 
 
 def touch_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo) -> None:

@@ -1,0 +1,136 @@
+"""A plan is made of one moment of the store: right while others delete, and no dearer than it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TinyArtifacts
+from engine.test_engine import LONG_SYSTEM, SAMPLING, Asked, answered, ask, user
+from engine.test_rerender import engine_of
+from sqlalchemy import event, text, update
+
+from ssmd.engine.engine import Engine
+from ssmd.engine.prompt import Prompt
+from ssmd.engine.request import Request
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.protocol import Program, get_runtime
+from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.schema import turn as turn_table
+from ssmd.sessions.rows.snapshot import Snapshot
+from ssmd.sessions.store import Store
+from ssmd.text.messages import Message
+
+
+@pytest.fixture(scope="module")
+def loaded(artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
+    artifact = Artifact.open(artifacts["llama-f32"])
+    program = get_runtime("litert").load(artifact, threads=1)
+    yield artifact, program
+    program.close()
+
+
+@pytest.fixture
+def served(loaded: tuple[Artifact, Program], tmp_path: Path) -> Iterator[tuple[Engine, Store]]:
+    with engine_of(*loaded, tmp_path / "data") as served:
+        yield served
+
+
+def begun(engine: Engine) -> tuple[str, tuple[Message, ...]]:
+    """A stored session, and a request that continues it."""
+    first = ask(engine, LONG_SYSTEM, user("Who is there?"))
+    return str(first.usage.session), (LONG_SYSTEM, user("Who is there?"), answered(first.text), user("And now?"))
+
+
+def plan(engine: Engine, messages: tuple[Message, ...]) -> Prompt:
+    return engine._planner.plan(Request(messages))
+
+
+def same(a: Prompt, b: Prompt) -> bool:
+    assert a.info is not None
+    assert b.info is not None
+    ids = np.array_equal(a.ids, b.ids)
+    return ids and (a.info.id, a.parent, a.new, a.found, a.text) == (b.info.id, b.parent, b.new, b.found, b.text)
+
+
+@pytest.mark.parametrize("before", ["candidates", "info", "path", "find"])
+def test_a_session_deleted_while_a_request_is_planned(
+    served: tuple[Engine, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """By another process, which has a connection of its own. The plan is of before or of after, never of both."""
+    engine, store = served
+    session, messages = begun(engine)
+    undisturbed = plan(engine, messages)
+    assert undisturbed.info is not None
+    assert (undisturbed.info.id, undisturbed.parent is None, undisturbed.found is None) == (session, False, False)
+    with closing(Store.open(tmp_path / "data", busy_ms=100)) as other:
+        read = getattr(Snapshot, before)
+
+        def meanwhile(self: Snapshot, *args: Any, **fields: Any) -> Any:
+            if other.sessions():
+                other.delete(session)
+            return read(self, *args, **fields)
+
+        monkeypatch.setattr(Snapshot, before, meanwhile)
+        asked = Asked(engine, *messages)
+        prompt = asked.generation.asked.prompt
+        if before == "candidates":  # nothing was read yet
+            assert prompt.info is not None
+            assert (prompt.info.known, prompt.parent, prompt.new) == (False, None, messages)
+            assert prompt.found is None
+        else:
+            assert same(prompt, undisturbed)
+        usage = asked.answer().usage
+        assert (usage.resume, usage.cached_tokens) == ("none", 0), "no state is left to start from"
+        assert usage.stored == (before == "candidates"), "a session that was removed does not come back"
+        assert [s.id for s in store.sessions()] == ([usage.session] if usage.stored else [])
+        assert ask(engine, *messages).usage.stored
+
+
+def test_a_plan_reads_once_and_counts_no_sizes(served: tuple[Engine, Store]) -> None:
+    engine, store = served
+    session, messages = begun(engine)
+    with store.writing() as connection:  # as after a fork: the sizes are counted when nobody waits
+        connection.execute(update(session_table).values(own_nbytes=None, shared_nbytes=None))
+    begins: list[object] = []
+    statements: list[str] = []
+    event.listen(store._engine, "begin", begins.append)
+    event.listen(store._engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
+    prompt = plan(engine, messages)
+    planned = len(begins), list(statements)
+    assert prompt.found is not None
+    assert planned[0] == 1
+    assert not [s for s in planned[1] if "turn_checkpoint" in s]
+    store.session(session)
+    assert [s for s in statements if "turn_checkpoint" in s], "which is how sizes are counted"
+
+
+def test_turns_that_cannot_be_read_do_not_keep_a_request_from_its_answer(served: tuple[Engine, Store]) -> None:
+    engine, store = served
+    session, messages = begun(engine)
+    with store.writing() as connection:
+        connection.execute(update(turn_table).values(ids_shared=10**6))
+    prompt = plan(engine, messages)
+    assert prompt.info is not None
+    assert (prompt.info.known, prompt.parent, prompt.new) == (False, None, messages)
+    answer = ask(engine, *messages, sampling=SAMPLING)
+    assert answer.usage.stored
+    assert answer.usage.session != session
+
+
+def test_a_session_goes_on_though_its_states_cannot_be_looked_up(served: tuple[Engine, Store]) -> None:
+    engine, store = served
+    session, messages = begun(engine)
+    with store.writing() as connection:
+        connection.execute(text("ALTER TABLE checkpoint RENAME TO elsewhere"))
+    prompt = plan(engine, messages)
+    assert prompt.info is not None
+    assert (prompt.info.id, prompt.found) == (session, None)
+    assert prompt.parent is not None
+    with store.writing() as connection:
+        connection.execute(text("ALTER TABLE elsewhere RENAME TO checkpoint"))
+    assert plan(engine, messages).found is not None
