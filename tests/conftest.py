@@ -1,46 +1,32 @@
-"""Tiny artifacts for all tests: each is built when a test first asks for it, and kept for the next run."""
+"""Tiny artifacts for all tests: each is restored from what the repository keeps of it, or built, when a test first asks
+for it, and stays in .cache for the next run."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+import kept
 import pytest
 import tiny
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "artifacts"
-# What an artifact's bytes depend on; a change in any of these builds it anew.
-CODE = (
-    "ssmd/families/*.py",
-    "ssmd/authoring/*.py",
-    "ssmd/build/*.py",
-    *(
-        f"runtimes/*/{n}.py"
-        for n in ("build", "weights_on_disk", "constants", "recipe", "convert", "lint", "xamba", "piecewise")
-    ),
-    *(f"runtimes/ssmd_wgpu/{n}.py" for n in ("pack", "plan", "reference")),
-    "runtimes/ssmd_coreml/stacks.py",
-)
-FILES = ("ssmd/model/source.py", "ssmd/model/state.py", "ssmd/model/artifact.py", "ssmd/cli/build.py", "tests/tiny.py")
-PACKAGES = (
-    *("torch", "transformers", "tokenizers", "litert-torch", "ai-edge-quantizer", "openvino", "nncf"),
-    "coremltools",
-)
 ONE_EACH = (
     *("llama", "granite", "granite-groups", "qwen3", "mamba", "falcon-mamba", "lfm2"),
     *("mamba2-groups", "bamba-last", "falcon-h1-norm"),
 )
-VARIANTS = tuple(tiny.VARIANTS) if os.environ.get("SSMD_FULL") else ONE_EACH  # which `scripts/test --full` sets
 TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
+BUILDS = ".builds"  # a line for each that was built, and the seconds it took
 RUNTIMES = ("litert", "openvino", "wgpu", "coreml")
 
 
@@ -73,11 +59,16 @@ class Tiny:
         variant = ("--variant", "stateless") if self.stateless else ()
         return (*what, "--buckets", "16,64", "--context", tiers, *variant)
 
+    @property
+    def key(self) -> str:
+        """What it is made of: another key, another artifact."""
+        return kept.key(self.runtime, (*self.asked, tiny.VARIANTS[self.variant]))
+
 
 def _built() -> Iterator[tuple[str, Tiny]]:
     """Names of LiteRT's artifacts have no prefix."""
     for runtime in RUNTIMES:
-        for variant, quantization in [*((v, "f32") for v in VARIANTS), ("llama", "int8"), ("granite", "int8")]:
+        for variant, quantization in [*((v, "f32") for v in tiny.VARIANTS), ("llama", "int8"), ("granite", "int8")]:
             name = f"{variant}-{quantization}"
             made = Tiny(variant, runtime, quantization, TIERS.get(name, "512"))
             yield name if runtime == "litert" else f"{runtime}-{name}", made
@@ -88,6 +79,12 @@ def _built() -> Iterator[tuple[str, Tiny]]:
 
 
 BUILT = dict(_built())
+KEPT = tuple(name for name, made in BUILT.items() if made.variant in ONE_EACH)  # in tests/data/artifacts
+
+
+def params(names: Iterable[str]) -> list[Any]:
+    """Names of artifacts as pytest's parameters: those that are not kept are for `scripts/test --full`."""
+    return [pytest.param(name, marks=[] if name in KEPT else [pytest.mark.full]) for name in names]
 
 
 @dataclass(frozen=True)
@@ -101,17 +98,34 @@ class TinyArtifacts(Mapping[str, Path]):
 
     def __getitem__(self, name: str) -> Path:
         made = BUILT[name]
-        variant, path = made.variant, self.folder / made.folder
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f".lock-{variant}").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two processes at once build it once
+        path = self.folder / made.folder
+        with self._locked(made.variant):  # two processes at once make it once
             if not path.exists():
-                # Processes of their own: transformers and the converters warn, log and keep gigabytes.
-                source = self.folder / ".source" / variant
-                if not (source / "generation_config.json").exists():  # which is written last
-                    _run("tests/tiny.py", str(source), variant)
-                _run("-m", "ssmd", "build", str(source), *made.asked, "--models-dir", str(self.folder))
+                source = self._source(made.variant)
+                path.parent.mkdir(exist_ok=True)
+                if not (name in KEPT and kept.restore(name, made.key, source, path)):
+                    start = time.monotonic()
+                    # Processes of their own: transformers and the converters warn, log and keep gigabytes.
+                    _run("-m", "ssmd", "build", str(source), *made.asked, "--models-dir", str(self.folder))
+                    with (self.folder / BUILDS).open("a") as file:
+                        file.write(f"{name} {time.monotonic() - start:.0f}\n")
         return path
+
+    def _source(self, variant: str) -> Path:
+        """Those that most tests ask for are written together: what takes long is to import transformers."""
+        source = self.folder / ".source" / variant
+        with self._locked("sources"):
+            if not _whole(source):
+                wanted = ONE_EACH if variant in ONE_EACH else (variant,)
+                _run("tests/tiny.py", str(source.parent), *(v for v in wanted if not _whole(source.parent / v)))
+        return source
+
+    @contextmanager
+    def _locked(self, what: str) -> Iterator[None]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f".lock-{what}").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def __iter__(self) -> Iterator[str]:
         return iter(BUILT)
@@ -125,25 +139,24 @@ class TinyArtifacts(Mapping[str, Path]):
         return self.folder / ".source" / BUILT[name].variant
 
 
+def _whole(source: Path) -> bool:
+    return (source / "generation_config.json").exists()  # which is written last
+
+
 def _run(*arguments: str) -> None:
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{arguments} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def _version(package: str) -> str | None:
-    """None: tests of what needs it cannot run, others can."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 @pytest.fixture(scope="session")
 def artifacts() -> TinyArtifacts:
-    digest = hashlib.sha256(repr((BUILT, [(p, _version(p)) for p in PACKAGES])).encode())
-    for file in sorted({*(f for pattern in CODE for f in ROOT.glob(pattern)), *(ROOT / f for f in FILES)}):
-        digest.update(file.read_bytes())
-    folder = CACHE / digest.hexdigest()[:16]
+    return opened()
+
+
+def opened() -> TinyArtifacts:
+    """Those of today's code."""
+    made = sorted((name, made.key) for name, made in BUILT.items())
+    folder = CACHE / hashlib.sha256(repr(made).encode()).hexdigest()[:16]
     _forget(keep=folder)
     return TinyArtifacts(folder)
 
@@ -154,3 +167,26 @@ def _forget(keep: Path) -> None:
     for old in sets[6:]:
         if old != keep:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_BUILT_BEFORE] = len(_builds())
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what was built that is usually restored."""
+    lines = [line.split() for line in _builds()[config.stash[_BUILT_BEFORE] :]]
+    if stale := [(name, int(seconds)) for name, seconds in lines if name in KEPT]:
+        terminalreporter.write_sep("=", "kept artifacts are not of this code", yellow=True)
+        terminalreporter.line(
+            f"{len(stale)} of {len(KEPT)} were built from source, which took {sum(s for _, s in stale)} s, among them "
+            f"{stale[0][0]}: scripts/keep makes tests/data/artifacts anew"
+        )
+
+
+_BUILT_BEFORE = pytest.StashKey[int]()
+
+
+def _builds() -> list[str]:
+    file = opened().folder / BUILDS
+    return file.read_text().splitlines() if file.exists() else []

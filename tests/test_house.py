@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+from modules import FILES, MODULES, ROOT, imported_by, imports, module_of, reached_from
 
-ROOT = Path(__file__).parent.parent
 FLOORS = {
     "cli": 8,
     "api": 6,
@@ -29,19 +26,6 @@ ALONE = {"__main__": 8, "server": 7, "installed": 5, "config": 2, "__init__": 1,
 ROWS, STORE, CLOSETS = 1, 2, 3  # steps of the one floor that has several; what has no folder in it but the store is 0
 HEAVY = {"torch", "litert_torch", "ai_edge_quantizer", "transformers", "gguf"}
 MAKERS = ("ssmd.authoring", "ssmd.build", "ssmd.families")  # what a running runtime never meets
-FILES = sorted(f for room in ("ssmd", "runtimes", "migrations") for f in (ROOT / room).rglob("*.py"))
-
-
-def module_of(file: Path) -> str:
-    parts = list(file.relative_to(ROOT).with_suffix("").parts)
-    if parts[0] == "runtimes":
-        parts = parts[1:]
-    elif parts[0] == "migrations":
-        parts = ["ssmd", *parts]
-    return ".".join(parts).removesuffix(".__init__")
-
-
-MODULES = {module_of(file): file for file in FILES}
 
 
 def floor_of(module: str) -> tuple[int, int]:
@@ -51,47 +35,6 @@ def floor_of(module: str) -> tuple[int, int]:
         steps = {"rows": ROWS, "store": STORE, "files": CLOSETS, "fsck": CLOSETS}
         return FLOORS[room], steps.get(rest[0], 0)
     return FLOORS.get(room) or ALONE[room], ROWS if room == "migrations" else 0
-
-
-def imports(file: Path) -> Iterator[tuple[str, bool]]:
-    """(module, whether the import stands at the top level) of what is imported when the program runs."""
-    tree = ast.parse(file.read_text("utf-8"))
-    top = set(map(id, tree.body))
-    for node in _running(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in top) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import"
-            assert node.module is not None
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from ((name if name in MODULES else node.module, id(node) in top) for name in names)
-
-
-def _running(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only a type checker reads."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            continue
-        yield node
-        yield from _running(node)
-
-
-@cache
-def imported_by(module: str) -> tuple[str, ...]:
-    """Ours alone."""
-    return tuple(dict.fromkeys(name for name, _ in imports(MODULES[module]) if name in MODULES))
-
-
-def reached_from(modules: Iterable[str]) -> set[str]:
-    """What runs when these do, themselves among it."""
-    reached: set[str] = set()
-    todo = list(modules)
-    while todo:
-        module = todo.pop()
-        if module not in reached:
-            reached.add(module)
-            todo += imported_by(module)
-    return reached
 
 
 def test_the_folders_are_the_floors() -> None:

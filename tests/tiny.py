@@ -299,4 +299,5 @@ def write_tokenizer(folder: Path) -> int:
 if __name__ == "__main__":
     import sys
 
-    write_source(Path(sys.argv[1]), sys.argv[2])
+    for variant in sys.argv[2:]:
+        write_source(Path(sys.argv[1]) / variant, variant)

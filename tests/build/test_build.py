@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from conftest import BUILT, TinyArtifacts
+from conftest import BUILT, TinyArtifacts, params
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
@@ -36,8 +36,7 @@ from ssmd_litert.runtime import LiteRTRuntime
 TOLERANCE = {"f32": 1e-5, "int8": 0.08}
 
 
-# From the other end than the contract suite, which may be building them in another process at the same time.
-@pytest.fixture(scope="module", params=[n for n, made in BUILT.items() if made.runtime == "litert"][::-1])
+@pytest.fixture(scope="module", params=params(n for n, m in BUILT.items() if m.runtime == "litert"))
 def artifact(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Artifact:
     return Artifact.open(artifacts[request.param])
 
@@ -350,7 +349,6 @@ def test_q_and_k_are_put_back_in_order() -> None:
     np.testing.assert_array_equal(smollm2._unpermuted(weight[order], heads), weight)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_smollm2_knows_the_capital_of_france(tmp_path: Path) -> None:
     """Weights, tokenizer and template of the package, through the re-authored module."""

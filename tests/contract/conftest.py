@@ -1,14 +1,16 @@
-"""The contract suite, for every runtime named by SSMD_CONTRACT_RUNTIMES (default: all) and every tiny artifact."""
+"""The contract suite for every runtime, or those named by SSMD_CONTRACT_RUNTIMES: with two or three tiny artifacts of
+each, with all of them in `scripts/test --full`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
-from conftest import BUILT, TinyArtifacts
+from conftest import BUILT, KEPT, TinyArtifacts
 from contract.driving import Case, Loaded
 from evaluated import runtime_of
 from refitting import stripped
@@ -19,15 +21,31 @@ from ssmd.refit.catalog import install
 from ssmd_wgpu.device import devices
 
 RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert,openvino,npu,wgpu,coreml").split(",")
-CASES = [Case(r, f, q) for r in RUNTIMES for f in ("llama", "granite") for q in ("f32", "int8")]
-CASES = [c for c in CASES if c.name in BUILT] + ([Case("npu", "granite", "f16")] if "npu" in RUNTIMES else [])
-_F32 = [made for made in BUILT.values() if made.quantization == "f32"]
-CASES += [Case(r, "granite", "int8", refitted=True) for r in RUNTIMES if r in ("litert", "openvino")]
-CASES += [replace(c, device="gl") for c in CASES if c.runtime == "wgpu"]
-CASES += [Case("wgpu", "falcon-mamba", "f32")] if "wgpu" in RUNTIMES else []
-CASES += [Case("coreml", f, "f16") for f in ("granite", "llama", "mamba")] if "coreml" in RUNTIMES else []
-PARITY = [Case(made.runtime, made.variant, "f32") for made in _F32 if made.runtime in RUNTIMES]
+# What no family and no quantization changes: of each runtime a program with KV rows and one without.
+CASES = [
+    *(Case(r, f, "f32") for r in ("litert", "openvino", "wgpu") for f in ("granite", "mamba")),
+    *(Case(r, "granite", "int8") for r in ("litert", "openvino")),
+    Case("npu", "granite", "f16"),
+    *(Case("coreml", f, "f16") for f in ("granite", "mamba")),
+]
+# For `scripts/test --full`: all others.
+MORE = [
+    Case(r, f, q)
+    for r in ("litert", "openvino", "wgpu", "coreml")
+    for f in ("llama", "granite")
+    for q in ("f32", "int8")
+]
+MORE += [Case(r, "granite", "int8", refitted=True) for r in ("litert", "openvino")]
+MORE += [Case("coreml", "llama", "f16"), Case("wgpu", "falcon-mamba", "f32")]
+MORE += [replace(c, device="gl") for c in CASES + MORE if c.runtime == "wgpu"]
+GL = ("granite", "falcon-mamba")  # which use all kernels but those of quantized weights
+PARITY = [Case(m.runtime, m.variant, "f32") for m in BUILT.values() if m.quantization == "f32"]
 PARITY += [replace(c, device="gl") for c in PARITY if c.runtime == "wgpu"]
+
+
+def _params(cases: list[Case], full: Callable[[Case], bool]) -> list[Any]:
+    asked = [c for c in dict.fromkeys(cases) if c.runtime in RUNTIMES]
+    return [pytest.param(c, marks=[pytest.mark.full] if full(c) else [], id=str(c)) for c in asked]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,7 +56,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", params=CASES, ids=str)
+@pytest.fixture(scope="session", params=_params(CASES + MORE, lambda c: c not in CASES))
 def loaded(
     request: pytest.FixtureRequest, artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Loaded]:
@@ -52,7 +70,9 @@ def loaded(
     yield from _load(case, artifact)
 
 
-@pytest.fixture(scope="session", params=PARITY, ids=str)
+@pytest.fixture(
+    scope="session", params=_params(PARITY, lambda c: c.name not in KEPT or (c.device == "gl" and c.family not in GL))
+)
 def loaded_f32(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[Loaded]:
     yield from _load(request.param, Artifact.open(artifacts[request.param.name]))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BUILT, RUNTIMES
+from conftest import BUILT, RUNTIMES, params
 from contract.driving import decode, feed
 from evaluated import runtime_of
 
@@ -16,6 +16,7 @@ from ssmd.runtime.protocol import Program
 from ssmd_wgpu.device import adapters
 
 HERE = [r for r in RUNTIMES if r != "wgpu" or adapters()]  # scripts/setup says what a machine without one lacks
+F32 = (RUNTIMES[0], "f32")
 PAIRS = [(a, b) for a in HERE for b in HERE if a != b]
 TOLERANCE = 5e-5  # of float32 graphs, in standard deviations of the logits, as between two splits of a prompt
 
@@ -24,9 +25,9 @@ def artifact(artifacts: Mapping[str, Path], runtime: str, name: str) -> Artifact
     return Artifact.open(artifacts[name if runtime == "litert" else f"{runtime}-{name}"])
 
 
-@pytest.fixture(params=[b.variant for b in BUILT.values() if b.runtime == RUNTIMES[0] and b.quantization == "f32"])
+@pytest.fixture(scope="module", params=params(n for n, b in BUILT.items() if (b.runtime, b.quantization) == F32))
 def programs(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Iterator[dict[str, Program]]:
-    found = {r: runtime_of(r).load(artifact(artifacts, r, f"{request.param}-f32")) for r in HERE}
+    found = {r: runtime_of(r).load(artifact(artifacts, r, request.param)) for r in HERE}
     yield found
     for program in found.values():
         program.close()

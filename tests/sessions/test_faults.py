@@ -104,7 +104,11 @@ def _limited(folder: str) -> None:
 
 def test_file_system_refuses(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "data")], capture_output=True, text=True, timeout=120
+        [sys.executable, __file__, str(tmp_path / "data")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
     message, count = done.stdout.splitlines()

@@ -29,6 +29,9 @@ from mil.package import Constant, Operation, TensorType
 from mil.schema import quiet
 from mil.weights import Array
 
+# They test the evaluator, which is the tests' own: run with it (scripts/test --changed) and in full. By default it is
+# held against transformers, with packages of every family (tests/contract/test_parity.py).
+pytestmark = [pytest.mark.full, pytest.mark.evaluator]
 PRECISIONS = ("float32", "float16")
 TRACED = (("float32", "iOS18"), ("float16", "iOS18"), ("float16", "iOS17"))
 

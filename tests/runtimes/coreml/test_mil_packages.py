@@ -23,6 +23,7 @@ from mil.program import round_to
 from mil.schema import quiet
 from mil.weights import Array, DamagedPackage, elements
 
+pytestmark = [pytest.mark.full, pytest.mark.evaluator]  # as test_mil.py
 # Relative to the largest element: float16 rounds the weights and some ten operations in a row by up to 2**-11 each.
 # Measured after five predictions: 3e-4 in a state of up to 9, 1.2e-3 in the output, to which a linear layer adds those.
 TOLERANCE = 3e-3

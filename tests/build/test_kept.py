@@ -1,0 +1,80 @@
+"""What the repository keeps of tiny artifacts is what builds make today, and nothing else is taken for it.
+
+By default test_reproducibility.py builds one of each runtime and compares; here is all the rest.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import kept
+import pytest
+import tiny
+from build.test_reproducibility import hashes, python
+from conftest import BUILT, KEPT, TinyArtifacts
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", KEPT)
+def test_it_is_what_a_build_makes(name: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    made = BUILT[name]
+    assert kept.keys().get(name) == made.key, "scripts/keep makes it anew"
+    source = artifacts.source(name)
+    assert kept.restore(name, made.key, source, tmp_path / "restored")
+    asked = (*made.asked, "--name", made.variant, "--models-dir", str(tmp_path))
+    python("-m", "ssmd", "build", str(source), *asked, seed=1)
+    assert hashes(tmp_path / "restored") == hashes(tmp_path / made.folder)
+
+
+def test_it_comes_back_to_the_last_bit(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    artifact, source = artifacts["wgpu-llama-f32"], artifacts.source("wgpu-llama-f32")
+    packed = kept.pack(artifact, source)
+    assert len(packed) < sum(f.stat().st_size for f in artifact.iterdir()) / 50, "weights are references"
+    assert kept.unpack(packed, source, tmp_path / "restored")
+    assert hashes(tmp_path / "restored") == hashes(artifact)
+    assert kept.pack(tmp_path / "restored", source) == packed
+
+
+@pytest.mark.parametrize("damage", ["bytes", "weights", "config.json", "chat_template.jinja"])
+def test_of_another_source_nothing_is_restored(damage: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    artifact, source = artifacts["wgpu-llama-f32"], tmp_path / "source"
+    packed = bytearray(kept.pack(artifact, artifacts.source("wgpu-llama-f32")))
+    shutil.copytree(artifacts.source("wgpu-llama-f32"), source)
+    if damage == "bytes":
+        packed[len(packed) // 2] ^= 1
+    elif damage == "weights":
+        tiny.write_source(source, "llama", seed=1)
+    else:
+        (source / damage).write_text((source / damage).read_text() + "\n")
+    assert not kept.unpack(bytes(packed), source, tmp_path / "restored")
+    assert not (tmp_path / "restored").exists()
+
+
+def test_another_key_for_other_code_packages_and_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = BUILT["llama-int8"]
+    before = {r: replace(made, runtime=r).key for r in ("litert", "openvino", "npu", "wgpu")}
+    assert len({*before.values(), replace(made, quantization="f32").key, replace(made, variant="qwen3").key}) == 6
+    for pattern in (*kept.CODE, *(f"runtimes/ssmd_litert/{n}.py" for n in kept.RUNTIME_CODE)):
+        for file in kept.ROOT.glob(pattern):
+            copy = tmp_path / file.relative_to(kept.ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
+    monkeypatch.setattr(kept, "ROOT", tmp_path)
+    file = tmp_path / "ssmd" / "families" / "llama.py"
+    text = file.read_text()
+    for change, same in (("", True), ("# a word\n", True), ("x = 1\n", False)):
+        file.write_text(text + change)
+        kept._made_by.cache_clear()
+        assert (made.key == before["litert"]) == same
+    file.write_text(text)
+    kept._made_by.cache_clear()
+    monkeypatch.setattr(kept, "version", lambda package: "0")
+    assert made.key != before["litert"]
+    kept._made_by.cache_clear()
+
+
+def test_comments_and_docstrings_are_no_code() -> None:
+    text = '"""Words.\n\nMore."""\n\n# why\ndef f() -> str:\n    """Words."""\n    # why\n    return """a\nb"""\n'
+    assert kept.code_of(text) == 'def f() -> str:\n    return """a\nb"""'

@@ -1,0 +1,107 @@
+"""Which tests a change can break: python changed.py [REV] prints pytest's arguments, one a line.
+
+A test file runs its own code, what that imports wherever it does, and what it starts: `ssmd` as a process is all of
+ssmd; tiny artifacts are what builds them, and the runtimes that the file names. What is no module counts for the test
+files that name it, or the folder that it lies in. Without REV: what is not committed, and what the branch has that its
+upstream, else main, has not.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+from modules import ALL, MODULES, ROOT, module_of, reached_from
+
+ALWAYS = ROOT / "tests" / "test_house.py"
+ALL_TESTS = ("pyproject.toml", "tests/conftest.py", "tests/modules.py", "scripts/test", "scripts/setup")
+EVALUATOR = ("tests/mil/", "pyproject.toml")  # which says what coremltools is
+PROCESS = re.compile(r'"-m", "ssmd"|daemon_process|evaluated\.SSMD|import SSMD')
+ARTIFACTS = re.compile(r"\bartifacts\b")
+NAMED = {r"openvino|npu": "ssmd_openvino", "wgpu": "ssmd_wgpu", "coreml|evaluated": "ssmd_coreml", "": "ssmd_litert"}
+BUILDERS = ("ssmd.build.", "ssmd.authoring.", "ssmd.families.")
+READ_BY = {  # files that a module reads
+    "ssmd/refit/graphs/": "ssmd.refit.catalog",
+    "migrations/": "ssmd.sessions.rows.migrate",
+    "runtimes/ssmd_wgpu/": "ssmd_wgpu.device",
+    "tests/data/artifacts/": "kept",
+    "tests/client/": "openai_client",
+}
+
+
+def main(revision: str | None = None) -> None:
+    files = changed(revision)
+    if any(f.startswith(EVALUATOR) for f in files):
+        print("-m", "not full or evaluator", sep="\n")
+    print(*(f.relative_to(ROOT) for f in broken_by(files)), sep="\n")
+
+
+def changed(revision: str | None) -> list[str]:
+    """Paths that differ from where the branch left `revision`, in commits, in the index or beside it."""
+    base = git("merge-base", "HEAD", revision or upstream()).strip()
+    committed = git("diff", "--name-only", "--no-renames", base)
+    return [*committed.splitlines(), *git("ls-files", "--others", "--exclude-standard").splitlines()]
+
+
+def upstream() -> str:
+    for name in ("@{upstream}", "origin/main", "main"):
+        if git("rev-parse", "--verify", "--quiet", name, check=False):
+            return name
+    return "HEAD"
+
+
+def git(*arguments: str, check: bool = True) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=check).stdout
+
+
+def broken_by(paths: Iterable[str]) -> list[Path]:
+    """Test files that what stands at `paths` can break, by name."""
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    if any(p in ALL_TESTS for p in paths):
+        return tests
+    modules, others = set[str](), list[Path]()
+    for path in paths:
+        file = ROOT / path
+        reader = next((m for place, m in READ_BY.items() if path.startswith(place)), None)
+        if file.suffix == ".py":
+            modules.add(module_of(file))
+        elif reader is not None:
+            modules.add(reader)
+        if path.startswith("tests/") or (file.suffix != ".py" and reader is None):  # helpers run as programs, too
+            others.append(file)
+    return [t for t in tests if t == ALWAYS or not modules.isdisjoint(ran_by(t)) or any(named(o, t) for o in others)]
+
+
+@cache
+def ran_by(test: Path) -> set[str]:
+    """Modules that run, or have run, when a test file does."""
+    ran = reached_from([module_of(test), *_conftests(test)], but=["conftest", "kept"])
+    text = "\n".join(ALL[m].read_text("utf-8") for m in ran if m not in MODULES)
+    if PROCESS.search(text):
+        ran |= reached_from(["ssmd.__main__"])
+    if ARTIFACTS.search(text):
+        packages = [package for name, package in NAMED.items() if re.search(name, text)]
+        ran |= reached_from(m for m in MODULES if m.startswith((*BUILDERS, *packages))) | {"kept", "tiny"}
+    return ran
+
+
+def _conftests(test: Path) -> Iterator[str]:
+    """Those of its folders but the first, of which all tests are."""
+    for folder in test.parents[: len(test.relative_to(ROOT / "tests").parts) - 1]:
+        if (folder / "conftest.py").exists():
+            yield module_of(folder / "conftest.py")
+
+
+def named(file: Path, test: Path) -> bool:
+    """Whether a test file, or what helps it, names a file or the folder that it lies in."""
+    words = {file.name, *file.relative_to(ROOT).parts[2:-1]}
+    texts = (ALL[m].read_text("utf-8") for m in ran_by(test) if m not in MODULES)
+    return any(re.search(rf"[\"/]({'|'.join(map(re.escape, words))})[\"/]", text) for text in texts)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,186 @@
+"""Tiny artifacts as the repository keeps them (tests/data/artifacts): what a build made, less what its source gives.
+
+An artifact's folder is a tar, compressed after what its source makes: every parameter in every encoding. So a weight
+costs the few bytes of a reference, a folder of 2 MB takes 20 to 70 kB, and a hundredth of a second writes it again, to
+the last bit, without PyTorch or a converter. keys.json says of each what it was made of: a digest of the code, the
+packages and the request. With another digest, or from another source, nothing is restored, and it is built.
+
+As a program it keeps what today's code makes: scripts/keep.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from ssmd.families.encodings import ENCODINGS
+from ssmd.model.source import Source
+from ssmd.refit.refit import bindings_of
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "tests" / "data" / "artifacts"
+KEYS = FOLDER / "keys.json"
+SUFFIX = ".tar.zst"
+CONTEXT = 512  # of the tables among the parameters: the largest of tests/conftest.py
+_DIGEST = 32  # bytes
+_BYTES = 256 << 20  # at most, of an artifact
+# What an artifact's bytes depend on. Of a runtime's folder: the files of that name which there are.
+CODE = (
+    *("ssmd/families/*.py", "ssmd/authoring/*.py", "ssmd/build/*.py"),
+    *("ssmd/model/*.py", "ssmd/refit/install.py", "ssmd/cli/build.py", "ssmd/cli/making.py"),
+)
+RUNTIME_CODE = (
+    *("build", "weights_on_disk", "constants", "recipe", "convert", "lint", "xamba", "piecewise", "stacks"),
+    *("pack", "plan", "reference", "package"),
+)
+PACKAGES = ("ssmd-daemon", "torch", "transformers", "tokenizers")
+RUNTIME_PACKAGES = {
+    "litert": ("litert-torch", "ai-edge-quantizer"),
+    "openvino": ("openvino", "nncf"),
+    "coreml": ("coremltools",),
+    "wgpu": (),
+}
+
+
+def key(runtime: str, request: tuple[object, ...]) -> str:
+    """A digest of all that an artifact is made of: code without comments and docstrings, packages, what is asked for.
+
+    `runtime` as in `ssmd build`.
+    """
+    package = {"npu": "openvino"}.get(runtime, runtime)
+    return hashlib.sha256(repr((request, _made_by(package))).encode()).hexdigest()[:16]
+
+
+@cache
+def _made_by(package: str) -> str:
+    patterns = (*CODE, *(f"runtimes/ssmd_{package}/{name}.py" for name in RUNTIME_CODE))
+    digest = hashlib.sha256(repr([(p, _version(p)) for p in PACKAGES + RUNTIME_PACKAGES[package]]).encode())
+    for file in sorted({f for pattern in patterns for f in ROOT.glob(pattern)}):
+        digest.update(f"\n{file.relative_to(ROOT)}\n{code_of(file.read_text('utf-8'))}".encode())
+    return digest.hexdigest()
+
+
+def code_of(text: str) -> str:
+    """A module's lines but for those that are blank, all comment, or docstring."""
+    skipped: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
+            skipped.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return "\n".join(line for n, line in lines if n not in skipped and line.strip() and line.strip()[0] != "#")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def keys() -> dict[str, str]:
+    """What each kept artifact was made of, by name."""
+    found: dict[str, str] = json.loads(KEYS.read_text()) if KEYS.exists() else {}
+    return found
+
+
+def restore(name: str, wanted: str, source: Path, out: Path) -> bool:
+    """Write the folder `out` of artifact `name` if what is kept has that key and is of these weights; else False."""
+    return keys().get(name) == wanted and unpack(file_of(name).read_bytes(), source, out)
+
+
+def file_of(name: str) -> Path:
+    return FOLDER / f"{name}{SUFFIX}"
+
+
+def pack(artifact: Path, source: Path) -> bytes:
+    """An artifact's folder, compressed after its source: the same bytes for the same folder."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for file in sorted(p for p in artifact.rglob("*") if p.is_file()):
+            entry = tarfile.TarInfo(str(file.relative_to(artifact)))
+            entry.size = file.stat().st_size
+            with file.open("rb") as content:
+                tar.addfile(entry, content)
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        19, window_log=25, enable_ldm=True, ldm_min_match=32, write_checksum=True
+    )
+    return zstandard.ZstdCompressor(compression_params=parameters, dict_data=_before(source)).compress(
+        _digest(source) + buffer.getvalue()
+    )
+
+
+def unpack(packed: bytes, source: Path, out: Path) -> bool:
+    """Write the folder `out` anew. False, and nothing written, if `packed` is not of these weights or is damaged."""
+    try:
+        content = zstandard.ZstdDecompressor(dict_data=_before(source), max_window_size=_BYTES).decompress(
+            packed, max_output_size=_BYTES
+        )
+    except zstandard.ZstdError:  # whose checksum is of the content
+        return False
+    if content[:_DIGEST] != _digest(source):
+        return False
+    part = out.with_name(f"{out.name}.part")
+    with tarfile.open(fileobj=io.BytesIO(content[_DIGEST:])) as tar:
+        tar.extractall(part, filter="data")
+    part.rename(out)
+    return True
+
+
+def _digest(source: Path) -> bytes:
+    """Of all files of a source."""
+    digest = hashlib.sha256()
+    for file in sorted(source.iterdir()):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.digest()
+
+
+def _before(source: Path) -> zstandard.ZstdCompressionDict:
+    """What stands before the content for the compressor: all that it can refer to."""
+    opened = Source.open(source)
+    parts = [opened.tokenizer_json]
+    for recipe in ({}, {"rotation": True}):
+        for binding in bindings_of(opened.config, recipe, CONTEXT).values():
+            parts += _encoded(binding(opened))
+    return zstandard.ZstdCompressionDict(b"".join(parts), dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+
+
+def _encoded(array: Any) -> Iterator[bytes]:
+    for form in ENCODINGS.values():
+        if array.ndim == 2 or not form.matrices:
+            yield np.ascontiguousarray(form.form(array)[form.part]).tobytes()
+
+
+def main() -> None:
+    """Keep all artifacts that are not of today's code, and remove those that are kept no more."""
+    from conftest import BUILT, KEPT, opened
+
+    artifacts, known = opened(), keys()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name in KEPT:
+        if known.get(name) == BUILT[name].key and file_of(name).exists():
+            continue
+        packed = pack(artifacts[name], artifacts.source(name))
+        old = file_of(name).read_bytes() if file_of(name).exists() else b""
+        file_of(name).write_bytes(packed)
+        known[name] = BUILT[name].key
+        KEYS.write_text(json.dumps({n: known[n] for n in KEPT if n in known}, indent=1) + "\n")
+        print(f"{name}: {len(packed):,} bytes{', the same as before' if packed == old else ''}", flush=True)
+    for file in FOLDER.glob(f"*{SUFFIX}"):
+        if file.name.removesuffix(SUFFIX) not in KEPT:
+            file.unlink()
+    print(f"{len(KEPT)} artifacts, {sum(f.stat().st_size for f in FOLDER.iterdir()):,} bytes in {FOLDER}")
+
+
+if __name__ == "__main__":
+    main()
