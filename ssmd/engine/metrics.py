@@ -104,35 +104,37 @@ class Metrics(Collector):
             }
 
     def request_failed(self, code: str) -> None:
-        """A request that was refused or broke off, by the code of its error."""
+        """Count a request that was refused or broke off, by the code of its error."""
         with self._lock:
             self._outcomes[code] = self._outcomes.get(code, 0) + 1
 
     def queue(self, waiting: int, running: int) -> None:
-        """How many choices wait and decode now."""
+        """Note how many choices wait and decode now."""
         with self._lock:
             self._waiting, self._running = waiting, running
 
     def checkpoint(self, bytes_stored: int, ms: float) -> None:
-        """A checkpoint was written: its bytes in the store and the time it took off the token path."""
+        """Count a checkpoint that was written: its bytes in the store and the time it took off the token path."""
         with self._lock:
             self._checkpoints += 1
             self._checkpoint_bytes += bytes_stored
             self._checkpoint.add([ms])
 
     def checkpoint_left_out(self) -> None:
-        """A checkpoint was not written, its turn was: the quota has no room for it, or what it grew from is gone."""
+        """Count a checkpoint that was not written though its turn was: the quota has no room, or what it grew from is
+        gone.
+        """
         with self._lock:
             self._left_out += 1
 
     def stored_bytes(self, n: int, quota: int | None = None) -> None:
-        """What the session store holds now, and may hold."""
+        """Note what the session store holds now, and may hold, bytes."""
         with self._lock:
             self._stored_bytes = n
             self._quota_bytes = quota
 
     def loaded(self, program: str) -> None:
-        """The name of the program that answers now."""
+        """Note the name of the program that answers now."""
         with self._lock:
             self._program = program
 
@@ -173,7 +175,7 @@ class Metrics(Collector):
             }
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """List the metrics for the registry."""
         with self._lock:
             requests = CounterMetricFamily("ssmd_requests", "Requests by outcome: ok or error code", labels=["outcome"])
             for code, n in self._outcomes.items():

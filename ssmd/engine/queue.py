@@ -28,14 +28,14 @@ class Queue:
         return len(self._waiting)
 
     def check(self) -> None:
-        """Raises Rejected if a request would not be taken in now."""
+        """Check that a request would be taken in now. Raises Rejected."""
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
         if len(self._waiting) >= self._limit:
             raise unavailable(f"{self._limit} requests are waiting already; try again later", "queue_full")
 
     def put(self, generation: Generation) -> None:
-        """Raises Rejected."""
+        """Take a request in, to wait for the worker. Raises Rejected."""
         with self._changed:
             self.check()
             self._waiting.append(generation)
@@ -47,18 +47,18 @@ class Queue:
         return self._waiting.popleft()
 
     def told(self) -> None:
-        """One that was taken in has been told its end."""
+        """Note that a request that was taken in has been told its end."""
         with self._changed:
             self.unfinished -= 1
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Something that `wait` looks at may have changed."""
+        """Wake `wait`: something that it looks at may have changed."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool], timeout: float | None) -> None:
-        """Until something is so, at most `timeout` seconds."""
+        """Wait until something is so, at most `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(until, timeout=timeout)
 

@@ -29,7 +29,7 @@ def keep(asked: Asked, choices: Sequence[Choice], done: Done, key: ReplyKey) -> 
 
 
 def events(reply: Reply) -> list[Event]:
-    """A complete reply as the engine would deliver it."""
+    """List the events that the engine would deliver for a complete reply."""
     answer = reply.answer
     given = zip(reply.texts, answer["logprobs"], strict=True)
     deltas = [Delta(i, text[answer["begun"] :], tuple(map(_from_json, p))) for i, (text, p) in enumerate(given)]

@@ -35,7 +35,9 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """`messages` is always the whole conversation. `max_tokens` is per choice. `key`: how to know it again."""
+    """What a client asks. `messages` is always the whole conversation. `max_tokens` is per choice. `key`: how to know
+    it again.
+    """
 
     messages: tuple[Message, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -49,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """`top` lists (token text, its bytes, logprob), most likely first."""
+    """The log-probability of a token. `top` lists (token text, its bytes, logprob), most likely first."""
 
     token: str
     utf8: bytes

@@ -51,7 +51,9 @@ class _Plan:
 
 
 class Rerenderer:
-    """`add` from any thread; `step` and `pause` from the worker's alone. wake: called when there is something to do."""
+    """Reads answers once more as templates render them. `add` from any thread; `step` and `pause` from the worker's
+    alone. wake: called when there is something to do.
+    """
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class Rerenderer:
                 self._waiting.append(replace(turn, tries=turn.tries + 1))
 
     def close(self) -> None:
-        """After the worker has stopped."""
+        """Stop, after the worker has stopped."""
         self._drop()
         self._threads.shutdown(cancel_futures=True)
 
@@ -120,7 +122,7 @@ class Rerenderer:
         self._turn = self._planning = self._plan = self._handle = None
 
     def _release(self, planning: Future[_Plan | None]) -> None:
-        """Of a plan that nobody wants any more."""
+        """Release what a plan holds that nobody wants any more."""
         if planning.cancelled() or planning.exception() is not None:
             return
         plan = planning.result()
@@ -142,7 +144,7 @@ class Rerenderer:
             self._feed(self._turn)
 
     def _make_plan(self, turn: _Turn) -> _Plan | None:
-        """In a thread of its own: what is to be fed, None if nothing needs to be."""
+        """Plan, in a thread of its own, what is to be fed; None if nothing needs to be."""
         try:
             with self._store.snapshot() as stored:
                 if not stored.is_leaf(turn.id):  # was continued already

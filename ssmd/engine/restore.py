@@ -17,14 +17,14 @@ Restoring = Future[tuple[Found, Handle] | None]
 
 
 class Restorer:
-    """`load` from any thread; `begin` puts it into a thread of its own."""
+    """Restores checkpoints into handles: `load` from any thread; `begin` puts it into a thread of its own."""
 
     def __init__(self, program: Program, store: Store, scope: Scope) -> None:
         self._program, self._store, self._scope = program, store, scope
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-restore")
 
     def begin(self, found: Found, ids: Ids, session: str | None, then: Callable[[], None]) -> Restoring:
-        """`load` in the background; `then` is called when it is done."""
+        """Load in the background, as `load` does; `then` is called when it is done."""
         restoring = self._thread.submit(self.load, found, ids, session)
         restoring.add_done_callback(lambda _: then())
         return restoring
@@ -42,7 +42,7 @@ class Restorer:
     def steps(
         self, found: Found | None, ids: Ids, session: str | None
     ) -> Generator[None, None, tuple[Found, Handle] | None]:
-        """`load` part by part; closed before its end, it has released what it had."""
+        """Load part by part, as `load` does; closed before its end, it has released what it had."""
         if found is None:
             return None
         try:
@@ -68,7 +68,7 @@ class Restorer:
         return None
 
     def discard(self, restoring: Restoring) -> None:
-        """Nobody waits for it any more: what it loads is released."""
+        """Release what is being loaded: nobody waits for it any more."""
         restoring.cancel()
         restoring.add_done_callback(self._release)
 

@@ -171,7 +171,7 @@ class Sampler:
         return token
 
     def _draw_sorted(self, ids: Ids, logits: Floats, highest: float) -> int:
-        """As `_draw`, from tokens that stand in order already, the most probable first."""
+        """Draw as `_draw` does, from tokens that stand in order already, the most probable first."""
         values = np.exp((logits.astype(np.float64) - highest) / self.params.temperature)
         return self._pick_sorted(ids, values, self.params.top_p * float(values.sum()))
 

@@ -12,7 +12,7 @@ Steps = Generator[None]  # work that may be closed after any of its steps
 
 
 class WarmUp:
-    """A request waits for one step at most."""
+    """Pieces of work that make the first request quick. A request waits for one step at most."""
 
     def __init__(self, pieces: Iterable[Steps] = ()) -> None:
         self._left = deque(pieces)
@@ -38,13 +38,13 @@ class WarmUp:
                 raise
 
     def cancel(self) -> None:
-        """Somebody has come."""
+        """Drop all that is left: somebody has come."""
         while self._left:
             self._left.popleft().close()
 
 
 def once(work: Callable[[], object]) -> Steps:
-    """A piece of one step."""
+    """Make a piece of one step."""
     work()
     yield
 

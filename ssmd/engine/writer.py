@@ -40,7 +40,7 @@ class Pending:
 
 
 class Writer:
-    """FIFO of work for the store.
+    """Does the store's work in the order it comes, in one thread.
 
     `MAX_QUEUED_BYTES` bounds the states that wait to be encoded; past it a checkpoint is left out, with a warning, and
     its turn is stored as text.
@@ -61,7 +61,7 @@ class Writer:
         self._thread.start()
 
     def encode(self, checkpoint: NewCheckpoint) -> Pending | None:
-        """Start encoding; None when too much is waiting already."""
+        """Start encoding a checkpoint; None when too much is waiting already."""
         pending = Pending(checkpoint)
         with self._lock:
             if self._queued_bytes + pending.nbytes > MAX_QUEUED_BYTES:
@@ -139,7 +139,7 @@ class Writer:
         self._work.put(work)
 
     def abandon(self, checkpoints: Sequence[Pending]) -> None:
-        """No turn comes to these."""
+        """Forget checkpoints to which no turn comes."""
         self._work.put(lambda: self._forget(checkpoints))
 
     def _forget(self, checkpoints: Sequence[Pending]) -> None:

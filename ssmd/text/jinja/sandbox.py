@@ -53,7 +53,7 @@ class Offered:
 
 
 class TemplateDict(Offered):
-    """`dict`, which can be called and has `fromkeys`, and nothing else of the type."""
+    """The type `dict` of templates: it can be called, has `fromkeys`, and nothing else of the type."""
 
     def __init__(self) -> None:
         super().__init__(dict)
