@@ -46,7 +46,6 @@ def test_weights_are_those_that_the_library_reads(kind: int, tmp_path: Path) -> 
     assert kind == F32 or not np.array_equal(found, weights)
 
 
-@pytest.mark.slow
 def test_the_default_models_file_is_read_as_the_library_reads_it() -> None:
     gguf = pytest.importorskip("gguf")
     quants = pytest.importorskip("gguf.quants")
