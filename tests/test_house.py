@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,12 @@ def test_the_folders_are_the_floors() -> None:
     assert folders == set(FLOORS)
     files = {p.stem for p in (ROOT / "ssmd").glob("*.py")}
     assert files == set(ALONE) - {"migrations"}
+
+
+def test_the_page_on_the_architecture_has_the_floors() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rows = {name: int(floor) for floor, name in re.findall(r"^\| (\d) \| `ssmd/(\w+)", page, re.MULTILINE)}
+    assert rows == FLOORS | {name: ALONE[name] for name in ("server", "installed", "config")}
 
 
 def test_tests_lie_as_the_code_does() -> None:
