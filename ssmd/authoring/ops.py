@@ -169,7 +169,7 @@ def ssd_chunked(
 
 
 def ssd_naive(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
-    """As `ssd_chunked`, written like listing 1 of arXiv:2405.21060: what XAMBA (arXiv:2502.06924) starts from.
+    """T steps as `ssd_chunked`, written like listing 1 of arXiv:2405.21060: what XAMBA (arXiv:2502.06924) starts from.
 
     Its three cumulative sums, that of `_segment_sum` over Q x Q as in the published code, and its contractions as
     products and sums. Only B and C are not repeated for each head of a group.

@@ -13,7 +13,7 @@ MOST_TOKENS = 64  # T: a chunk's differences of cumulated logarithms lose digits
 
 
 def causal_conv(conv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As ops.causal_conv, a product for each of the K rows of the weight."""
+    """Depthwise causal convolution as ops.causal_conv, by a product for each of the K rows of the weight."""
     width = weight.shape[0]
     sequence = torch.cat([conv, x], 1)  # (1, K-1+T, C)
     y = sequence[:, width - 1 :] * weight[width - 1]  # (1, T, C)
@@ -35,7 +35,7 @@ def tail_rows(n_valid: Tensor, width: int) -> Tensor:
 def ssd(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor, lower: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As ops.ssd_chunked with T tokens in the chunk; `lower` as of lower_ones, made once for all layers."""
+    """T steps as ops.ssd_chunked, with T tokens in the chunk; `lower`: of lower_ones, made once for all layers."""
     _, heads, size, states = ssm.shape
     groups = int(b.shape[-1]) // int(states)
     each = heads // groups

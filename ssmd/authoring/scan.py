@@ -57,7 +57,7 @@ def looped(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ss
 
 @cache
 def loop() -> Callable[..., tuple[Tensor, Tensor]]:
-    """`looped` for a graph that leaves T open: a trace takes it in as a loop, not as what it did for T tokens."""
+    """Script `looped` for a graph that leaves T open: a trace takes it as a loop, not as what it did for T tokens."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, which the converter reads
         scripted: Callable[..., tuple[Tensor, Tensor]] = torch.jit.script(looped)

@@ -65,7 +65,7 @@ class Usual(Protocol):
 
 @runtime_checkable
 class Packer(Usual, Protocol):
-    """Of a runtime whose artifacts hold weights and a plan: there is no module to convert."""
+    """Packs the weights of a runtime whose artifacts hold weights and a plan: there is no module to convert."""
 
     def build(
         self,
@@ -79,7 +79,7 @@ class Packer(Usual, Protocol):
         replace: bool = False,
         progress: Progress = lambda line: None,
     ) -> Artifact:
-        """As the function `build` below."""
+        """Build an artifact, as the function `build` below does."""
 
 
 class Converter(Usual, Protocol):
@@ -94,14 +94,14 @@ class Converter(Usual, Protocol):
         """Whether the weights are rotated first (ssmd/families/rotation.py)."""
 
     def recipe(self, quantization: Quantization) -> dict[str, Any]:
-        """For the manifest: how the weights are quantized."""
+        """Describe, for the manifest, how the weights are quantized."""
 
     def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
         """Write the model into `folder`; the module is not used after this. Returns what the manifest is to say about
         the conversion. Raises BuildError."""
 
     def constants(self, folder: Path) -> Constants:
-        """Of each of the model's files that `write` wrote: where its constants stand."""
+        """Say where the constants stand in each of the model's files that `write` wrote."""
 
     def load(self, artifact: Artifact) -> Program:
         """The artifact, to be measured. Raises RuntimeUnavailable where it can be built but not run."""

@@ -49,9 +49,10 @@ class QualityError(ValueError):
 
 
 def measure(artifact: Artifact, program: Program, tokens: Sequence[int], reference: NDArray[np.float32]) -> Any:
-    """For the manifest: `golden` has the largest rms and max error of a golden step, in standard deviations of the
-    reference; `text` what the artifact and the reference (logits f32[n, V] after each of `tokens`) make of a text.
-    Raises QualityError.
+    """Measure what the manifest says of an artifact's quality.
+
+    `golden` has the largest rms and max error of a golden step, in standard deviations of the reference; `text` what
+    the artifact and the reference (logits f32[n, V] after each of `tokens`) make of a text. Raises QualityError.
     """
     steps = verify(artifact, program).steps
     handle = program.new_state()
@@ -69,7 +70,7 @@ def measure(artifact: Artifact, program: Program, tokens: Sequence[int], referen
 def summed(
     steps: Sequence[StepError], found: NDArray[np.float32], reference: NDArray[np.float32], tokens: Sequence[int]
 ) -> Any:
-    """As `measure`, of what was computed already."""
+    """Sum up what was computed already, as `measure` returns it."""
     worst = max(steps, key=lambda s: s.rms_relative)
     return {
         "golden": {"rms": _rounded(worst.rms_relative), "max": _rounded(worst.max_relative)},

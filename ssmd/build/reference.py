@@ -27,7 +27,10 @@ class ReferenceFailed(ValueError):
 
 @dataclass(frozen=True)
 class Reference:
-    """golden: logits (k, V) after GOLDEN_POSITIONS of `tokens`. text: ids; text_logits (n, V): after each of them."""
+    """What the module computes in float32 for fixed texts.
+
+    golden: logits (k, V) after GOLDEN_POSITIONS of `tokens`. text: ids; text_logits (n, V): after each of them.
+    """
 
     tokens: list[int]
     golden: NDArray[np.float32]
@@ -36,14 +39,14 @@ class Reference:
 
     @staticmethod
     def of(module: FlatModule, tokenizer: Tokenizer) -> Reference:
-        """Of fixed texts, so that what is measured is real use. `tokenizer`: the source's. Raises ReferenceFailed."""
+        """Compute the reference of fixed texts, real use. `tokenizer`: the source's. Raises ReferenceFailed."""
         tokens = golden_tokens(tokenizer)
         text = tokenizer.encode(quality.TEXT)[: min(quality.MAX_TOKENS, module.context)]
         with one_thread():
             return Reference(tokens, golden(module, tokens), text, Host(module, len(text)).rows(text, CHUNK))
 
     def check(self, module: FlatModule) -> None:
-        """Raises ReferenceFailed if another form of the module computes something else."""
+        """Check that another form of the module computes the same. Raises ReferenceFailed."""
         error = float(np.abs(golden(module, self.tokens) - self.golden).max() / np.abs(self.golden).max())
         if not error <= TOLERANCE:
             raise ReferenceFailed(
@@ -51,7 +54,7 @@ class Reference:
             )
 
     def save(self, file: Path) -> None:
-        """As golden.safetensors (docs/artifact-format.md)."""
+        """Write golden.safetensors (docs/artifact-format.md)."""
         save_golden(file, self.tokens, self.golden)
 
 

@@ -184,7 +184,7 @@ def strip(
 
 
 def _table(bindings: Mapping[str, Binding], source: Tensors) -> dict[tuple[int, bytes], Hole]:
-    """By length and sha256 of what could stand in a file. Raises StripError where that is the same of two."""
+    """What could stand in a file, by length and sha256. Raises StripError where these are the same of two."""
     table: dict[tuple[int, bytes], Hole] = {}
     for hole, content in (made for name, binding in bindings.items() for made in _encoded(name, binding(source))):
         key = hole.length, hashlib.sha256(content).digest()

@@ -25,7 +25,7 @@ class EncodingError(ValueError):
 
 @dataclass(frozen=True)
 class Encoding:
-    """`form` makes all parts of some rows at once (values and scales), of which this is number `part`."""
+    """A way to write rows. `form` makes all parts at once (values and scales), of which this is number `part`."""
 
     form: Callable[[Array], tuple[Encoded, ...]]
     part: int = 0

@@ -26,7 +26,7 @@ from ssmd.model.state import StateSpec
 
 @dataclass(frozen=True)
 class Multipliers:
-    """`gate` and `down` of the MLP; `ssm` on the mixer's gate, x, B, C, dt."""
+    """Factors of the model's parts: `gate` and `down` of the MLP; `ssm` on the mixer's gate, x, B, C, dt."""
 
     embedding: float
     head: float

@@ -38,7 +38,7 @@ class Fields:
         return float(value)
 
     def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """As many positive, finite numbers as the default has."""
+        """Read as many positive, finite numbers as the default has."""
         value = self._value(name, list(default))
         if not isinstance(value, list) or len(value) != len(default) or not all(map(_positive, value)):
             raise FamilyError(f"config.json: {name} is {value!r}, expected {len(default)} positive numbers")

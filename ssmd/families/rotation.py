@@ -31,7 +31,7 @@ _ELEMENTS = 48 << 10  # rotated at a time, so that they stay in the processor's 
 
 
 def block_of(channels: int) -> int:
-    """b: the largest power of two that divides them, at most BLOCK."""
+    """The block b of so many channels: the largest power of two that divides them, at most BLOCK."""
     return min(channels & -channels, BLOCK)
 
 
