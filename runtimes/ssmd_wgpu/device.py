@@ -87,7 +87,7 @@ class Found:
 
 
 def adapters() -> list[Found]:
-    """Those that are here, the best one first: real GPUs before software, the system's own interface before OpenGL."""
+    """List the adapters here, best first: real GPUs before software, the system's own interface before OpenGL."""
     listed = []
     for adapter in library.wgpu().gpu.enumerate_adapters_sync():
         info = adapter.info

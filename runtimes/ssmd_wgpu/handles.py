@@ -29,7 +29,7 @@ class Handled(Held):
 
 
 class Handles:
-    """Those of one model on a device. Every call may raise GraphError."""
+    """The handles of one model on a device. Every call may raise GraphError."""
 
     def __init__(self, spec: StateSpec, context: int | None) -> None:
         self._spec, self._context = spec, context

@@ -94,7 +94,7 @@ class ChatBody(StrictModel):
 
 
 def read_chat(fields: dict[str, Any]) -> ChatBody:
-    """Raises Rejected naming the parameter that is wrong, unknown, or not built."""
+    """Read the fields of a chat request. Raises Rejected naming the parameter that is wrong, unknown, or not built."""
     known = {}
     for name, value in fields.items():
         if name not in NOT_BUILT:

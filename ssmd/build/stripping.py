@@ -44,7 +44,7 @@ class StripError(ValueError):
 
 @dataclass(frozen=True)
 class Label:
-    """Whose graph it is: a model's name, its name on a hub, and where its config is from."""
+    """Says whose graph it is: a model's name, its name on a hub, and where its config is from."""
 
     name: str
     origin: str = ""

@@ -143,7 +143,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def snapshot(self) -> dict[str, Any]:
-        """The same for people's screens, ready for JSON. Counts are since the daemon started; no value yet is null.
+        """Sum the metrics up for screens, ready for JSON. Counts are since the daemon started; no value yet is null.
 
         `program` · `ttft_ms`, `tbt_ms`: {last, p50, p95} of the last 256 requests and 4,096 gaps · `tokens_per_s` of
         the last request · `prompt_tokens` = `fed_tokens` + `cached_tokens` · `generated_tokens` · `queue`: {waiting,

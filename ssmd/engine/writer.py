@@ -199,7 +199,7 @@ class Writer:
             self._settle()
 
     def _settle(self) -> None:
-        """Nobody waits: move what was committed from the log into the database file, and do what is still owed."""
+        """Move what was committed from the log into the database file, as nobody waits, and do what is still owed."""
         self._unsettled = False
         try:
             if time.monotonic() - self._swept >= LOOK_S:

@@ -51,7 +51,7 @@ class Fields:
         return value
 
     def only(self, name: str, allowed: Any, default: Any) -> None:
-        """Raises FamilyError unless the field is `allowed`."""
+        """Check that the field is `allowed`. Raises FamilyError."""
         value = self._value(name, default)
         if value != allowed:
             raise FamilyError(f"config.json: {name} is {value!r}; only {allowed!r} is supported")

@@ -35,7 +35,7 @@ _MOST = 1.5  # times as much as where the graph was made: another processor roun
 
 
 class GraphError(ValueError):
-    """There is no such graph; the message names those that there are."""
+    """A graph that does not exist was asked for; the message names those that there are."""
 
 
 def seeded_tokens(vocabulary: int) -> list[int]:

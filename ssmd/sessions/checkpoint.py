@@ -22,7 +22,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Scope:
-    """Whose states can serve whom: `layout` is StateSpec.digest(), `lineage` and `build` are the artifact's."""
+    """What states share that serve one another: `layout` is StateSpec.digest(), `lineage`, `build` the artifact's."""
 
     layout: str
     lineage: str

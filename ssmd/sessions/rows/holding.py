@@ -163,7 +163,7 @@ def _inherited_by_pinned(connection: Connection, session_id: str) -> set[str]:
 
 
 def shared_among(connection: Connection, checkpoints: Sequence[int], session_id: str) -> set[int]:
-    """Those of the checkpoints to which turns of other sessions link."""
+    """Select those of the checkpoints to which turns of other sessions link."""
     found: set[int] = set()
     for some in batches(checkpoints):
         found.update(connection.scalars(_SHARED, {"some": some, "session": session_id}))
