@@ -23,7 +23,7 @@ def coremltools() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence coremltools: it warns of PyTorch's version, of bindings that only macOS has, and of each int32 constant."""
+    """Silence coremltools, which warns of PyTorch's version, of bindings of macOS, and of each int32 constant."""
     log = logging.getLogger("coremltools")
     before = log.level
     log.setLevel(logging.ERROR)
