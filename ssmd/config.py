@@ -20,6 +20,7 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationError, Validati
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from ssmd.machine.processor import MOST_THREADS
 from ssmd.machine.size import parse_size
 
 PREFIX = "SSMD_"
@@ -89,7 +90,9 @@ class Settings(BaseSettings):
         description="origins (`https://chat.example`) of web pages that may call, besides pages served by ssmd itself; "
         "`*` allows any and needs an api_key",
     )
-    threads: int | None = Field(None, ge=1, le=1024, description="compute threads; default: what the runtime chooses")
+    threads: int | None = Field(
+        None, ge=1, le=MOST_THREADS, description="compute threads; default: what the runtime chooses"
+    )
     runtime: str = Field("auto", pattern=r"^[a-z0-9_]{1,32}$", description="a runtime's name, npu, or auto")
     device: str | None = Field(
         None, pattern=r"^[a-z0-9_.]{1,32}$", description="a device of the runtime; default: what the artifact is for"

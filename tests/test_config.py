@@ -87,6 +87,7 @@ def test_allowed_hosts(flags: dict[str, Any], expected: tuple[str, ...]) -> None
         ({"port": 70000}, ("--port", "70000", "65535")),
         ({"port": "http"}, ("--port", "'http'", "integer")),
         ({"threads": 0}, ("--threads", "0", "1")),
+        ({"threads": 512}, ("--threads", "512", "256")),
         ({"max_running": -1}, ("--max-running", "-1")),
         ({"max_body_bytes": float("nan")}, ("--max-body-bytes", "nan")),
         ({"log_level": "loud"}, ("--log-level", "loud", "debug")),

@@ -12,7 +12,7 @@ from ssmd.runtime.hoststate.graph import GraphError, Tensor
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.signatures import signature_name
 from ssmd.runtime.hoststate.threads import default_threads
-from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable
+from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
 from ssmd.runtime.trial import probed
 from ssmd_coreml import library
 from ssmd_coreml.backend import COMPUTE_UNITS, Backend, CoreML, Function, Units, system_folder
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MODEL = "model.mlpackage"
 TRIAL = (sys.executable, "-m", "ssmd_coreml.trial")  # which loads an artifact for the first time
-MOST_THREADS = 256
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 DEVICES: dict[Units, str] = {
     "gpu": "Apple GPU and processor",
@@ -63,8 +62,7 @@ class CoreMLRuntime:
         manifest = artifact.manifest
         if manifest.runtime != self.name:
             raise ProgramError(f"artifact {artifact.path} is for the runtime {manifest.runtime!r}, not {self.name!r}")
-        if threads is not None and not 1 <= threads <= MOST_THREADS:
-            raise ProgramError(f"threads must be between 1 and {MOST_THREADS}, not {threads}")
+        check_threads(threads)
         why = {d.name: d.why_not for d in self.devices()}.get(device or "gpu", "there is no such device")
         if why:
             raise RuntimeUnavailable(f"runtime {self.name!r} cannot use device {device or 'gpu'!r}: {why}")

@@ -10,7 +10,7 @@ from ssmd.machine.processor import cpu_name
 from ssmd.runtime.hoststate.graph import Graph, GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.threads import default_threads
-from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable
+from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
 from ssmd_litert.library import LibraryGraph, package_version
 from ssmd_litert.managed import ManagedGraph
 from ssmd_litert.weight_cache import WeightCache
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ssmd.model.artifact import Artifact, Manifest
 
 log = logging.getLogger(__name__)
-MOST_THREADS = 256
 
 
 class LiteRTRuntime:
@@ -50,8 +49,7 @@ class LiteRTRuntime:
         if device not in (None, "cpu"):
             why = {d.name: d.why_not for d in self.devices()}.get(device, "there is no such device")
             raise RuntimeUnavailable(f"runtime {self.name!r} cannot use device {device!r}: {why}")
-        if threads is not None and not 1 <= threads <= MOST_THREADS:
-            raise ProgramError(f"threads must be between 1 and {MOST_THREADS}, not {threads}")
+        check_threads(threads)
         models = [n for n in manifest.files if n.endswith(".tflite")]
         if len(models) != 1:
             raise ProgramError(f"artifact {artifact.path} must hold one .tflite file, it lists {models}")

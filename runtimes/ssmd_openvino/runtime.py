@@ -11,7 +11,7 @@ from ssmd.machine.processor import cpu_name
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.threads import default_threads
-from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable
+from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
 from ssmd.runtime.trial import probed
 from ssmd_openvino import library
 from ssmd_openvino.compile import Compiler, identity
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 OPEN = "model"  # the name of a model whose lengths are open; others have the names of their signatures
 WEIGHTS = "model.bin"
 TRIAL = (sys.executable, "-m", "ssmd_openvino.trial")  # which loads an artifact for the first time
-MOST_THREADS = 256
 # float32 between the products; each product of int8 weights quantizes its activations in groups of so many values
 # (docs/log.md: smaller ones round less, larger ones are faster).
 ON_CPU: dict[str, Any] = {
@@ -61,8 +60,7 @@ class OpenVINORuntime:
         manifest = artifact.manifest
         if manifest.runtime != self.name:
             raise ProgramError(f"artifact {artifact.path} is for the runtime {manifest.runtime!r}, not {self.name!r}")
-        if threads is not None and not 1 <= threads <= MOST_THREADS:
-            raise ProgramError(f"threads must be between 1 and {MOST_THREADS}, not {threads}")
+        check_threads(threads)
         _not_newer(manifest)
         device = device or manifest.device_class
         opened = artifact.has(f"{OPEN}.xml")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ssmd.runtime.hoststate.graph import GraphError
-from ssmd.runtime.protocol import Device, ProgramError
+from ssmd.runtime.protocol import Device, ProgramError, check_threads
 from ssmd_wgpu import library
 from ssmd_wgpu.device import Gpu, choose, devices
 from ssmd_wgpu.model import Model
@@ -18,8 +18,6 @@ from ssmd_wgpu.tuning import tuned
 
 if TYPE_CHECKING:
     from ssmd.model.artifact import Artifact
-
-MOST_THREADS = 256
 
 
 class WgpuRuntime:
@@ -40,8 +38,7 @@ class WgpuRuntime:
         manifest = artifact.manifest
         if manifest.runtime != self.name:
             raise ProgramError(f"artifact {artifact.path} is for the runtime {manifest.runtime!r}, not {self.name!r}")
-        if threads is not None and not 1 <= threads <= MOST_THREADS:
-            raise ProgramError(f"threads is {threads}, expected 1 to {MOST_THREADS}")
+        check_threads(threads)
         for name in (PLAN, WEIGHTS):
             if not artifact.has(name):
                 raise ProgramError(f"artifact {artifact.path} has no {name}; build it again")

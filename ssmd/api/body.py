@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from ssmd.engine.request import Rejected
+from ssmd.sessions.turn import ID_PATTERN
 
 READ_TIMEOUT_S = 60.0
 MAX_SHOWN_CHARS = 80
+Id = Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")]  # of a session or a turn
 
 
 class StrictModel(BaseModel):

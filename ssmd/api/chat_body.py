@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from ssmd.api.body import StrictModel, shown, validate
+from ssmd.api.body import Id, StrictModel, shown, validate
 from ssmd.api.messages import read_messages
 from ssmd.engine.request import Rejected, Request
 from ssmd.engine.sampling import SamplingParams
@@ -16,7 +16,6 @@ MAX_N = 8
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_INT = 2**31 - 1
-SESSION_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 
 # Parameters that are not built, each with the values that ask for nothing.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -74,7 +73,7 @@ class ChatBody(StrictModel):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    session: Annotated[str, Field(pattern=SESSION_PATTERN)] | None = None
+    session: Id | None = None
     store: bool | None = None
     # Accepted and without effect: they are for the books of whoever runs a hosted service.
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None

@@ -16,14 +16,14 @@ from starlette.responses import FileResponse, JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api.body import StrictModel, parse_object, read_body, shown, validate
+from ssmd.api.body import Id, StrictModel, parse_object, read_body, shown, validate
 from ssmd.engine.engine import Engine
 from ssmd.engine.request import Rejected
 from ssmd.sessions.files.packing import States
 from ssmd.sessions.files.sessionfile import SessionFileError
 from ssmd.sessions.files.transfer import Local, export_session, import_session
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import ID_PATTERN, Session, StoreError, Turn, UnknownSession, UnknownTurn, check_id
+from ssmd.sessions.turn import Session, StoreError, Turn, UnknownSession, UnknownTurn, check_id
 
 ROOT = "/ssmd/v1/sessions"
 BODY_LIMITS: Mapping[str, int] = {f"{ROOT}/import": 4 << 30}
@@ -45,7 +45,7 @@ def routes(engine: Engine, store: Store | None) -> list[Route]:
 
 
 class _ForkBody(StrictModel):
-    turn: Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")] | None = None
+    turn: Id | None = None
 
 
 class _Page(StrictModel):
@@ -53,7 +53,7 @@ class _Page(StrictModel):
 
     model_config = ConfigDict(strict=False)  # they are text
     limit: Annotated[int, Field(ge=1, le=1000)] = 100
-    after: Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")] | None = None
+    after: Id | None = None
 
 
 class _Changes(StrictModel):

@@ -6,6 +6,8 @@ import platform
 import re
 from pathlib import Path
 
+MOST_THREADS = 256  # that anyone may ask of a runtime: more is a mistake, and a library would try to start them
+
 
 def cpu_name() -> str:
     """What tells processors apart on which a graph may round differently: model name and vector extensions."""

@@ -10,6 +10,7 @@ from ssmd.runtime.protocol import (
     Runtime,
     RuntimeUnavailable,
     StateLost,
+    check_threads,
     get_runtime,
     runtime_names,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "Runtime",
     "RuntimeUnavailable",
     "StateLost",
+    "check_threads",
     "get_runtime",
     "runtime_names",
 ]

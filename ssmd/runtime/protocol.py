@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.machine.installation import DISTRIBUTION, to_add
+from ssmd.machine.processor import MOST_THREADS
 from ssmd.model.state import Part, State, StateSpec
 
 if TYPE_CHECKING:
@@ -108,6 +109,12 @@ class Runtime(Protocol):
 
 def _installed() -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group="ssmd.runtimes")}
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuse a number of threads that no processor has, before a library tries to start them. Raises ProgramError."""
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise ProgramError(f"threads must be between 1 and {MOST_THREADS}, not {threads}")
 
 
 def runtime_names() -> list[str]:

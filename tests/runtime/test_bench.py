@@ -284,7 +284,7 @@ def test_the_command_refuses(home: Path, tmp_path: Path) -> None:
         (["llama", "--position", "449"], "the last position that can be measured is 448"),
         (["llama", "--runtime", "openvino"], "no artifact for runtime 'openvino'"),
         (["llama", "--runtime", "coreml"], "Core ML cannot execute here"),
-        (["llama", "--threads", "999"], "threads must be between"),
+        (["llama", "--threads", "512"], "--threads = '512': input should be less than or equal to 256"),
     ):
         done = command(home, *arguments)
         assert (done.returncode, done.stdout) == (1, ""), done

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-MOST_THREADS = 8  # beyond that a decode step waits for memory, not for cores
+MOST_BY_DEFAULT = 8  # beyond that a decode step waits for memory, not for cores
 _SYSTEM = Path("/sys")
 
 
 def default_threads() -> int:
-    """Physical cores that this process may use, at most MOST_THREADS, at least 1."""
-    return max(1, min(MOST_THREADS, _cores(), _quota()))
+    """Physical cores that this process may use, at most MOST_BY_DEFAULT, at least 1."""
+    return max(1, min(MOST_BY_DEFAULT, _cores(), _quota()))
 
 
 def _cores() -> int:
@@ -33,6 +33,6 @@ def _quota() -> int:
     """The limit that a container sets on processor time, rounded up to whole cores."""
     try:
         quota, period = (_SYSTEM / "fs/cgroup/cpu.max").read_text().split()
-        return MOST_THREADS if quota == "max" else -(-int(quota) // int(period))
+        return MOST_BY_DEFAULT if quota == "max" else -(-int(quota) // int(period))
     except (OSError, ValueError):
-        return MOST_THREADS
+        return MOST_BY_DEFAULT
