@@ -23,10 +23,10 @@ import numpy as np
 from ssmd.families.registry import family_of
 from ssmd.model.state import StateSpec
 from ssmd_wgpu import pack
-from ssmd_wgpu.build import plan_of
+from ssmd_wgpu.build import packed_plan
 from ssmd_wgpu.device import Gpu, choose
 from ssmd_wgpu.model import Model
-from ssmd_wgpu.plan import Plan
+from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import HARDWARE, SOFTWARE
 from ssmd_wgpu.recorder import Copy, Region, dispatch
 from ssmd_wgpu.slots import Slot
@@ -52,12 +52,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 class Random:
     """Random weights in place of Weights: matrices of one shape share their bytes, and each is uploaded for itself."""
 
-    def __init__(self, plan: Plan, quantization: pack.Format) -> None:
+    def __init__(self, plan: PackedPlan, quantization: pack.Format) -> None:
         rng = np.random.default_rng(0)
         made: dict[Any, pack.Matrix] = {}
         self.matrices: dict[str, pack.Matrix] = {}
         self.vectors: dict[str, Any] = {}
-        for name, shape in plan.parameters().items():
+        for name, shape in plan.packed().items():
             if not pack.is_matrix(name, shape):
                 self.vectors[name] = np.full(shape, -1.0 if name.endswith("_A") else 0.5, np.float32)
                 continue
@@ -117,7 +117,7 @@ fn main(@builtin(global_invocation_id) at: vec3<u32>) {{
 
 def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, read_gb_s: float) -> dict[str, Any]:
     family = family_of(SHAPES[name])
-    plan = plan_of(family, family.parse(SHAPES[name]), 2048)
+    plan = packed_plan(family, family.parse(SHAPES[name]), 2048)
     weights = Random(plan, quantization)
     if counting:
         gpu.write = lambda *_: None  # type: ignore[method-assign] # all buffers are there, none is filled

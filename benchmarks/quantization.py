@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host
+from ssmd.authoring.model import author
 from ssmd.authoring.ops import CHUNK
-from ssmd.authoring.registry import author
 from ssmd.build import quality
 from ssmd.cli.making import smollm2_source
 from ssmd.config import Settings
@@ -75,7 +75,7 @@ def main(folder: Path) -> None:
     ids = ids[: quality.MAX_TOKENS]
 
     def module(bindings: dict[str, Binding]) -> FlatModule:
-        made: FlatModule = author(family.name, config, {n: b(source) for n, b in bindings.items()}, len(ids))
+        made: FlatModule = author(family, config, {n: b(source) for n, b in bindings.items()}, len(ids))
         return made
 
     bindings = family.bindings(config)

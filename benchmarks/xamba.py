@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from true_shape import SHAPES, Weights
 
 from ssmd.authoring.flat import FlatModule
-from ssmd.authoring.registry import author
+from ssmd.authoring.model import author
 from ssmd.build import quality
 from ssmd.cli.making import smollm2_source
 from ssmd.config import Settings
@@ -75,7 +75,7 @@ FORMS = (
 def random_module(config: Mapping[str, Any]) -> FlatModule:
     family, weights = family_of(config), cast(Source, Weights())
     parsed = family.parse(config)
-    return author(family.name, parsed, {n: b(weights) for n, b in family.bindings(parsed).items()}, TOKENS)
+    return author(family, parsed, {n: b(weights) for n, b in family.bindings(parsed).items()}, TOKENS)
 
 
 def rewritten(model: Any, passes: str | None) -> Any:
@@ -172,7 +172,7 @@ def accuracy(folder: Path) -> None:
     config = family.parse(source.config)
     ids = Tokenizer.from_str(source.tokenizer_json.decode()).encode(quality.TEXT, add_special_tokens=False).ids
     ids = ids[: quality.MAX_TOKENS]
-    large = author(family.name, config, {n: b(source) for n, b in family.bindings(config).items()}, len(ids))
+    large = author(family, config, {n: b(source) for n, b in family.bindings(config).items()}, len(ids))
     chosen = [int(i) for i in np.random.default_rng(1).integers(0, TINY["vocab_size"], TOKENS)]
     models = []
     for module, length in ((random_module(TINY), TOKENS), (large, len(ids))):

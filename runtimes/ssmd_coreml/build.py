@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import NAMESPACE_URL, uuid5
 
-from ssmd.build.builder import BuildError, Plan, Quantization
+from ssmd.build.builder import BuildError, Quantization, Target
 from ssmd.build.stripping import Constants, StripError
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
@@ -60,7 +60,7 @@ class CoreMLConverter:
         }
         return {} if quantization == "f32" else {**recipe, "weights": weights[quantization]}
 
-    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
+    def write(self, module: FlatModule, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
         from ssmd_coreml.convert import converted
 
         weights = [
@@ -68,24 +68,24 @@ class CoreMLConverter:
             for name, p in module.named_parameters()
             if p.dim() == 2 and p.numel() >= MIN_WEIGHT_ELEMENTS and not name.endswith("_A")  # Mamba-1's decays
         ]
-        if len(plan.tiers) > 1:
+        if len(target.tiers) > 1:
             raise BuildError(
-                f"capacities {list(plan.tiers)}: the functions of a Core ML artifact share one, ask for one only"
+                f"capacities {list(target.tiers)}: the functions of a Core ML artifact share one, ask for one only"
             )
         unfit = [n for n, width in weights if n not in _BYTEWISE and width % INT4_BLOCK]
-        if plan.quantization == "int4" and unfit:
+        if target.quantization == "int4" and unfit:
             raise BuildError(
                 f"{unfit[0]} has rows that are no multiple of {INT4_BLOCK} values, which int4 takes; build with "
                 "--quant int8"
             )
         ct = library.coremltools()
         functions, parts = ct.utils.MultiFunctionDescriptor(), []
-        for length in (1, *plan.buckets):
-            name = signature_name(length, plan.context, plan.context)
+        for length in (1, *target.buckets):
+            name = signature_name(length, target.context, target.context)
             with stage(f"convert {name}"):
-                model = converted(module, length, self.variant, half=plan.quantization != "f32")
+                model = converted(module, length, self.variant, half=target.quantization != "f32")
             with stage(f"quantize and write {name}"), library.quiet():
-                model = _quantized(model, plan.quantization, [n for n, _ in weights])
+                model = _quantized(model, target.quantization, [n for n, _ in weights])
                 model.save(str(folder / f"{name}.mlpackage"))
             functions.add_function(str(folder / f"{name}.mlpackage"), "main", name)
             parts.append(folder / f"{name}.mlpackage")

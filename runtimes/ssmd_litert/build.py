@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ssmd.build.builder import BuildError, Plan, Quantization, Shapes
+from ssmd.build.builder import BuildError, Quantization, Shapes, Target
 from ssmd.build.stripping import Constants
 from ssmd.machine.memory import trim
 from ssmd.machine.progress import Stage
@@ -18,9 +18,23 @@ from ssmd_litert import recipe
 from ssmd_litert.runtime import LiteRTRuntime
 
 if TYPE_CHECKING:
-    from ssmd.authoring.flat import FlatModule
+    from ssmd.authoring.model import Model
 
 MODEL = "model.tflite"
+# A converted file says at each operator the class of the module that it came from. What is said is fixed by family,
+# wherever the code lies: the same model gives the same bytes, those of the graphs that were shipped under these names.
+_CLASSES = {
+    "llama": "ssmd.authoring.llama.Llama",
+    "qwen3": "ssmd.authoring.llama.Llama",
+    "granitemoehybrid": "ssmd.authoring.granitemoehybrid.GraniteMoeHybrid",
+    "mamba": "ssmd.authoring.mamba.Mamba",
+    "falcon_mamba": "ssmd.authoring.mamba.Mamba",
+    "lfm2": "ssmd.authoring.lfm2.Lfm2",
+    "mamba2": "ssmd.authoring.mamba2.Mamba2",
+    "bamba": "ssmd.authoring.bamba.Bamba",
+    "falcon_h1": "ssmd.authoring.falcon_h1.FalconH1",
+}
+_CLASS = "ssmd.Model"  # of every other family
 
 
 class LiteRTConverter:
@@ -45,26 +59,26 @@ class LiteRTConverter:
     def recipe(self, quantization: Quantization) -> dict[str, Any]:
         return {"ops": recipe.ops(quantization)} if quantization != "f32" else {}
 
-    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
+    def write(self, module: Model, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
         shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
-        unfit = recipe.unfit(shapes, plan.quantization)
+        unfit = recipe.unfit(shapes, target.quantization)
         if unfit is not None:
             raise BuildError(
-                f"{unfit} has rows of {shapes[unfit][1]} values, {plan.quantization} takes multiples of "
+                f"{unfit} has rows of {shapes[unfit][1]} values, {target.quantization} takes multiples of "
                 f"{recipe.INT4_BLOCK}; build with --quant int8"
             )
         exported, model = folder / (MODEL + ".f32"), folder / MODEL
-        capacities = plan.tiers if module.spec.rows else (0,)
+        capacities = target.tiers if module.spec.rows else (0,)
         count = f", each for {len(capacities)} capacities" if len(capacities) > 1 else ""
-        with stage(f"export decode and {len(plan.buckets)} prefill lengths{count}"):
-            _export(module, plan.buckets, capacities, exported)
-        if plan.quantization != "f32":
+        with stage(f"export decode and {len(target.buckets)} prefill lengths{count}"):
+            _export(module, target.buckets, capacities, exported)
+        if target.quantization != "f32":
             with stage("quantize"):
-                recipe.quantize(exported, model, plan.quantization)
+                recipe.quantize(exported, model, target.quantization)
                 exported.unlink()
         else:
             exported.rename(model)
-        _weights_stand_once(model, shapes, plan, len(capacities) * (1 + len(plan.buckets)))
+        _weights_stand_once(model, shapes, target, len(capacities) * (1 + len(target.buckets)))
         return {}
 
     def constants(self, folder: Path) -> Constants:
@@ -80,7 +94,7 @@ class LiteRTConverter:
 CONVERTER = LiteRTConverter()
 
 
-def _export(module: FlatModule, buckets: Sequence[int], capacities: Sequence[int], file: Path) -> None:
+def _export(module: Model, buckets: Sequence[int], capacities: Sequence[int], file: Path) -> None:
     import litert_torch
     import torch
 
@@ -88,6 +102,7 @@ def _export(module: FlatModule, buckets: Sequence[int], capacities: Sequence[int
     from ssmd_litert.weights_on_disk import Hollow
 
     converter: Any = litert_torch
+    module.__class__ = _named(module)
     for capacity in capacities:
         for length in (1, *buckets):
             inputs = {
@@ -112,12 +127,18 @@ def _export(module: FlatModule, buckets: Sequence[int], capacities: Sequence[int
     weights.unlink()
 
 
-def _weights_stand_once(file: Path, shapes: Shapes, plan: Plan, graphs: int) -> None:
+def _named(module: Model) -> type[Model]:
+    """Make a class like the module's under the name that the file is to say."""
+    place, _, name = _CLASSES.get(module.family, _CLASS).rpartition(".")
+    return type(name, (type(module),), {"__module__": place})
+
+
+def _weights_stand_once(file: Path, shapes: Shapes, target: Target, graphs: int) -> None:
     """Raises BuildError if the file is larger than one copy of the weights and the graphs around it can be."""
-    weights = recipe.nbytes(shapes, plan.quantization)
+    weights = recipe.nbytes(shapes, target.quantization)
     # Graphs: operators and tensors of every layer, quantization scales by signature; masks of 4 heads for each bucket.
     rows = sum(shape[0] for shape in shapes.values())
-    around = graphs * (len(shapes) * 6000 + 12 * rows) + sum(4 * 4 * b * b for b in plan.buckets) + (2 << 20)
+    around = graphs * (len(shapes) * 6000 + 12 * rows) + sum(4 * 4 * b * b for b in target.buckets) + (2 << 20)
     size = file.stat().st_size
     if size > weights + around:
         raise BuildError(

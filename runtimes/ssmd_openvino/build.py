@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.build.builder import BuildError, Plan, Quantization
+from ssmd.build.builder import BuildError, Quantization, Target
 from ssmd.build.stripping import Constants
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
@@ -73,14 +73,14 @@ class OpenVINOConverter:
             "int4": {"weights": f"int4, symmetric, a scale for {INT4_GROUP} values; embedding and head int8"},
         }.get(quantization, {})
 
-    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
-        unfit = [n for n, p in module.named_parameters() if plan.quantization == "int4" and _unfit(n, tuple(p.shape))]
+    def write(self, module: FlatModule, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
+        unfit = [n for n, p in module.named_parameters() if target.quantization == "int4" and _unfit(n, tuple(p.shape))]
         if unfit:
             raise BuildError(
                 f"{unfit[0]} has rows that are no multiple of {INT4_GROUP} values, which int4 takes; build with "
                 "--quant int8"
             )
-        made = (self._write_open if self.device_class == "cpu" else self._write_fixed)(module, plan, folder, stage)
+        made = (self._write_open if self.device_class == "cpu" else self._write_fixed)(module, target, folder, stage)
         return made if self._passes is None else {**made, "xamba": {"passes": self._passes.to_json(), **made["xamba"]}}
 
     def constants(self, folder: Path) -> Constants:
@@ -91,25 +91,25 @@ class OpenVINOConverter:
     def load(self, artifact: Artifact) -> FlatProgram:
         return OpenVINORuntime().load(artifact, device="cpu")  # an NPU's too: what it says must not depend on one here
 
-    def _write_open(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
+    def _write_open(self, module: FlatModule, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
         from ssmd_openvino.convert import converted
 
         with stage("convert"):
-            model = converted(module, plan.context)
+            model = converted(module, target.context)
         report = self._rewritten(model, OPEN, stage)
         with stage("quantize"):
-            model = _compressed(model, plan.quantization)
+            model = _compressed(model, target.quantization)
         with stage("write"):
-            _save(model, folder / f"{OPEN}.xml", plan.quantization)
+            _save(model, folder / f"{OPEN}.xml", target.quantization)
         return {"xamba": {OPEN: report}} if report else {}
 
-    def _write_fixed(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
+    def _write_fixed(self, module: FlatModule, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
         from ssmd_openvino.convert import converted
 
         counts: dict[str, Any] = {}
         reports: dict[str, Any] = {}
         with SharedWeights(folder / WEIGHTS) as weights:
-            for name, (length, capacity) in signatures((1, *plan.buckets), plan.tiers).items():
+            for name, (length, capacity) in signatures((1, *target.buckets), target.tiers).items():
                 with stage(f"convert {name}"):
                     model = converted(module, capacity, length)
                 reports[name] = self._rewritten(model, name, stage)
@@ -117,7 +117,7 @@ class OpenVINOConverter:
                     if wrong := lint(model):
                         raise BuildError(f"{name} is not a graph for the NPU: {'; '.join(wrong[:3])}")
                     counts[name] = operations(model)
-                    _save(_compressed(model, plan.quantization), folder / f"{name}.xml", plan.quantization)
+                    _save(_compressed(model, target.quantization), folder / f"{name}.xml", target.quantization)
                     weights.take(folder / f"{name}.xml")
                     del model
                     gc.collect()  # models refer to one another

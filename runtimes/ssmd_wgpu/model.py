@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ssmd.model.plan import Mamba1, Mamba2, ShortConv
 from ssmd_wgpu import library
 from ssmd_wgpu.device import ALIGNMENT, Gpu
 from ssmd_wgpu.op import Op
 from ssmd_wgpu.operations import Operations, parts_of
 from ssmd_wgpu.pack import Weights
-from ssmd_wgpu.plan import Mamba1, Mamba2, Plan, ShortConv
+from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import Tiling
 from ssmd_wgpu.recorder import Region
 from ssmd_wgpu.resident import Resident
@@ -19,7 +20,9 @@ from ssmd_wgpu.ssd import CHUNK
 class Model:
     """A plan's weights and kernels on a device. Raises GraphError if there is no room for it or a shader is refused."""
 
-    def __init__(self, gpu: Gpu, plan: Plan, weights: Weights, most_tokens: int, half: bool, tiling: Tiling) -> None:
+    def __init__(
+        self, gpu: Gpu, plan: PackedPlan, weights: Weights, most_tokens: int, half: bool, tiling: Tiling
+    ) -> None:
         """`half`: whether keys and values are float16."""
         self.gpu, self.plan, self.most_tokens = gpu, plan, most_tokens
         self._tiling = tiling

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ssmd.model.plan import Attention, Mamba1, Mamba2, ShortConv
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.device import Gpu, shader
 from ssmd_wgpu.op import Op, f32, f32_or_none, operation
-from ssmd_wgpu.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
+from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import Products, Tiling
 from ssmd_wgpu.recorder import Region
 from ssmd_wgpu.resident import Resident
@@ -28,7 +29,7 @@ class Operations:
     """
 
     def __init__(
-        self, gpu: Gpu, plan: Plan, weights: Resident, buffers: Mapping[str, Region], half: bool, tiling: Tiling
+        self, gpu: Gpu, plan: PackedPlan, weights: Resident, buffers: Mapping[str, Region], half: bool, tiling: Tiling
     ) -> None:
         self._gpu, self._plan, self._half, self._buffers = gpu, plan, half, buffers
         self._matrices, self._parts, self._tables = weights.matrices, weights.vectors, weights.tables

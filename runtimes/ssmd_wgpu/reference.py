@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.model.plan import Attention, Mamba1, Mamba2, ShortConv
 from ssmd_wgpu.pack import Rows
-from ssmd_wgpu.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
+from ssmd_wgpu.plan import PackedPlan
 
 Array = NDArray[np.float64]  # in which the order of sums does not show in the golden values, float32
 
@@ -82,7 +83,7 @@ def attention(q: Array, k: Array, v: Array) -> Array:
 class Reference:
     """A model that reads one text from its beginning."""
 
-    def __init__(self, plan: Plan, rows: Mapping[str, Rows]) -> None:
+    def __init__(self, plan: PackedPlan, rows: Mapping[str, Rows]) -> None:
         self._plan, self._rows = plan, rows
         self._cos = self._sin = np.empty((0, 0))
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.device import Gpu
 from ssmd_wgpu.pack import VALUES, Format, Weights, blocks, nbytes
-from ssmd_wgpu.plan import Plan
+from ssmd_wgpu.plan import PackedPlan, packed_mixer
 from ssmd_wgpu.recorder import Region
 
 PIECE_BYTES = 8 << 20  # of an upload: what waits in host memory to be copied
@@ -60,7 +60,7 @@ class Vectors:
 class Resident:
     """The weights of a plan. Vectors by the part of the model that reads them: "", "layer3_mixer0", "layer3_mlp"."""
 
-    def __init__(self, gpu: Gpu, plan: Plan, weights: Weights) -> None:
+    def __init__(self, gpu: Gpu, plan: PackedPlan, weights: Weights) -> None:
         """Place the weights in the device's memory. Raises GraphError, before any upload, if they do not fit."""
         self._gpu = gpu
         self._uploads: list[tuple[Region, NDArray[Any]]] = []
@@ -100,15 +100,17 @@ class Resident:
             parts.append(Part(self._region(m.values[first:last]), scales, first, last - first))
         return Placed(m.rows, m.columns, m.fmt, tuple(parts))
 
-    def _pack_vectors(self, plan: Plan, vectors: Mapping[str, NDArray[np.float32]]) -> Iterator[tuple[str, Vectors]]:
+    def _pack_vectors(
+        self, plan: PackedPlan, vectors: Mapping[str, NDArray[np.float32]]
+    ) -> Iterator[tuple[str, Vectors]]:
         yield "", self._packed({"norm": vectors["norm"]})
         for i, layer in enumerate(plan.layers):
             to = f"layer{i}_"
             for j, mixer in enumerate(layer.mixers):
-                own = {n: vectors[to + n] for n, _ in mixer.parameters(plan.hidden) if to + n in vectors}
+                own = {n: vectors[to + n] for n, _ in packed_mixer(mixer, plan.hidden) if to + n in vectors}
                 yield f"{to}mixer{j}", self._packed({"norm1": vectors[to + "norm1"], **own})
             if layer.mlp is not None:
-                names = [n for n, _ in layer.mlp.parameters(plan.hidden) if to + n in vectors]
+                names = ["norm2", *(n for n, _ in layer.mlp.parameters(plan.hidden) if to + n in vectors)]
                 yield f"{to}mlp", self._packed({n: vectors[to + n] for n in names})
 
     def _packed(self, vectors: Mapping[str, NDArray[np.float32]]) -> Vectors:

@@ -12,7 +12,7 @@ from ssmd_wgpu.model import Model
 from ssmd_wgpu.pack import FILE as WEIGHTS
 from ssmd_wgpu.pack import VALUES, Format, Weights
 from ssmd_wgpu.plan import FILE as PLAN
-from ssmd_wgpu.plan import Plan
+from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.program import WgpuProgram
 from ssmd_wgpu.tuning import tuned
 
@@ -42,7 +42,7 @@ class WgpuRuntime:
         for name in (PLAN, WEIGHTS):
             if not artifact.has(name):
                 raise ProgramError(f"artifact {artifact.path} has no {name}; build it again")
-        plan = Plan.open(artifact.file(PLAN))
+        plan = PackedPlan.open(artifact.file(PLAN))
         half = any(t.dtype == "float16" for t in manifest.spec.rows)
         if plan.spec("float16" if half else "float32").to_json() != manifest.spec.to_json():
             raise ProgramError(
@@ -50,7 +50,7 @@ class WgpuRuntime:
             )
         if plan.vocabulary != manifest.vocabulary or (manifest.context or 0) > plan.context:
             raise ProgramError(f"artifact {artifact.path}: its plan does not fit its manifest; build it again")
-        parameters = plan.parameters()
+        parameters = plan.packed()
         Weights(artifact.file(WEIGHTS), parameters)  # before a device is asked for anything
 
         fmt = next((f for f in VALUES if f == manifest.quantization), None)

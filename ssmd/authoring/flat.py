@@ -1,4 +1,4 @@
-"""A module with flat IO: the graph that every converter sees, and what its families have in common.
+"""A module with flat IO: the graph that every converter sees, and the parts that plans are executed with.
 
 in   tokens i32[1, T], pos i32[1], n_valid i32[1], and each state tensor by its name
 out  logits f32[1, V] of the last valid token, and each state tensor by its name
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssmd.authoring import ops, ops_open
-from ssmd.families.rope import Rope
 from ssmd.model.state import StateSpec
 
 
@@ -34,9 +33,9 @@ class FlatModule(nn.Module):
         parameters: Mapping[str, NDArray[np.float32]],
         spec: StateSpec,
         context: int,
-        rope: tuple[Rope, int] | None,
+        tables: tuple[NDArray[np.float32], NDArray[np.float32]] | None,
     ) -> None:
-        """`rope`: with its head_dim, where the family has it."""
+        """`tables`: RoPE's cosines and sines, each (S, R/2), where a layer has it."""
         super().__init__()
         self.spec = spec
         self.context = context
@@ -46,10 +45,9 @@ class FlatModule(nn.Module):
         for name, array in parameters.items():
             own = np.require(array, np.float32, ["C", "W"])  # copied only if it is a read-only view of a file
             self.register_parameter(name, nn.Parameter(torch.from_numpy(own), requires_grad=False))
-        if rope is not None:
-            cos, sin = rope[0].tables(rope[1], context)
-            self.register_buffer("cos", torch.from_numpy(cos), persistent=False)  # (S, R/2)
-            self.register_buffer("sin", torch.from_numpy(sin), persistent=False)
+        if tables is not None:
+            for name, table in zip(("cos", "sin"), tables, strict=True):
+                self.register_buffer(name, torch.from_numpy(table), persistent=False)
 
     def weight(self, layer: int, name: str) -> Tensor:
         return getattr(self, f"layer{layer}_{name}")

@@ -30,7 +30,7 @@ from ssmd.text.tokenizer import Tokenizer
 Quantization = Literal["int8", "int4", "f16", "f32"]
 Shapes = Mapping[str, tuple[int, ...]]  # of a module's parameters, by name
 if TYPE_CHECKING:
-    from ssmd.authoring.flat import FlatModule
+    from ssmd.authoring.model import Model
     from ssmd.build.reference import Reference  # which loads PyTorch
 
 
@@ -39,7 +39,7 @@ class BuildError(ValueError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Target:
     """What is made of a model. Buckets and tiers, both in tokens, ascend."""
 
     quantization: Quantization
@@ -96,7 +96,7 @@ class Converter(Usual, Protocol):
     def recipe(self, quantization: Quantization) -> dict[str, Any]:
         """Describe, for the manifest, how the weights are quantized."""
 
-    def write(self, module: FlatModule, plan: Plan, folder: Path, stage: Stage) -> dict[str, Any]:
+    def write(self, module: Model, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
         """Write the model into `folder`; the module is not used after this. Returns what the manifest is to say about
         the conversion. Raises BuildError."""
 
@@ -136,7 +136,8 @@ def build(
     return_big_blocks()  # else what one stage frees stands beside what the next one needs
     family = family_of(source.config)
     config = family.parse(source.config)
-    plan = planned(converter, family, config, quantization, buckets, tiers)
+    family.plan(config)  # raises before anything is converted
+    target = targeted(converter, family, config, quantization, buckets, tiers)
     tokenizer = checked_tokenizer(source, config.vocabulary)
 
     def stage(what: str) -> AbstractContextManager[None]:
@@ -145,8 +146,8 @@ def build(
     with placed(out) as made:
         with stage("hash the source"):
             lineage = source.lineage
-        reference, conversion = _write(converter, source, tokenizer, family, config, plan, made, stage)
-        turned = {"rotation": BLOCK} if converter.rotates(plan.quantization) else {}
+        reference, conversion = _write(converter, source, tokenizer, family, config, target, made, stage)
+        turned = {"rotation": BLOCK} if converter.rotates(target.quantization) else {}
         fields = fields_of(
             family,
             config,
@@ -154,11 +155,11 @@ def build(
             lineage=lineage,
             runtime=converter.runtime,
             device_class=converter.device_class,
-            quantization=plan.quantization,
-            recipe={**turned, **converter.recipe(plan.quantization)},
+            quantization=target.quantization,
+            recipe={**turned, **converter.recipe(target.quantization)},
             conversion=conversion,
-            buckets=plan.buckets,
-            tiers=plan.tiers,
+            buckets=target.buckets,
+            tiers=target.tiers,
             builders={p: version(p) for p in ("ssmd-daemon", *converter.packages.values())},
             special_tokens=source.special_tokens,
             stop_tokens=source.stop_tokens,
@@ -181,26 +182,26 @@ def build(
     return Artifact.open(out)
 
 
-def planned(
+def targeted(
     converter: Usual,
     family: Family,
     config: Any,
     quantization: Quantization | None,
     buckets: Sequence[int] | None,
     tiers: Sequence[int] | None,
-) -> Plan:
-    """What is asked for, with what is usual where it is None. Raises BuildError if that cannot be built."""
+) -> Target:
+    """Choose what is asked for, with what is usual where it is None. Raises BuildError if that cannot be built."""
     most = converter.most_tokens
     usual = converter.buckets or family.buckets
     lengths = [n for n in usual if most is None or n <= most] if buckets is None else buckets
     if tiers is None:
         context = min(converter.context, config.max_position)
         tiers = (*(n for n in converter.tiers if n < context), context)
-    plan = Plan(quantization or converter.quantizations[0], tuple(sorted(lengths)), tuple(sorted(tiers)))
-    buckets, tiers = plan.buckets, plan.tiers
-    if plan.quantization not in converter.quantizations:
+    target = Target(quantization or converter.quantizations[0], tuple(sorted(lengths)), tuple(sorted(tiers)))
+    buckets, tiers = target.buckets, target.tiers
+    if target.quantization not in converter.quantizations:
         raise BuildError(
-            f"runtime {converter.runtime} ({converter.device_class}) has no {plan.quantization}; it has: "
+            f"runtime {converter.runtime} ({converter.device_class}) has no {target.quantization}; it has: "
             f"{', '.join(converter.quantizations)}"
         )
     if not buckets or len(set(buckets)) != len(buckets) or min(buckets) < 2:
@@ -216,12 +217,12 @@ def planned(
         raise BuildError(f"capacities {list(tiers)} must be different numbers of tokens")
     if min(tiers) < max(buckets):
         raise BuildError(f"a context of {min(tiers)} tokens does not hold the largest bucket, {max(buckets)}")
-    if plan.context > config.max_position:
+    if target.context > config.max_position:
         raise BuildError(
-            f"a context of {plan.context} tokens is more than the model was made for: config.json says "
+            f"a context of {target.context} tokens is more than the model was made for: config.json says "
             f"max_position_embeddings = {config.max_position}"
         )
-    return plan
+    return target
 
 
 def _write(
@@ -230,7 +231,7 @@ def _write(
     tokenizer: Tokenizer,
     family: Family,
     config: Any,
-    plan: Plan,
+    target: Target,
     folder: Path,
     stage: Stage,
 ) -> tuple[Reference, dict[str, Any]]:
@@ -238,23 +239,23 @@ def _write(
     with stage("load PyTorch and the converter"):
         converter.prepare()
 
-        from ssmd.authoring.registry import author
+        from ssmd.authoring.model import author
         from ssmd.build.reference import Reference
 
     save_texts(source, folder)
     bindings = family.bindings(config)
 
-    def module_of(bindings: Mapping[str, Binding]) -> FlatModule:
-        return author(family.name, config, {name: binding(source) for name, binding in bindings.items()}, plan.context)
+    def module_of(bindings: Mapping[str, Binding]) -> Model:
+        return author(family, config, {name: binding(source) for name, binding in bindings.items()}, target.context)
 
     with stage("bind the weights"):
         module = module_of(bindings)
     with stage("compute golden values"):
         reference = Reference.of(module, tokenizer)
         reference.save(folder / "golden.safetensors")
-    if converter.rotates(plan.quantization):
+    if converter.rotates(target.quantization):
         with stage("rotate the weights"):
             del module  # two of them at once would be the most memory that a build takes
             module = module_of(rotated(bindings))
             reference.check(module)
-    return reference, converter.write(module, plan, folder, stage)
+    return reference, converter.write(module, target, folder, stage)

@@ -30,7 +30,7 @@ from ssmd.refit.refit import bindings_of, refit, stable
 from ssmd.runtime.verify import GOLDEN_POSITIONS, tolerance_of
 
 if TYPE_CHECKING:
-    from ssmd.build.builder import Converter, Plan
+    from ssmd.build.builder import Converter, Target
 
 Constants = Mapping[str, Sequence[tuple[int, int]]]  # of files, by name: offset and length of each constant
 MOST_PARTS = 8  # rows of a parameter that a graph may hold one by one: those of a convolution
@@ -54,7 +54,7 @@ class Label:
 def make(
     converter: Converter,
     config: Mapping[str, Any],
-    plan: Plan,
+    target: Target,
     scratch: Path,
     *,
     label: Label,
@@ -66,7 +66,7 @@ def make(
     values, computed in PyTorch, are what the runtime computes. Raises StripError where that does not hold, BuildError
     or FamilyError.
     """
-    from ssmd.authoring.registry import author
+    from ssmd.authoring.model import author
     from ssmd.build.reference import golden, one_thread
 
     made = []
@@ -74,7 +74,7 @@ def make(
         folder = scratch / str(seed)
         folder.mkdir(parents=True)
         with stage(f"write the model with the weights of seed {seed}"):
-            made.append(written(converter, config, plan, folder, seed, label))
+            made.append(written(converter, config, target, folder, seed, label))
     graph, other = made
     if (graph.header, graph.literals) != (other.header, other.literals):
         raise StripError(f"the graphs of two seeds differ; {scratch} has their files")
@@ -93,12 +93,12 @@ def make(
         for part in header.files:
             for name, encodings in part.encodings.items():
                 found.setdefault(name, set()).update(encodings)
-        tables = family.tables(parsed, plan.context)
-        bindings = bindings_of(config, header.recipe, plan.context)
+        tables = family.tables(parsed, target.context)
+        bindings = bindings_of(config, header.recipe, target.context)
         parameters = {n: decoded(b(source), found.get(n, ())) for n, b in bindings.items() if n not in tables}
         tokens = seeded_tokens(parsed.vocabulary)
         with one_thread():
-            logits = golden(author(family.name, parsed, parameters, plan.context), tokens)
+            logits = golden(author(family, parsed, parameters, target.context), tokens)
         del parameters
         rows = tuple(tuple(map(float, row)) for row in logits[:, seeded_ids(parsed.vocabulary)])
         values = Golden(
@@ -107,26 +107,26 @@ def make(
         graph = StrippedGraph(header.model_copy(update={"golden": values}), graph.literals)
     with stage("run it"):
         errors = tuple(step.rms_relative for step, _ in verified(graph, scratch / "run"))
-    if not max(errors) <= tolerance_of(plan.quantization):
+    if not max(errors) <= tolerance_of(target.quantization):
         raise StripError(f"the runtime's logits are {max(errors):.2g} standard deviations off those of PyTorch")
     header = graph.header.model_copy(update={"golden": values.model_copy(update={"rms": errors})})
     return StrippedGraph(header, graph.literals)
 
 
 def written(
-    converter: Converter, config: Mapping[str, Any], plan: Plan, folder: Path, seed: int, label: Label
+    converter: Converter, config: Mapping[str, Any], target: Target, folder: Path, seed: int, label: Label
 ) -> StrippedGraph:
     """The graph of a model with the weights of a seed, without golden values; its files stay in `folder`."""
-    from ssmd.authoring.registry import author
+    from ssmd.authoring.model import author
 
     family = family_of(config)
     parsed = family.parse(config)
-    turned = {"rotation": BLOCK} if converter.rotates(plan.quantization) else {}
-    source, bindings = SeededSource(config, seed), bindings_of(config, turned, plan.context)
-    tables = family.tables(parsed, plan.context)
+    turned = {"rotation": BLOCK} if converter.rotates(target.quantization) else {}
+    source, bindings = SeededSource(config, seed), bindings_of(config, turned, target.context)
+    tables = family.tables(parsed, target.context)
     converter.prepare()
-    module = author(family.name, parsed, {n: b(source) for n, b in bindings.items() if n not in tables}, plan.context)
-    conversion = converter.write(module, plan, folder, lambda _: nullcontext())
+    module = author(family, parsed, {n: b(source) for n, b in bindings.items() if n not in tables}, target.context)
+    conversion = converter.write(module, target, folder, lambda _: nullcontext())
     files, literals = strip(folder, converter.constants(folder), bindings, source)
     header = Header(
         name=label.name,
@@ -136,11 +136,11 @@ def written(
         config=stable(config),
         runtime=converter.runtime,
         device_class=converter.device_class,
-        quantization=plan.quantization,
-        recipe={**turned, **converter.recipe(plan.quantization)},
+        quantization=target.quantization,
+        recipe={**turned, **converter.recipe(target.quantization)},
         conversion=conversion,
-        buckets=plan.buckets,
-        tiers=plan.tiers,
+        buckets=target.buckets,
+        tiers=target.tiers,
         builders={p: version(p) for p in ("ssmd-daemon", *converter.packages.values())},
         golden=Golden(seed=SEED, tokens=(0,), positions=(0,), logits=((0.0,),), rms=(0.0,)),
         files=files,

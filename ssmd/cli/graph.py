@@ -43,7 +43,7 @@ def make(
     """
     import tempfile
 
-    from ssmd.build.builder import Packer, planned
+    from ssmd.build.builder import Packer, targeted
     from ssmd.build.stripping import make as make_graph
     from ssmd.cli.build import lengths_of, tiers_of
     from ssmd.cli.making import converter_of, name_of
@@ -59,14 +59,14 @@ def make(
     lengths = None if buckets is None else lengths_of("--buckets", buckets)
     tiers = None if context is None else tiers_of(lengths_of("--context", context), converter.tiers)
     family = family_of(fields)
-    plan = planned(converter, family, family.parse(fields), None if quant is None else quant.value, lengths, tiers)
+    target = targeted(converter, family, family.parse(fields), None if quant is None else quant.value, lengths, tiers)
     name_of(label.name)
-    file = out / file_name(label.name, converter.runtime, converter.device_class, plan.quantization)
+    file = out / file_name(label.name, converter.runtime, converter.device_class, target.quantization)
     if file.exists() and not force:
         raise typer.BadParameter(f"{file} exists already; --force replaces it")
     with tempfile.TemporaryDirectory(prefix="ssmd-") as scratch:
         made = make_graph(
-            converter, fields, plan, Path(scratch), label=label, stage=lambda what: staged(typer.echo, what)
+            converter, fields, target, Path(scratch), label=label, stage=lambda what: staged(typer.echo, what)
         )
     out.mkdir(parents=True, exist_ok=True)
     made.save(file)

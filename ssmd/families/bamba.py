@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ssmd.families.attention import Attention
+from ssmd.families.attention import attention, attention_of
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.layers import LayerKind, layer_kinds
-from ssmd.families.mixer import Mamba2Mixer
-from ssmd.families.rope import Rope
+from ssmd.families.mixer import mamba2, mamba2_of
 from ssmd.families.swiglu import swiglu
 from ssmd.families.weights import Binding, tensor
-from ssmd.model.state import StateSpec
+from ssmd.model.plan import Attention, Layer, Mamba2, Mixer, Plan, Swiglu
+from ssmd.model.rope import Rope
 
 ROTATED = 0.5  # of head_dim, unless rope_parameters says otherwise
 
@@ -31,7 +31,7 @@ class Config:
     hidden: int
     intermediate: int
     layers: tuple[LayerKind, ...]
-    mixer: Mamba2Mixer
+    mixer: Mamba2
     attention: Attention
     eps: float
     rope: Rope
@@ -41,19 +41,18 @@ class Config:
 
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
-        """From config.json. Raises FamilyError naming the field."""
+        """Read config.json. Raises FamilyError naming the field."""
         f = Fields(config)
         f.only("hidden_act", "silu", "silu")
         eps = f.number("rms_norm_eps", 1e-5)
-        attention, rope = Attention.parse(f, kv_heads=8), Rope.parse(f, partial=ROTATED)
-        rotated = rope.rotated(attention.head_dim)
-        f.only("attn_rotary_emb", rotated, rotated)
+        attention, rope = attention_of(f, kv_heads=8, partial=ROTATED)
+        f.only("attn_rotary_emb", attention.rotated, attention.rotated)
         return Config(
             vocabulary=f.size("vocab_size"),
             hidden=f.size("hidden_size"),
             intermediate=f.size("intermediate_size"),
             layers=_layer_kinds(f),
-            mixer=Mamba2Mixer.parse(f, eps),
+            mixer=mamba2_of(f, eps),
             attention=attention,
             eps=eps,
             rope=rope,
@@ -80,19 +79,24 @@ def _layer_kinds(f: Fields) -> tuple[LayerKind, ...]:
     return kinds
 
 
-def state_spec(config: Config, kv_dtype: str = "float32") -> StateSpec:
-    """conv and ssm of Mamba layers (always float32), key and value of attention layers."""
+def plan(config: Config) -> Plan:
+    """Describe the model."""
     c = config
-    return StateSpec(
-        tuple(
-            t
-            for i, kind in enumerate(c.layers)
-            for t in (c.mixer.state(i) if kind == "mamba" else c.attention.state(i, kv_dtype))
-        )
+    mlp = Swiglu(intermediate=c.intermediate, bias=c.mlp_bias)
+    kinds: dict[str, Mixer] = {"mamba": c.mixer, "attention": c.attention}
+    return Plan(
+        hidden=c.hidden,
+        vocabulary=c.vocabulary,
+        eps=c.eps,
+        embedding_scale=1.0,
+        tied=c.tied,
+        rope=c.rope,
+        layers=tuple(Layer(mixers=(kinds[kind],), mlp=mlp) for kind in c.layers),
     )
 
 
 def bindings(config: Config) -> dict[str, Binding]:
+    """Bind every parameter to a source's tensors."""
     c = config
     made: dict[str, Binding] = {
         "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden),
@@ -108,8 +112,8 @@ def bindings(config: Config) -> dict[str, Binding]:
         }
         layer |= swiglu(source + "feed_forward.", c.hidden, c.intermediate, c.mlp_bias)
         if kind == "mamba":
-            layer |= c.mixer.bindings(source + "mamba.")
+            layer |= mamba2(c.mixer, c.hidden, source + "mamba.")
         else:
-            layer |= c.attention.bindings(source + "self_attn.", q=c.attention.head_dim**-0.5)
+            layer |= attention(c.attention, c.hidden, source + "self_attn.", q=c.attention.head_dim**-0.5)
         made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
     return made

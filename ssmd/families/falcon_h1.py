@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ssmd.families.attention import Attention
-from ssmd.families.fields import Fields, divides
-from ssmd.families.mixer import Mamba2Mixer, Norm
-from ssmd.families.rope import Rope
+from ssmd.families.attention import attention, attention_of
+from ssmd.families.fields import Fields
+from ssmd.families.mixer import Norm, mamba2, mamba2_of
 from ssmd.families.swiglu import swiglu
 from ssmd.families.weights import Binding, tensor
-from ssmd.model.state import StateSpec
+from ssmd.model.plan import Attention, Layer, Mamba2, Plan, Swiglu
+from ssmd.model.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Config:
     hidden: int
     intermediate: int
     layers: int
-    mixer: Mamba2Mixer
+    mixer: Mamba2
     attention: Attention
     multipliers: Multipliers
     eps: float
@@ -73,12 +73,11 @@ class Config:
 
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
-        """From config.json. Raises FamilyError naming the field."""
+        """Read config.json. Raises FamilyError naming the field."""
         f = Fields(config)
         f.only("hidden_act", "silu", "silu")
         hidden, eps = f.size("hidden_size"), f.number("rms_norm_eps", 1e-5)
-        attention = Attention.parse(f, kv_heads=8)
-        divides(2, attention.head_dim, "2", "head_dim")
+        attention, rope = attention_of(f, kv_heads=8)
         norm: Norm = "none"
         if f.flag("mamba_rms_norm", False):
             norm = "before the gate" if f.flag("mamba_norm_before_gate", True) else "after the gate"
@@ -87,11 +86,11 @@ class Config:
             hidden=hidden,
             intermediate=f.size("intermediate_size"),
             layers=f.size("num_hidden_layers"),
-            mixer=Mamba2Mixer.parse(f, eps, inner=_inner(f), norm=norm, out_bias=f.flag("projectors_bias", False)),
+            mixer=mamba2_of(f, eps, inner=_inner(f), norm=norm, out_bias=f.flag("projectors_bias", False)),
             attention=attention,
             multipliers=Multipliers.parse(f),
             eps=eps,
-            rope=Rope.parse(f),
+            rope=rope,
             tied=f.flag("tie_word_embeddings", False),
             mlp_bias=f.flag("mlp_bias", False),
             max_position=f.size("max_position_embeddings", 8192),
@@ -105,13 +104,24 @@ def _inner(f: Fields) -> tuple[str, int] | None:
     return "mamba_d_ssm", f.size("mamba_d_ssm", 1024)
 
 
-def state_spec(config: Config, kv_dtype: str = "float32") -> StateSpec:
-    """conv, ssm (always float32), key and value of every layer."""
+def plan(config: Config) -> Plan:
+    """Describe the model."""
     c = config
-    return StateSpec(tuple(t for i in range(c.layers) for t in (*c.mixer.state(i), *c.attention.state(i, kv_dtype))))
+    mlp = Swiglu(intermediate=c.intermediate, bias=c.mlp_bias)
+    layer = Layer(mixers=(c.mixer, c.attention), mlp=mlp)
+    return Plan(
+        hidden=c.hidden,
+        vocabulary=c.vocabulary,
+        eps=c.eps,
+        embedding_scale=1.0,
+        tied=c.tied,
+        rope=c.rope,
+        layers=(layer,) * c.layers,
+    )
 
 
 def bindings(config: Config) -> dict[str, Binding]:
+    """Bind every parameter to a source's tensors."""
     c, m = config, config.multipliers
     made: dict[str, Binding] = {
         "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden, scale=m.embedding),
@@ -124,8 +134,10 @@ def bindings(config: Config) -> dict[str, Binding]:
         layer = {
             "norm1": tensor(source + "input_layernorm.weight", c.hidden),
             "norm2": tensor(source + "pre_ff_layernorm.weight", c.hidden),
-            **c.mixer.bindings(source + "mamba.", into=m.ssm_in, parts=m.ssm, out=m.ssm_out),
-            **c.attention.bindings(
+            **mamba2(c.mixer, c.hidden, source + "mamba.", into=m.ssm_in, parts=m.ssm, out=m.ssm_out),
+            **attention(
+                c.attention,
+                c.hidden,
                 source + "self_attn.",
                 q=c.attention.head_dim**-0.5,
                 k=m.key,

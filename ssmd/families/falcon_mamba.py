@@ -6,7 +6,6 @@ The norms have no weights: parameters as in ssmd/families/mamba.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ssmd.families import mamba
@@ -14,5 +13,5 @@ from ssmd.families.fields import Fields
 
 
 def parse(config: Mapping[str, Any]) -> mamba.Config:
-    """From config.json. Raises FamilyError naming the field."""
-    return replace(mamba.Config.parse(config), mixer_eps=Fields(config).number("mixer_rms_eps", 1e-6))
+    """Read config.json. Raises FamilyError naming the field."""
+    return mamba.Config.parse(config, mixer_eps=Fields(config).number("mixer_rms_eps", 1e-6))

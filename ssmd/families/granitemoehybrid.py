@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ssmd.families.attention import Attention
-from ssmd.families.fields import FamilyError, Fields, divides
+from ssmd.families.attention import attention, attention_of, without_rope
+from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.layers import SPELLINGS, LayerKind, layer_kinds
-from ssmd.families.mixer import Mamba2Mixer
-from ssmd.families.rope import Rope
+from ssmd.families.mixer import mamba2, mamba2_of
 from ssmd.families.weights import Binding, tensor
-from ssmd.model.state import StateSpec
+from ssmd.model.plan import Attention, Layer, Mamba2, Mixer, Plan, Swiglu
+from ssmd.model.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Config:
     hidden: int
     intermediate: int
     layers: tuple[LayerKind, ...]
-    mixer: Mamba2Mixer
+    mixer: Mamba2
     attention: Attention
     eps: float
     rope: Rope | None
@@ -43,7 +43,7 @@ class Config:
 
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
-        """From config.json. Raises FamilyError naming the field."""
+        """Read config.json. Raises FamilyError naming the field."""
         f = Fields(config)
         experts = 8 if f.get("num_local_experts") is None else f.get("num_local_experts")  # transformers' default
         if experts != 0:
@@ -54,15 +54,13 @@ class Config:
         f.only("hidden_act", "silu", "silu")
         f.only("normalization_function", "rmsnorm", "rmsnorm")
         eps = f.number("rms_norm_eps", 1e-6)
-        attention, rope = Attention.parse(f), _rope(f)
-        if rope is not None:
-            divides(2, attention.head_dim, "2", "head_dim")
+        attention, rope = _attention(f)
         return Config(
             vocabulary=f.size("vocab_size"),
             hidden=f.size("hidden_size"),
             intermediate=f.size("shared_intermediate_size", 1024),
             layers=layer_kinds(f) or (SPELLINGS["mamba"],) * f.size("num_hidden_layers"),
-            mixer=Mamba2Mixer.parse(f, eps),
+            mixer=mamba2_of(f, eps),
             attention=attention,
             eps=eps,
             rope=rope,
@@ -75,28 +73,33 @@ class Config:
         )
 
 
-def _rope(f: Fields) -> Rope | None:
+def _attention(f: Fields) -> tuple[Attention, Rope | None]:
     kind = f.get("position_embedding_type")
     if kind in (None, "nope"):
-        return None
+        return without_rope(f), None
     if kind != "rope":
         raise FamilyError(f"config.json: position_embedding_type is {kind!r}; supported: null, 'nope', 'rope'")
-    return Rope.parse(f)
+    return attention_of(f)
 
 
-def state_spec(config: Config, kv_dtype: str = "float32") -> StateSpec:
-    """conv and ssm of Mamba layers (always float32), key and value of attention layers."""
+def plan(config: Config) -> Plan:
+    """Describe the model."""
     c = config
-    return StateSpec(
-        tuple(
-            t
-            for i, kind in enumerate(c.layers)
-            for t in (c.mixer.state(i) if kind == "mamba" else c.attention.state(i, kv_dtype))
-        )
+    mlp = Swiglu(intermediate=c.intermediate, bias=False)
+    kinds: dict[str, Mixer] = {"mamba": c.mixer, "attention": c.attention}
+    return Plan(
+        hidden=c.hidden,
+        vocabulary=c.vocabulary,
+        eps=c.eps,
+        embedding_scale=c.embedding_multiplier,
+        tied=c.tied,
+        rope=c.rope,
+        layers=tuple(Layer(mixers=(kinds[kind],), mlp=mlp) for kind in c.layers),
     )
 
 
 def bindings(config: Config) -> dict[str, Binding]:
+    """Bind every parameter to a source's tensors."""
     c = config
     made: dict[str, Binding] = {
         "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden),
@@ -115,8 +118,9 @@ def bindings(config: Config) -> dict[str, Binding]:
             ),
         }
         if kind == "mamba":
-            layer |= c.mixer.bindings(source + "mamba.", out=c.residual_multiplier)
+            layer |= mamba2(c.mixer, c.hidden, source + "mamba.", out=c.residual_multiplier)
         else:
-            layer |= c.attention.bindings(source + "self_attn.", q=c.attention_multiplier, o=c.residual_multiplier)
+            part = source + "self_attn."
+            layer |= attention(c.attention, c.hidden, part, q=c.attention_multiplier, o=c.residual_multiplier)
         made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
     return made

@@ -18,10 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ssmd.families.fields import FamilyError, Fields, divides
-from ssmd.families.rope import Rope
+from ssmd.families.attention import attention_of
+from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.weights import Binding, mapped, stacked, tensor
-from ssmd.model.state import StateSpec, TensorSpec
+from ssmd.model.plan import Attention, Layer, Mixer, Plan, ShortConv, Swiglu
+from ssmd.model.rope import Rope
 
 LayerKind = Literal["conv", "attention"]
 SPELLINGS: dict[str, LayerKind] = {"conv": "conv", "full_attention": "attention"}
@@ -34,11 +35,8 @@ class Config:
     hidden: int
     intermediate: int
     layers: tuple[LayerKind, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    conv: int
-    conv_bias: bool
+    attention: Attention
+    conv: ShortConv
     eps: float
     rope: Rope
     tied: bool
@@ -46,31 +44,24 @@ class Config:
 
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
-        """From config.json. Raises FamilyError naming the field."""
+        """Read config.json. Raises FamilyError naming the field."""
         f = Fields(config)
-        hidden, heads, kv_heads = (f.size(n) for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-        divides(kv_heads, heads, "num_key_value_heads", "num_attention_heads")
-        if f.get("head_dim") is None:
-            head_dim = divides(heads, hidden, "num_attention_heads", "hidden_size")
-        else:
-            head_dim = f.size("head_dim")
-        divides(2, head_dim, "2", "head_dim")
-        conv = f.size("conv_L_cache", 3)
-        if conv < 2:
-            raise FamilyError(f"config.json: conv_L_cache is {conv}, expected at least 2")
+        hidden, eps = f.size("hidden_size"), f.number("norm_eps", 1e-5)
+        f.size("num_key_value_heads")  # has no default that any checkpoint relies on
+        attention, rope = attention_of(Fields({**config, "attention_bias": False}), theta=THETA, qk_eps=eps)
+        width = f.size("conv_L_cache", 3)
+        if width < 2:
+            raise FamilyError(f"config.json: conv_L_cache is {width}, expected at least 2")
         tied = f.flag("tie_word_embeddings", True)
         return Config(
             vocabulary=f.size("vocab_size"),
             hidden=hidden,
             intermediate=_intermediate(f),
             layers=_layer_kinds(f),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            conv=conv,
-            conv_bias=f.flag("conv_bias", False),
-            eps=f.number("norm_eps", 1e-5),
-            rope=Rope.parse(f, THETA),
+            attention=attention,
+            conv=ShortConv(channels=hidden, width=width, bias=f.flag("conv_bias", False)),
+            eps=eps,
+            rope=rope,
             tied=f.flag("tie_embedding", tied),  # the older spelling goes first, as in transformers
             max_position=f.size("max_position_embeddings", 128_000),
         )
@@ -105,20 +96,24 @@ def _layer_kinds(f: Fields) -> tuple[LayerKind, ...]:
     return tuple(SPELLINGS[kind] for kind in types)
 
 
-def state_spec(config: Config, kv_dtype: str = "float32") -> StateSpec:
-    """conv of conv layers (always float32), key and value of attention layers."""
+def plan(config: Config) -> Plan:
+    """Describe the model."""
     c = config
-    tensors: list[TensorSpec] = []
-    for i, layer in enumerate(c.layers):
-        if layer == "conv":
-            tensors.append(TensorSpec(f"conv_{i}", "conv", i, (c.hidden, c.conv - 1)))
-        else:
-            tensors.append(TensorSpec(f"key_{i}", "key", i, (c.kv_heads, c.head_dim), kv_dtype))
-            tensors.append(TensorSpec(f"value_{i}", "value", i, (c.kv_heads, c.head_dim), kv_dtype))
-    return StateSpec(tuple(tensors))
+    mlp = Swiglu(intermediate=c.intermediate, bias=False)
+    kinds: dict[str, Mixer] = {"conv": c.conv, "attention": c.attention}
+    return Plan(
+        hidden=c.hidden,
+        vocabulary=c.vocabulary,
+        eps=c.eps,
+        embedding_scale=1.0,
+        tied=c.tied,
+        rope=c.rope,
+        layers=tuple(Layer(mixers=(kinds[kind],), mlp=mlp) for kind in c.layers),
+    )
 
 
 def bindings(config: Config) -> dict[str, Binding]:
+    """Bind every parameter to a source's tensors."""
     c = config
     made: dict[str, Binding] = {
         "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden),
@@ -144,9 +139,9 @@ def _conv(c: Config, source: str) -> dict[str, Binding]:
     made = {
         "in": tensor(source + "in_proj.weight", 3 * c.hidden, c.hidden),
         "out": tensor(source + "out_proj.weight", c.hidden, c.hidden),
-        "conv": mapped(lambda w: w.transpose(2, 1, 0), tensor(source + "conv.weight", c.hidden, 1, c.conv)),
+        "conv": mapped(lambda w: w.transpose(2, 1, 0), tensor(source + "conv.weight", c.hidden, 1, c.conv.width)),
     }
-    if c.conv_bias:
+    if c.conv.bias:
         made["in_bias"] = tensor(source + "in_proj.bias", 3 * c.hidden)
         made["out_bias"] = tensor(source + "out_proj.bias", c.hidden)
         made["conv_bias"] = tensor(source + "conv.bias", c.hidden)
@@ -154,12 +149,13 @@ def _conv(c: Config, source: str) -> dict[str, Binding]:
 
 
 def _attention(c: Config, source: str) -> dict[str, Binding]:
-    queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    a = c.attention
+    queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     return {
         "q": tensor(source + "q_proj.weight", queries, c.hidden),
         "k": tensor(source + "k_proj.weight", keys, c.hidden),
         "v": tensor(source + "v_proj.weight", keys, c.hidden),
         "o": tensor(source + "out_proj.weight", c.hidden, queries),
-        "q_norm": tensor(source + "q_layernorm.weight", c.head_dim, scale=c.head_dim**-0.5),
-        "k_norm": tensor(source + "k_layernorm.weight", c.head_dim),
+        "q_norm": tensor(source + "q_layernorm.weight", a.head_dim, scale=a.head_dim**-0.5),
+        "k_norm": tensor(source + "k_layernorm.weight", a.head_dim),
     }

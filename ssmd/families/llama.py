@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ssmd.families.fields import Fields, divides
-from ssmd.families.rope import Rope
+from ssmd.families.attention import attention_of
+from ssmd.families.fields import Fields
 from ssmd.families.weights import Binding, stacked, tensor
-from ssmd.model.state import StateSpec, TensorSpec
+from ssmd.model.plan import Attention, Layer, Plan, Swiglu
+from ssmd.model.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -28,61 +29,52 @@ class Config:
     hidden: int
     intermediate: int
     layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    attention: Attention
     eps: float
     rope: Rope
     tied: bool
-    attention_bias: bool
     mlp_bias: bool
     max_position: int
-    qk_norm: bool = False
 
     @staticmethod
-    def parse(config: Mapping[str, Any]) -> Config:
-        """From config.json. Raises FamilyError naming the field."""
+    def parse(config: Mapping[str, Any], *, qk_norm: bool = False) -> Config:
+        """Read config.json; `qk_norm`: whether queries and keys are normalized. Raises FamilyError naming the field."""
         f = Fields(config)
         f.only("hidden_act", "silu", "silu")
-        hidden, heads = f.size("hidden_size"), f.size("num_attention_heads")
-        kv_heads = f.size("num_key_value_heads", heads)
-        divides(kv_heads, heads, "num_key_value_heads", "num_attention_heads")
-        if f.get("head_dim") is None:
-            head_dim = divides(heads, hidden, "num_attention_heads", "hidden_size")
-        else:
-            head_dim = f.size("head_dim")
-        divides(2, head_dim, "2", "head_dim")
+        eps = f.number("rms_norm_eps", 1e-6)
+        attention, rope = attention_of(f, qk_eps=eps if qk_norm else None)
         return Config(
             vocabulary=f.size("vocab_size"),
-            hidden=hidden,
+            hidden=f.size("hidden_size"),
             intermediate=f.size("intermediate_size"),
             layers=f.size("num_hidden_layers"),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            eps=f.number("rms_norm_eps", 1e-6),
-            rope=Rope.parse(f),
+            attention=attention,
+            eps=eps,
+            rope=rope,
             tied=f.flag("tie_word_embeddings", False),
-            attention_bias=f.flag("attention_bias", False),
             mlp_bias=f.flag("mlp_bias", False),
             max_position=f.size("max_position_embeddings", 2048),
         )
 
 
-def state_spec(config: Config, kv_dtype: str = "float32") -> StateSpec:
-    """KV of every layer, keys after RoPE."""
-    shape = (config.kv_heads, config.head_dim)
-    return StateSpec(
-        tuple(
-            TensorSpec(f"{kind}_{i}", kind, i, shape, kv_dtype)
-            for i in range(config.layers)
-            for kind in ("key", "value")
-        )
+def plan(config: Config) -> Plan:
+    """Describe the model."""
+    c = config
+    layer = Layer(mixers=(c.attention,), mlp=Swiglu(intermediate=c.intermediate, bias=c.mlp_bias))
+    return Plan(
+        hidden=c.hidden,
+        vocabulary=c.vocabulary,
+        eps=c.eps,
+        embedding_scale=1.0,
+        tied=c.tied,
+        rope=c.rope,
+        layers=(layer,) * c.layers,
     )
 
 
 def bindings(config: Config) -> dict[str, Binding]:
-    c = config
+    """Bind every parameter to a source's tensors."""
+    c, a = config, config.attention
     made: dict[str, Binding] = {
         "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden),
         "norm": tensor("model.norm.weight", c.hidden),
@@ -93,19 +85,19 @@ def bindings(config: Config) -> dict[str, Binding]:
         source, to = f"model.layers.{i}.", f"layer{i}_"
         made[to + "norm1"] = tensor(source + "input_layernorm.weight", c.hidden)
         made[to + "norm2"] = tensor(source + "post_attention_layernorm.weight", c.hidden)
-        scale = c.head_dim**-0.5
-        if c.qk_norm:
+        scale = a.head_dim**-0.5
+        if a.qk_eps is not None:
             for name, factor in (("q_norm", scale), ("k_norm", 1.0)):
-                made[to + name] = tensor(f"{source}self_attn.{name}.weight", c.head_dim, scale=factor)
+                made[to + name] = tensor(f"{source}self_attn.{name}.weight", a.head_dim, scale=factor)
         for name, rows, columns, factor in (
-            ("q", c.heads * c.head_dim, c.hidden, 1.0 if c.qk_norm else scale),
-            ("k", c.kv_heads * c.head_dim, c.hidden, 1.0),
-            ("v", c.kv_heads * c.head_dim, c.hidden, 1.0),
-            ("o", c.hidden, c.heads * c.head_dim, 1.0),
+            ("q", a.heads * a.head_dim, c.hidden, scale if a.qk_eps is None else 1.0),
+            ("k", a.kv_heads * a.head_dim, c.hidden, 1.0),
+            ("v", a.kv_heads * a.head_dim, c.hidden, 1.0),
+            ("o", c.hidden, a.heads * a.head_dim, 1.0),
         ):
             part = f"{source}self_attn.{name}_proj."
             made[to + name] = tensor(part + "weight", rows, columns, scale=factor)
-            if c.attention_bias:
+            if a.bias:
                 made[f"{to}{name}_bias"] = tensor(part + "bias", rows, scale=factor)
         gate, up, down = (f"{source}mlp.{name}_proj." for name in ("gate", "up", "down"))
         made[to + "gate_up"] = stacked(*(tensor(p + "weight", c.intermediate, c.hidden) for p in (gate, up)))

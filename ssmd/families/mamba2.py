@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssmd.families.fields import Fields
-from ssmd.families.mixer import Mamba2Mixer, Names
+from ssmd.families.mixer import Names, mamba2, mamba2_of
 from ssmd.families.weights import Binding, tensor
-from ssmd.model.state import StateSpec
+from ssmd.model.plan import Layer, Mamba2, Plan
 
 NAMES = Names(
     heads="num_heads",
@@ -36,14 +36,14 @@ class Config:
     vocabulary: int
     hidden: int
     layers: int
-    mixer: Mamba2Mixer
+    mixer: Mamba2
     eps: float
     tied: bool
     max_position: int = sys.maxsize  # no layer knows a position
 
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
-        """From config.json. Raises FamilyError naming the field.
+        """Read config.json. Raises FamilyError naming the field.
 
         `norm_before_gate`, which published configs have, is not read: transformers gates first whatever it says, and
         so were the published weights trained. `residual_in_fp32` is no choice here: everything is float32.
@@ -56,18 +56,27 @@ class Config:
             vocabulary=f.size("vocab_size"),
             hidden=f.size("hidden_size"),
             layers=f.size("num_hidden_layers"),
-            mixer=Mamba2Mixer.parse(f, eps, NAMES),
+            mixer=mamba2_of(f, eps, NAMES),
             eps=eps,
             tied=f.flag("tie_word_embeddings", False),
         )
 
 
-def state_spec(config: Config, kv_dtype: str = "float32") -> StateSpec:
-    """conv and ssm of every layer, always float32; there are no KV rows for `kv_dtype`."""
-    return StateSpec(tuple(t for i in range(config.layers) for t in config.mixer.state(i)))
+def plan(config: Config) -> Plan:
+    """Describe the model."""
+    c = config
+    return Plan(
+        hidden=c.hidden,
+        vocabulary=c.vocabulary,
+        eps=c.eps,
+        embedding_scale=1.0,
+        tied=c.tied,
+        layers=(Layer(mixers=(c.mixer,), mlp=None),) * c.layers,
+    )
 
 
 def bindings(config: Config) -> dict[str, Binding]:
+    """Bind every parameter to a source's tensors."""
     c = config
     made: dict[str, Binding] = {
         "embedding": tensor("backbone.embeddings.weight", c.vocabulary, c.hidden),
@@ -78,5 +87,5 @@ def bindings(config: Config) -> dict[str, Binding]:
     for i in range(c.layers):
         source = f"backbone.layers.{i}."
         made[f"layer{i}_norm"] = tensor(source + "norm.weight", c.hidden)
-        made |= {f"layer{i}_{name}": binding for name, binding in c.mixer.bindings(source + "mixer.").items()}
+        made |= {f"layer{i}_{name}": binding for name, binding in mamba2(c.mixer, c.hidden, source + "mixer.").items()}
     return made

@@ -1,4 +1,4 @@
-"""Mamba-2's mixer (arXiv:2405.21060, section 7): its sizes in a config.json, its bindings and its state.
+"""Mamba-2's mixer (arXiv:2405.21060, section 7): its sizes in a config.json and its bindings.
 
 Parameters, (out, in) where they are matrices:
     in, out        (inner + C + H, hidden), (hidden, inner); rows of `in`: gate, conv input (x, B, C), dt
@@ -21,7 +21,7 @@ import numpy as np
 
 from ssmd.families.fields import FamilyError, Fields, divides
 from ssmd.families.weights import Array, Binding, mapped, tensor
-from ssmd.model.state import TensorSpec
+from ssmd.model.plan import Mamba2
 
 Norm = Literal["after the gate", "before the gate", "none"]
 
@@ -45,116 +45,84 @@ class Names:
 HYBRID = Names()  # the hybrid families agree
 
 
-@dataclass(frozen=True)
-class Mamba2Mixer:
-    hidden: int
-    heads: int
-    head_dim: int
-    d_state: int
-    groups: int
-    d_conv: int
-    conv_bias: bool
-    in_bias: bool
-    out_bias: bool
-    norm: Norm
-    eps: float
-    time_step_limit: tuple[float, float]
+def mamba2_of(
+    f: Fields,
+    eps: float,
+    names: Names = HYBRID,
+    *,
+    inner: tuple[str, int] | None = None,
+    norm: Norm = "after the gate",
+    out_bias: bool | None = None,
+) -> Mamba2:
+    """Read the mixer from a config.json.
 
-    @property
-    def inner(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """C."""
-        return self.inner + 2 * self.groups * self.d_state
-
-    @staticmethod
-    def parse(
-        f: Fields,
-        eps: float,
-        names: Names = HYBRID,
-        *,
-        inner: tuple[str, int] | None = None,
-        norm: Norm = "after the gate",
-        out_bias: bool | None = None,
-    ) -> Mamba2Mixer:
-        """`inner`: what decides it and its value, else expand * hidden_size; `out_bias`: else as for `in`.
-
-        Raises FamilyError naming the field.
-        """
-        hidden = f.size("hidden_size")
-        source, size = inner or (f"{names.expand} * hidden_size", f.size(names.expand, 2) * hidden)
-        heads, groups = f.size(names.heads, 128), f.size(names.groups, names.default_groups)
-        head_dim = divides(heads, size, names.heads, source)
-        if f.get(names.head_dim) not in (None, "auto") and f.size(names.head_dim) != head_dim:
-            raise FamilyError(
-                f"config.json: {names.head_dim} is {f.get(names.head_dim)}, but {source} / {names.heads} is {head_dim}"
-            )
-        divides(groups, heads, names.groups, names.heads)
-        d_conv = f.size(names.d_conv, 4)
-        if d_conv < 2:
-            raise FamilyError(f"config.json: {names.d_conv} is {d_conv}, expected at least 2")
-        in_bias = f.flag(names.bias, False)
-        return Mamba2Mixer(
-            hidden=hidden,
-            heads=heads,
-            head_dim=head_dim,
-            d_state=f.size(names.d_state, names.default_d_state),
-            groups=groups,
-            d_conv=d_conv,
-            conv_bias=f.flag(names.conv_bias, True),
-            in_bias=in_bias,
-            out_bias=in_bias if out_bias is None else out_bias,
-            norm=norm,
-            eps=eps,
-            time_step_limit=_time_step_limit(f),
+    `inner`: what decides the inner size and its value, else expand * hidden_size; `out_bias`: else as for `in`. Raises
+    FamilyError naming the field.
+    """
+    source, size = inner or (f"{names.expand} * hidden_size", f.size(names.expand, 2) * f.size("hidden_size"))
+    heads, groups = f.size(names.heads, 128), f.size(names.groups, names.default_groups)
+    head_dim = divides(heads, size, names.heads, source)
+    if f.get(names.head_dim) not in (None, "auto") and f.size(names.head_dim) != head_dim:
+        raise FamilyError(
+            f"config.json: {names.head_dim} is {f.get(names.head_dim)}, but {source} / {names.heads} is {head_dim}"
         )
+    divides(groups, heads, names.groups, names.heads)
+    width = f.size(names.d_conv, 4)
+    if width < 2:
+        raise FamilyError(f"config.json: {names.d_conv} is {width}, expected at least 2")
+    in_bias = f.flag(names.bias, False)
+    low, high = _time_step_limit(f)
+    return Mamba2(
+        heads=heads,
+        head_dim=head_dim,
+        states=f.size(names.d_state, names.default_d_state),
+        groups=groups,
+        width=width,
+        conv_bias=f.flag(names.conv_bias, True),
+        in_bias=in_bias,
+        out_bias=in_bias if out_bias is None else out_bias,
+        norm=norm,
+        eps=eps,
+        dt_low=low,
+        dt_high=None if math.isinf(high) else high,
+    )
 
-    def state(self, layer: int) -> tuple[TensorSpec, ...]:
-        """conv and ssm of `layer`, always float32."""
-        return (
-            TensorSpec(f"conv_{layer}", "conv", layer, (self.channels, self.d_conv - 1)),
-            TensorSpec(f"ssm_{layer}", "ssm", layer, (self.heads, self.head_dim, self.d_state)),
-        )
 
-    def bindings(
-        self, source: str, *, into: float = 1.0, parts: Sequence[float] = (1.0,) * 5, out: float = 1.0
-    ) -> dict[str, Binding]:
-        """From the tensors `source`in_proj and so on. Factors on the mixer's input (`into`, which no bias sees), on
-        what `in` gives (`parts`: gate, x, B, C, dt) and on the mixer's output (`out`)."""
-        rows = self.inner + self.channels + self.heads
-        made = {
-            "in": self._parts(tensor(source + "in_proj.weight", rows, self.hidden, scale=into), parts),
-            "out": tensor(source + "out_proj.weight", self.hidden, self.inner, scale=out),
-            "conv": mapped(
-                lambda w: w.transpose(2, 1, 0), tensor(source + "conv1d.weight", self.channels, 1, self.d_conv)
-            ),
-            "A": mapped(lambda a: -np.exp(a), tensor(source + "A_log", self.heads)),
-            "D": tensor(source + "D", self.heads),
-            "dt_bias": tensor(source + "dt_bias", self.heads),
-        }
-        if self.norm != "none":
-            made["gated_norm"] = tensor(source + "norm.weight", self.inner)
-        if self.conv_bias:
-            made["conv_bias"] = tensor(source + "conv1d.bias", self.channels)
-        if self.in_bias:
-            made["in_bias"] = self._parts(tensor(source + "in_proj.bias", rows), parts)
-        if self.out_bias:
-            made["out_bias"] = tensor(source + "out_proj.bias", self.hidden, scale=out)
-        return made
+def mamba2(
+    m: Mamba2, hidden: int, source: str, *, into: float = 1.0, parts: Sequence[float] = (1.0,) * 5, out: float = 1.0
+) -> dict[str, Binding]:
+    """Bind the mixer's parameters to the tensors `source`in_proj and so on. Factors on the mixer's input (`into`, which
+    no bias sees), on what `in` gives (`parts`: gate, x, B, C, dt) and on the mixer's output (`out`)."""
+    made = {
+        "in": _scaled(m, tensor(source + "in_proj.weight", m.rows, hidden, scale=into), parts),
+        "out": tensor(source + "out_proj.weight", hidden, m.inner, scale=out),
+        "conv": mapped(lambda w: w.transpose(2, 1, 0), tensor(source + "conv1d.weight", m.channels, 1, m.width)),
+        "A": mapped(lambda a: -np.exp(a), tensor(source + "A_log", m.heads)),
+        "D": tensor(source + "D", m.heads),
+        "dt_bias": tensor(source + "dt_bias", m.heads),
+    }
+    if m.norm != "none":
+        made["gated_norm"] = tensor(source + "norm.weight", m.inner)
+    if m.conv_bias:
+        made["conv_bias"] = tensor(source + "conv1d.bias", m.channels)
+    if m.in_bias:
+        made["in_bias"] = _scaled(m, tensor(source + "in_proj.bias", m.rows), parts)
+    if m.out_bias:
+        made["out_bias"] = tensor(source + "out_proj.bias", hidden, scale=out)
+    return made
 
-    def _parts(self, part: Binding, factors: Sequence[float]) -> Binding:
-        """The rows of `in`, or its bias, times the factor of the part that they belong to."""
-        if all(f == 1.0 for f in factors):
-            return part
-        states = self.groups * self.d_state
-        rows = np.repeat(np.array(factors, np.float32), [self.inner, self.inner, states, states, self.heads])
 
-        def scaled(w: Array) -> Array:
-            return w * rows.reshape(-1, *[1] * (w.ndim - 1))
+def _scaled(m: Mamba2, part: Binding, factors: Sequence[float]) -> Binding:
+    """Multiply the rows of `in`, or its bias, by the factor of the part that they belong to."""
+    if all(f == 1.0 for f in factors):
+        return part
+    states = m.groups * m.states
+    rows = np.repeat(np.array(factors, np.float32), [m.inner, m.inner, states, states, m.heads])
 
-        return mapped(scaled, part)
+    def scaled(w: Array) -> Array:
+        return w * rows.reshape(-1, *[1] * (w.ndim - 1))
+
+    return mapped(scaled, part)
 
 
 def _time_step_limit(f: Fields) -> tuple[float, float]:

@@ -6,7 +6,6 @@ Its head_dim does not depend on the hidden size. Parameters as in ssmd/families/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ssmd.families import llama
@@ -16,7 +15,7 @@ HEAD_DIM = 128  # what transformers takes where a config names none
 
 
 def parse(config: Mapping[str, Any]) -> llama.Config:
-    """From config.json. Raises FamilyError naming the field."""
+    """Read config.json. Raises FamilyError naming the field."""
     f = Fields(config)
     f.size("num_key_value_heads")  # has no default that any checkpoint relies on
     layers = f.size("num_hidden_layers")
@@ -34,4 +33,4 @@ def parse(config: Mapping[str, Any]) -> llama.Config:
                 "are not supported"
             )
     head_dim = HEAD_DIM if f.get("head_dim") is None else f.get("head_dim")
-    return replace(llama.Config.parse({**config, "head_dim": head_dim, "mlp_bias": False}), qk_norm=True)
+    return llama.Config.parse({**config, "head_dim": head_dim, "mlp_bias": False}, qk_norm=True)

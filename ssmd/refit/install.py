@@ -36,7 +36,7 @@ def fields_of(
     stop_tokens: Sequence[int],
 ) -> dict[str, Any]:
     """A manifest for `seal`. `config` is the family's own; `tiers` ascend and the last is the context."""
-    spec = family.state_spec(config, "float32" if quantization == "f32" else "float16")
+    spec = family.plan(config).spec("float32" if quantization == "f32" else "float16")
     return {
         "name": name,
         "family": family.name,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from pydantic import BaseModel
 
 from ssmd.families.encodings import ENCODINGS, Encoded, EncodingError
 from ssmd.families.fields import FamilyError
@@ -101,6 +102,8 @@ def differences(header: Header, config: Mapping[str, Any]) -> Differences:
 
 def _rounded(value: object) -> object:
     """Round all numbers of a value to float32, of which a graph is made."""
+    if isinstance(value, BaseModel):  # a mixer
+        value = value.model_dump()
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

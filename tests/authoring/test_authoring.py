@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ssmd.authoring import ops, ops_open, scan
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host, graph_shapes
-from ssmd.authoring.registry import author
+from ssmd.authoring.model import author
 from ssmd.families.registry import family_of
 from ssmd.model.source import Source
 from ssmd.model.state import State, StateSpec
@@ -125,7 +125,7 @@ def authored(folder: Path, context: int = CONTEXT) -> FlatModule:
     family = family_of(source.config)
     config = family.parse(source.config)
     bound = {name: binding(source) for name, binding in family.bindings(config).items()}
-    return author(family.name, config, bound, context)
+    return author(family, config, bound, context)
 
 
 def prompt(official: Any) -> list[int]:

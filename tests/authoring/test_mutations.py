@@ -6,7 +6,6 @@ What test_authoring.py holds against transformers is only worth as much as the e
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,8 +20,9 @@ from numpy.typing import NDArray
 from ssmd.authoring import ops, scan
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host
-from ssmd.authoring.registry import author
+from ssmd.authoring.model import Model, author
 from ssmd.families.registry import family_of
+from ssmd.model.plan import Mamba2
 from ssmd.model.source import Source
 
 pytestmark = [
@@ -89,20 +89,27 @@ def unnormed(name: str) -> Mutation:
 
 
 def mixer(**fields: Any) -> Mutation:
-    """Another mixer than that of the config."""
+    """Other Mamba-2 mixers than those of the plan."""
 
     def mutate(module: FlatModule, _: pytest.MonkeyPatch) -> None:
-        config: Any = module.config
-        other = dataclasses.replace(config.mixer, **fields)
-        assert other != config.mixer
-        module.config = dataclasses.replace(config, mixer=other)
+        assert isinstance(module, Model)
+        assert any(isinstance(m, Mamba2) for m in module.plan.mixers)
+        layers = tuple(
+            layer.model_copy(update={"mixers": tuple(map(other, layer.mixers))}) for layer in module.plan.layers
+        )
+        module.plan = module.plan.model_copy(update={"layers": layers})
+
+    def other(m: Any) -> Any:
+        found = m.model_copy(update=fields) if isinstance(m, Mamba2) else m
+        assert found != m or not isinstance(m, Mamba2)
+        return found
 
     return mutate
 
 
 def gate_for_x(module: FlatModule, patch: pytest.MonkeyPatch) -> None:
-    config: Any = module.config
-    n = config.mixer.inner
+    assert isinstance(module, Model)
+    n = next(m for m in module.plan.mixers if isinstance(m, Mamba2)).inner
     changed("in", lambda w: torch.cat([w[n : 2 * n], w[:n], w[2 * n :]]))(module, patch)
 
 
@@ -151,7 +158,7 @@ MUTATIONS: dict[str, tuple[Mutation, tuple[str, ...]]] = {
     "D dropped": (dropped("D"), RECURRENT),
     "dt bias dropped": (dropped("dt_bias"), RECURRENT),
     "softplus forgotten": (wrapped("softplus")(lambda _, x: torch.relu(x)), RECURRENT),
-    "another time step limit": (mixer(time_step_limit=(0.5, 0.6)), MIXERS),
+    "another time step limit": (mixer(dt_low=0.5, dt_high=0.6), MIXERS),
     "A without exp": (changed("A", lambda a: -torch.log(-a).abs()), RECURRENT),
     "decay dropped": (dropped("A"), RECURRENT),
     "B and C swapped": (SSD(swapped), MIXERS),
@@ -246,7 +253,7 @@ def authored(source: Source, config: Any) -> FlatModule:
     family = family_of(config)
     parsed = family.parse(config)
     bound = {name: binding(source) for name, binding in family.bindings(parsed).items()}
-    return author(family.name, parsed, bound, 64)
+    return author(family, parsed, bound, 64)
 
 
 def error(module: FlatModule, ids: list[int], expected: NDArray[np.float32]) -> float:

@@ -104,7 +104,7 @@ def test_manifest(artifact: Artifact, artifacts: TinyArtifacts) -> None:
     assert manifest.stop_tokens == (0, 2)
     assert manifest.special_tokens.eos == "<|im_end|>"
     kv_dtype = {"int8": "float16", "f32": "float32"}[manifest.quantization]
-    assert manifest.spec == family.state_spec(family.parse(source.config), kv_dtype)
+    assert manifest.spec == family.plan(family.parse(source.config)).spec(kv_dtype)
     assert set(manifest.files) == {"model.tflite", "tokenizer.json", "chat_template.jinja", "golden.safetensors"}
     assert artifact.file("chat_template.jinja").read_text() == tiny.TEMPLATE
     assert artifact.file("tokenizer.json").read_bytes() == source.tokenizer_json
@@ -358,7 +358,7 @@ def test_smollm2_knows_the_capital_of_france(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     from ssmd.authoring.host import Host
-    from ssmd.authoring.registry import author
+    from ssmd.authoring.model import author
 
     smollm2.write_source(gguf, tmp_path)
     source = Source.open(tmp_path)
@@ -369,7 +369,7 @@ def test_smollm2_knows_the_capital_of_france(tmp_path: Path) -> None:
     bound = {name: binding(source) for name, binding in family.bindings(config).items()}
     tokenizer = Tokenizer.from_str(source.tokenizer_json.decode())
     prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    host = Host(author(family.name, config, bound, 64))
+    host = Host(author(family, config, bound, 64))
     logits = host.feed(tokenizer.encode(prompt).ids, 32)
     answer = []
     for _ in range(7):

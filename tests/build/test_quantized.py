@@ -11,7 +11,7 @@ from conftest import TinyArtifacts
 from quantization import Rounding
 
 from ssmd.authoring.host import Host
-from ssmd.authoring.registry import author
+from ssmd.authoring.model import author
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.model.artifact import Artifact
@@ -27,7 +27,7 @@ def test_it_computes_what_its_recipe_says(name: str, artifacts: TinyArtifacts) -
     source = Source.open(artifacts.source(name))
     family = family_of(source.config)
     config = family.parse(source.config)
-    module = author(family.name, config, {n: b(source) for n, b in rotated(family.bindings(config)).items()}, 128)
+    module = author(family, config, {n: b(source) for n, b in rotated(family.bindings(config)).items()}, 128)
     tokens = np.random.default_rng(5).integers(0, config.vocabulary, 40).tolist()
     program = LiteRTRuntime().load(artifact, threads=1)
     lost, other = [], []

@@ -12,7 +12,7 @@ from conftest import TinyArtifacts
 from tokenizers import Tokenizer as Library
 
 from ssmd.authoring.host import Host
-from ssmd.authoring.registry import author
+from ssmd.authoring.model import author
 from ssmd.build.quality import QualityError, compared, measure
 from ssmd.build.reference import Reference, ReferenceFailed
 from ssmd.families.registry import family_of
@@ -27,7 +27,7 @@ def test_rows_are_those_of_single_steps(variant: str, tmp_path: Path) -> None:
     source = Source.open(tiny.write_source(tmp_path / variant, variant))
     family = family_of(source.config)
     config = family.parse(source.config)
-    module = author(family.name, config, {n: b(source) for n, b in family.bindings(config).items()}, 128)
+    module = author(family, config, {n: b(source) for n, b in family.bindings(config).items()}, 128)
     tokens = np.random.default_rng(3).integers(0, config.vocabulary, 75).tolist()
     rows = Host(module, 80).rows(tokens, 64)
     assert rows.shape == (75, config.vocabulary)

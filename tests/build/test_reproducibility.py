@@ -17,7 +17,7 @@ GOLDEN = """
 import sys, torch
 from pathlib import Path
 from ssmd.build.reference import Reference
-from ssmd.authoring.registry import author
+from ssmd.authoring.model import author
 from ssmd.families.registry import family_of
 from ssmd.model.source import Source
 from ssmd.text.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ torch.set_num_threads(int(sys.argv[3]))
 source = Source.open(Path(sys.argv[1]))
 family = family_of(source.config)
 config = family.parse(source.config)
-module = author(family.name, config, {name: bind(source) for name, bind in family.bindings(config).items()}, 512)
+module = author(family, config, {name: bind(source) for name, bind in family.bindings(config).items()}, 512)
 reference = Reference.of(module, Tokenizer.open(source.path / "tokenizer.json"))
 reference.save(Path(sys.argv[2]))
 print(reference.text_logits.tobytes().hex())

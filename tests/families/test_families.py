@@ -109,8 +109,9 @@ def test_qwen3_refuses_by_field(fields: dict[str, Any], named: str) -> None:
 def test_qwen3_beside_llama() -> None:
     without_window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
     assert qwen3.parse({**QWEN3, **without_window}) == qwen3.parse(QWEN3)
-    assert qwen3.parse({**QWEN3, "head_dim": None}).head_dim == 128
-    assert not llama.Config.parse(LLAMA).qk_norm
+    assert qwen3.parse({**QWEN3, "head_dim": None}).attention.head_dim == 128
+    assert qwen3.parse(QWEN3).attention.qk_eps == QWEN3["rms_norm_eps"]
+    assert llama.Config.parse(LLAMA).attention.qk_eps is None
 
 
 @pytest.mark.parametrize(
@@ -136,12 +137,12 @@ def test_mamba_refuses_by_field(fields: dict[str, Any], named: str) -> None:
 def test_sizes_of_mamba() -> None:
     """mamba-130m: 2.8 MB; falcon-mamba-7b, whose `expand` of 16 is not its own: 39.8 MB."""
     small = mamba.Config.parse({"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 24})
-    assert (small.inner, small.rank, small.states, small.tied) == (1536, 48, 16, True)
-    assert mamba.state_spec(small).nbytes_at(1000) == 24 * 1536 * (16 + 3) * 4 == 2_801_664
+    assert (small.mixer.inner, small.mixer.rank, small.mixer.states, small.tied) == (1536, 48, 16, True)
+    assert mamba.plan(small).spec("float32").nbytes_at(1000) == 24 * 1536 * (16 + 3) * 4 == 2_801_664
     large = {"vocab_size": 65024, "hidden_size": 4096, "num_hidden_layers": 64, "time_step_rank": 256}
     falcon = falcon_mamba.parse({**large, "expand": 16, "intermediate_size": 8192})
-    assert mamba.state_spec(falcon).nbytes_at(0) == 39_845_888
-    assert (falcon.mixer_eps, small.mixer_eps) == (1e-6, None)
+    assert mamba.plan(falcon).spec("float32").nbytes_at(0) == 39_845_888
+    assert (falcon.mixer.mixer_eps, small.mixer.mixer_eps) == (1e-6, None)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_lfm2_in_the_older_spelling() -> None:
         "tie_embedding": True,
     }
     c = lfm2.Config.parse(old)
-    assert (c.intermediate, c.tied, c.rope.theta, c.conv) == (4608, True, 1e6, 3)
+    assert (c.intermediate, c.tied, c.rope.theta, c.conv.width) == (4608, True, 1e6, 3)
     assert [i for i, kind in enumerate(c.layers) if kind == "attention"] == old["full_attn_idxs"]
     assert not lfm2.Config.parse({**old, "tie_embedding": False}).tied
 
@@ -305,7 +306,8 @@ def test_rope_in_both_spellings() -> None:
 
 def test_an_unlimited_time_step_in_every_spelling() -> None:
     for value in (None, [0.0, float("inf")], [0, {"__float__": "Infinity"}]):
-        assert granitemoehybrid.Config.parse({**GRANITE, "time_step_limit": value}).mixer.time_step_limit == (0, np.inf)
+        mixer = granitemoehybrid.Config.parse({**GRANITE, "time_step_limit": value}).mixer
+        assert (mixer.dt_low, mixer.dt_high) == (0, None)
 
 
 def test_state_of_granite_350m_weighs_what_it_should() -> None:
@@ -320,7 +322,7 @@ def test_state_of_granite_350m_weighs_what_it_should() -> None:
         "mamba_d_head": 32,
         "mamba_d_state": 128,
     }
-    spec = granitemoehybrid.state_spec(granitemoehybrid.Config.parse(config), "float16")
+    spec = granitemoehybrid.plan(granitemoehybrid.Config.parse(config)).spec("float16")
     assert spec.nbytes_at(0) == 28 * (48 * 32 * 128 + 3 * (48 * 32 + 256)) * 4
     assert spec.nbytes_at(1) - spec.nbytes_at(0) == 4096
     assert [t.name for t in spec.tensors][:2] == ["conv_0", "ssm_0"]
@@ -345,6 +347,22 @@ def test_bindings_read_every_tensor_and_no_other(tmp_path: Path, variant: str) -
     assert read == set(source.tensors)
     assert all(a.dtype == np.float32 and a.flags.c_contiguous for a in arrays.values())
     assert all(name.isidentifier() for name in arrays)
+    assert {name: a.shape for name, a in arrays.items()} == family.plan(family.parse(source.config)).parameters()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**LLAMA, "rms_norm_eps": 2.0}, "eps: Input should be less than or equal to 1"),
+        ({**QWEN3, "rms_norm_eps": 2.0}, "eps: Input should be less than or equal to 1"),
+        ({**MAMBA2, "expand": 1 << 20, "num_heads": 1, "head_dim": "auto"}, "head_dim: Input should be less than"),
+        ({**MAMBA, "num_hidden_layers": 2000}, "layers: Tuple should have at most 1024 items"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused_by_part(config: dict[str, Any], said: str) -> None:
+    family = family_of(config)
+    with pytest.raises(FamilyError, match=f"makes no model that can be: .*{said}"):
+        family.plan(family.parse(config))
 
 
 def test_a_config_that_does_not_fit_its_weights_is_refused_by_tensor(tmp_path: Path) -> None:

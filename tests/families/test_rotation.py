@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from ssmd.authoring.host import Host
-from ssmd.authoring.registry import author
+from ssmd.authoring.model import author
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import block_of, hadamard, rotated, turned
 from ssmd.model.source import Source
@@ -46,7 +46,7 @@ def modules(variant: str, folder: Path) -> tuple[Any, Any, Any]:
     config = family.parse(source.config)
     bindings = family.bindings(config)
     plain, turn = (
-        author(family.name, config, {name: binding(source) for name, binding in made.items()}, 128)
+        author(family, config, {name: binding(source) for name, binding in made.items()}, 128)
         for made in (bindings, rotated(bindings))
     )
     return config, plain, turn

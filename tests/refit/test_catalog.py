@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from test_server import environment
 from typer.testing import CliRunner
 
-from ssmd.build.builder import Plan
+from ssmd.build.builder import Target
 from ssmd.build.stripping import Label, make
 from ssmd.cli import app
 from ssmd.families import weights
@@ -48,7 +48,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", params=["f32", "int8"])
 def graph(request: pytest.FixtureRequest, artifacts: TinyArtifacts, tmp_path_factory: Any) -> StrippedGraph:
     source = Source.open(artifacts.source("granite-f32"))
-    plan = Plan(request.param, (16, 64), (256,))
+    plan = Target(request.param, (16, 64), (256,))
     scratch = tmp_path_factory.mktemp("scratch")
 
     def stage(what: str) -> AbstractContextManager[None]:

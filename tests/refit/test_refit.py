@@ -16,7 +16,7 @@ from conftest import ONE_EACH, TinyArtifacts
 from refitting import stripped
 from safetensors.numpy import save_file
 
-from ssmd.build.builder import Plan
+from ssmd.build.builder import Target
 from ssmd.build.stripping import Label, StripError, strip, written
 from ssmd.families.encodings import ENCODINGS, EncodingError
 from ssmd.families.registry import family_of
@@ -58,17 +58,17 @@ def test_openvinos_files_are_those_of_a_build(
     artifacts: TinyArtifacts, variant: str, quantization: Any, tmp_path: Path
 ) -> None:
     """And which weights it was made with does not show in a graph."""
-    two_seeds(OPENVINO, config_of(artifacts, variant), Plan(quantization, (16,), (256,)), tmp_path)
+    two_seeds(OPENVINO, config_of(artifacts, variant), Target(quantization, (16,), (256,)), tmp_path)
 
 
 def test_openvinos_files_of_float16(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    two_seeds(OPENVINO, config_of(artifacts, "granite"), Plan("f16", (16,), (256,)), tmp_path)
+    two_seeds(OPENVINO, config_of(artifacts, "granite"), Target("f16", (16,), (256,)), tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")  # what its converter warns of concerns its makers
 def test_litert_files_are_those_of_a_build(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     """int8, whose weights are rotated first."""
-    two_seeds(LITERT, config_of(artifacts, "granite"), Plan("int8", (16,), (256,)), tmp_path)
+    two_seeds(LITERT, config_of(artifacts, "granite"), Target("int8", (16,), (256,)), tmp_path)
 
 
 def config_of(artifacts: TinyArtifacts, variant: str) -> Mapping[str, Any]:
@@ -77,7 +77,7 @@ def config_of(artifacts: TinyArtifacts, variant: str) -> Mapping[str, Any]:
     return Source.open(artifacts.source(name)).config
 
 
-def two_seeds(converter: Any, config: Mapping[str, Any], plan: Plan, folder: Path) -> None:
+def two_seeds(converter: Any, config: Mapping[str, Any], plan: Target, folder: Path) -> None:
     first = written(converter, config, plan, fresh(folder / "1"), 1, Label("tiny"))
     second = written(converter, config, plan, fresh(folder / "2"), 2, Label("tiny"))
     assert first.header == second.header
@@ -102,18 +102,18 @@ def test_from_a_checkpoint(artifacts: TinyArtifacts, dtype: str, tmp_path: Path)
     """Of another dtype than the graph's, in several files."""
     config = config_of(artifacts, "granite")
     source = checkpoint(artifacts.source("granite-f32"), tmp_path / "source", dtype)
-    plan = Plan("int8", (16,), (256,))
+    plan = Target("int8", (16,), (256,))
     graph = written(OPENVINO, config, plan, fresh(tmp_path / "1"), 1, Label("tiny"))
     assert refitted(graph, source, tmp_path / "out") == built(source, plan, tmp_path / "2")
 
 
-def built(source: Source, plan: Plan, folder: Path) -> dict[str, bytes]:
-    from ssmd.authoring.registry import author
+def built(source: Source, plan: Target, folder: Path) -> dict[str, bytes]:
+    from ssmd.authoring.model import author
 
     family = family_of(source.config)
     config = family.parse(source.config)
     bound = {n: binding(source) for n, binding in family.bindings(config).items()}
-    OPENVINO.write(author(family.name, config, bound, plan.context), plan, fresh(folder), lambda _: nullcontext())
+    OPENVINO.write(author(family, config, bound, plan.context), plan, fresh(folder), lambda _: nullcontext())
     return contents(folder)
 
 
@@ -227,7 +227,7 @@ def test_seeded_tensors_are_the_same_everywhere() -> None:
 @pytest.fixture(scope="module")
 def graph(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> StrippedGraph:
     folder = tmp_path_factory.mktemp("graph")
-    return written(OPENVINO, config_of(artifacts, "llama"), Plan("int8", (16,), (256,)), folder, 1, Label("tiny"))
+    return written(OPENVINO, config_of(artifacts, "llama"), Target("int8", (16,), (256,)), folder, 1, Label("tiny"))
 
 
 def test_a_config_that_is_nearly_the_graphs(graph: StrippedGraph, tmp_path: Path) -> None:

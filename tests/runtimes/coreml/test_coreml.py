@@ -31,8 +31,8 @@ from mil.program import Program
 from numpy.typing import NDArray
 
 from ssmd.authoring.host import Host
-from ssmd.authoring.registry import author
-from ssmd.build.builder import BuildError, Plan
+from ssmd.authoring.model import author
+from ssmd.build.builder import BuildError, Target
 from ssmd.families.registry import family_of
 from ssmd.model.artifact import Artifact, ArtifactError
 from ssmd.model.source import Source
@@ -137,7 +137,7 @@ def test_quantized_against_pytorch_with_the_same_weights(name: str, artifacts: T
         changed += off > 1e-3
         parameters[parameter] = array
     assert changed > 10
-    host = Host(author(family.name, config, parameters, 512), 512)
+    host = Host(author(family, config, parameters, 512), 512)
     program = runtime_of("coreml").load(artifact)
     ids = np.random.default_rng(3).integers(0, program.vocabulary, 90).tolist()
     handle = program.new_state()
@@ -248,9 +248,9 @@ def test_what_cannot_be_built_is_refused_before_it_is_converted(tmp_path: Path) 
     odd: Any = torch.nn.Module()  # of which only the parameters are looked at
     odd.layer0_in = torch.nn.Parameter(torch.zeros(200, 33))
     with pytest.raises(BuildError, match=r"layer0_in has rows that are no multiple of 32 values.*--quant int8"):
-        varied("stateful").write(odd, Plan("int4", (16,), (64,)), tmp_path, unannounced)
+        varied("stateful").write(odd, Target("int4", (16,), (64,)), tmp_path, unannounced)
     with pytest.raises(BuildError, match=r"capacities \[64, 512\].*share one"):
-        varied("stateless").write(odd, Plan("int8", (16,), (64, 512)), tmp_path, unannounced)
+        varied("stateless").write(odd, Target("int8", (16,), (64, 512)), tmp_path, unannounced)
     with pytest.raises(ValueError, match="no variant 'x'; there are: stateful, stateless"):
         varied("x")
     assert not list(tmp_path.iterdir())

@@ -226,6 +226,16 @@ def test_caches_of_other_builds_versions_and_processors_differ(cache: Path) -> N
     assert all(p is not None and p.parent == cache for p in paths)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("llama-f32", b"ssmd.authoring.llama.Llama;"), ("mamba-f32", b"ssmd.authoring.mamba.Mamba;")]
+)
+def test_a_file_says_a_fixed_name_wherever_the_code_lies(name: str, said: bytes, artifacts: Mapping[str, Path]) -> None:
+    """At each operator; the graphs that are shipped say so, and the same model is to give the same bytes."""
+    model = (artifacts[name] / "model.tflite").read_bytes()
+    assert said in model
+    assert b"ssmd.authoring.model" not in model
+
+
 def test_blocks_are_aligned_and_disjoint() -> None:
     shapes = {"a": (3,), "b": (1, 5, 7), "c": (2, 2)}
     _, arrays = carve({n: Tensor(s, np.dtype(np.float32)) for n, s in shapes.items()})

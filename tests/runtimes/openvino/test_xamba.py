@@ -66,7 +66,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
     @cache
     def module(variant: str) -> Any:
-        from ssmd.authoring.registry import author
+        from ssmd.authoring.model import author
         from ssmd.families.registry import family_of
         from ssmd.model.source import Source
 
@@ -74,7 +74,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
         family = family_of(source.config)
         config = family.parse(source.config)
         bound = {name: binding(source) for name, binding in family.bindings(config).items()}
-        return author(family.name, config, bound, CAPACITY)
+        return author(family, config, bound, CAPACITY)
 
     @cache
     def once(variant: str, naive: bool, length: int | None) -> Any:

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 from conftest import TinyArtifacts
 from contract.driving import decode, started
 from daemon import daemon, whole_text
 
+from ssmd.build.builder import BuildError
 from ssmd.families.registry import family_of
 from ssmd.model.artifact import Artifact
 from ssmd.model.source import Source
@@ -25,11 +27,11 @@ from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, StateLost
 from ssmd.runtime.verify import verify
 from ssmd_wgpu import device, handles, pack, program, runtime, tuning
-from ssmd_wgpu.build import CONVERTER, packed_rows, plan_of, rows_of
+from ssmd_wgpu.build import CONVERTER, packed_plan, packed_rows, rows_of
 from ssmd_wgpu.device import Found, Gpu, adapters, devices, no_adapter
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.pack import Weights
-from ssmd_wgpu.plan import Plan
+from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import Tiling
 from ssmd_wgpu.program import WgpuProgram
 from ssmd_wgpu.reference import Reference
@@ -250,8 +252,8 @@ def test_kernels_compute_with_the_weights_that_the_file_stands_for(
     """Whole models, against the reference in float64 on the dequantized weights."""
     source = Source.open(artifacts.source(f"wgpu-{variant}-f32"))
     made = CONVERTER.build(source, tmp_path / "made", name="tiny", quantization=quantization, tiers=[512])
-    plan = Plan.open(made.file("plan.json"))
-    shapes = plan.parameters()
+    plan = PackedPlan.open(made.file("plan.json"))
+    shapes = plan.packed()
     weights = Weights(made.file("weights.safetensors"), shapes)
 
     expected = Reference(plan, packed_rows(weights)).logits(IDS[:40], range(40))
@@ -328,7 +330,7 @@ def altered(artifact: Artifact, folder: Path, **header: Any) -> Path:
 
 
 def test_files_that_do_not_fit_their_plan(granite: Artifact, tmp_path: Path) -> None:
-    shapes = Plan.open(granite.file("plan.json")).parameters()
+    shapes = PackedPlan.open(granite.file("plan.json")).packed()
     n, k = shapes["layer0_in"]
     for change, said in (
         ({"layer0_in": {"shape": [k, n]}}, r"layer0_in is F32 \[96, .* the plan says F32"),
@@ -365,7 +367,7 @@ def test_plans_that_make_no_sense(granite: Artifact, tmp_path: Path, change: dic
     fields = json.loads(granite.file("plan.json").read_text())
     (tmp_path / "plan.json").write_text(json.dumps(fields | change))
     with pytest.raises(ProgramError, match=said):
-        Plan.open(tmp_path / "plan.json").parameters()
+        PackedPlan.open(tmp_path / "plan.json").packed()
 
 
 @pytest.mark.parametrize(
@@ -383,7 +385,7 @@ def test_layers_that_make_no_sense(granite: Artifact, tmp_path: Path, change: di
     fields["layers"][0]["mixers"][0] |= change
     (tmp_path / "plan.json").write_text(json.dumps(fields))
     with pytest.raises(ProgramError, match=said):
-        Plan.open(tmp_path / "plan.json")
+        PackedPlan.open(tmp_path / "plan.json")
 
 
 def test_a_plan_with_another_state_than_its_manifest(granite: Artifact, tmp_path: Path) -> None:
@@ -417,15 +419,28 @@ def test_rounding_is_as_fine_as_the_format(fmt: pack.Format, most: float) -> Non
     assert (np.abs(found - rows).max(1) <= (most + 1e-7) * np.abs(rows).max(1)).all()
 
 
-def test_a_family_without_a_plan_says_what_builds_it(artifacts: TinyArtifacts) -> None:
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"mamba_d_conv": 10}, "width 10 of a convolution is more than 9; build it for litert or openvino"),
+        ({"mamba_d_state": 2048}, "states 2048 are more than 1024; build it for litert or openvino"),
+        ({"head_dim": 2048}, "head_dim 2048 is more than 1024; build it for litert or openvino"),
+        ({"head_dim": 15}, "head_dim 15 is odd; runtime wgpu keeps keys and values in pairs; build it for litert"),
+    ],
+)
+def test_a_model_that_no_shader_runs_says_what_builds_it(fields: dict[str, Any], said: str) -> None:
+    config = {"model_type": "granitemoehybrid", "vocab_size": 384, **tiny.GRANITE, **fields}
+    family = family_of(config)
+    with pytest.raises(BuildError, match=said):
+        packed_plan(family, family.parse(config), 512)
+
+
+def test_rows_are_of_everything_in_the_file(artifacts: TinyArtifacts) -> None:
     source = Source.open(artifacts.source("wgpu-granite-f32"))
     family = family_of(source.config)
-    with pytest.raises(ValueError, match="no plan of family 'granitemoehybrid'; build it for litert or openvino"):
-        plan_of(family, object(), 512)
     config = family.parse(source.config)
-    assert set(rows_of(family, config, plan_of(family, config, 512), source)) == set(
-        plan_of(family, config, 512).parameters()
-    )
+    plan = packed_plan(family, config, 512)
+    assert set(rows_of(family, config, plan, source)) == set(plan.packed())
 
 
 # Adapters.

@@ -1,0 +1,100 @@
+"""The recurrent mixers as parts of flat-IO modules; parameters and glossary in ssmd/model/plan.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssmd.authoring import ops, ops_open, scan
+from ssmd.authoring.flat import FlatModule
+from ssmd.model.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What tells tokens from pads, and other tensors that are made once for all layers.
+
+    valid (1, T, 1), where a layer has a recurrence; tails, by the width K of a convolution: (1, K-1, K-1+T), or where T
+    is open (K-1,); lower (1, T, T), where T is open and a layer is Mamba-2.
+    """
+
+    valid: Tensor | None
+    tails: Mapping[int, Tensor]
+    lower: Tensor | None
+
+
+def rows(module: FlatModule, plan: Plan, n_valid: Tensor, length: int) -> Rows | None:
+    """Make what the mixers of all layers share; None when T = 1."""
+    if length == 1:
+        return None
+    chunked = any(isinstance(m, Mamba2) for m in plan.mixers)
+    lower = ops_open.lower_ones(length) if module.open and chunked else None
+    recurrent = chunked or any(isinstance(m, Mamba1) for m in plan.mixers)
+    valid = ops.valid_rows(n_valid, length) if recurrent else None
+    widths = dict.fromkeys(m.width for m in plan.mixers if not isinstance(m, Attention))
+    return Rows(valid, {width: module.tail(n_valid, length, width) for width in widths}, lower)
+
+
+def mamba1(
+    module: FlatModule, m: Mamba1, layer: int, x: Tensor, conv: Tensor, ssm: Tensor, rows: Rows | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute Mamba's mixer: x (1, T, hidden) -> (1, T, hidden), new conv (1, K-1, C), new ssm (1, N, C)."""
+    x, gate = module.linear(layer, "in", x).chunk(2, -1)  # (1, T, C)
+    y, new_conv = module.causal_conv(layer, conv, x, None if rows is None else rows.tails[m.width])
+    x = ops.silu(y)
+    dt, b, c = module.linear(layer, "x", x).split([m.rank, m.states, m.states], -1)
+    if m.mixer_eps is not None:
+        dt, b, c = (ops.rms_norm(t, None, m.mixer_eps) for t in (dt, b, c))
+    dt = ops.softplus(module.linear(layer, "dt", dt))  # (1, T, C)
+    a, d = module.weight(layer, "A"), module.weight(layer, "D")
+    if rows is None:
+        y, new_ssm = scan.step(x, dt, a, b, c, d, ssm)
+    else:
+        form = scan.loop() if module.open else scan.blocked
+        y, new_ssm = form(x, dt * rows.valid, a, b, c, d, ssm)
+    return module.linear(layer, "out", y * ops.silu(gate)), new_conv, new_ssm
+
+
+def mamba2(
+    module: FlatModule, m: Mamba2, layer: int, x: Tensor, conv: Tensor, ssm: Tensor, rows: Rows | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute Mamba-2's mixer: x (1, T, hidden) -> (1, T, hidden), new conv (1, K-1, C), new ssm (1, H, P, N)."""
+    states = m.groups * m.states
+    gate, xbc, dt = module.linear(layer, "in", x).split([m.inner, m.channels, m.heads], -1)
+    y, new_conv = module.causal_conv(layer, conv, xbc, None if rows is None else rows.tails[m.width])
+    xs, b, c = ops.silu(y).split([m.inner, states, states], -1)
+    dt = ops.softplus(dt + module.weight(layer, "dt_bias"))  # (1, T, H)
+    low, high = m.dt_low, math.inf if m.dt_high is None else m.dt_high
+    if low > 0 or high < math.inf:
+        dt = torch.clamp(dt, low, high)
+    a, d = module.weight(layer, "A"), module.weight(layer, "D")
+    if rows is None:
+        y, new_ssm = ops.ssd_step(xs, dt, a, b, c, d, ssm)
+    elif rows.lower is None:
+        form = ops.ssd_naive if module.naive else ops.ssd_chunked
+        y, new_ssm = form(xs, dt * rows.valid, a, b, c, d, ssm)
+    else:
+        y, new_ssm = ops_open.ssd(xs, dt * rows.valid, a, b, c, d, ssm, rows.lower)
+    if m.norm == "before the gate":
+        y = _norm(module, m, layer, y) * ops.silu(gate)
+    else:
+        y = y * ops.silu(gate)
+        y = y if m.norm == "none" else _norm(module, m, layer, y)
+    return module.linear(layer, "out", y), new_conv, new_ssm
+
+
+def short_conv(
+    module: FlatModule, m: ShortConv, layer: int, x: Tensor, conv: Tensor, rows: Rows | None
+) -> tuple[Tensor, Tensor]:
+    """Compute LFM2's gated convolution: x (1, T, hidden) -> (1, T, hidden), new conv (1, K-1, C)."""
+    b, gate, x = module.linear(layer, "in", x).chunk(3, -1)  # (1, T, C)
+    y, new_conv = module.causal_conv(layer, conv, b * x, None if rows is None else rows.tails[m.width])
+    return module.linear(layer, "out", gate * y), new_conv
+
+
+def _norm(module: FlatModule, m: Mamba2, layer: int, y: Tensor) -> Tensor:
+    return ops.group_rms_norm(y, module.weight(layer, "gated_norm"), m.eps, m.groups)

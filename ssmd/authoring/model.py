@@ -1,0 +1,92 @@
+"""The module of every family: executes a plan. What every converter traces, and what golden values come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ssmd.authoring import mixers, ops
+from ssmd.authoring.flat import FlatModule
+from ssmd.authoring.mixers import Rows
+from ssmd.families.registry import Family
+from ssmd.model.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the layers of one call share. Causal masks are by the query heads that read one key/value head."""
+
+    rows: Rows | None
+    rotation: tuple[Tensor, Tensor] | None
+    slots: Tensor | None
+    causal: Mapping[int, Tensor]
+
+
+class Model(FlatModule):
+    """Executes `plan` for up to `context` tokens. `family`: whose model it is, which a converted file may say."""
+
+    def __init__(
+        self, plan: Plan, parameters: Mapping[str, NDArray[np.float32]], context: int, family: str = ""
+    ) -> None:
+        super().__init__(parameters, plan.spec("float32"), context, plan.tables(context))
+        self.plan, self.family = plan, family
+
+    def forward(self, tokens: Tensor, pos: Tensor, n_valid: Tensor, **states: Tensor) -> dict[str, Tensor]:
+        plan, length = self.plan, tokens.shape[1]
+        h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
+        if plan.embedding_scale != 1.0:
+            h = h * plan.embedding_scale
+        shared = self._shared(pos, n_valid, length, states)
+        out: dict[str, Tensor] = {}
+        for i, layer in enumerate(plan.layers):
+            x = self.normed(i, layer.norms[0], h, plan.eps)
+            for y in [self._mixed(mixer, i, x, states, out, shared) for mixer in layer.mixers]:  # all of the same h
+                h = h + y
+            if layer.mlp is not None:
+                h = h + self.swiglu(i, self.normed(i, layer.norms[-1], h, plan.eps))
+        out["logits"] = self.logits(h, n_valid, plan.eps)
+        return out
+
+    def _shared(self, pos: Tensor, n_valid: Tensor, length: int, states: Mapping[str, Tensor]) -> _Shared:
+        """Make what the layers of one call share, and of that only what a layer reads."""
+        rows = mixers.rows(self, self.plan, n_valid, length)
+        rotation = self.rotation(pos, length) if self.plan.rotated else None
+        each = dict.fromkeys(m.heads // m.kv_heads for m in self.plan.mixers if isinstance(m, Attention))
+        slots = ops.slot_mask(pos, self.capacity(states)) if each else None
+        return _Shared(rows, rotation, slots, {n: ops.causal_mask(length, n) for n in each})
+
+    def _mixed(
+        self,
+        m: Mamba1 | Mamba2 | ShortConv | Attention,
+        i: int,
+        x: Tensor,
+        states: Mapping[str, Tensor],
+        out: dict[str, Tensor],
+        shared: _Shared,
+    ) -> Tensor:
+        """Compute what mixer `m` of layer `i` adds, x (1, T, hidden) -> (1, T, hidden), and put its states in `out`."""
+        conv, ssm, key, value = (f"{kind}_{i}" for kind in ("conv", "ssm", "key", "value"))
+        if isinstance(m, Attention):
+            masks = shared.slots, shared.causal[m.heads // m.kv_heads]
+            made = self.attention(i, x, states[key], states[value], masks, shared.rotation, m.qk_eps)
+            y, out[key], out[value] = made
+        elif isinstance(m, ShortConv):
+            y, out[conv] = mixers.short_conv(self, m, i, x, states[conv], shared.rows)
+        elif isinstance(m, Mamba1):
+            y, out[conv], out[ssm] = mixers.mamba1(self, m, i, x, states[conv], states[ssm], shared.rows)
+        else:
+            y, out[conv], out[ssm] = mixers.mamba2(self, m, i, x, states[conv], states[ssm], shared.rows)
+        return y
+
+
+def author(family: Family, config: Any, parameters: Mapping[str, NDArray[np.float32]], context: int) -> Model:
+    """Make the module of a family's config and bound parameters, for at most `context` tokens. Raises FamilyError."""
+    model = Model(family.plan(config), parameters, context, family.name)
+    model.eval()
+    return model
