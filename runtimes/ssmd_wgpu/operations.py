@@ -51,7 +51,7 @@ class Operations:
         """The operations of layer `i`, for one token or for T; `chunked`: Mamba-2 by chunks."""
         layer = self._plan.layers[i]
         parts = [(f"layer{i}_mixer{j}", mixer) for j, mixer in enumerate(layer.mixers)]
-        if not one:
+        if not one and parts:
             yield self._rms()
         for part, mixer in parts:  # before another mixer changes x
             if isinstance(mixer, Attention):
@@ -71,7 +71,8 @@ class Operations:
             if not one:
                 yield self._rms()
             gain = self._parts[part].at["norm2"]
-            yield from self._products.of(to + "gate_up", part, "x", "wide", one, gain=gain, end="swiglu")
+            into, _ = layer.mlp.into
+            yield from self._products.of(to + into, part, "x", "wide", one, gain=gain, end=layer.mlp.activation)
             yield from self._products.of(to + "down", part, "wide", "x", one, end="add")
 
     def _mamba1(self, i: int, part: str, m: Mamba1, one: bool) -> Iterator[Op]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.model.plan import Attention, Mamba1, Mamba2, ShortConv
+from ssmd.model.plan import Attention, Mamba1, Mamba2, Mlp, ShortConv
 from ssmd_wgpu.pack import Rows
 from ssmd_wgpu.plan import PackedPlan
 
@@ -94,18 +94,24 @@ class Reference:
             self._cos, self._sin = (self._whole(name)[: len(tokens)] for name in ("rope_cos", "rope_sin"))
         h = self._picked("embedding", tokens) * plan.embedding_scale  # (T, hidden)
         for i, layer in enumerate(plan.layers):
-            x = rms_norm(h, self._whole(f"layer{i}_norm1"), plan.eps)
-            h = h + sum(self._mixer(f"layer{i}_", mixer, x) for mixer in layer.mixers)
+            if layer.mixers:
+                x = rms_norm(h, self._whole(f"layer{i}_norm1"), plan.eps)
+                h = h + sum(self._mixer(f"layer{i}_", mixer, x) for mixer in layer.mixers)
             if layer.mlp is not None:
                 x = rms_norm(h, self._whole(f"layer{i}_norm2"), plan.eps)
-                gate, up = np.split(self._linear(f"layer{i}_gate_up", x), 2, -1)
-                h = h + self._linear(f"layer{i}_down", silu(gate) * up)
+                h = h + self._mlp(f"layer{i}_", layer.mlp, x)
         h = rms_norm(h[list(positions)], self._whole("norm"), plan.eps)
         made, first = np.empty((len(h), plan.vocabulary), np.float32), 0
         for block in self._rows["embedding" if plan.tied else "head"]():
             made[:, first : first + len(block)] = h @ block.T.astype(np.float64)
             first += len(block)
         return made
+
+    def _mlp(self, to: str, mlp: Mlp, x: Array) -> Array:
+        if mlp.activation == "relu2":
+            return self._linear(to + "down", np.maximum(self._linear(to + "up", x), 0) ** 2)
+        gate, up = np.split(self._linear(to + "gate_up", x), 2, -1)
+        return self._linear(to + "down", silu(gate) * up)
 
     def _mixer(self, to: str, mixer: Mamba1 | Mamba2 | ShortConv | Attention, x: Array) -> Array:
         if isinstance(mixer, Attention):

@@ -117,8 +117,13 @@ class FlatModule(nn.Module):
         return self.linear(layer, "o", out), new_key, new_value
 
     def swiglu(self, layer: int, x: Tensor) -> Tensor:
-        gate, up = self.linear(layer, "gate_up", x).chunk(2, -1)
+        """Compute a gated MLP: x (1, T, hidden) -> (1, T, hidden)."""
+        gate, up = self.linear(layer, "gate_up", x).chunk(2, -1)  # (1, T, I)
         return self.linear(layer, "down", ops.silu(gate) * up)
+
+    def relu2(self, layer: int, x: Tensor) -> Tensor:
+        """Compute an MLP with squared ReLU and no gate: x (1, T, hidden) -> (1, T, hidden)."""
+        return self.linear(layer, "down", ops.relu2(self.linear(layer, "up", x)))
 
     def logits(self, h: Tensor, n_valid: Tensor, eps: float) -> Tensor:
         """h (1, T, hidden) -> (1, V) of the last valid token."""

@@ -45,11 +45,13 @@ class Model(FlatModule):
         shared = self._shared(pos, n_valid, length, states)
         out: dict[str, Tensor] = {}
         for i, layer in enumerate(plan.layers):
-            x = self.normed(i, layer.norms[0], h, plan.eps)
-            for y in [self._mixed(mixer, i, x, states, out, shared) for mixer in layer.mixers]:  # all of the same h
-                h = h + y
+            if layer.mixers:
+                x = self.normed(i, layer.norms[0], h, plan.eps)
+                for y in [self._mixed(mixer, i, x, states, out, shared) for mixer in layer.mixers]:  # all of the same h
+                    h = h + y
             if layer.mlp is not None:
-                h = h + self.swiglu(i, self.normed(i, layer.norms[-1], h, plan.eps))
+                mlp = self.swiglu if layer.mlp.activation == "swiglu" else self.relu2
+                h = h + mlp(i, self.normed(i, layer.norms[-1], h, plan.eps))
         out["logits"] = self.logits(h, n_valid, plan.eps)
         return out
 

@@ -30,6 +30,16 @@ def silu_ref(x: Tensor) -> Tensor:
     return F.silu(x)
 
 
+def relu2(x: Tensor) -> Tensor:
+    """relu(x)^2 (arXiv:2109.08668)."""
+    x = torch.relu(x)
+    return x * x
+
+
+def relu2_ref(x: Tensor) -> Tensor:
+    return F.relu(x).pow(2)
+
+
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)) that cannot overflow; absolute error 6e-8, because there is no log1p to export."""
     return torch.relu(x) + torch.log(1.0 + torch.exp(-torch.abs(x)))

@@ -19,7 +19,7 @@ from ssmd.families.layers import LayerKind, layer_kinds
 from ssmd.families.mixer import mamba2, mamba2_of
 from ssmd.families.swiglu import swiglu
 from ssmd.families.weights import Binding, tensor
-from ssmd.model.plan import Attention, Layer, Mamba2, Mixer, Plan, Swiglu
+from ssmd.model.plan import Attention, Layer, Mamba2, Mixer, Mlp, Plan
 from ssmd.model.rope import Rope
 
 ROTATED = 0.5  # of head_dim, unless rope_parameters says otherwise
@@ -82,7 +82,7 @@ def _layer_kinds(f: Fields) -> tuple[LayerKind, ...]:
 def plan(config: Config) -> Plan:
     """Describe the model."""
     c = config
-    mlp = Swiglu(intermediate=c.intermediate, bias=c.mlp_bias)
+    mlp = Mlp(intermediate=c.intermediate, bias=c.mlp_bias)
     kinds: dict[str, Mixer] = {"mamba": c.mixer, "attention": c.attention}
     return Plan(
         hidden=c.hidden,

@@ -20,7 +20,7 @@ from ssmd.families.fields import Fields
 from ssmd.families.mixer import Norm, mamba2, mamba2_of
 from ssmd.families.swiglu import swiglu
 from ssmd.families.weights import Binding, tensor
-from ssmd.model.plan import Attention, Layer, Mamba2, Plan, Swiglu
+from ssmd.model.plan import Attention, Layer, Mamba2, Mlp, Plan
 from ssmd.model.rope import Rope
 
 
@@ -107,7 +107,7 @@ def _inner(f: Fields) -> tuple[str, int] | None:
 def plan(config: Config) -> Plan:
     """Describe the model."""
     c = config
-    mlp = Swiglu(intermediate=c.intermediate, bias=c.mlp_bias)
+    mlp = Mlp(intermediate=c.intermediate, bias=c.mlp_bias)
     layer = Layer(mixers=(c.mixer, c.attention), mlp=mlp)
     return Plan(
         hidden=c.hidden,

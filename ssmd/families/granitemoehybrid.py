@@ -20,7 +20,7 @@ from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.layers import SPELLINGS, LayerKind, layer_kinds
 from ssmd.families.mixer import mamba2, mamba2_of
 from ssmd.families.weights import Binding, tensor
-from ssmd.model.plan import Attention, Layer, Mamba2, Mixer, Plan, Swiglu
+from ssmd.model.plan import Attention, Layer, Mamba2, Mixer, Mlp, Plan
 from ssmd.model.rope import Rope
 
 
@@ -85,7 +85,7 @@ def _attention(f: Fields) -> tuple[Attention, Rope | None]:
 def plan(config: Config) -> Plan:
     """Describe the model."""
     c = config
-    mlp = Swiglu(intermediate=c.intermediate, bias=False)
+    mlp = Mlp(intermediate=c.intermediate, bias=False)
     kinds: dict[str, Mixer] = {"mamba": c.mixer, "attention": c.attention}
     return Plan(
         hidden=c.hidden,

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ssmd.families.attention import attention_of
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.weights import Binding, mapped, stacked, tensor
-from ssmd.model.plan import Attention, Layer, Mixer, Plan, ShortConv, Swiglu
+from ssmd.model.plan import Attention, Layer, Mixer, Mlp, Plan, ShortConv
 from ssmd.model.rope import Rope
 
 LayerKind = Literal["conv", "attention"]
@@ -99,7 +99,7 @@ def _layer_kinds(f: Fields) -> tuple[LayerKind, ...]:
 def plan(config: Config) -> Plan:
     """Describe the model."""
     c = config
-    mlp = Swiglu(intermediate=c.intermediate, bias=False)
+    mlp = Mlp(intermediate=c.intermediate, bias=False)
     kinds: dict[str, Mixer] = {"conv": c.conv, "attention": c.attention}
     return Plan(
         hidden=c.hidden,

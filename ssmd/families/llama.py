@@ -19,7 +19,7 @@ from typing import Any
 from ssmd.families.attention import attention_of
 from ssmd.families.fields import Fields
 from ssmd.families.weights import Binding, stacked, tensor
-from ssmd.model.plan import Attention, Layer, Plan, Swiglu
+from ssmd.model.plan import Attention, Layer, Mlp, Plan
 from ssmd.model.rope import Rope
 
 
@@ -60,7 +60,7 @@ class Config:
 def plan(config: Config) -> Plan:
     """Describe the model."""
     c = config
-    layer = Layer(mixers=(c.attention,), mlp=Swiglu(intermediate=c.intermediate, bias=c.mlp_bias))
+    layer = Layer(mixers=(c.attention,), mlp=Mlp(intermediate=c.intermediate, bias=c.mlp_bias))
     return Plan(
         hidden=c.hidden,
         vocabulary=c.vocabulary,

@@ -5,7 +5,7 @@ activation's 8 bits are spent on them. With H_b the Hadamard matrix of b channel
 inverse, and R the block diagonal of as many as there are (b: at most 64), the same function is computed by
 
     h' = h R                       what the layers add to, as RMSNorm's factor does not change by it
-    W' = W diag(norm) R            of what reads it: q, k, v, in, gate_up and an untied head; the norms are gone
+    W' = W diag(norm) R            of what reads it: q, k, v, in, gate_up, up and an untied head; the norms are gone
     W' = R W, bias' = bias R       of what adds to it: o, out, down
     embedding' = embedding R
     W' = W R                       of out and down once more, on the other side: their input is multiplied by H_b in
@@ -24,7 +24,8 @@ import numpy as np
 from ssmd.families.weights import Array, Binding, mapped
 
 BLOCK = 64  # b; the graph's matrices of it, 64 x 64, are too small to be quantized
-READERS = {"norm1": ("q", "k", "v", "in"), "norm": ("in",), "norm2": ("gate_up",)}  # by the norm they read through
+_MIXERS, _MLPS = ("q", "k", "v", "in"), ("gate_up", "up")
+READERS = {"norm1": _MIXERS, "norm2": _MLPS, "norm": _MIXERS + _MLPS}  # by the norm they read through
 WRITERS = ("o", "out", "down")
 SPREAD = ("out", "down")
 _ELEMENTS = 48 << 10  # rotated at a time, so that they stay in the processor's cache

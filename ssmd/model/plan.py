@@ -8,7 +8,8 @@ are matrices, are embedding, norm, head unless tied, and for each layer i `layer
     A, D, dt_bias             Mamba-1: (N, C), (C,), (C,); Mamba-2: (H,)
     gated_norm                (inner,)
     q, k, v, o                ((H or G) D, hidden), (hidden, H D), with *_bias; q_norm, k_norm (D,)
-    gate_up, down             (2 I, hidden), (hidden, I), with *_bias; gate's rows come first
+    gate_up, down             (2 I, hidden), (hidden, I), with *_bias; gate's rows come first; without a gate
+    up, down                  (I, hidden), (hidden, I), with *_bias
 
 Glossary: H heads, G key/value heads, D head_dim, N states, K conv width, C channels of a convolution, I intermediate,
 R rotated values of a head, S context.
@@ -209,18 +210,26 @@ class Attention(_Part):
             yield from ((name, (self.head_dim,)) for name in ("q_norm", "k_norm"))
 
 
-class Swiglu(_Part):
-    """A gated MLP (arXiv:2002.05202): down(silu(gate) * up)."""
+class Mlp(_Part):
+    """An MLP. `activation`: "swiglu" (arXiv:2002.05202) is down(silu(gate) * up), "relu2" (arXiv:2109.08668), which has
+    no gate, is down(relu(up)^2)."""
 
     intermediate: Size
     bias: bool
+    activation: Literal["swiglu", "relu2"] = "swiglu"
+
+    @property
+    def into(self) -> tuple[str, int]:
+        """The projection that is activated, and its rows."""
+        return ("gate_up", 2 * self.intermediate) if self.activation == "swiglu" else ("up", self.intermediate)
 
     def parameters(self, hidden: int) -> Iterator[tuple[str, Shape]]:
         """Name its parameters with their shapes."""
-        yield "gate_up", (2 * self.intermediate, hidden)
+        name, rows = self.into
+        yield name, (rows, hidden)
         yield "down", (hidden, self.intermediate)
         if self.bias:
-            yield "gate_up_bias", (2 * self.intermediate,)
+            yield f"{name}_bias", (rows,)
             yield "down_bias", (hidden,)
 
 
@@ -228,10 +237,16 @@ Mixer = Annotated[Mamba1 | Mamba2 | ShortConv | Attention, Field(discriminator="
 
 
 class Layer(_Part):
-    """Mixers side by side read the same normed input; an MLP follows them."""
+    """Mixers side by side read the same normed input; an MLP follows them, or is a layer alone."""
 
-    mixers: Annotated[tuple[Mixer, ...], Field(min_length=1, max_length=2)]
-    mlp: Swiglu | None
+    mixers: Annotated[tuple[Mixer, ...], Field(max_length=2)]
+    mlp: Mlp | None
+
+    @model_validator(mode="after")
+    def _has_a_part(self) -> Layer:
+        if not self.mixers and self.mlp is None:
+            raise ValueError("a layer has neither a mixer nor an MLP")
+        return self
 
     @property
     def norms(self) -> tuple[str, ...]:

@@ -316,7 +316,9 @@ def rand(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 1000 * len(shape) + shape[-1]))
 
 
-@pytest.mark.parametrize(("fast", "ref"), [(ops.silu, ops.silu_ref), (ops.softplus, ops.softplus_ref)])
+@pytest.mark.parametrize(
+    ("fast", "ref"), [(ops.silu, ops.silu_ref), (ops.softplus, ops.softplus_ref), (ops.relu2, ops.relu2_ref)]
+)
 def test_activations(fast: Any, ref: Any) -> None:
     x = torch.linspace(-100, 100, 4001)
     torch.testing.assert_close(fast(x), ref(x), rtol=1e-6, atol=1.2e-7)

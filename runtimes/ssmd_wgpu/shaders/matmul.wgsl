@@ -33,6 +33,11 @@ fn write(t: u32, n: u32, sums: vec4<f32>, count: u32) {  // of rows n to n + 3
       Y[t * {{ rows // 2 }}u + (n + j) / 2u] = silu(finished(n + j, sums[j], t)) * finished(n + j + 1u, sums[j + 1u], t);
     }
   }
+{% elif end == "relu2" %}
+  for (var j = 0u; j < 4u; j++) {
+    let a = max(finished(n + j, sums[j], t), 0.0);
+    if (n + j < N) { Y[t * N + n + j] = a * a; }
+  }
 {% else %}
   for (var j = 0u; j < 4u; j++) {
     if (n + j < N) { Y[t * N + n + j] {{ "+=" if end == "add" else "=" }} finished(n + j, sums[j], t); }

@@ -78,6 +78,9 @@ fn end(r: u32, v: f32) {
   Y[{{ first }}u + r] = v;
 {% elif end == "add" %}
   Y[r] += v;
+{% elif end == "relu2" %}
+  let a = max(v, 0.0);
+  Y[r] = a * a;
 {% elif end == "mamba1" %}
   if (r < {{ channels }}u) { U[r] = convolved(r, v); }  // rows: conv input, gate
   Y[r] = v;

@@ -192,6 +192,16 @@ def test_matvec_of_swiglu(any_gpu: Gpu, fmt: Format, inner: int) -> None:
     close(found, silu(gate) * up)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_matvec_of_relu2(gpu: Gpu, fmt: Format) -> None:
+    arrays, w, sizes = matrix(33, 60, fmt)
+    x, bias = normal(60), normal(33)
+    arrays["P"], at = packed(bias=bias)
+    text = matvec(sizes, **at, end="relu2")
+    [found] = run(gpu, text, {**arrays, "X": x, "Y": np.zeros(33, np.float32)}, (-(-33 // 16),), "Y")
+    close(found, np.maximum(w @ x.astype(np.float64) + bias, 0) ** 2)
+
+
 @pytest.mark.parametrize("end", ["mamba1", "mamba2"])
 @pytest.mark.parametrize("width", [2, 3, 4, 5])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -216,7 +226,7 @@ def test_matvec_into_a_convolution(gpu: Gpu, end: str, width: int, with_bias: bo
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("rows", "columns", "count"), [(1, 4, 1), (70, 60, 45), (128, 64, 64)])
-@pytest.mark.parametrize("end", ["store", "add", "swiglu"])
+@pytest.mark.parametrize("end", ["store", "add", "swiglu", "relu2"])
 def test_matmul(gpu: Gpu, fmt: Format, rows: int, columns: int, count: int, end: str) -> None:
     multiplied(gpu, fmt, rows, columns, count, end, tile=32, quads=1)
 
@@ -245,6 +255,8 @@ def multiplied(gpu: Gpu, fmt: Format, rows: int, columns: int, count: int, end: 
     if end == "swiglu":
         gate, up = np.split(wanted, 2, -1)
         wanted = silu(gate) * up
+    elif end == "relu2":
+        wanted = np.maximum(wanted, 0) ** 2
     close(found[:count], wanted + y[:count] if end == "add" else wanted)
     assert (found[count:] == y[count:]).all()  # nothing is written beyond the tokens that there are
 

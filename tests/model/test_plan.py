@@ -1,0 +1,71 @@
+"""A plan: what it refuses, and what follows from its layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ssmd.model.plan import Attention, Layer, Mlp, Plan, PlanError
+from ssmd.model.rope import Rope
+
+ATTENTION = Attention(heads=4, kv_heads=2, head_dim=6, bias=False, qk_eps=None, rotated=4)
+MLP = Mlp(intermediate=10, bias=True, activation="relu2")
+
+
+def plan(*layers: Layer, rope: Rope | None = None) -> Plan:
+    return Plan(hidden=8, vocabulary=20, eps=1e-5, embedding_scale=1.0, tied=True, rope=rope, layers=layers)
+
+
+def test_a_layer_of_one_part_has_one_norm() -> None:
+    both, mixer, mlp = (Layer(mixers=m, mlp=f) for m, f in (((ATTENTION,), MLP), ((ATTENTION,), None), ((), MLP)))
+    assert (both.norms, mixer.norms, mlp.norms) == (("norm1", "norm2"), ("norm",), ("norm",))
+    made = plan(both, mlp).parameters()
+    assert {n: s for n, s in made.items() if n.startswith("layer1")} == {
+        "layer1_norm": (8,),
+        "layer1_up": (10, 8),
+        "layer1_down": (8, 10),
+        "layer1_up_bias": (10,),
+        "layer1_down_bias": (8,),
+    }
+    assert [t.name for t in plan(mlp, both).spec("float16").tensors] == ["key_1", "value_1"]
+
+
+def test_tables_are_made_where_a_layer_rotates() -> None:
+    tables = plan(Layer(mixers=(ATTENTION,), mlp=None), rope=Rope(100.0)).tables(3)
+    assert tables is not None
+    assert [t.shape for t in tables] == [(3, 2), (3, 2)]
+    assert plan(Layer(mixers=(), mlp=MLP), rope=Rope(100.0)).tables(3) is None
+
+
+def test_a_layer_of_no_part_is_refused() -> None:
+    with pytest.raises(ValidationError, match="neither a mixer nor an MLP"):
+        Layer(mixers=(), mlp=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"vocabulary": 0}, "vocabulary: Input should be greater than 0"),
+        ({"eps": "small"}, "eps: Input should be a valid number"),
+        ({"layers": []}, "layers: Tuple should have at least 1 item"),
+        ({"more": 1}, "more: Extra inputs"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    file, whole = tmp_path / "plan.json", plan(Layer(mixers=(ATTENTION,), mlp=MLP), rope=Rope(100.0))
+    file.write_text(whole.model_dump_json())
+    assert Plan.open(file) == whole
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(PlanError, match=said) as failure:
+        Plan.open(file)
+    assert "\n" not in str(failure.value)
+
+
+def test_layers_that_rotate_otherwise_are_refused() -> None:
+    other = ATTENTION.model_copy(update={"rotated": 2})
+    with pytest.raises(ValidationError, match=r"layers rotate different numbers of values, \[2, 4\]"):
+        plan(Layer(mixers=(ATTENTION,), mlp=None), Layer(mixers=(other,), mlp=None))
