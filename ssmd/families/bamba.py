@@ -2,7 +2,7 @@
 
 Parameters (weights are (out, in)): embedding, norm, head unless tied, and for each layer i `layer{i}_` +
     norm1, norm2            (hidden,)
-    those of swiglu.py
+    those of mlp.py
     those of mixer.py       Mamba layers
     those of attention.py   attention layers; the factor 1/sqrt(head_dim) stands in q
 """
@@ -17,7 +17,7 @@ from ssmd.families.attention import attention, attention_of
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.layers import LayerKind, layer_kinds
 from ssmd.families.mixer import mamba2, mamba2_of
-from ssmd.families.swiglu import swiglu
+from ssmd.families.mlp import mlp
 from ssmd.families.weights import Binding, tensor
 from ssmd.model.plan import Attention, Layer, Mamba2, Mixer, Mlp, Plan
 from ssmd.model.rope import Rope
@@ -29,14 +29,13 @@ ROTATED = 0.5  # of head_dim, unless rope_parameters says otherwise
 class Config:
     vocabulary: int
     hidden: int
-    intermediate: int
+    mlp: Mlp
     layers: tuple[LayerKind, ...]
     mixer: Mamba2
     attention: Attention
     eps: float
     rope: Rope
     tied: bool
-    mlp_bias: bool
     max_position: int
 
     @staticmethod
@@ -50,14 +49,13 @@ class Config:
         return Config(
             vocabulary=f.size("vocab_size"),
             hidden=f.size("hidden_size"),
-            intermediate=f.size("intermediate_size"),
+            mlp=Mlp(intermediate=f.size("intermediate_size"), bias=f.flag("mlp_bias", False)),
             layers=_layer_kinds(f),
             mixer=mamba2_of(f, eps),
             attention=attention,
             eps=eps,
             rope=rope,
             tied=f.flag("tie_word_embeddings", False),
-            mlp_bias=f.flag("mlp_bias", False),
             max_position=f.size("max_position_embeddings", 262_144),
         )
 
@@ -82,7 +80,6 @@ def _layer_kinds(f: Fields) -> tuple[LayerKind, ...]:
 def plan(config: Config) -> Plan:
     """Describe the model."""
     c = config
-    mlp = Mlp(intermediate=c.intermediate, bias=c.mlp_bias)
     kinds: dict[str, Mixer] = {"mamba": c.mixer, "attention": c.attention}
     return Plan(
         hidden=c.hidden,
@@ -91,7 +88,7 @@ def plan(config: Config) -> Plan:
         embedding_scale=1.0,
         tied=c.tied,
         rope=c.rope,
-        layers=tuple(Layer(mixers=(kinds[kind],), mlp=mlp) for kind in c.layers),
+        layers=tuple(Layer(mixers=(kinds[kind],), mlp=c.mlp) for kind in c.layers),
     )
 
 
@@ -110,7 +107,7 @@ def bindings(config: Config) -> dict[str, Binding]:
             "norm1": tensor(source + "input_layernorm.weight", c.hidden),
             "norm2": tensor(source + "pre_ff_layernorm.weight", c.hidden),
         }
-        layer |= swiglu(source + "feed_forward.", c.hidden, c.intermediate, c.mlp_bias)
+        layer |= mlp(c.mlp, c.hidden, source + "feed_forward.")
         if kind == "mamba":
             layer |= mamba2(c.mixer, c.hidden, source + "mamba.")
         else:

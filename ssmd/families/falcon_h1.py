@@ -2,7 +2,7 @@
 
 Parameters (weights are (out, in)): embedding, norm, head unless tied, and for each layer i `layer{i}_` +
     norm1, norm2            (hidden,)
-    those of swiglu.py
+    those of mlp.py
     those of mixer.py
     those of attention.py   the factor 1/sqrt(head_dim) stands in q
 All multipliers stand in parameters. That of the embedding stands in it though the head may be the same tensor: norm is
@@ -18,7 +18,7 @@ from typing import Any
 from ssmd.families.attention import attention, attention_of
 from ssmd.families.fields import Fields
 from ssmd.families.mixer import Norm, mamba2, mamba2_of
-from ssmd.families.swiglu import swiglu
+from ssmd.families.mlp import mlp
 from ssmd.families.weights import Binding, tensor
 from ssmd.model.plan import Attention, Layer, Mamba2, Mlp, Plan
 from ssmd.model.rope import Rope
@@ -60,7 +60,7 @@ class Multipliers:
 class Config:
     vocabulary: int
     hidden: int
-    intermediate: int
+    mlp: Mlp
     layers: int
     mixer: Mamba2
     attention: Attention
@@ -68,7 +68,6 @@ class Config:
     eps: float
     rope: Rope
     tied: bool
-    mlp_bias: bool
     max_position: int
 
     @staticmethod
@@ -84,7 +83,7 @@ class Config:
         return Config(
             vocabulary=f.size("vocab_size"),
             hidden=hidden,
-            intermediate=f.size("intermediate_size"),
+            mlp=Mlp(intermediate=f.size("intermediate_size"), bias=f.flag("mlp_bias", False)),
             layers=f.size("num_hidden_layers"),
             mixer=mamba2_of(f, eps, inner=_inner(f), norm=norm, out_bias=f.flag("projectors_bias", False)),
             attention=attention,
@@ -92,7 +91,6 @@ class Config:
             eps=eps,
             rope=rope,
             tied=f.flag("tie_word_embeddings", False),
-            mlp_bias=f.flag("mlp_bias", False),
             max_position=f.size("max_position_embeddings", 8192),
         )
 
@@ -107,8 +105,7 @@ def _inner(f: Fields) -> tuple[str, int] | None:
 def plan(config: Config) -> Plan:
     """Describe the model."""
     c = config
-    mlp = Mlp(intermediate=c.intermediate, bias=c.mlp_bias)
-    layer = Layer(mixers=(c.mixer, c.attention), mlp=mlp)
+    layer = Layer(mixers=(c.mixer, c.attention), mlp=c.mlp)
     return Plan(
         hidden=c.hidden,
         vocabulary=c.vocabulary,
@@ -144,7 +141,7 @@ def bindings(config: Config) -> dict[str, Binding]:
                 o=m.attention_out,
                 into=m.attention_in,
             ),
-            **swiglu(source + "feed_forward.", c.hidden, c.intermediate, c.mlp_bias, gate=m.gate, down=m.down),
+            **mlp(c.mlp, c.hidden, source + "feed_forward.", gate=m.gate, down=m.down),
         }
         made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
     return made

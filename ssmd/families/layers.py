@@ -1,4 +1,4 @@
-"""Which layers of a hybrid model are recurrent and which attend: the lists of a config.json, in every spelling."""
+"""Which layers of a hybrid model are recurrent, attend or are an MLP: a config.json's lists, in every spelling."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ SPELLINGS: dict[str, LayerKind] = {
     "full_attention": "attention",
 }
 
+PartKind = Literal["mamba", "attention", "mlp"]
+LETTERS: dict[str, PartKind] = {"M": "mamba", "*": "attention", "-": "mlp"}
+_EXPERTS = ("moe", "E")
+
 
 def layer_kinds(f: Fields) -> tuple[LayerKind, ...] | None:
-    """From `layer_types` or the older `layers_block_type`; None if the config has neither. Raises FamilyError."""
+    """Read `layer_types` or the older `layers_block_type`; None if the config has neither. Raises FamilyError."""
     count = f.size("num_hidden_layers")
     name = "layer_types" if f.get("layer_types") is not None else "layers_block_type"
     types = f.get(name)
@@ -28,3 +32,22 @@ def layer_kinds(f: Fields) -> tuple[LayerKind, ...] | None:
         if not isinstance(kind, str) or kind not in SPELLINGS:
             raise FamilyError(f"config.json: {name} has {kind!r}; supported: {', '.join(SPELLINGS)}")
     return tuple(SPELLINGS[kind] for kind in types)
+
+
+def part_kinds(f: Fields) -> tuple[PartKind, ...]:
+    """Read the kinds of layers of one part each, from `layers_block_type`, or `hybrid_override_pattern`, which has a
+    letter for each. Raises FamilyError."""
+    known: dict[str, PartKind] = {**SPELLINGS, "mlp": "mlp"}
+    name, kind = "layers_block_type", list
+    if f.get(name) is None and f.get("hybrid_override_pattern") is not None:
+        name, kind, known = "hybrid_override_pattern", str, LETTERS
+    said = f.get(name)
+    if not isinstance(said, kind) or not said or f.size("num_hidden_layers", len(said)) != len(said):
+        count = f.get("num_hidden_layers")
+        layers = "all layers" if count is None else f"num_hidden_layers = {count} layers"
+        raise FamilyError(f"config.json: {name} is {said!r}, expected the kinds of {layers}")
+    for one in said:
+        if not isinstance(one, str) or one not in known:
+            why = ": mixture-of-experts layers are not supported, only dense models" if one in _EXPERTS else ""
+            raise FamilyError(f"config.json: {name} has {one!r}{why}; supported: {', '.join(known)}")
+    return tuple(known[one] for one in said)
