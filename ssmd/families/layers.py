@@ -38,11 +38,15 @@ def part_kinds(f: Fields) -> tuple[PartKind, ...]:
     """Read the kinds of layers of one part each, from `layers_block_type`, or `hybrid_override_pattern`, which has a
     letter for each. Raises FamilyError."""
     known: dict[str, PartKind] = {**SPELLINGS, "mlp": "mlp"}
-    name, kind = "layers_block_type", list
+    name, letters = "layers_block_type", False
     if f.get(name) is None and f.get("hybrid_override_pattern") is not None:
-        name, kind, known = "hybrid_override_pattern", str, LETTERS
+        name, letters, known = "hybrid_override_pattern", True, LETTERS
     said = f.get(name)
-    if not isinstance(said, kind) or not said or f.size("num_hidden_layers", len(said)) != len(said):
+    if (
+        not isinstance(said, str if letters else list)
+        or not said
+        or f.size("num_hidden_layers", len(said)) != len(said)
+    ):
         count = f.get("num_hidden_layers")
         layers = "all layers" if count is None else f"num_hidden_layers = {count} layers"
         raise FamilyError(f"config.json: {name} is {said!r}, expected the kinds of {layers}")
