@@ -190,3 +190,18 @@ _BUILT_BEFORE = pytest.StashKey[int]()
 def _builds() -> list[str]:
     file = opened().folder / BUILDS
     return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ssmd's wheel, built once for all processes of this run."""
+    pytest.importorskip("hatchling")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
+    folder.mkdir(exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob("*.whl")):
+            _run("-m", "hatchling", "build", "-t", "wheel", "-d", str(folder))
+    [built] = folder.glob("*.whl")
+    return built

@@ -138,17 +138,8 @@ def test_a_newer_database_is_refused_untouched(tmp_path: Path) -> None:
     assert hashlib.sha256((tmp_path / FILE).read_bytes()).hexdigest() == before
 
 
-def test_the_wheel_carries_the_revisions(tmp_path: Path) -> None:
+def test_the_wheel_carries_the_revisions(wheel: Path, tmp_path: Path) -> None:
     """From an unpacked wheel, away from the checkout, a store is made and migrated."""
-    pytest.importorskip("hatchling")
-    built = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     program = (
         "import pathlib, ssmd; from ssmd.sessions import store; from ssmd.sessions.rows import migrate; "
