@@ -8,10 +8,8 @@ from typing import Any
 
 from ssmd.engine.choice import Choice
 from ssmd.engine.generation import Asked
-from ssmd.engine.request import Delta, Done, Event, TokenLogprob, Usage
+from ssmd.engine.request import LEAST_LOGPROB, Delta, Done, Event, TokenLogprob, Usage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
-
-_LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 
 def keep(asked: Asked, choices: Sequence[Choice], done: Done, key: ReplyKey) -> NewReply:
@@ -47,4 +45,4 @@ def _from_json(entry: Sequence[Any]) -> TokenLogprob:
 
 
 def _token(token: str, utf8: bytes, logprob: float) -> list[Any]:
-    return [token, utf8.hex(), max(float(logprob), _LEAST_LOGPROB)]
+    return [token, utf8.hex(), max(float(logprob), LEAST_LOGPROB)]

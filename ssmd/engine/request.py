@@ -11,6 +11,7 @@ from ssmd.text.messages import Message
 
 Resume = Literal["exact", "portable", "none"]
 FinishReason = Literal["stop", "length"]
+LEAST_LOGPROB = -9999.0  # of a token that cannot come, as OpenAI writes it: JSON has no -Infinity
 
 
 class Rejected(Exception):

@@ -1,0 +1,212 @@
+"""The front under all protocols: from a request's body to the engine, and from its events to one answer or a stream.
+
+A protocol says how its bodies are read (`Read`) and how its answers are written (`Answer`). All the rest is here:
+requests that come again, clients that go away or do not read, and errors before and after the first byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from ssmd.api import sse
+from ssmd.api.body import parse_object, read_body
+from ssmd.api.delivery import Delivery, Gone
+from ssmd.api.errors import INTERNAL
+from ssmd.api.idempotency import REPLAYED, Mark, Repeats, in_place_of
+from ssmd.engine.engine import Engine
+from ssmd.engine.generation import Generation
+from ssmd.engine.replay import events
+from ssmd.engine.request import Delta, Failed, FinishReason, Rejected, Request, TokenLogprob, Usage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is known of an answer before its first event. created: seconds since 1970."""
+
+    id: str
+    created: int
+    session: str | None
+    replayed: bool = False
+    cancel: Callable[[], None] = lambda: None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What ssmd says of the answer in its header, in any protocol."""
+        session = {} if self.session is None else {"x-ssmd-session": self.session}
+        return session | ({REPLAYED: "true"} if self.replayed else {})
+
+
+@dataclass(frozen=True)
+class WholeChoice:
+    """One of the n answers, from its first word to its end. logprobs: none unless they were asked for."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+
+
+class Answer(ABC):
+    """How one request is answered in its protocol: as one object, or as the events of a stream, each as bytes."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Mapping[str, Any]:
+        """The answer as one JSON object."""
+
+    @abstractmethod
+    def opening(self) -> Iterable[bytes]:
+        """The events before the first word."""
+
+    @abstractmethod
+    def delta(self, delta: Delta) -> bytes:
+        """The event of new text."""
+
+    @abstractmethod
+    def ending(self, finish_reasons: Sequence[FinishReason], usage: Usage) -> Iterable[bytes]:
+        """The events after the last word of every choice."""
+
+    @abstractmethod
+    def failure(self, error: Rejected) -> bytes:
+        """The event that ends a stream which broke off."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A body that was read. stream: answer by events. answer: how, once the head is known."""
+
+    request: Request
+    stream: bool
+    answer: Callable[[Head], Answer]
+
+
+Read = Callable[[dict[str, Any]], Asking]  # of a protocol: takes a body's fields; in a thread; raises Rejected
+
+
+class Front:
+    """The ASGI app of an endpoint that generates. A reader that takes nothing for `stall_s` seconds is given up.
+
+    api_key: the trust domain of all that is asked here, "" where no key is needed.
+    """
+
+    def __init__(self, engine: Engine, read: Read, stall_s: float, api_key: str) -> None:
+        self._engine = engine
+        self._read = read
+        self._stall_s = stall_s
+        self._repeats = Repeats(engine, api_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        delivery, head, watcher = Delivery(), None, None
+        ended = False
+        try:
+            http = HttpRequest(scope, receive)
+            raw = await read_body(http)
+            watcher = asyncio.create_task(delivery.watch(receive))
+            asking, head = await self._begin(raw, self._repeats.mark(http.headers, raw), delivery)
+            answer = asking.answer(head)
+            if asking.stream:
+                await self._stream(answer, head, delivery, send)
+            else:
+                whole = await _whole(answer, delivery)
+                await JSONResponse(whole, headers=head.headers)(scope, receive, send)
+            ended = True
+        except Rejected as err:
+            if head is None:  # else the engine has counted it
+                self._engine.metrics.request_failed(err.code)
+            raise
+        except Gone:
+            log.info("request %s: the client went away", "that waited" if head is None else head.id)
+        except sse.Stalled:
+            log.warning("request %s: the client has not read for %.0f s, given up", head and head.id, self._stall_s)
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+            if head is not None and not ended:
+                head.cancel()
+
+    async def _begin(self, raw: bytes, mark: Mark, delivery: Delivery) -> tuple[Asking, Head]:
+        """Everything that takes time before the request waits in the engine's queue, or is answered as before."""
+        asking = await asyncio.to_thread(lambda: self._read(parse_object(raw)))
+        request = asking.request
+        if not (request.store and self._engine.keeps):
+            return asking, _head(await asyncio.to_thread(self._engine.submit, request, delivery))
+        attempt, reply = await self._repeats.enter(mark, delivery)
+        if reply is not None and reply.complete:
+            attempt.end()
+            delivery.replay(events(reply))
+            return asking, Head(reply.answer["id"], reply.answer["created"], reply.session, replayed=True)
+        try:
+            request = in_place_of(request, mark, reply)
+            generation = await asyncio.to_thread(self._engine.submit, request, delivery)
+        except BaseException as err:  # whatever it is: who repeats the request must not wait for this one
+            attempt.end(err if isinstance(err, Rejected) else INTERNAL)
+            raise
+        attempt.follow(delivery, generation.asked.id)
+        return asking, _head(generation)
+
+    async def _stream(self, answer: Answer, head: Head, delivery: Delivery, send: Send) -> None:
+        event = await delivery.next()
+        if isinstance(event, Failed):  # nothing was sent yet: a plain error response can still say it
+            raise event.error
+        stream = sse.EventStream(send, self._stall_s)
+        await stream.open(head.headers)
+        try:
+            for opening in answer.opening():
+                await stream.write(opening)
+            while isinstance(event, Delta):
+                await stream.write(answer.delta(event))
+                event = await delivery.next()
+            if isinstance(event, Failed):
+                await stream.write(answer.failure(event.error))
+            else:
+                for ending in answer.ending(event.finish_reasons, event.usage):
+                    await stream.write(ending)
+        except (Gone, sse.Stalled):
+            raise
+        except Exception:  # a bug, after the status left: the client must still hear of it
+            log.exception("request %s failed while streaming", head.id)
+            head.cancel()
+            await stream.write(answer.failure(INTERNAL))
+        await stream.close()
+
+
+async def _whole(answer: Answer, delivery: Delivery) -> Mapping[str, Any]:
+    """The whole answer, once it is complete. Raises Rejected if it broke off."""
+    deltas: dict[int, list[Delta]] = {}
+    while isinstance(event := await delivery.next(), Delta):
+        deltas.setdefault(event.index, []).append(event)
+    if isinstance(event, Failed):
+        raise event.error
+    choices = []
+    for i, reason in enumerate(event.finish_reasons):
+        mine = deltas.get(i, [])
+        logprobs = tuple(entry for delta in mine for entry in delta.logprobs)
+        choices.append(WholeChoice("".join(delta.text for delta in mine), logprobs, reason))
+    return answer.whole(choices, event.usage)
+
+
+def _head(generation: Generation) -> Head:
+    asked = generation.asked
+    return Head(asked.id, asked.created, asked.session, cancel=generation.cancel)
+
+
+def own_usage(usage: Usage) -> dict[str, Any]:
+    """What ssmd says of an answer beyond the counts of tokens, in any protocol; times in ms."""
+    return {
+        "session": usage.session,
+        "resume": usage.resume,
+        "stored": usage.stored,
+        "ttft_ms": round(usage.ttft_ms, 3),
+        "tbt_ms": None if usage.tbt_ms is None else round(usage.tbt_ms, 3),
+        "prefill_ms": round(usage.prefill_ms, 3),
+        "restore_ms": round(usage.restore_ms, 3),
+    }
