@@ -37,8 +37,8 @@ _DIGEST = 32  # bytes
 _BYTES = 256 << 20  # at most, of an artifact
 # What an artifact's bytes depend on. Of a runtime's folder: the files of that name which there are.
 CODE = (
-    *("ssmd/families/*.py", "ssmd/authoring/*.py", "ssmd/build/*.py"),
-    *("ssmd/model/*.py", "ssmd/refit/install.py", "ssmd/cli/build.py", "ssmd/cli/making.py"),
+    *("ssmd/families/*.py", "ssmd/authoring/*.py", "ssmd/build/*.py", "ssmd/refit/install.py"),
+    *(f"ssmd/model/{name}.py" for name in ("artifact", "plan", "source", "state")),
 )
 RUNTIME_CODE = (
     *("build", "weights_on_disk", "constants", "recipe", "convert", "lint", "xamba", "piecewise", "stacks"),

@@ -26,9 +26,9 @@ def test_threads_get_what_they_would_get_alone(loaded: Loaded) -> None:
         program.release(again)
         return b"".join(a.tobytes() for a in [*out, *state.tensors.values()])
 
-    alone = [conversation(seed) for seed in range(6)]
+    alone = [conversation(seed) for seed in range(4)]
     with ThreadPoolExecutor(3) as threads:
-        together = list(threads.map(conversation, range(6)))
+        together = list(threads.map(conversation, range(4)))
     assert together == alone
 
 
@@ -55,6 +55,8 @@ def test_the_gil_is_free_while_it_computes(loaded: Loaded) -> None:
         inside = [t for t in times if start <= t <= end]
         longest.append(max(np.diff([start, *inside, end])) / (end - start))
         times.clear()
+        if longest[-1] < 0.5:
+            break  # seen
     stop.set()
     counter.join()
     program.close()

@@ -15,7 +15,7 @@ from contract.driving import Loaded, decode, frozen, same, started
 from ssmd.model.state import State, StateError
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_new_process_continues_bit_for_bit(loaded: Loaded, tmp_path: Path, threads: int) -> None:
     program, ids = loaded.load(threads=threads), loaded.ids(95, seed=3)
     handle = started(program, loaded.ids(83))

@@ -55,7 +55,9 @@ from ssmd.sessions.rows.turns import read_tree
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 
-STEPS = int(os.environ.get("SSMD_STEPS", "2000"))
+STEPS = [400, pytest.param(2000, marks=pytest.mark.full)]
+if "SSMD_STEPS" in os.environ:
+    STEPS = [int(os.environ["SSMD_STEPS"])]
 SEED = os.environ.get("SSMD_SEED")
 STEPS_A_RUN = 50
 MEMORY = next((d for d in ("/dev/shm",) if os.access(d, os.W_OK)), None)  # no power cut here: nothing to wait for
@@ -487,8 +489,9 @@ def test_sessions_that_share_rows_are_collected(machine: type[Sessions]) -> None
     sessions.teardown()
 
 
-def test_any_course_of_events(machine: type[Sessions]) -> None:
-    runs = STEPS // 2 // (STEPS_A_RUN - 1) + 3  # one step begins the conversations, and a run may end early
+@pytest.mark.parametrize("steps", STEPS)
+def test_any_course_of_events(machine: type[Sessions], steps: int) -> None:
+    runs = steps // 2 // (STEPS_A_RUN - 1) + 3  # one step begins the conversations, and a run may end early
     chosen = machine if SEED is None else hypothesis.seed(int(SEED))(machine)
     run_state_machine_as_test(
         chosen,
@@ -504,4 +507,4 @@ def test_any_course_of_events(machine: type[Sessions]) -> None:
         ),
     )
     print(f"{machine.taken} steps; killed {dict(machine.kills)}")
-    assert machine.taken >= STEPS // 2
+    assert machine.taken >= steps // 2

@@ -27,15 +27,22 @@ def turn(daemon: DaemonProcess, messages: list[dict[str, str]], forced: Reply | 
     return reply
 
 
-@pytest.mark.parametrize("quantization", ["f32", "int8"])
+ROUTES = (
+    ("litert", "litert", "openvino", "openvino", "litert"),
+    ("litert", "wgpu", "wgpu", "openvino", "wgpu", "litert"),
+    ("litert", "coreml", "coreml", "openvino", "coreml", "litert"),
+)
+# Of the others contract/test_moving.py says as much: a state of each runtime goes on under each other one.
+USUAL = ((ROUTES[0], "int8"), (ROUTES[1], "f32"))
+
+
 @pytest.mark.parametrize(
-    "route",
+    ("route", "quantization"),
     [
-        ("litert", "litert", "openvino", "openvino", "litert"),
-        ("litert", "wgpu", "wgpu", "openvino", "wgpu", "litert"),
-        ("litert", "coreml", "coreml", "openvino", "coreml", "litert"),
+        pytest.param(r, q, marks=[] if (r, q) in USUAL else [pytest.mark.full], id=f"{' '.join(r)} {q}")
+        for r in ROUTES
+        for q in ("f32", "int8")
     ],
-    ids=" ".join,
 )
 def test_there_and_back(quantization: str, route: tuple[str, ...], artifacts: TinyArtifacts, tmp_path: Path) -> None:
     if "wgpu" in route and not adapters():

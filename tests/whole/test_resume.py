@@ -31,7 +31,10 @@ TEMPLATE_TOKENS = (
 KILLS = int(os.environ.get("SSMD_KILLS", "6"))
 
 SAMPLING = {"temperature": 1.0, "seed": 7}  # greedy, a random model says one token for ever
-MODELS = ("llama-f32", "granite-f32", "granite-int8", "openvino-granite-int8")
+MODELS = (  # of the last two tests/contract/test_resume.py and test_portable.py say as much
+    *("llama-f32", "granite-int8"),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("granite-f32", "openvino-granite-int8")),
+)
 
 
 def say(text: str, role: str = "user") -> dict[str, str]:
