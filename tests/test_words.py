@@ -1,7 +1,8 @@
-"""What people read: README keeps to its size, no link is dead, and no page is stale."""
+"""What people read: README keeps to its size, links lead somewhere, pages are current, docstrings are no fragments."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -9,14 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from modules import FILES, ROOT
 
+from ssmd.families.registry import FAMILIES
 from ssmd.refit import catalog
 
-ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:ssmd|runtimes|tests|benchmarks|scripts|docs|migrations|clients)/[\w./-]*\w/?)`")
+# A first line that only makes sense after the name: "Of a layer's recurrence.", "`rows`: how many.".
+FRAGMENT = re.compile(
+    r"(After|As|At|Because|Before|Between|By|For|From|If|In|Into|Like|Of|On|Or|So|To|Until|Unless|With|Within|Without)\b"
+    r"|`|[a-z_]+: "
+)
 
 
 def anchors(page: Path) -> set[str]:
@@ -39,6 +46,21 @@ def dead_links(page: Path) -> Iterator[str]:
 def dead_paths(page: Path) -> Iterator[str]:
     """Files and folders of the repository that a page names and that are not there."""
     yield from (path for path in PATH.findall(page.read_text("utf-8")) if not (ROOT / path).exists())
+
+
+def fragments(text: str) -> Iterator[str]:
+    """Public names in a module's source whose docstring's first line cannot be read without the name."""
+
+    def walk(node: ast.AST, within: str) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or child.name[0] == "_":
+                continue
+            if FRAGMENT.match(ast.get_docstring(child) or ""):
+                yield within + child.name
+            if isinstance(child, ast.ClassDef):
+                yield from walk(child, f"{within}{child.name}.")
+
+    return walk(ast.parse(text), "")
 
 
 def test_the_readme_fits_two_screens() -> None:
@@ -76,6 +98,12 @@ def test_the_shipped_models_are_listed() -> None:
     assert all(name in README.read_text("utf-8") for name in ("350m", "1b", *catalog.names()) if "granite" not in name)
 
 
+def test_the_families_are_listed() -> None:
+    for page in (README, ROOT / "docs" / "models.md"):
+        text = page.read_text("utf-8")
+        assert [name for name in FAMILIES if f"`{name}`" not in text] == [], page
+
+
 def test_the_threads_are_listed() -> None:
     """Those of a daemon; `ssmd bench` has some of its own."""
     named = re.compile(r'(?:name|thread_name_prefix)="(ssmd-[a-z]+)"')
@@ -91,3 +119,18 @@ def test_the_page_of_settings_is_current() -> None:
         [sys.executable, ROOT / "scripts" / "configuration"], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
     assert printed == (ROOT / "docs" / "configuration.md").read_text("utf-8")
+
+
+def test_docstrings_can_be_read_without_the_name() -> None:
+    found = [f"{f.relative_to(ROOT)}: {name}" for f in FILES for name in fragments(f.read_text("utf-8"))]
+    assert found == []
+
+
+def test_a_fragment_is_seen() -> None:
+    source = (
+        'def a():\n    """Of a cache with so many rows."""\n'
+        'class B:\n    """Rows of a cache."""\n    def c(self):\n        """`rows`: how many."""\n'
+        '    def _d(self):\n        """Of nobody\'s business."""\n'
+        'def e():\n    """Formats: all of them."""\n'
+    )
+    assert list(fragments(source)) == ["a", "B.c"]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class _Handle(Held):
-    """`staged`: the stacks of a state that comes in parts, until it is whole."""
+    """A handle. `staged`: the stacks of a state that comes in parts, until it is whole."""
 
     state: StateStore | None = None
     staged: dict[str, NDArray[np.float32]] | None = None

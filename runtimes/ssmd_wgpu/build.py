@@ -62,7 +62,7 @@ class WgpuConverter:
         replace: bool = False,
         progress: Progress = lambda line: None,
     ) -> Artifact:
-        """As `ssmd.build.builder.build`."""
+        """Build an artifact, as `ssmd.build.builder.build` does."""
         if out.exists() and not replace:
             raise BuildError(f"{out} exists already; remove it, replace it or choose another name")
         return_big_blocks()

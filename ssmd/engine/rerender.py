@@ -33,7 +33,7 @@ MAX_TRIES = 3  # each request that comes meanwhile costs one
 
 @dataclass(frozen=True)
 class _Turn:
-    """cut: its text and its tokens disagree, so that no state of its end was kept."""
+    """A turn to read once more. cut: its text and its tokens disagree, so that no state of its end was kept."""
 
     id: str
     session: SessionInfo

@@ -35,7 +35,7 @@ _SPARE_SLOT_BYTES = 192 << 20  # memory of released handles that is kept for the
 
 @dataclass(eq=False, slots=True)
 class _Handle(Held):
-    """`side` is the arena that holds the state now. A released handle has no slot."""
+    """A handle. `side` is the arena that holds the state now. A released handle has no slot."""
 
     slot: Slot
     side: int = 0
