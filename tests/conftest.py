@@ -63,7 +63,8 @@ class Tiny:
     @property
     def key(self) -> str:
         """What it is made of: another key, another artifact."""
-        return kept.key(self.runtime, (*self.asked, tiny.VARIANTS[self.variant]))
+        family, fields = tiny.VARIANTS[self.variant]
+        return kept.key(self.runtime, family, (*self.asked, fields))
 
 
 def _built() -> Iterator[tuple[str, Tiny]]:

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny
 import zstandard
+from modules import reached_from
 
 from ssmd.families.encodings import ENCODINGS
 from ssmd.model.source import Source
@@ -35,10 +37,12 @@ SUFFIX = ".tar.zst"
 CONTEXT = 512  # of the tables among the parameters: the largest of tests/conftest.py
 _DIGEST = 32  # bytes
 _BYTES = 256 << 20  # at most, of an artifact
-# What an artifact's bytes depend on. Of a runtime's folder: the files of that name which there are.
+# What an artifact's bytes depend on, beside its family: of ssmd/families what is no family's own, of a runtime's folder
+# the files of that name which there are.
+FAMILIES = "ssmd/families"
 CODE = (
-    *("ssmd/families/*.py", "ssmd/authoring/*.py", "ssmd/build/*.py", "ssmd/refit/install.py"),
-    *(f"ssmd/model/{name}.py" for name in ("artifact", "plan", "source", "state")),
+    *("ssmd/authoring/*.py", "ssmd/build/*.py", "ssmd/refit/install.py"),
+    *(f"ssmd/model/{name}.py" for name in ("artifact", "plan", "rope", "source", "state")),
 )
 RUNTIME_CODE = (
     *("build", "weights_on_disk", "constants", "recipe", "convert", "lint", "xamba", "piecewise", "stacks"),
@@ -53,22 +57,31 @@ RUNTIME_PACKAGES = {
 }
 
 
-def key(runtime: str, request: tuple[object, ...]) -> str:
+def key(runtime: str, family: str, request: tuple[object, ...]) -> str:
     """A digest of all that an artifact is made of: code without comments and docstrings, packages, what is asked for.
 
-    `runtime` as in `ssmd build`.
+    `runtime` as in `ssmd build`. Another family changes no key.
     """
     package = {"npu": "openvino"}.get(runtime, runtime)
-    return hashlib.sha256(repr((request, _made_by(package))).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((request, _made_by(package, family))).encode()).hexdigest()[:16]
 
 
 @cache
-def _made_by(package: str) -> str:
+def _made_by(package: str, family: str) -> str:
     patterns = (*CODE, *(f"runtimes/ssmd_{package}/{name}.py" for name in RUNTIME_CODE))
+    files = {f for pattern in patterns for f in ROOT.glob(pattern)} | _of_family(family)
     digest = hashlib.sha256(repr([(p, _version(p)) for p in PACKAGES + RUNTIME_PACKAGES[package]]).encode())
-    for file in sorted({f for pattern in patterns for f in ROOT.glob(pattern)}):
+    for file in sorted(files):
         digest.update(f"\n{file.relative_to(ROOT)}\n{code_of(file.read_text('utf-8'))}".encode())
     return digest.hexdigest()
+
+
+def _of_family(family: str) -> set[Path]:
+    """Its own file, those of other families that it imports, and what all share; not the list of all families."""
+    own = {name for name, _ in tiny.VARIANTS.values()}
+    reached = reached_from([f"ssmd.families.{family}"])
+    files = (ROOT / FAMILIES).glob("*.py")
+    return {f for f in files if f.stem != "registry" and (f.stem not in own or f"ssmd.families.{f.stem}" in reached)}
 
 
 def code_of(text: str) -> str:

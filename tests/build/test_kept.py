@@ -56,19 +56,26 @@ def test_another_key_for_other_code_packages_and_requests(monkeypatch: pytest.Mo
     made = BUILT["llama-int8"]
     before = {r: replace(made, runtime=r).key for r in ("litert", "openvino", "npu", "wgpu")}
     assert len({*before.values(), replace(made, quantization="f32").key, replace(made, variant="qwen3").key}) == 6
-    for pattern in (*kept.CODE, *(f"runtimes/ssmd_litert/{n}.py" for n in kept.RUNTIME_CODE)):
+    for pattern in (*kept.CODE, f"{kept.FAMILIES}/*.py", *(f"runtimes/ssmd_litert/{n}.py" for n in kept.RUNTIME_CODE)):
         for file in kept.ROOT.glob(pattern):
             copy = tmp_path / file.relative_to(kept.ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy)
     monkeypatch.setattr(kept, "ROOT", tmp_path)
-    file = tmp_path / "ssmd" / "families" / "llama.py"
-    text = file.read_text()
-    for change, same in (("", True), ("# a word\n", True), ("x = 1\n", False)):
+    for name, change, same in (
+        ("llama", "", True),
+        ("llama", "# a word\n", True),
+        ("llama", "x = 1\n", False),
+        ("layers", "x = 1\n", False),
+        ("lfm2", "x = 1\n", True),
+        ("registry", "x = 1\n", True),
+    ):
+        file = tmp_path / kept.FAMILIES / f"{name}.py"
+        text = file.read_text()
         file.write_text(text + change)
         kept._made_by.cache_clear()
-        assert (made.key == before["litert"]) == same
-    file.write_text(text)
+        assert (made.key == before["litert"]) == same, name
+        file.write_text(text)
     kept._made_by.cache_clear()
     monkeypatch.setattr(kept, "version", lambda package: "0")
     assert made.key != before["litert"]
