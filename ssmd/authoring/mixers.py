@@ -1,4 +1,8 @@
-"""The recurrent mixers as parts of flat-IO modules; parameters and glossary in ssmd/model/plan.py."""
+"""The recurrent mixers as parts of flat-IO modules; parameters and glossary in ssmd/model/plan.py.
+
+A trace names its values by the local variables here and in model.py, and OpenVINO's files carry these names: with other
+names the same model has other bytes, and its sessions resume as `portable`.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +50,16 @@ def mamba1(
     x, gate = module.linear(layer, "in", x).chunk(2, -1)  # (1, T, C)
     y, new_conv = module.causal_conv(layer, conv, x, None if rows is None else rows.tails[m.width])
     x = ops.silu(y)
-    dt, b, c = module.linear(layer, "x", x).split([m.rank, m.states, m.states], -1)
+    dt, b, cc = module.linear(layer, "x", x).split([m.rank, m.states, m.states], -1)
     if m.mixer_eps is not None:
-        dt, b, c = (ops.rms_norm(t, None, m.mixer_eps) for t in (dt, b, c))
+        dt, b, cc = (ops.rms_norm(t, None, m.mixer_eps) for t in (dt, b, cc))
     dt = ops.softplus(module.linear(layer, "dt", dt))  # (1, T, C)
     a, d = module.weight(layer, "A"), module.weight(layer, "D")
     if rows is None:
-        y, new_ssm = scan.step(x, dt, a, b, c, d, ssm)
+        y, new_ssm = scan.step(x, dt, a, b, cc, d, ssm)
     else:
-        form = scan.loop() if module.open else scan.blocked
-        y, new_ssm = form(x, dt * rows.valid, a, b, c, d, ssm)
+        form, valid = scan.loop() if module.open else scan.blocked, rows.valid
+        y, new_ssm = form(x, dt * valid, a, b, cc, d, ssm)
     return module.linear(layer, "out", y * ops.silu(gate)), new_conv, new_ssm
 
 

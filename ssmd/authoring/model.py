@@ -47,8 +47,13 @@ class Model(FlatModule):
         for i, layer in enumerate(plan.layers):
             if layer.mixers:
                 x = self.normed(i, layer.norms[0], h, plan.eps)
-                for y in [self._mixed(mixer, i, x, states, out, shared) for mixer in layer.mixers]:  # all of the same h
+                mixed = [self._mixed(mixer, i, x, states, out, shared) for mixer in layer.mixers]
+                if len(mixed) == 1:
+                    (y,) = mixed
                     h = h + y
+                else:
+                    recurred, attended = mixed
+                    h = h + recurred + attended
             if layer.mlp is not None:
                 mlp = self.swiglu if layer.mlp.activation == "swiglu" else self.relu2
                 h = h + mlp(i, self.normed(i, layer.norms[-1], h, plan.eps))
