@@ -251,6 +251,13 @@ def test_what_keeps_a_config_from_fitting() -> None:
     assert differences(header, without) == {"num_key_value_heads": (None, 3)}
 
 
+def test_the_numbers_of_a_mixer_count_as_float32_too() -> None:
+    config = json.loads((ROOT / "scripts/models/mamba2-130m.json").read_text())["config"]
+    eps = config["layer_norm_epsilon"]
+    assert differences(header_of(config), {**config, "layer_norm_epsilon": eps * (1 + 1e-12)}) == {}
+    assert set(differences(header_of(config), {**config, "layer_norm_epsilon": 2 * eps})) == {"layer_norm_epsilon"}
+
+
 @pytest.fixture
 def shelf(artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Shipped graphs: those of two tiny models."""
