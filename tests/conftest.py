@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "artifacts"
 ONE_EACH = (
     *("llama", "granite", "granite-groups", "qwen3", "mamba", "falcon-mamba", "lfm2"),
-    *("mamba2-groups", "bamba-last", "falcon-h1-norm"),
+    *("mamba2-groups", "bamba-last", "falcon-h1-norm", "nemotron-h-biases"),
 )
 TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
 BUILDS = ".builds"  # a line for each that was built, and the seconds it took

@@ -6,6 +6,8 @@ Known to be wrong in transformers 5.23, and gone round here:
 - A cache of recurrent layers only does not know how many tokens it has seen, and LFM2 and Bamba ask it: positions are
   passed, and the masks that it is asked for.
 - Bamba begins at position 0 in every call: again, positions are passed.
+- NemotronH clamps dt at `time_step_min` in a call of several tokens and not at all in one of a single token, where the
+  published model has `time_step_limit` (its pull request 48989): its mixers are given that.
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ def continued(model: Any, ids: Sequence[int], cache: Any = None, position: int =
         asked["attention_mask"] = {"conv": None}
     if model.config.model_type == "bamba" and not model.config.attn_layer_indices:
         asked["attention_mask"] = {"full_attention": None, "linear_attention": None}
+    if model.config.model_type == "nemotron_h":
+        for layer in model.model.layers:
+            if layer.block_type == "linear_attention":
+                layer.mixer.time_step_limit = tuple(model.config.time_step_limit)
     with torch.no_grad():
         out = model(torch.tensor([list(ids)]), **asked)
     logits: NDArray[np.float32] = out.logits[0].numpy()

@@ -138,6 +138,22 @@ FALCON_H1: dict[str, Any] = {
     "ssm_multipliers": [0.6, 1.4, 0.7, 0.8, 0.5],
     "ssm_out_multiplier": 0.9,
 }
+NEMOTRON_H: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_num_heads": 12,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 32,
+    "n_groups": 2,
+    "chunk_size": 32,
+    "max_position_embeddings": 2048,
+    "time_step_max": 2.0,
+    "initializer_range": 0.02,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama-untied": ("llama", LLAMA | {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
@@ -239,6 +255,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1-out-bias": (
         "falcon_h1",
         FALCON_H1 | {"projectors_bias": True, "num_key_value_heads": 3, "num_hidden_layers": 1, "mamba_d_conv": 3},
+    ),
+    "nemotron-h": ("nemotron_h", NEMOTRON_H),
+    "nemotron-h-biases": (
+        "nemotron_h",
+        NEMOTRON_H
+        | {"layers_block_type": ["mlp", "full_attention", "linear_attention"], "n_groups": 4, "conv_kernel": 3}
+        | {"mlp_bias": True, "use_bias": True, "layer_norm_epsilon": 0.003, "head_dim": 14, "vocab_size": 397},
     ),
 }
 

@@ -18,6 +18,7 @@ from ssmd.families import (
     llama,
     mamba,
     mamba2,
+    nemotron_h,
     qwen3,
 )
 from ssmd.families.fields import FamilyError
@@ -79,6 +80,7 @@ FAMILIES = {
         # Their scan is unrolled: at 256 tokens nothing is gained a token, and a runtime takes half a minute to load it.
         Family("mamba", mamba.Config.parse, mamba.plan, mamba.bindings, buckets=(16, 64)),
         Family("falcon_mamba", falcon_mamba.parse, mamba.plan, mamba.bindings, buckets=(16, 64)),
+        Family("nemotron_h", nemotron_h.Config.parse, nemotron_h.plan, nemotron_h.bindings),
         Family("lfm2", lfm2.Config.parse, lfm2.plan, lfm2.bindings),
     )
 }

@@ -22,7 +22,7 @@ from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host
 from ssmd.authoring.model import Model, author
 from ssmd.families.registry import family_of
-from ssmd.model.plan import Mamba2
+from ssmd.model.plan import Attention, Mamba2, Mlp
 from ssmd.model.source import Source
 
 pytestmark = [
@@ -88,6 +88,29 @@ def unnormed(name: str) -> Mutation:
     return mutate
 
 
+def unnormed_alone(kind: type) -> Mutation:
+    """Layers of one part of that kind, without their norm but for its weight."""
+
+    def mutate(module: FlatModule, patch: pytest.MonkeyPatch) -> None:
+        assert isinstance(module, Model)
+        layers = enumerate(module.plan.layers)
+        names = [f"layer{i}_norm" for i, layer in layers if isinstance(layer.mlp or layer.mixers[0], kind)]
+        weights = {id(getattr(module, name)) for name in names}
+        assert weights
+        forget = wrapped("rms_norm")
+        forget(lambda norm, x, w, *rest: x * w if id(w) in weights else norm(x, w, *rest))(module, patch)
+
+    return mutate
+
+
+def left_out(module: FlatModule, _: pytest.MonkeyPatch) -> None:
+    """The first MLP that is a layer alone."""
+    i = next(i for i in range(9) if hasattr(module, f"layer{i}_up"))
+    for name, p in module.named_parameters():
+        if name.startswith(f"layer{i}_down"):
+            p.zero_()
+
+
 def mixer(**fields: Any) -> Mutation:
     """Other Mamba-2 mixers than those of the plan."""
 
@@ -146,14 +169,23 @@ def swapped(recurrence: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, *rest: Any
 
 SSD = wrapped("ssd_chunked", "ssd_step")
 # The variants that stand for the families: each has every part of its family, where not another is named.
-MIXERS = ("granite-rope", "mamba2-odd", "bamba-last", "falcon-h1-biases")
+MIXERS = ("granite-rope", "mamba2-odd", "bamba-last", "falcon-h1-biases", "nemotron-h-biases")
 SCANS = ("mamba-biases", "falcon-mamba")
 RECURRENT = (*MIXERS, *SCANS)
 CONVS = (*RECURRENT, "lfm2-first")
+ALONE = ("nemotron-h", "nemotron-h-biases")  # each part a layer of its own
 SCALED = ("llama", "granite-rope", "bamba-last", "falcon-h1-biases")  # in the queries
 NORMED = ("qwen3", "lfm2-first")  # queries and keys
 ATTENTION = (*SCALED, *NORMED)
-BIASED = ("granite-biases", "mamba2-odd", "bamba-last", "falcon-h1-biases", "mamba-biases", "lfm2-first")
+BIASED = (
+    "granite-biases",
+    "mamba2-odd",
+    "bamba-last",
+    "falcon-h1-biases",
+    "mamba-biases",
+    "lfm2-first",
+    "nemotron-h-biases",
+)
 MUTATIONS: dict[str, tuple[Mutation, tuple[str, ...]]] = {
     "D dropped": (dropped("D"), RECURRENT),
     "dt bias dropped": (dropped("dt_bias"), RECURRENT),
@@ -187,16 +219,16 @@ MUTATIONS: dict[str, tuple[Mutation, tuple[str, ...]]] = {
     ),
     "mixer's norm before the gate": (mixer(norm="before the gate"), MIXERS),
     "mixer's norm after the gate": (mixer(norm="after the gate"), ("falcon-h1-norm",)),
-    "query scale forgotten": (changed("q", lambda w: w * 4), SCALED),
+    "query scale forgotten": (changed("q", lambda w: w * 4), (*SCALED, *ALONE)),
     "query's norm without scale": (changed("q_norm", lambda w: w * 4), NORMED),
     "query's norm without weight": (changed("q_norm", lambda w: torch.full_like(w, float(w.mean()))), NORMED),
     "query's norm forgotten": (unnormed("q_norm"), NORMED),
     "key's norm forgotten": (unnormed("k_norm"), NORMED),
     "key's norm without weight": (unweighted("k_norm"), NORMED),
-    "KV heads mixed": (wrapped("attention")(mixed_heads), ATTENTION),
-    "keys a few rows off": (changed("k", lambda w: w.roll(8, 0)), ATTENTION),
-    "values a few rows off": (changed("v", lambda w: w.roll(8, 0)), ATTENTION),
-    "causal mask forgotten": (wrapped("causal_mask")(lambda mask, *args: mask(*args) * 0), ATTENTION),
+    "KV heads mixed": (wrapped("attention")(mixed_heads), (*ATTENTION, *ALONE)),
+    "keys a few rows off": (changed("k", lambda w: w.roll(8, 0)), (*ATTENTION, *ALONE)),
+    "values a few rows off": (changed("v", lambda w: w.roll(8, 0)), (*ATTENTION, *ALONE)),
+    "causal mask forgotten": (wrapped("causal_mask")(lambda mask, *args: mask(*args) * 0), (*ATTENTION, *ALONE)),
     "RoPE forgotten": (wrapped("rope")(lambda _, x, cos, sin: x), ATTENTION),
     "RoPE the wrong way round": (wrapped("rope")(lambda rope, x, cos, sin: rope(x, cos, -sin)), ATTENTION),
     "RoPE of neighbours": (wrapped("rope")(neighbours), ATTENTION),
@@ -207,6 +239,15 @@ MUTATIONS: dict[str, tuple[Mutation, tuple[str, ...]]] = {
     "last norm forgotten": (unnormed("norm"), (*ATTENTION, "mamba2-odd", *SCANS)),
     "last norm without weight": (unweighted("norm"), (*ATTENTION, "mamba2-odd", *SCANS)),
     "gate and up swapped": (changed("gate_up", lambda w: w.roll(w.shape[0] // 2, 0)), ATTENTION),
+    "relu for its square": (wrapped("relu2")(lambda _, x: torch.relu(x)), ALONE),
+    "silu for relu": (wrapped("relu2")(lambda _, x: ops.silu(x) ** 2), ALONE),
+    "norm of a layer of one part forgotten": (unnormed("norm"), ALONE),
+    "norm of a layer of one part without weight": (unweighted("norm"), ALONE),
+    "norm of an MLP alone forgotten": (unnormed_alone(Mlp), ALONE),
+    "norm of attention alone forgotten": (unnormed_alone(Attention), ALONE),
+    "an MLP alone forgotten": (left_out, ALONE),
+    "up bias dropped": (dropped("up_bias"), ALONE[1:]),
+    "down bias dropped": (dropped("down_bias"), ALONE[1:]),
 }
 # By default each is made in one of the families that have the part.
 CASES = [

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 import tiny
 
-from ssmd.families import bamba, falcon_h1, falcon_mamba, granitemoehybrid, lfm2, llama, mamba, mamba2, qwen3
+from ssmd.families import (
+    bamba,
+    falcon_h1,
+    falcon_mamba,
+    granitemoehybrid,
+    lfm2,
+    llama,
+    mamba,
+    mamba2,
+    nemotron_h,
+    qwen3,
+)
 from ssmd.families.fields import FamilyError
 from ssmd.families.registry import FAMILIES, family_of
 from ssmd.model.source import Source, SourceError
@@ -22,6 +33,7 @@ LFM2 = {"model_type": "lfm2", "vocab_size": 384, **tiny.LFM2}
 MAMBA2 = {"model_type": "mamba2", "vocab_size": 384, **tiny.MAMBA2}
 BAMBA = {"model_type": "bamba", "vocab_size": 384, **tiny.BAMBA}
 FALCON_H1 = {"model_type": "falcon_h1", "vocab_size": 384, **tiny.FALCON_H1}
+NEMOTRON_H = {"model_type": "nemotron_h", "vocab_size": 384, **tiny.NEMOTRON_H}
 GRANITE = {"model_type": "granitemoehybrid", "vocab_size": 384, **tiny.GRANITE}
 
 
@@ -264,6 +276,47 @@ def test_falcon_h1_refuses_by_field(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(FamilyError) as failure:
         falcon_h1.Config.parse({**FALCON_H1, **fields})
     assert named in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layers_block_type": ["mamba", "moe"]}, "layers_block_type has 'moe': mixture-of-experts layers are not"),
+        (
+            {"layers_block_type": None, "hybrid_override_pattern": "M-E"},
+            "hybrid_override_pattern has 'E': mixture-of-",
+        ),
+        (
+            {"layers_block_type": None, "hybrid_override_pattern": "M?"},
+            "hybrid_override_pattern has '?'; supported: M, *, -",
+        ),
+        ({"layers_block_type": ["mamba", ["mlp"]]}, "layers_block_type has ['mlp']; supported: mamba, "),
+        ({"layers_block_type": None}, "layers_block_type is None, expected the kinds of all layers"),
+        ({"layers_block_type": "M-*"}, "layers_block_type is 'M-*', expected the kinds of all layers"),
+        ({"num_hidden_layers": 4}, "expected the kinds of num_hidden_layers = 4 layers"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; only 'relu2' is supported"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"n_groups": 5}, "mamba_num_heads = 12 is not a multiple of n_groups = 5"),
+        ({"time_step_limit": [1.0, 0.5]}, "time_step_limit is [1.0, 0.5]"),
+        ({"intermediate_size": None}, "intermediate_size is missing"),
+    ],
+)
+def test_nemotron_h_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    nemotron_h.Config.parse(NEMOTRON_H)
+    with pytest.raises(FamilyError) as failure:
+        nemotron_h.Config.parse({**NEMOTRON_H, **fields})
+    assert named in str(failure.value)
+
+
+def test_nemotron_h_by_its_pattern() -> None:
+    """As it is published: a letter for each layer, and their number."""
+    old = {**NEMOTRON_H, "layers_block_type": None, "hybrid_override_pattern": "M-*-M", "num_hidden_layers": 5}
+    assert nemotron_h.Config.parse(old) == nemotron_h.Config.parse(NEMOTRON_H)
+    plan = nemotron_h.plan(nemotron_h.Config.parse(old))
+    assert [t.name for t in plan.spec("float16").tensors] == ["conv_0", "ssm_0", "key_2", "value_2", "conv_4", "ssm_4"]
+    assert plan.rotated == 0
 
 
 def test_a_field_that_is_absent_is_not_one_that_is_null() -> None:
