@@ -13,12 +13,17 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import kept
 import pytest
 import tiny
+
+from ssmd.cli.making import converter_of
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "artifacts"
@@ -29,6 +34,10 @@ ONE_EACH = (
 TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
 BUILDS = ".builds"  # a line for each that was built, and the seconds it took
 RUNTIMES = ("litert", "openvino", "wgpu", "coreml")
+# Runtimes from elsewhere that the contract suite is asked to run on, and with which families (docs/add-a-runtime.md).
+ASKED = os.environ.get("SSMD_CONTRACT_RUNTIMES", "").split(",")
+FOREIGN = tuple(name for name in ASKED if name and name not in (*RUNTIMES, "npu"))
+FAMILIES = tuple(os.environ.get("SSMD_CONTRACT_FAMILIES", "granite,mamba").split(","))
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,8 @@ class Tiny:
         made = {"npu": "openvino-npu", "wgpu": "wgpu-gpu", "coreml": "coreml-gpu"}.get(
             self.runtime, f"{self.runtime}-cpu"
         )
+        if self.runtime in FOREIGN:
+            made = f"{self.runtime}-{converter_of(self.runtime).device_class}"
         return f"{self.variant}/{made}-{self.quantization}{'-stateless' if self.stateless else ''}"
 
     @property
@@ -63,8 +74,17 @@ class Tiny:
     @property
     def key(self) -> str:
         """What it is made of: another key, another artifact."""
+        code = foreign_code(self.runtime) if self.runtime in FOREIGN else ()
         family, fields = tiny.VARIANTS[self.variant]
-        return kept.key(self.runtime, family, (*self.asked, fields))
+        return kept.key(self.runtime, family, (*self.asked, fields, *code))
+
+
+@cache
+def foreign_code(runtime: str) -> tuple[bytes, ...]:
+    """Read the modules of a runtime from elsewhere: with others its artifacts are built anew."""
+    [entry] = entry_points(group="ssmd.runtimes", name=runtime)
+    [folder] = import_module(entry.module.partition(".")[0]).__path__
+    return tuple(file.read_bytes() for file in sorted(Path(folder).rglob("*.py")))
 
 
 def _built() -> Iterator[tuple[str, Tiny]]:
@@ -78,10 +98,14 @@ def _built() -> Iterator[tuple[str, Tiny]]:
     for variant in ("granite", "llama", "mamba"):
         yield f"coreml-{variant}-f16", Tiny(variant, "coreml", "f16")
     yield "coreml-llama-int4", Tiny("llama", "coreml", "int4")
+    for runtime in FOREIGN:
+        yield from ((f"{runtime}-{family}-f32", Tiny(family, runtime, "f32")) for family in FAMILIES)
 
 
 BUILT = dict(_built())
-KEPT = tuple(name for name, made in BUILT.items() if made.variant in ONE_EACH)  # in tests/data/artifacts
+KEPT = tuple(
+    n for n, made in BUILT.items() if made.variant in ONE_EACH and made.runtime not in FOREIGN
+)  # in tests/data/artifacts
 
 
 def params(names: Iterable[str]) -> list[Any]:

@@ -70,7 +70,7 @@ def key(runtime: str, family: str, request: tuple[object, ...]) -> str:
 def _made_by(package: str, family: str) -> str:
     patterns = (*CODE, *(f"runtimes/ssmd_{package}/{name}.py" for name in RUNTIME_CODE))
     files = {f for pattern in patterns for f in ROOT.glob(pattern)} | _of_family(family)
-    digest = hashlib.sha256(repr([(p, _version(p)) for p in PACKAGES + RUNTIME_PACKAGES[package]]).encode())
+    digest = hashlib.sha256(repr([(p, _version(p)) for p in PACKAGES + RUNTIME_PACKAGES.get(package, ())]).encode())
     for file in sorted(files):
         digest.update(f"\n{file.relative_to(ROOT)}\n{code_of(file.read_text('utf-8'))}".encode())
     return digest.hexdigest()

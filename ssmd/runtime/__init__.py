@@ -1,6 +1,9 @@
-"""Runtimes and what they stand on. The names of `protocol` can be imported from here, the one re-export: a runtime that
-lives elsewhere needs no others."""
+"""Runtimes and what they stand on. These names can be imported from here, the one re-export: a runtime that lives
+elsewhere needs no others to run (docs/add-a-runtime.md)."""
 
+from ssmd.model.artifact import Artifact
+from ssmd.model.state import Part, State, StateError, StateSpec
+from ssmd.runtime.checked import CheckedProgram, Held
 from ssmd.runtime.protocol import (
     Device,
     Handle,
@@ -16,14 +19,21 @@ from ssmd.runtime.protocol import (
 )
 
 __all__ = [
+    "Artifact",
+    "CheckedProgram",
     "Device",
     "Handle",
+    "Held",
     "Logits",
+    "Part",
     "Program",
     "ProgramError",
     "Runtime",
     "RuntimeUnavailable",
+    "State",
+    "StateError",
     "StateLost",
+    "StateSpec",
     "check_threads",
     "get_runtime",
     "runtime_names",

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from conftest import BUILT, KEPT, TinyArtifacts
+from conftest import BUILT, FAMILIES, FOREIGN, KEPT, TinyArtifacts
 from contract.driving import Case, Loaded
 from evaluated import runtime_of
 from refitting import stripped
@@ -18,7 +18,14 @@ from refitting import stripped
 from ssmd.model.artifact import Artifact
 from ssmd.model.source import Source
 from ssmd.refit.catalog import install
+from ssmd.runtime import get_runtime
 from ssmd_wgpu.device import devices
+
+
+def usable_device(runtime: str) -> str:
+    """Name the first device of a runtime from elsewhere that can be used here."""
+    return next(device.name for device in get_runtime(runtime).devices() if not device.why_not)
+
 
 RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert,openvino,npu,wgpu,coreml").split(",")
 # What no family and no quantization changes: of each runtime a program with KV rows and one without.
@@ -27,6 +34,7 @@ CASES = [
     *(Case(r, "granite", "int8") for r in ("litert", "openvino")),
     Case("npu", "granite", "f16"),
     *(Case("coreml", f, "f16") for f in ("granite", "mamba")),
+    *(Case(r, f, "f32", device=usable_device(r)) for r in FOREIGN for f in FAMILIES),
 ]
 # For `scripts/test --full`: all others.
 MORE = [
@@ -39,13 +47,18 @@ MORE += [Case(r, "granite", "int8", refitted=True) for r in ("litert", "openvino
 MORE += [Case("coreml", "llama", "f16"), Case("wgpu", "falcon-mamba", "f32")]
 MORE += [replace(c, device="gl") for c in CASES + MORE if c.runtime == "wgpu"]
 GL = ("granite", "falcon-mamba")  # which use all kernels but those of quantized weights
-PARITY = [Case(m.runtime, m.variant, "f32") for m in BUILT.values() if m.quantization == "f32"]
+PARITY = [
+    Case(m.runtime, m.variant, "f32", device=usable_device(m.runtime) if m.runtime in FOREIGN else "")
+    for m in BUILT.values()
+    if m.quantization == "f32"
+]
 PARITY += [replace(c, device="gl") for c in PARITY if c.runtime == "wgpu"]
 
 
 def _params(cases: list[Case], full: Callable[[Case], bool]) -> list[Any]:
     asked = [c for c in dict.fromkeys(cases) if c.runtime in RUNTIMES]
-    return [pytest.param(c, marks=[pytest.mark.full] if full(c) else [], id=str(c)) for c in asked]
+    marks = {c: [pytest.mark.full] if full(c) and c.runtime not in FOREIGN else [] for c in asked}
+    return [pytest.param(c, marks=marks[c], id=str(c)) for c in asked]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import FOREIGN
 from contract.driving import Loaded, error, feed
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
@@ -97,6 +98,8 @@ def test_int8_stays_near_float32(loaded: Loaded, artifacts: Mapping[str, Path]) 
     report = verify(built, loaded.program)
     f16 = 5e-3 if case.runtime == "coreml" else 2e-3
     assert report.worst.rms_relative <= {"f32": 1e-5, "f16": f16, "int8": 0.06}[case.quantization]
+    if case.runtime in FOREIGN:  # whose golden values may be its own
+        return
     other = Artifact.open(artifacts[f"{case.family}-f32"])
     if case.runtime == "wgpu":  # whose reference is another one, in numpy and float64
         ours, pytorchs = (load_file(a.file("golden.safetensors"))["logits"] for a in (built, other))

@@ -1,0 +1,1 @@
+"""A runtime for ssmd in plain numpy: attention and Mamba-1."""
