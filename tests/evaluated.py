@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mil.model import Model, open_package
-
 from ssmd.runtime.protocol import Runtime, get_runtime
 from ssmd_coreml import runtime
 from ssmd_coreml.backend import Function, Units
@@ -28,6 +26,8 @@ class Evaluator:
         return f"evaluated with numpy, {units}"
 
     def load(self, package: Path, functions: tuple[str, ...], units: Units, build: str) -> dict[str, Function]:
+        from mil.model import Model, open_package  # and with it coremltools and torch: 6 s of every process
+
         opened = open_package(package)
         return {name: Model(opened, name) for name in functions}
 
