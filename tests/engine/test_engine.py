@@ -21,12 +21,14 @@ from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.request import Delta, Done, Event, Failed, Rejected, Request, TokenLogprob, Usage
+from ssmd.engine.rerender import Rerenderer
 from ssmd.engine.sampling import SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part
 from ssmd.runtime.protocol import Handle, Program, get_runtime
 from ssmd.sessions import store as store_module
 from ssmd.sessions.rows.checkpoints import Placed
+from ssmd.sessions.rows.schema import checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
@@ -162,6 +164,32 @@ def test_cached_tokens_are_those_not_fed(
     assert sum(fed) == again.fed < again.usage.prompt_tokens
 
 
+def test_three_states_are_kept_of_a_request(engine: Engine, store: Store) -> None:
+    """After the system prompt, before the prompt's last token and at the end; what comes later grows from those."""
+    asked = Asked(engine, LONG_SYSTEM, user("Who is there?"))
+    prompt, answer = asked.generation.asked.prompt, asked.answer()
+    end = answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
+    with store.reading() as connection:
+        columns = select(checkpoint.c.kind, checkpoint.c.position).order_by(checkpoint.c.position)
+        kept = [tuple(row) for row in connection.execute(columns)]
+    assert kept == [("system", prompt.system), ("user", len(prompt.ids) - 1), ("turn", end)]
+    ask(engine, LONG_SYSTEM, user("Who is there?"), answered(answer.text), user("And now?"))
+    with store.reading() as connection:
+        alone = connection.execute(select(checkpoint.c.kind).where(checkpoint.c.parent.is_(None))).all()
+        assert [row.kind for row in alone] == ["system"]
+
+
+def test_a_cut_answer_ends_with_its_prompt_until_it_is_rerendered(
+    engine: Engine, store: Store, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ask(engine, user("Go on"), sampling=endless, max_tokens=30, store=False)
+    monkeypatch.setattr(Rerenderer, "add", lambda *_: None)
+    stop = whole.text[len(whole.text) // 2 :][:2]
+    cut = ask(engine, user("Go on"), sampling=endless, max_tokens=30, stop=(stop,))
+    (turn,) = store.turns(str(cut.usage.session))
+    assert (len(turn.ids), turn.answer.content) == (cut.usage.prompt_tokens, cut.text)
+
+
 def test_choices_are_siblings(engine: Engine, store: Store) -> None:
     answer = ask(engine, user("Three, please."), n=3)  # more than may run at once
     assert sorted(answer.texts) == [0, 1, 2]
@@ -183,6 +211,21 @@ def test_store_false_keeps_nothing(engine: Engine, store: Store) -> None:
     assert (answer.usage.session, answer.usage.stored) == (None, False)
     assert store.sessions() == []
     assert store.bytes_stored() == 0
+
+
+def test_an_engine_without_a_store_answers_the_same(loaded: tuple[Artifact, Program], engine: Engine) -> None:
+    bare = Engine(*loaded, None, metrics=Metrics())
+    bare.start(warm_up=True)
+    talk = LONG_SYSTEM, user("Who is there?")
+    for _ in range(2):
+        answer = ask(bare, *talk, n=2)
+        assert (answer.usage.session, answer.usage.stored, answer.usage.resume) == (None, False, "none")
+        assert answer.usage.cached_tokens == 0
+        assert answer.texts == ask(engine, *talk, n=2, store=False).texts
+    with pytest.raises(Rejected, match="no session"):
+        ask(bare, *talk, session="ses_of_nobody")
+    assert not bare.keeps
+    bare.shutdown(0)
 
 
 def test_a_developer_is_the_system_to_a_template_that_knows_none(engine: Engine) -> None:
