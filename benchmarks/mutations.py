@@ -52,7 +52,7 @@ MUTATIONS = (
     Mutation(
         *("store", "rows go that another checkpoint still needs", "ssmd/sessions/rows/checkpoints.py"),
         *("unused = (segment.c.id.in_(part), segment.c.id.not_in(used))", "unused = (segment.c.id.in_(part),)"),
-        "sessions/rows/test_retention.py",
+        "sessions/test_forks.py",
     ),
     Mutation(
         *("family", "Granite's logits_scaling is forgotten", "ssmd/families/granitemoehybrid.py"),
