@@ -99,7 +99,7 @@ def _export(module: Model, buckets: Sequence[int], capacities: Sequence[int], fi
     import torch
 
     from ssmd.authoring.host import graph_shapes
-    from ssmd_litert.weights_on_disk import Hollow
+    from ssmd_litert.weights_on_disk import WeightsOnDisk
 
     converter: Any = litert_torch
     module.__class__ = _named(module)
@@ -114,16 +114,16 @@ def _export(module: Model, buckets: Sequence[int], capacities: Sequence[int], fi
             signature = signature_name(length, capacity, capacities[0])
             converter = converter.signature(signature, module, sample_kwargs=inputs)
     weights = file.with_suffix(".weights")
-    hollow = Hollow(module)
+    weights_on_disk = WeightsOnDisk(module)
     trim()  # what the parameters lay in until now
     # A lightweight conversion shares one copy of the weights among the signatures.
     converted = converter.convert(lightweight_conversion=True)
-    hollow.empty(weights)
+    weights_on_disk.empty(weights)
     del converter
     gc.collect()  # PyTorch's graphs, which refer to one another
     trim()
     converted.export(str(file))
-    hollow.fill(file, weights)
+    weights_on_disk.fill(file, weights)
     weights.unlink()
 
 

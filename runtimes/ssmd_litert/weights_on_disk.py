@@ -24,7 +24,7 @@ _MARK_BYTES = 16
 _COPY_BYTES = 8 << 20
 
 
-class Hollow:
+class WeightsOnDisk:
     """The large parameters of a module. Linux only, where given back means zeros from then on; elsewhere they stay."""
 
     def __init__(self, module: Any) -> None:

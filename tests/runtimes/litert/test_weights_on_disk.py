@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ssmd.build.builder import BuildError
 from ssmd.machine.memory import resident
-from ssmd_litert.weights_on_disk import Hollow
+from ssmd_litert.weights_on_disk import WeightsOnDisk
 
 
 class Small(nn.Module):  # type: ignore[misc] # PyTorch is untyped here
@@ -47,36 +47,36 @@ def converted(module: nn.Module) -> Any:
 def the_file_is_the_same(folder: Path) -> None:
     module, file = Small(), folder / "model.tflite"
     converted(Small()).export(str(folder / "whole.tflite"))
-    hollow = Hollow(module)
+    weights_on_disk = WeightsOnDisk(module)
     model = converted(module)
-    hollow.empty(folder / "weights")
+    weights_on_disk.empty(folder / "weights")
     assert (folder / "weights").stat().st_size == 4 * 512 * (600 + 700 + 700)
     model.export(str(file))
     whole = (folder / "whole.tflite").read_bytes()
     assert file.read_bytes() != whole
-    hollow.fill(file, folder / "weights")
+    weights_on_disk.fill(file, folder / "weights")
     assert file.read_bytes() == whole
 
 
 def a_weight_that_is_not_in_the_file(folder: Path) -> None:
     file = folder / "whole.tflite"
     whole = file.read_bytes()
-    hollow = Hollow(Small())
-    hollow.empty(folder / "none")
+    weights_on_disk = WeightsOnDisk(Small())
+    weights_on_disk.empty(folder / "none")
     with pytest.raises(BuildError, match="table"):
-        hollow.fill(file, folder / "none")
+        weights_on_disk.fill(file, folder / "none")
     assert file.read_bytes() == whole
 
 
 def a_weight_that_is_stored_otherwise(folder: Path) -> None:
     module, file = Small(), folder / "model.tflite"
-    hollow = Hollow(module)
+    weights_on_disk = WeightsOnDisk(module)
     model = converted(module)
-    hollow.empty(folder / "other")
+    weights_on_disk.empty(folder / "other")
     module.inner[-1, -1] = 0
     model.export(str(file))
     with pytest.raises(BuildError, match="inner otherwise"):
-        hollow.fill(file, folder / "other")
+        weights_on_disk.fill(file, folder / "other")
 
 
 def test_what_the_converter_writes(tmp_path: Path) -> None:
@@ -93,10 +93,10 @@ def test_what_the_converter_writes(tmp_path: Path) -> None:
 
 def test_memory_is_given_back(tmp_path: Path) -> None:
     module = nn.Linear(4096, 4096, bias=False)
-    hollow = Hollow(module)
+    weights_on_disk = WeightsOnDisk(module)
     before = resident()
     assert before is not None
-    hollow.empty(tmp_path / "weights")
+    weights_on_disk.empty(tmp_path / "weights")
     after = resident()
     assert after is not None
     assert before - after > 0.9 * 4 * 4096 * 4096
