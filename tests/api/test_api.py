@@ -309,6 +309,20 @@ def test_a_shutdown_is_told_by_an_error_event(artifact: Path) -> None:
         assert one.chat().error["code"] == "shutting_down"
 
 
+def test_a_stream_that_fails_before_its_first_word_is_a_plain_error(
+    tiny: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is on fire")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tiny.engine.program, "decode", broken)
+        answer = tiny.chat(stream=True, store=False)
+    assert answer.status == 500
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.error["code"] == "generation_failed"
+
+
 def test_a_connection_serves_again_after_errors_and_streams(tiny: Daemon) -> None:
     with tiny.served.connect() as one:
         for body in ({"model": "x"}, tiny.body(stream=True, store=False), tiny.body(store=False)):

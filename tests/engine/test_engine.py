@@ -552,6 +552,39 @@ def test_the_next_best_checkpoint_stands_in_for_damaged_ones(engine: Engine, sto
     assert answer.text == right.text
 
 
+def test_who_leaves_while_a_state_is_restored_leaves_nothing_behind(
+    engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = loaded[1]
+    first = ask(engine, user("Remember me."))
+    entered, go_on = threading.Event(), threading.Event()
+    held: list[Handle] = []
+    reserve, fill, release = program.reserve, program.fill, program.release
+
+    def reserved(position: int) -> Handle:
+        held.append(reserve(position))
+        return held[-1]
+
+    def filled(handle: Handle, part: Part) -> None:
+        entered.set()
+        assert go_on.wait(60)
+        fill(handle, part)
+
+    def released(handle: Handle) -> None:
+        held[:] = [one for one in held if one is not handle]
+        release(handle)
+
+    for name, watched in (("reserve", reserved), ("fill", filled), ("release", released)):
+        monkeypatch.setattr(program, name, watched)
+    gone = Asked(engine, user("Remember me."), answered(first.text), user("Do you?"))
+    assert entered.wait(60)
+    gone.generation.cancel()
+    assert isinstance(gone.answer().end, Done), "the worker did not wait for the state"
+    assert held, "the state is restored while nobody wants it any more"
+    go_on.set()
+    soon(lambda: not held)
+
+
 def test_a_failing_step_ends_its_request_alone(
     engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch, endless: SamplingParams
 ) -> None:
