@@ -1,0 +1,46 @@
+"""`scripts/test --changed` runs what a change can break: for a path of each kind the test that must be among them."""
+
+from __future__ import annotations
+
+import changed
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("path", "test"),
+    [
+        ("docs/http.md", "test_words.py"),
+        ("SECURITY.md", "test_words.py"),
+        ("migrations/versions/0003_forks.py", "sessions/test_old_files.py"),
+        ("migrations/script.py.mako", "sessions/rows/test_migrate.py"),
+        ("ssmd/cli/show.py", "cli/test_cli.py"),
+        ("ssmd/cli/show.py", "machine/test_installation.py"),
+        ("ssmd/text/new.jinja", "test_wheel.py"),
+        (".gitignore", "test_wheel.py"),
+        ("ssmd/refit/graphs/smollm2@litert-cpu-int8.graph", "refit/test_catalog.py"),
+        ("runtimes/ssmd_openvino/library.py", "test_installed.py"),
+        ("runtimes/ssmd_litert/build.py", "contract/test_parity.py"),
+        ("runtimes/ssmd_wgpu/shaders/scan.wgsl", "runtimes/wgpu/test_wgpu_shaders.py"),
+        ("scripts/configuration", "test_words.py"),
+        ("scripts/models/smollm2.json", "refit/test_catalog.py"),
+        ("tests/data/templates/qwen3.jinja", "text/test_template.py"),
+        ("tests/data/artifacts/granite-f32.tar.zst", "api/test_api.py"),
+        ("tests/data/foreign/plain_runtime/model.py", "runtime/test_foreign.py"),
+        ("benchmarks/daemon_process.py", "whole/test_edit.py"),
+        ("pyproject.toml", "text/test_stops.py"),
+    ],
+)
+def test_what_a_change_can_break_is_run(path: str, test: str) -> None:
+    assert changed.ROOT / "tests" / test in changed.broken_by([path])
+
+
+@pytest.mark.parametrize(
+    ("path", "test"),
+    [
+        ("docs/http.md", "engine/test_engine.py"),
+        ("ssmd/text/stops.py", "refit/test_refit.py"),
+        ("runtimes/ssmd_wgpu/device.py", "runtimes/litert/test_litert.py"),
+    ],
+)
+def test_what_it_cannot_break_is_not(path: str, test: str) -> None:
+    assert changed.ROOT / "tests" / test not in changed.broken_by([path])
