@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.making import BuildFailed, converter_of, fetch, name_of, smollm2_source
+from ssmd.cli.making import BuildFailed, check_packages, converter_of, fetch, name_of, smollm2_source
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Quantization
@@ -55,6 +55,7 @@ def build(
         typer.Option(help="Of a Core ML artifact: stateful (the usual one) or stateless.", metavar="VARIANT"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
+    offline: options.Offline = False,
 ) -> None:
     """Build an artifact from a source checkpoint. What ssmd has a stripped graph of needs no build: `ssmd pull`.
 
@@ -71,13 +72,14 @@ def build(
     lengths = None if buckets is None else lengths_of("--buckets", buckets)
     asked = None if context is None else lengths_of("--context", context)
     name = name_of(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
-    settings = Settings(models_dir=models_dir)
+    settings = Settings(models_dir=models_dir, offline=offline or None)
     converter = converter_of(runtime, xamba, variant)
     quantization: Quantization = converter.quantizations[0] if quant is None else quant.value
     folder_name = f"{converter.runtime}-{converter.device_class}-{quantization}"
     out = settings.models_dir / name / (folder_name + ("-stateless" if variant == "stateless" else ""))
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
+    check_packages(converter)
     with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:
         made = converter.build if isinstance(converter, Packer) else partial(build_artifact, converter)
         artifact = made(

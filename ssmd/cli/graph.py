@@ -46,7 +46,7 @@ def make(
     from ssmd.build.builder import Packer, targeted
     from ssmd.build.stripping import make as make_graph
     from ssmd.cli.build import lengths_of, tiers_of
-    from ssmd.cli.making import converter_of, name_of
+    from ssmd.cli.making import check_packages, converter_of, name_of
     from ssmd.families.registry import family_of
     from ssmd.machine.progress import staged
     from ssmd.machine.size import show_size
@@ -56,6 +56,7 @@ def make(
     converter = converter_of(runtime)
     if isinstance(converter, Packer):
         raise typer.BadParameter(f"runtime {runtime} packs weights as they are and has no graphs: ssmd build")
+    check_packages(converter)
     lengths = None if buckets is None else lengths_of("--buckets", buckets)
     tiers = None if context is None else tiers_of(lengths_of("--context", context), converter.tiers)
     family = family_of(fields)

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import httpx2
 import mirror
 import numpy as np
 import pytest
+import tiny
 from huggingface_hub import constants
 from mirror import Mirror
 from test_server import environment
@@ -314,11 +316,16 @@ def test_the_published_wheel_is_pinned_whole() -> None:
 
 # The default model, by name
 
-ABSENT = "from ssmd.model import smollm2; smollm2.PACKAGE = 'not-installed'; from ssmd.cli import main; main()"
+ABSENT = """import os, sys
+sys.modules.update(dict.fromkeys(os.environ.get("ABSENT", "").split()))
+from ssmd.model import smollm2
+smollm2.PACKAGE = "not-installed"
+from ssmd.cli import main
+main()"""
 
 
 def command(home: Path, *arguments: str, **extra: str) -> tuple[int, str, list[str]]:
-    """`ssmd` where SmolLM2's package is not installed: exit code, stdout, and lines of stderr."""
+    """`ssmd` where SmolLM2's package is not installed, nor what ABSENT names: exit code, stdout, lines of stderr."""
     kept = {k: v for k, v in environment(home).items() if not k.lower().startswith(("hf_", "pip_", "uv_", "http"))}
     env = {**kept, "PIP_CONFIG_FILE": "/dev/null", "PIP_RETRIES": "0", "HF_HOME": str(home / "hf"), **extra}
     done = subprocess.run([sys.executable, "-c", ABSENT, *arguments], env=env, capture_output=True, text=True)
@@ -331,7 +338,7 @@ def command(home: Path, *arguments: str, **extra: str) -> tuple[int, str, list[s
         (("serve", "smollm2", "--offline"), {}),
         (("run", "smollm2", "hi"), {"SSMD_OFFLINE": "1"}),
         (("pull", "smollm2"), {"HF_HUB_OFFLINE": "1"}),
-        (("build", "smollm2"), {"HF_HUB_OFFLINE": "1"}),
+        (("build", "smollm2", "--offline"), {}),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -343,6 +350,18 @@ def test_offline_nothing_is_asked(
     assert (code, out) == (1, "")
     assert said.startswith("error: SmolLM2's weights are not here and --offline, ")
     assert said.endswith(": ssmd pull smollm2")
+    assert not server.asked
+
+
+def test_nothing_is_fetched_for_a_build_that_cannot_be(server: Mirror, tmp_path: Path) -> None:
+    where = {"PIP_INDEX_URL": f"{server.url}/simple", "HF_ENDPOINT": server.url}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", "vocab_size": 384, **tiny.LLAMA}))
+    for what in (("build", "smollm2"), ("build", "acme/files"), ("graph", "make", str(config))):
+        code, out, [said] = command(tmp_path, *what, **where, ABSENT="torch litert_torch")
+        assert (code, out) == (1, "")
+        assert said.startswith("error: building needs torch, litert_torch: ")
+        assert re.search(r"scripts/setup litert build$|pip install .*torch", said)
     assert not server.asked
 
 
