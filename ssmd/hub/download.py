@@ -26,6 +26,11 @@ READ_BACK_BYTES = 1 << 20
 LOCK = ".lock"  # in a folder that is being filled
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+
+class NoRoom(HubError):
+    """The disk is full; what came before stays, and the same request goes on from there."""
+
+
 Progress = Callable[[HubFile, int], None]  # the file, and how many of its bytes are here
 
 
@@ -164,7 +169,7 @@ class _Part:
                 left = left[os.write(self._descriptor, left) :]
         except OSError as err:
             if err.errno in _NO_ROOM:
-                raise HubError(
+                raise NoRoom(
                     f"no room on the disk for {self.file.name} ({err.strerror}): free "
                     f"{show_size(self.file.size - self.size)} and more; the same command goes on from here"
                 ) from err
@@ -174,6 +179,16 @@ class _Part:
 
     def is_right(self) -> bool:
         return self._hash.hexdigest() == (self.file.sha256 or self.file.blob)
+
+
+def check_room(missing: int, folder: Path, other: str) -> None:
+    """Check that `missing` bytes fit on the disk of a folder; `other` names another disk. Raises NoRoom."""
+    free = shutil.disk_usage(folder).free
+    if missing > free:
+        raise NoRoom(
+            f"{show_size(missing)} are to be fetched and the disk of {folder.parent} has {show_size(free)} free: make "
+            f"room, or choose another disk with {other}"
+        )
 
 
 @contextmanager

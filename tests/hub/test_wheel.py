@@ -7,13 +7,18 @@ import hashlib
 import io
 import json
 import re
+import resource
+import shutil
 import struct
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx2
 import mirror
@@ -148,6 +153,54 @@ def test_more_than_was_said_is_refused(way: str, server: Mirror, tmp_path: Path)
     said = refused(tmp_path)
     assert "more comes as" in said or (way == "pip" and "another hash" in said)
     assert server.sent[NAME] < len(CONTENT) + (64 << 20) or way == "pip"
+
+
+def test_no_room_is_known_before_anything_comes(
+    way: str, server: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(4096))
+    assert "600.8 kB are to be fetched and the disk of" in refused(tmp_path)
+    assert not server.asked
+
+
+def usage(free: int) -> SimpleNamespace:
+    return SimpleNamespace(free=free)
+
+
+def test_a_disk_that_fills_up(server: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(server, monkeypatch, "index")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        with pytest.raises(HubError, match=r"no room on the disk .*the same command goes on from here"):
+            get(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    get(tmp_path)
+    [first, second] = [a.range for a in server.asked_for(NAME)]
+    assert (first, second) == (None, "bytes=200000-")
+
+
+def test_folders_of_pip_come_and_go(tmp_path: Path) -> None:
+    """While it is looked how much has come."""
+    going = threading.Event()
+
+    def pip() -> None:
+        while not going.is_set():
+            (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+            shutil.rmtree(tmp_path / "a")
+
+    churn = threading.Thread(target=pip)
+    churn.start()
+    try:
+        looks = iter([None] * 3000)
+        process = cast("subprocess.Popen[bytes]", SimpleNamespace(poll=lambda: next(looks, 0)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wheel_module, "LOOK_S", 0)
+            wheel_module._watch(process, WHEEL, tmp_path, lambda file, here: None)
+    finally:
+        going.set()
+        churn.join()
 
 
 def test_another_file_under_the_name_is_refused(
