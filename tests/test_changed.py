@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import changed
 import pytest
+from modules import ROOT
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ import pytest
     ],
 )
 def test_what_a_change_can_break_is_run(path: str, test: str) -> None:
-    assert changed.ROOT / "tests" / test in changed.broken_by([path])
+    assert ROOT / "tests" / test in changed.broken_by([path])
 
 
 @pytest.mark.parametrize(
@@ -43,4 +44,4 @@ def test_what_a_change_can_break_is_run(path: str, test: str) -> None:
     ],
 )
 def test_what_it_cannot_break_is_not(path: str, test: str) -> None:
-    assert changed.ROOT / "tests" / test not in changed.broken_by([path])
+    assert ROOT / "tests" / test not in changed.broken_by([path])
