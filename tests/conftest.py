@@ -203,7 +203,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Say what was built that is usually restored."""
     lines = [line.split() for line in _builds()[config.stash[_BUILT_BEFORE] :]]
     if stale := [(name, int(seconds)) for name, seconds in lines if name in KEPT]:
-        terminalreporter.write_sep("=", "kept artifacts are not of this code", yellow=True)
+        terminalreporter.write_sep("=", "kept artifacts are not of this code, or not of this processor", yellow=True)
         terminalreporter.line(
             f"{len(stale)} of {len(KEPT)} were built from source, which took {sum(s for _, s in stale)} s, among them "
             f"{stale[0][0]}: scripts/keep makes tests/data/artifacts anew"
