@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ssmd.model.state import StateError
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.protocol import Device, ProgramError, check_threads
 from ssmd_wgpu import library
@@ -44,7 +45,11 @@ class WgpuRuntime:
                 raise ProgramError(f"artifact {artifact.path} has no {name}; build it again")
         plan = PackedPlan.open(artifact.file(PLAN))
         half = any(t.dtype == "float16" for t in manifest.spec.rows)
-        if plan.spec("float16" if half else "float32").to_json() != manifest.spec.to_json():
+        try:
+            spec = plan.spec("float16" if half else "float32")
+        except StateError as err:
+            raise ProgramError(f"artifact {artifact.path}: its plan makes no sense, {err}; build it again") from err
+        if spec.to_json() != manifest.spec.to_json():
             raise ProgramError(
                 f"artifact {artifact.path}: its plan has another state than its manifest; build it again"
             )

@@ -24,6 +24,7 @@ from ssmd.families import (
 from ssmd.families.fields import FamilyError
 from ssmd.families.weights import Binding, given
 from ssmd.model.plan import Plan, first_problem
+from ssmd.model.state import StateError
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class Family:
     def plan(self, config: Any) -> Plan:
         """Describe the model of a config: layers, state, parameters. Raises FamilyError if it makes none."""
         with _said():
-            return self.describe(config)
+            plan = self.describe(config)
+            plan.spec("float32")  # which MLPs alone do not make
+        return plan
 
     def tables(self, config: Any, context: int) -> dict[str, Binding]:
         """Make what a graph for `context` tokens holds beside its parameters and follows from the config alone: where
@@ -61,11 +64,12 @@ class Family:
 
 @contextmanager
 def _said() -> Iterator[None]:
-    """Raise FamilyError where a part of a plan refuses a size."""
+    """Raise FamilyError where a part of a plan refuses a size, or the whole has no state."""
     try:
         yield
-    except ValidationError as err:
-        raise FamilyError(f"config.json makes no model that can be: {first_problem(err)}") from err
+    except (ValidationError, StateError) as err:
+        why = first_problem(err) if isinstance(err, ValidationError) else str(err)
+        raise FamilyError(f"config.json makes no model that can be: {why}") from err
 
 
 FAMILIES = {

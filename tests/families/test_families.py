@@ -410,6 +410,7 @@ def test_bindings_read_every_tensor_and_no_other(tmp_path: Path, variant: str) -
         ({**QWEN3, "rms_norm_eps": 2.0}, "eps: Input should be less than or equal to 1"),
         ({**MAMBA2, "expand": 1 << 20, "num_heads": 1, "head_dim": "auto"}, "head_dim: Input should be less than"),
         ({**MAMBA, "num_hidden_layers": 2000}, "layers: Tuple should have at most 1024 items"),
+        ({**NEMOTRON_H, "layers_block_type": ["mlp"] * 2}, "a state specification needs at least one tensor"),
     ],
 )
 def test_a_config_that_makes_no_model_is_refused_by_part(config: dict[str, Any], said: str) -> None:

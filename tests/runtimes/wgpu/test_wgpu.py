@@ -396,6 +396,11 @@ def test_a_plan_with_another_state_than_its_manifest(granite: Artifact, tmp_path
     (folder / "plan.json").write_text(json.dumps(fields))
     with pytest.raises(ProgramError, match="another state than its manifest"):
         WgpuRuntime().load(Artifact(folder, granite.manifest))
+    twice, alone = ({**fields["layers"][1], "mixers": fields["layers"][1]["mixers"] * n} for n in (2, 0))
+    for layer, said in ((twice, "state tensor names repeat"), (alone, "needs at least one tensor")):
+        (folder / "plan.json").write_text(json.dumps(fields | {"layers": [layer]}))
+        with pytest.raises(ProgramError, match=f"{said}.*build it again"):
+            WgpuRuntime().load(Artifact(folder, granite.manifest))
     (folder / "plan.json").write_text(json.dumps(fields | {"layers": [fields["layers"][1]] * 2000}))
     with pytest.raises(ProgramError, match="layers"):
         WgpuRuntime().load(Artifact(folder, granite.manifest))
