@@ -17,7 +17,7 @@ def linear() -> Run:
     """x @ weight.T + bias: x (..., K), weight (N, K), bias (N,)."""
 
     def run(x: Array, weight: Array, bias: Array | None) -> Array:
-        y = x @ weight.T  # (..., N)
+        y = _product(x, weight.T)  # (..., N)
         return y if bias is None else y + bias
 
     return run
@@ -36,7 +36,24 @@ def matmul(transpose_x: Any, transpose_y: Any) -> Run:
     def swapped(a: Array, wanted: Any) -> Array:
         return a.swapaxes(-1, -2) if wanted and a.ndim > 1 else a
 
-    return lambda x, y: swapped(x, transpose_x) @ swapped(y, transpose_y)
+    return lambda x, y: _product(swapped(x, transpose_x), swapped(y, transpose_y))
+
+
+def _product(x: Array, y: Array) -> Array:
+    """x @ y, each sum from its first term to its last: (..., M, K) @ (..., K, N) -> (..., M, N).
+
+    Matrix kernels add so, with one accumulator for each output. What numpy calls adds in an order that differs from
+    processor to processor; two cumulative sums, made as products with a triangle of ones, then no longer share the
+    rounding of the terms that they share, and their difference is as wrong as the larger one.
+    """
+    if x.ndim < 2 or y.ndim < 2 or x.shape[-1] != y.shape[-2] or not x.shape[-1] or x.dtype != np.float32:
+        return np.asarray(x @ y)
+    total = x[..., :, :1] * y[..., :1, :]
+    term = np.empty_like(total)
+    for k in range(1, x.shape[-1]):
+        np.multiply(x[..., :, k : k + 1], y[..., k : k + 1, :], out=term)
+        total += term
+    return np.asarray(total)
 
 
 @operation("einsum", "values*:float", equation=REQUIRED)
