@@ -52,4 +52,4 @@ def has_pip() -> bool:
 
 def _in_a_clone() -> bool:
     """Whether this runs in the environment that a clone's scripts/setup makes and fills."""
-    return (ROOT / "scripts" / "setup").is_file() and Path(sys.prefix) == ROOT / ".venv"
+    return (ROOT / "scripts" / "setup").is_file() and Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()

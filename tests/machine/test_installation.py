@@ -30,10 +30,13 @@ def test_an_extra_stands_for_what_pyproject_says() -> None:
     assert extra("nothing") == ()
 
 
-def test_a_clone_has_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clone_has_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
     assert to_add("openvino") == "scripts/setup openvino"
     assert to_add("litert", "build") == "scripts/setup litert build"
+    (tmp_path / "link").symlink_to(ROOT)  # as where a home folder is one
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "link" / ".venv"))
+    assert to_add("openvino") == "scripts/setup openvino"
     monkeypatch.setattr(sys, "prefix", "/another/environment")  # which the script would not fill
     assert to_add("openvino").endswith(f" {shlex.join(extra('openvino'))}")
 
