@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 from conftest import TinyArtifacts
 from contract.driving import Case
-from engine.test_engine import Answer, ask, user
+from engine.test_engine import Answer, Asked, user
 from engine.test_rerender import THINKING, with_template
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -44,6 +44,7 @@ from ssmd.engine.request import Rejected
 from ssmd.engine.sampling import SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
+from ssmd.sessions.checkpoint import Ids
 from ssmd.sessions.files.transfer import Local, export_session, import_session
 from ssmd.sessions.fsck.check import examine
 from ssmd.sessions.fsck.repair import check
@@ -335,14 +336,15 @@ class Sessions(RuleBasedStateMachine):
         self.recorder.begun.clear()
         sampling = SamplingParams(temperature=1.0, seed=int(seed * 2**20))
         try:
-            answer = ask(self.engine, *messages, sampling=sampling, session=session, n=n, **fields)
+            asked = Asked(self.engine, *messages, sampling=sampling, session=session, n=n, **fields)
         except Rejected as err:
             if err.code != "context_length_exceeded":
                 raise
             return
+        prompt, answer = asked.generation.asked.prompt.ids, asked.answer()
         if fields.get("store", True):
             self.placed(messages, answer, wanted, n)
-            self.resumed(answer, stored, n)
+            self.resumed(answer, prompt, stored, n)
         else:
             assert (answer.usage.session, answer.usage.stored) == (None, False)
         assert answer.usage.cached_tokens in self.recorder.begun, "what was cached is what was restored"
@@ -404,16 +406,17 @@ class Sessions(RuleBasedStateMachine):
         with self.store.reading() as connection:
             return states_in(connection)
 
-    def resumed(self, answer: Answer, stored: list[tuple[bytes, str]], n: int) -> None:
-        """It began at the deepest state there was for it, and the next request finds one as deep as can be."""
+    def resumed(self, answer: Answer, prompt: Ids, stored: list[tuple[bytes, str]], n: int) -> None:
+        """It began at the deepest state there was for it, and the next request finds one as deep as can be.
+
+        prompt: as it was asked. The turn may have been rerendered since, with reasoning that the echo left out.
+        """
         session = str(answer.usage.session)
         own = ("", self.store.session(session).info.imported)
         with self.store.reading() as connection:  # of one moment: a rerender may come at any
             turns, now = read_tree(connection, session)[-n:], states_in(connection)
-        prompt = turns[0].ids[: turns[0].prompt_tokens]
-        kept = [one for one in stored if one in set(now)]  # making room may have taken some
-        fitting = [len(ids) // 4 for ids, origin in kept if origin in own and prompt[:-1].tobytes().startswith(ids)]
-        assert answer.usage.cached_tokens >= max(fitting, default=0)  # more if a turn was rerendered in between
+        fitting = [len(ids) // 4 for ids, origin in stored if origin in own and prompt[:-1].tobytes().startswith(ids)]
+        assert answer.usage.cached_tokens == max(fitting, default=0)
         there = {ids for ids, origin in now if origin in own} if self.quota is None else None
         for turn in turns:
             assert there is None or not there.isdisjoint({turn.ids.tobytes(), turn.ids[:-1].tobytes()})
@@ -486,6 +489,25 @@ def test_sessions_that_share_rows_are_collected(machine: type[Sessions]) -> None
     for what, seed in COLLECTED:
         getattr(sessions, what)(random.Random(seed))
         sessions.sound()
+    sessions.teardown()
+
+
+def test_a_turn_is_rerendered_before_anyone_looks(machine: type[Sessions], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reasoning that its echo left out: the state after that was there, and no state of what was asked."""
+    sessions = machine()
+    resumed = sessions.resumed
+
+    def longest() -> Talk:
+        return max((talk for turns in sessions.model.values() for talk in turns.values()), key=len)
+
+    def late(*args: Any) -> None:
+        sessions.quiet()
+        resumed(*args)
+
+    monkeypatch.setattr(sessions, "resumed", late)
+    sessions.two_conversations(0)
+    sessions.say((*longest(), user("Why?"), Message("assistant", "<think>\nWhy?\n</think>\n\nWell")), 0, max_tokens=4)
+    sessions.say((*plain(longest()), user("And now?")), 0, max_tokens=2)
     sessions.teardown()
 
 
