@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import stat
@@ -138,6 +139,16 @@ def test_whoever_stops_in_the_middle_of_a_state_leaves_no_reader(store: Store, m
         next(parts)
     assert "ssmd-read" not in {thread.name for thread in threading.enumerate()}, "it reads on a connection given back"
     assert list(parts) == []
+
+
+def test_any_number_of_readers_keep_no_writer_waiting(store: Store) -> None:
+    """As many requests as the server has threads may be planned at once, each in a snapshot while it is tokenised."""
+    chat = Chat(store, "s1", HYBRID)
+    with contextlib.ExitStack() as planned:
+        for _ in range(40):
+            planned.enter_context(store.snapshot()).find(chat.scope, [1, 2, 3])
+        chat.say("t1", None, "hi", "hello")
+    check_prefix_found(store, chat, "t1")
 
 
 def test_a_checkpoint_written_ahead_is_only_linked_later(store: Store, spec: StateSpec) -> None:

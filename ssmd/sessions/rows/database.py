@@ -48,7 +48,9 @@ def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
     except OSError as err:
         raise StoreError(f"cannot use {file} for sessions: {err.strerror}; check that you may write there") from err
     engine = create_engine(
-        URL.create("sqlite", database=str(file)), connect_args={"timeout": busy_ms / 1000, "check_same_thread": False}
+        URL.create("sqlite", database=str(file)),
+        connect_args={"timeout": busy_ms / 1000, "check_same_thread": False},
+        max_overflow=-1,  # threads bound them: one that plans a request holds one while it tokenises, none waits for it
     )
     event.listen(engine, "connect", _on_connect)
     event.listen(engine, "begin", _on_begin)
