@@ -15,6 +15,7 @@ from serving import Answer, Served, serving
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics
+from ssmd.engine.persistence import Persistence
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import get_runtime
 from ssmd.server import create_app
@@ -81,6 +82,20 @@ def soon(condition: Callable[[], bool], within_s: float = 10) -> None:
 def idle(one: Daemon) -> bool:
     queue = one.engine.metrics.snapshot()["queue"]
     return bool(queue["running"] == queue["waiting"] == 0)
+
+
+def quiet(one: Daemon) -> None:
+    """Wait until the engine has done all that nobody waits for, and the store holds it."""
+    persistence = one.engine._persistence
+    assert isinstance(persistence, Persistence)
+    rerenderer = persistence._rerenderer
+
+    def idles() -> bool:
+        with rerenderer._lock:
+            return not (one.engine._queue.unfinished or rerenderer._waiting or rerenderer._turn)
+
+    soon(idles, within_s=60)
+    persistence._writer.flush()
 
 
 def events(raw: bytes) -> list[bytes]:
