@@ -42,7 +42,7 @@ class Restorer:
     def steps(
         self, found: Found | None, ids: Ids, session: str | None
     ) -> Generator[None, None, tuple[Found, Handle] | None]:
-        """Load part by part, as `load` does; closed before its end, it has released what it had."""
+        """Load part by part, as `load` does. Closed before its end, or failing, it has released what it had."""
         if found is None:
             return None
         try:
@@ -55,14 +55,14 @@ class Restorer:
                             self._program.fill(handle, part)
                             yield
                     return candidate, handle
-                except GeneratorExit:
-                    if handle is not None:
-                        self._program.release(handle)
-                    raise
                 except (StoreError, StateError) as err:
                     log.error("checkpoint %s cannot be used, the next best is: %s", candidate.id, err)
                     if handle is not None:
                         self._program.release(handle)
+                except BaseException:  # nobody wants it any more, or the device is lost: whoever waits is told
+                    if handle is not None:
+                        self._program.release(handle)
+                    raise
         except StoreError as err:
             log.error("no other checkpoint can be looked up, the prompt is read whole: %s", err)
         return None

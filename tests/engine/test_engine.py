@@ -25,7 +25,7 @@ from ssmd.engine.rerender import Rerenderer
 from ssmd.engine.sampling import SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part
-from ssmd.runtime.protocol import Handle, Program, get_runtime
+from ssmd.runtime.protocol import Handle, Program, StateLost, get_runtime
 from ssmd.sessions import store as store_module
 from ssmd.sessions.rows.checkpoints import Placed
 from ssmd.sessions.rows.schema import checkpoint
@@ -552,30 +552,39 @@ def test_the_next_best_checkpoint_stands_in_for_damaged_ones(engine: Engine, sto
     assert answer.text == right.text
 
 
-def test_who_leaves_while_a_state_is_restored_leaves_nothing_behind(
-    engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def held(loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
+    """The handles that were reserved for stored states and not released yet."""
     program = loaded[1]
-    first = ask(engine, user("Remember me."))
-    entered, go_on = threading.Event(), threading.Event()
-    held: list[Handle] = []
-    reserve, fill, release = program.reserve, program.fill, program.release
+    found: list[Handle] = []
+    reserve, release = program.reserve, program.release
 
     def reserved(position: int) -> Handle:
-        held.append(reserve(position))
-        return held[-1]
+        found.append(reserve(position))
+        return found[-1]
+
+    def released(handle: Handle) -> None:
+        found[:] = [one for one in found if one is not handle]
+        release(handle)
+
+    monkeypatch.setattr(program, "reserve", reserved)
+    monkeypatch.setattr(program, "release", released)
+    return found
+
+
+def test_who_leaves_while_a_state_is_restored_leaves_nothing_behind(
+    engine: Engine, loaded: tuple[Artifact, Program], held: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ask(engine, user("Remember me."))
+    entered, go_on = threading.Event(), threading.Event()
+    fill = loaded[1].fill
 
     def filled(handle: Handle, part: Part) -> None:
         entered.set()
         assert go_on.wait(60)
         fill(handle, part)
 
-    def released(handle: Handle) -> None:
-        held[:] = [one for one in held if one is not handle]
-        release(handle)
-
-    for name, watched in (("reserve", reserved), ("fill", filled), ("release", released)):
-        monkeypatch.setattr(program, name, watched)
+    monkeypatch.setattr(loaded[1], "fill", filled)
     gone = Asked(engine, user("Remember me."), answered(first.text), user("Do you?"))
     assert entered.wait(60)
     gone.generation.cancel()
@@ -583,6 +592,24 @@ def test_who_leaves_while_a_state_is_restored_leaves_nothing_behind(
     assert held, "the state is restored while nobody wants it any more"
     go_on.set()
     soon(lambda: not held)
+
+
+def test_a_restore_that_fails_ends_its_request_and_leaves_nothing_behind(
+    engine: Engine, loaded: tuple[Artifact, Program], held: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ask(engine, user("Remember me."))
+    talk = user("Remember me."), answered(first.text), user("Do you?")
+
+    def broken(*_: object) -> None:
+        raise StateLost("the device is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loaded[1], "fill", broken)
+        failed = ask(engine, *talk)
+    assert isinstance(failed.end, Failed)
+    assert (failed.end.error.status, failed.end.error.code) == (503, "device_lost")
+    soon(lambda: not held)
+    assert ask(engine, *talk).usage.resume == "exact"
 
 
 def test_a_failing_step_ends_its_request_alone(
