@@ -473,11 +473,17 @@ def test_a_request_need_not_wait_for_the_whole_warm_up(
 
 
 def test_two_requests_interleave(engine: Engine, endless: SamplingParams) -> None:
-    slow = Asked(engine, user("A long one."), max_tokens=300, sampling=endless)
+    over = threading.Event()  # a tiny model's 300 tokens would be out before a busy disk has the other answer
+
+    def lingers() -> None:
+        over.wait(0.05)
+
+    slow = Asked(engine, user("A long one."), before=lingers, max_tokens=300, sampling=endless)
     assert isinstance(slow.next(), Delta)
     quick = ask(engine, user("A short one."), max_tokens=3)
     assert isinstance(quick.end, Done)
     slow.generation.cancel()
+    over.set()
     assert 0 < slow.answer().usage.completion_tokens < 300
 
 
