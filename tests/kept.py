@@ -48,6 +48,14 @@ RUNTIME_CODE = (
     *("build", "weights_on_disk", "constants", "recipe", "convert", "lint", "xamba", "piecewise", "stacks"),
     *("pack", "plan", "reference", "package"),
 )
+# What a build reaches besides, and no key sees, for it changes often and seldom what is built: what runs an artifact,
+# and the names of its parts. test_reproducibility.py builds one of each runtime, and finds what it did change.
+UNSEEN = (
+    *("ssmd.machine.*", "ssmd.runtime.*", "ssmd.text.*", "ssmd.refit.*", "ssmd.model.random_source"),
+    *("ssmd.families.registry", "ssmd_*.runtime", "ssmd_*.library", "ssmd_*.graph"),
+    *("ssmd_litert.managed", "ssmd_litert.weight_cache", "ssmd_openvino.compile", "ssmd_openvino.devices"),
+    *("ssmd_coreml.backend", "ssmd_coreml.program"),
+)
 PACKAGES = ("ssmd-daemon", "torch", "transformers", "tokenizers")
 RUNTIME_PACKAGES = {
     "litert": ("litert-torch", "ai-edge-quantizer"),
@@ -58,9 +66,9 @@ RUNTIME_PACKAGES = {
 
 
 def key(runtime: str, family: str, request: tuple[object, ...]) -> str:
-    """A digest of all that an artifact is made of: code without comments and docstrings, packages, what is asked for.
+    """A digest of what an artifact is made of: code without comments and docstrings, packages, what is asked for.
 
-    `runtime` as in `ssmd build`. Another family changes no key.
+    `runtime` as in `ssmd build`. Another family changes no key, nor does what is UNSEEN.
     """
     package = {"npu": "openvino"}.get(runtime, runtime)
     return hashlib.sha256(repr((request, _made_by(package, family))).encode()).hexdigest()[:16]
@@ -68,20 +76,24 @@ def key(runtime: str, family: str, request: tuple[object, ...]) -> str:
 
 @cache
 def _made_by(package: str, family: str) -> str:
-    patterns = (*CODE, *(f"runtimes/ssmd_{package}/{name}.py" for name in RUNTIME_CODE))
-    files = {f for pattern in patterns for f in ROOT.glob(pattern)} | _of_family(family)
     digest = hashlib.sha256(repr([(p, _version(p)) for p in PACKAGES + RUNTIME_PACKAGES.get(package, ())]).encode())
-    for file in sorted(files):
+    for file in sorted(files(package, family)):
         digest.update(f"\n{file.relative_to(ROOT)}\n{code_of(file.read_text('utf-8'))}".encode())
     return digest.hexdigest()
+
+
+def files(package: str, family: str) -> set[Path]:
+    """The code that a key sees."""
+    patterns = (*CODE, *(f"runtimes/ssmd_{package}/{name}.py" for name in RUNTIME_CODE))
+    return {f for pattern in patterns for f in ROOT.glob(pattern)} | _of_family(family)
 
 
 def _of_family(family: str) -> set[Path]:
     """Its own file, those of other families that it imports, and what all share; not the list of all families."""
     own = {name for name, _ in tiny.VARIANTS.values()}
     reached = reached_from([f"ssmd.families.{family}"])
-    files = (ROOT / FAMILIES).glob("*.py")
-    return {f for f in files if f.stem != "registry" and (f.stem not in own or f"ssmd.families.{f.stem}" in reached)}
+    every = (ROOT / FAMILIES).glob("*.py")
+    return {f for f in every if f.stem != "registry" and (f.stem not in own or f"ssmd.families.{f.stem}" in reached)}
 
 
 def code_of(text: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import kept
@@ -14,6 +15,7 @@ import pytest
 import tiny
 from build.test_reproducibility import check_same, hashes, python
 from conftest import BUILT, KEPT, TinyArtifacts
+from modules import MODULES, reached_from
 
 
 @pytest.mark.full
@@ -80,6 +82,15 @@ def test_another_key_for_other_code_packages_and_requests(monkeypatch: pytest.Mo
     monkeypatch.setattr(kept, "version", lambda package: "0")
     assert made.key != before["litert"]
     kept._made_by.cache_clear()
+
+
+@pytest.mark.parametrize("runtime", kept.RUNTIME_PACKAGES)
+def test_a_key_sees_what_a_build_reaches_or_says_why_not(runtime: str) -> None:
+    families = {family for family, _ in tiny.VARIANTS.values()}
+    seen = {file for family in families for file in kept.files(runtime, family)}
+    reached = reached_from([f"ssmd_{runtime}.build", "ssmd.build.builder", "ssmd.authoring.model"])
+    unseen = {name for name in reached if MODULES[name] not in seen}
+    assert not [name for name in unseen if not any(fnmatch(name, pattern) for pattern in kept.UNSEEN)]
 
 
 def test_comments_and_docstrings_are_no_code() -> None:
