@@ -63,7 +63,9 @@ def pull(
     said: dict[str, object] = {"name": name}
     say = _silent if as_json else typer.echo
     if name == smollm2.NAME and folder is None and to is None:
-        _some_runtime(runtime or "auto")  # before anything is fetched for none
+        if not _some_runtime(runtime or "auto") and runtime is not None:  # before anything is fetched for none
+            why = catalog.unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
+            fail(f"{why}; with PyTorch it can be built: ssmd build {name} --runtime {runtime}")
     with _source(name, revision, folder, to, settings, said, say) as path:
         known = said.get("path", path)
         artifact = None
@@ -199,7 +201,7 @@ def _some_runtime(wanted: str) -> bool:
     packer = packer_of(wanted)
     names = catalog.RUNTIMES if wanted == "auto" else [wanted]
     device = "cpu" if packer is None else packer.device_class
-    if any(catalog.unusable(name, device) == "" for name in names):
+    if any((packer or name in catalog.RUNTIMES) and catalog.unusable(name, device) == "" for name in names):
         return True
     if wanted != "npu":
         get_runtime(names[0])

@@ -418,6 +418,16 @@ def test_nothing_is_fetched_for_a_build_that_cannot_be(server: Mirror, tmp_path:
     assert not server.asked
 
 
+@pytest.mark.parametrize("runtime", ["npu", "coreml"])
+def test_nothing_is_fetched_for_a_runtime_without_a_graph(runtime: str, server: Mirror, tmp_path: Path) -> None:
+    where = {"PIP_INDEX_URL": f"{server.url}/simple", "HF_ENDPOINT": server.url}
+    code, out, [said] = command(tmp_path, "pull", "smollm2", "--runtime", runtime, **where)
+    assert (code, out) == (1, "")
+    assert re.search("no stripped graphs for|Core ML cannot execute here|not installed", said)
+    assert runtime == "coreml" or said.endswith(f"it can be built: ssmd build smollm2 --runtime {runtime}")
+    assert not server.asked
+
+
 def test_a_name_is_not_fetched_that_was_not_given(server: Mirror, tmp_path: Path) -> None:
     """Neither for no name, nor for one that is nearly right."""
     where = {"PIP_INDEX_URL": f"{server.url}/simple", "HF_ENDPOINT": server.url}
