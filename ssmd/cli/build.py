@@ -102,7 +102,7 @@ def _source(checkpoint: str, revision: str | None, settings: Settings) -> Iterat
     """The folder of the source checkpoint: SmolLM2's lives as long as it is needed."""
     from ssmd.model import smollm2
 
-    if checkpoint != smollm2.NAME or Path(checkpoint).is_dir():
+    if checkpoint != smollm2.NAME or revision is not None or Path(checkpoint).is_dir():
         yield _folder(checkpoint, revision, settings)
         return
     with smollm2_source(settings, typer.echo) as folder:

@@ -146,7 +146,7 @@ def _source(
         said["path"] = str(folder)
         yield folder
         return
-    if name == smollm2.NAME and to is None:
+    if name == smollm2.NAME and to is None and revision == "main":
         with smollm2_source(settings, say) as path:
             yield path
         return

@@ -428,6 +428,16 @@ def test_nothing_is_fetched_for_a_runtime_without_a_graph(runtime: str, server: 
     assert not server.asked
 
 
+def test_a_revision_is_that_of_the_hub(server: Mirror, tmp_path: Path) -> None:
+    where = {"PIP_INDEX_URL": f"{server.url}/simple", "HF_ENDPOINT": server.url}
+    code, _, [said] = command(tmp_path, "pull", "smollm2", "--revision", "v2", **where)
+    assert (code, said[:25]) == (1, "error: there is no model ")
+    assert [a.path for a in server.asked] == ["/api/models/HuggingFaceTB/SmolLM2-135M-Instruct/revision/v2"]
+    code, _, [said] = command(tmp_path, "build", "smollm2", "--revision", "v2", **where)
+    assert (code, said[:48]) == (1, "error: --revision is for a model on the hub; smo")
+    assert len(server.asked) == 1
+
+
 def test_a_name_is_not_fetched_that_was_not_given(server: Mirror, tmp_path: Path) -> None:
     """Neither for no name, nor for one that is nearly right."""
     where = {"PIP_INDEX_URL": f"{server.url}/simple", "HF_ENDPOINT": server.url}
