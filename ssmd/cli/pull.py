@@ -62,10 +62,10 @@ def pull(
         fail("--to only fetches: leave out --from and --runtime", 2)
     said: dict[str, object] = {"name": name}
     say = _silent if as_json else typer.echo
-    if name == smollm2.NAME and folder is None and to is None:
-        if not _some_runtime(runtime or "auto") and runtime is not None:  # before anything is fetched for none
-            why = catalog.unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
-            fail(f"{why}; with PyTorch it can be built: ssmd build {name} --runtime {runtime}")
+    # before anything is fetched for none
+    if name == smollm2.NAME and folder is None and to is None and not _some_runtime(runtime or "auto") and runtime:
+        why = catalog.unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
+        fail(f"{why}; with PyTorch it can be built: ssmd build {name} --runtime {runtime}")
     with _source(name, revision, folder, to, settings, said, say) as path:
         known = said.get("path", path)
         artifact = None
