@@ -102,7 +102,7 @@ class Planner:
             except StoreError as err:
                 if isinstance(err, UnknownSession) and request.session is not None:
                     raise _unknown(request.session) from err
-                log.error("the session store cannot be read; the request is answered with what was: %s", err)
+                log.error("the session store cannot be read, the request is answered with what was read of it: %s", err)
         if shown is None:
             shown = self._show(place)
         new = place.matched.new

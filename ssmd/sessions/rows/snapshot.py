@@ -16,7 +16,8 @@ from ssmd.text.messages import Message
 class Snapshot:
     """All that is read of one snapshot belongs together: what others write or remove meanwhile is not seen.
 
-    All methods raise StoreError.
+    Methods raise StoreError for rows that are not there or make no sense. What the database itself refuses becomes one
+    where `Store.snapshot` ends: catch it around that.
     """
 
     def __init__(self, connection: Connection) -> None:
