@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sqlite3
 import stat
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +146,7 @@ def test_whoever_stops_in_the_middle_of_a_state_leaves_no_reader(store: Store, m
 def test_any_number_of_readers_keep_no_writer_waiting(store: Store) -> None:
     """As many requests as the server has threads may be planned at once, each in a snapshot while it is tokenised."""
     chat = Chat(store, "s1", HYBRID)
-    with contextlib.ExitStack() as planned:
+    with ExitStack() as planned:
         for _ in range(40):
             planned.enter_context(store.snapshot()).find(chat.scope, [1, 2, 3])
         chat.say("t1", None, "hi", "hello")
@@ -566,6 +568,28 @@ class TestDelete:
         found = store.find(one.scope, [*one.turns["t1"].ids.tolist(), 499], None)
         assert found is not None
         assert found.position == 23
+
+    def test_a_long_reader_delays_erasing_and_no_writer(self, store: Store, tmp_path: Path) -> None:
+        chats = [Chat(store, name, HYBRID) for name in ("s1", "s2", "s3")]
+        for chat in chats:
+            chat.say(f"{chat.info.id}t0", None, f"I am {chat.info.id}", "hello")
+        with (
+            closing(Store.open(tmp_path / "data", busy_ms=600)) as other,
+            ThreadPoolExecutor(1) as thread,
+            store.snapshot() as stored,
+        ):
+            assert stored.info("s1")
+            thread.submit(other.delete, "s1")
+            removing = thread.submit(other.delete, "s2")
+            commits: list[float] = []
+            while not removing.done():
+                start, n = time.monotonic(), len(commits)
+                chats[2].say(f"s3t{n + 1}", f"s3t{n}", "more", "sure")
+                commits.append(time.monotonic() - start)
+                time.sleep(0.05)
+            removing.result()
+            assert max(commits) < 1, "removing two sessions, it would keep others from writing for 1.2 s"
+        assert [s.id for s in store.sessions()] == ["s3"]
 
     def test_bytes_come_back_and_nothing_can_be_read_any_more(self, tmp_path: Path) -> None:
         wide = StateSpec((TensorSpec("ssm_0", "ssm", 0, (64, 1000)),))

@@ -8,6 +8,7 @@ the pages of the tables that hold text are looked through, and if one has a copy
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +17,7 @@ from sqlalchemy import Connection
 
 TEXT_TABLES = ("session", "turn", "reply", "checkpoint")  # a checkpoint holds the ids that were fed
 PAGES_AT_ONCE = 2048  # 32 MiB: one to two seconds, in which nothing else can be written
+IDLE_WAIT_MS = 200  # for those that read, when nobody waits for it
 _LEAF, _INTERIOR = 0x0D, 0x05  # pages of a table's b-tree: https://www.sqlite.org/fileformat2.html#b_tree_pages
 _NOT_NOW = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
 
@@ -37,14 +39,14 @@ def erase(cursor: Any, file: Path, *, idle: bool) -> None:
     """
     try:
         (owed,) = cursor.execute("PRAGMA user_version").fetchone()
-        if not empty_log(cursor):
+        if not empty_log(cursor, idle=idle):
             return
         copied, pages = _look_through(cursor, file)
         if copied:
             if pages > PAGES_AT_ONCE and not idle:
                 return
             _rewrite(cursor)
-            if not empty_log(cursor):
+            if not empty_log(cursor, idle=idle):
                 return
         cursor.execute("BEGIN IMMEDIATE")
         if cursor.execute("PRAGMA user_version").fetchone() == (owed,):  # nothing was removed meanwhile
@@ -58,11 +60,24 @@ def erase(cursor: Any, file: Path, *, idle: bool) -> None:
             cursor.execute("ROLLBACK")
 
 
-def empty_log(cursor: Any) -> bool:
-    """The whole log into the file, free pages off the file's end; False if another process is in the way."""
+def empty_log(cursor: Any, *, idle: bool = False) -> bool:
+    """The whole log into the file, free pages off the file's end; False if others that read or write are in the way.
+
+    It waits for them as long as the connection waits for a lock; when idle only a moment, as the store's writer may be
+    needed. SQLite's own way to wait for readers keeps the write lock meanwhile, so this tries again and again.
+    """
     cursor.executescript("PRAGMA incremental_vacuum")  # execute() would stop after the first page
-    ((busy, *_),) = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    return not busy
+    (busy_ms,) = cursor.execute("PRAGMA busy_timeout").fetchone()
+    deadline = time.monotonic() + (min(busy_ms, IDLE_WAIT_MS) if idle else busy_ms) / 1000
+    cursor.execute("PRAGMA busy_timeout=0").fetchall()
+    try:
+        while True:
+            ((busy, *_),) = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            if not busy or time.monotonic() >= deadline:
+                return not busy
+            time.sleep(0.01)
+    finally:
+        cursor.execute(f"PRAGMA busy_timeout={busy_ms}").fetchall()
 
 
 def _look_through(cursor: Any, file: Path) -> tuple[bool, int]:
