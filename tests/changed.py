@@ -20,7 +20,7 @@ from modules import ALL, MODULES, ROOT, module_of, reached_from
 ALWAYS = {ROOT / "tests" / name for name in ("test_house.py", "test_words.py", "machine/test_installation.py")}
 ALL_TESTS = ("pyproject.toml", "tests/conftest.py", "tests/modules.py", "scripts/test", "scripts/setup")
 EVALUATOR = ("tests/mil/", "pyproject.toml")  # which says what coremltools is
-PROCESS = re.compile(r'"-m", "ssmd"|daemon_process|evaluated\.SSMD|import SSMD')
+PROCESS = re.compile(r'"-m", "ssmd"|import commands|daemon_process|evaluated\.SSMD|import SSMD')
 ARTIFACTS = re.compile(r"\bartifacts\b|\bget_runtime\b")
 NAMED = {r"openvino|npu": "ssmd_openvino", "wgpu": "ssmd_wgpu", "coreml|evaluated": "ssmd_coreml", "": "ssmd_litert"}
 BUILDERS = ("ssmd.build.", "ssmd.authoring.", "ssmd.families.")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import commands
 import pytest
 from conftest import TinyArtifacts
 from test_server import environment
@@ -34,10 +35,7 @@ def home(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def ssmd(home: Path, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ssmd", *arguments]
-    return subprocess.run(
-        command, env=environment(home), input=given, capture_output=True, text=True, timeout=120, check=False
-    )
+    return commands.ssmd(*arguments, env=environment(home), given=given)
 
 
 def good(home: Path, *arguments: str, given: str = "") -> str:
@@ -168,10 +166,7 @@ def test_run_refuses_what_it_cannot_do(home: Path) -> None:
 
 
 def ssmd_with(home: Path, extra: dict[str, str], *arguments: str) -> str:
-    command = [sys.executable, "-m", "ssmd", *arguments]
-    done = subprocess.run(
-        command, env={**environment(home), **extra}, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = commands.ssmd(*arguments, env={**environment(home), **extra})
     assert done.returncode == 1
     return done.stderr
 

@@ -6,11 +6,11 @@ import json
 import os
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import commands
 import pytest
 from cli.test_session_cli import Ssmd
 from conftest import TinyArtifacts
@@ -146,8 +146,7 @@ def test_another_model_and_reread(artifacts: TinyArtifacts, tmp_path: Path) -> N
         (folder / name / "litert-cpu-f32").symlink_to(artifacts[f"{name}-f32"])
 
     def session(*args: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ssmd", "session", *args]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = commands.ssmd("session", *args, env=os.environ)
         assert done.returncode == 0, done.stderr
         return done
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import commands
 import numpy as np
 import pytest
 from conftest import TinyArtifacts
@@ -230,8 +231,7 @@ def home(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def command(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "ssmd", "bench", *arguments]
-    return subprocess.run(line, env=environment(home), capture_output=True, text=True, timeout=120, check=False)
+    return commands.ssmd("bench", *arguments, env=environment(home))
 
 
 def shape(value: Any) -> Any:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 from conftest import TinyArtifacts
 from daemon_process import DaemonProcess
@@ -67,8 +68,7 @@ def test_a_second_daemon(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     environment = {**os.environ, "SSMD_DATA_DIR": str(data)}
 
     def ssmd(*args: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ssmd", *args]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return commands.ssmd(*args, env=environment)
 
     with DaemonProcess(path, data, "--quota", "100MB") as daemon:
         assert daemon.process is not None
