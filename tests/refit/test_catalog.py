@@ -45,7 +45,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # golden values
 
 
-@pytest.fixture(scope="module", params=["f32", "int8"])
+@pytest.fixture(scope="module", params=["f32", pytest.param("int8", marks=pytest.mark.full)])  # as refit/test_refit.py
 def graph(request: pytest.FixtureRequest, artifacts: TinyArtifacts, tmp_path_factory: Any) -> StrippedGraph:
     source = Source.open(artifacts.source("granite-f32"))
     plan = Target(request.param, (16, 64), (256,))
@@ -373,7 +373,8 @@ def test_shipped_graphs_compute_here_what_they_did(runtime: str) -> None:
     assert done.output.endswith("passed\n")
 
 
-@pytest.mark.parametrize("runtime", ["litert", "openvino"])
+# CI asks LiteRT's the same question of a wheel in an environment of its own: scripts/wheel.
+@pytest.mark.parametrize("runtime", [pytest.param("litert", marks=pytest.mark.full), "openvino"])
 def test_the_first_run_makes_smollm2_without_pytorch(runtime: str, tmp_path: Path) -> None:
     """Real weights in a graph that was made with others; nothing else of a converter may be loaded either."""
     code = (

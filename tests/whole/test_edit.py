@@ -17,7 +17,7 @@ TEMPLATE_TOKENS = 19
 FIELDS = {"max_tokens": 24, "logprobs": True, "top_logprobs": 3, **SAMPLING}
 
 
-@pytest.fixture(scope="module", params=["llama-f32", "granite-int8"])
+@pytest.fixture(scope="module", params=[pytest.param("llama-f32", marks=pytest.mark.full), "granite-int8"])
 def talked(
     request: pytest.FixtureRequest, artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[DaemonProcess, list[dict[str, str]], list[Reply], Path]]:

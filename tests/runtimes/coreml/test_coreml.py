@@ -451,7 +451,7 @@ def test_the_probe_itself(artifacts: TinyArtifacts, tmp_path: Path, monkeypatch:
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     monkeypatch.setattr(runtime, "TRIAL", (sys.executable, "-c", judge))
-    artifact = Artifact.open(artifacts["coreml-granite-f16"])
+    artifact = Artifact.open(artifacts["coreml-llama-f16"])
     assert runtime_of("coreml").load(artifact, device="ane").producer.endswith("ane")
     wrong = edited(artifact, tmp_path / "wrong", other_activation)
     assert runtime_of("coreml").load(wrong, device="ane").producer.endswith("gpu")
