@@ -153,6 +153,11 @@ class TinyArtifacts(Mapping[str, Path]):
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
+    def bytes_are_of_here(self, name: str) -> bool:
+        """Whether the artifact was built by this processor or one like it, so that a build here has its very bytes."""
+        self[name]
+        return name in [line.split()[0] for line in _builds()] or kept.made_on_such_a_processor()
+
     def __iter__(self) -> Iterator[str]:
         return iter(BUILT)
 

@@ -107,6 +107,15 @@ class Converter(Usual, Protocol):
         """The artifact, to be measured. Raises RuntimeUnavailable where it can be built but not run."""
 
 
+def check_packages(converter: Converter) -> None:
+    """Check that what a conversion imports is installed. Raises BuildError."""
+    missing = [p for p in converter.packages if find_spec(p) is None]
+    if missing:
+        ours = bool(extra(converter.runtime))
+        advice = to_add(converter.runtime, "build") if ours else to_install(*(converter.packages[p] for p in missing))
+        raise BuildError(f"building needs {', '.join(missing)}: {advice}")
+
+
 def build(
     converter: Converter,
     source: Source,
@@ -128,11 +137,7 @@ def build(
     """
     if out.exists() and not replace:
         raise BuildError(f"{out} exists already; remove it, replace it or choose another name")
-    missing = [p for p in converter.packages if find_spec(p) is None]
-    if missing:
-        ours = bool(extra(converter.runtime))
-        advice = to_add(converter.runtime, "build") if ours else to_install(*(converter.packages[p] for p in missing))
-        raise BuildError(f"building needs {', '.join(missing)}: {advice}")
+    check_packages(converter)
     return_big_blocks()  # else what one stage frees stands beside what the next one needs
     family = family_of(source.config)
     config = family.parse(source.config)

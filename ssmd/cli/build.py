@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.making import BuildFailed, check_packages, converter_of, fetch, name_of, smollm2_source
+from ssmd.cli.making import BuildFailed, converter_of, fetch, name_of, smollm2_source
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Quantization
@@ -62,7 +62,7 @@ def build(
     A name such as ibm-granite/granite-4.0-h-350m is a folder if there is one, else a model on the Hugging Face hub: it
     is pulled unless that was done before.
     """
-    from ssmd.build.builder import Packer
+    from ssmd.build.builder import Packer, check_packages
     from ssmd.build.builder import build as build_artifact
     from ssmd.config import Settings
     from ssmd.installed import unusable
@@ -79,7 +79,8 @@ def build(
     out = settings.models_dir / name / (folder_name + ("-stateless" if variant == "stateless" else ""))
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
-    check_packages(converter)
+    if not isinstance(converter, Packer):
+        check_packages(converter)  # before anything is fetched
     with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:
         made = converter.build if isinstance(converter, Packer) else partial(build_artifact, converter)
         artifact = made(

@@ -43,10 +43,10 @@ def make(
     """
     import tempfile
 
-    from ssmd.build.builder import Packer, targeted
+    from ssmd.build.builder import Packer, check_packages, targeted
     from ssmd.build.stripping import make as make_graph
     from ssmd.cli.build import lengths_of, tiers_of
-    from ssmd.cli.making import check_packages, converter_of, name_of
+    from ssmd.cli.making import converter_of, name_of
     from ssmd.families.registry import family_of
     from ssmd.machine.progress import staged
     from ssmd.machine.size import show_size

@@ -196,22 +196,6 @@ def converter_of(runtime: str, xamba: str | None = None, variant: str | None = N
     return converter
 
 
-def check_packages(converter: Converter | Packer) -> None:
-    """Check that what a conversion imports is installed, before anything is fetched for it. Raises BuildFailed."""
-    from importlib.util import find_spec
-
-    from ssmd.build.builder import Packer
-    from ssmd.machine.installation import extra, to_add, to_install
-
-    if isinstance(converter, Packer):
-        return
-    missing = [p for p in converter.packages if find_spec(p) is None]
-    if missing:
-        ours = bool(extra(converter.runtime))
-        advice = to_add(converter.runtime, "build") if ours else to_install(*(converter.packages[p] for p in missing))
-        raise BuildFailed(f"building needs {', '.join(missing)}: {advice}")
-
-
 def packer_of(runtime: str | None) -> Packer | None:
     """The packer of a runtime that takes weights as they are, in any config, and needs no graph; else None."""
     from ssmd.build.builder import Packer

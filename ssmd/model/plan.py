@@ -320,4 +320,5 @@ def first_problem(err: ValidationError) -> str:
     """Say in one line which field is wrong, and how."""
     first = err.errors()[0]
     where = ".".join(str(p) for p in first["loc"])
-    return f"{where}: {first['msg']}" if where else first["msg"]
+    what = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
+    return f"{where}: {what}" if where else what

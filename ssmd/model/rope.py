@@ -21,13 +21,21 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position_embeddings: int
 
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(f"low_freq_factor is {self.low_freq_factor}, expected less than {self.high_freq_factor}")
+
 
 @dataclass(frozen=True)
 class Rope:
-    """The base of the frequencies, and what stretches them."""
+    """The base of the frequencies, and what stretches them. Raises ValueError where a number makes no sense."""
 
     theta: float
     scaling: Llama3Scaling | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "theta")
 
     def frequencies(self, rotated: int) -> NDArray[np.float32]:
         """Compute the radians a token of each pair of values, (R/2,)."""
@@ -49,3 +57,10 @@ class Rope:
         """Compute cosines and sines, each (S, R/2). The angle is a float32 product, as in the official models."""
         angles = np.arange(context, dtype=np.float32)[:, None] * self.frequencies(rotated)
         return np.cos(angles), np.sin(angles)
+
+
+def _check_positive(part: Llama3Scaling | Rope, *names: str) -> None:
+    for name in names:
+        value = getattr(part, name)
+        if not 0 < value < math.inf:  # false for NaN, too
+            raise ValueError(f"{name} is {value}, expected a positive number")

@@ -16,6 +16,14 @@ ATTENTION = Attention(heads=4, kv_heads=2, head_dim=6, bias=False, qk_eps=None, 
 MLP = Mlp(intermediate=10, bias=True, activation="relu2")
 
 
+STRETCHED = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 def plan(*layers: Layer, rope: Rope | None = None) -> Plan:
     return Plan(hidden=8, vocabulary=20, eps=1e-5, embedding_scale=1.0, tied=True, rope=rope, layers=layers)
 
@@ -53,6 +61,11 @@ def test_a_layer_of_no_part_is_refused() -> None:
         ({"eps": "small"}, "eps: Input should be a valid number"),
         ({"layers": []}, "layers: Tuple should have at least 1 item"),
         ({"more": 1}, "more: Extra inputs"),
+        ({"rope": {"theta": 0}}, r"plan\.json: rope: theta is 0\.0, expected a positive number; build"),
+        ({"rope": {"theta": float("nan")}}, "theta is nan"),
+        ({"rope": {"theta": 1e4, "scaling": STRETCHED | {"factor": -1}}}, r"rope\.scaling: factor is -1\.0"),
+        ({"rope": {"theta": 1e4, "scaling": STRETCHED | {"high_freq_factor": 1}}}, "low_freq_factor is 1"),
+        ({"rope": {"theta": 1e4, "scaling": STRETCHED | {"low_freq_factor": 1e999}}}, "low_freq_factor is inf"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(change: dict[str, Any], said: str, tmp_path: Path) -> None:
