@@ -28,8 +28,8 @@ import tiny
 import zstandard
 from modules import reached_from
 
-from ssmd.families.encodings import ENCODINGS
 from ssmd.model.source import Source
+from ssmd.refit.encodings import ENCODINGS
 from ssmd.refit.refit import bindings_of
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +44,7 @@ _BYTES = 256 << 20  # at most, of an artifact
 # the files of that name which there are.
 FAMILIES = "ssmd/families"
 CODE = (
-    *("ssmd/authoring/*.py", "ssmd/build/*.py", "ssmd/refit/install.py"),
+    *("ssmd/authoring/*.py", "ssmd/build/*.py", "ssmd/refit/install.py", "ssmd/refit/encodings.py"),
     *(f"ssmd/model/{name}.py" for name in ("artifact", "plan", "rope", "source", "state")),
 )
 RUNTIME_CODE = (

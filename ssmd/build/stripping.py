@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssmd.families.encodings import ENCODINGS, decoded
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import BLOCK
 from ssmd.families.weights import Array, Binding
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Tensors
 from ssmd.refit.catalog import SEED, seeded_ids, seeded_tokens, verified
+from ssmd.refit.encodings import ENCODINGS, decoded
 from ssmd.refit.graphfile import Golden, Header, Hole, StrippedFile, StrippedGraph
 from ssmd.refit.refit import bindings_of, refit, stable
 from ssmd.runtime.verify import GOLDEN_POSITIONS, tolerance_of

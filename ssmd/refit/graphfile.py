@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import zstandard
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ssmd.families.encodings import ENCODINGS
 from ssmd.model.artifact import NAME_PATTERN, PositiveInt
+from ssmd.refit.encodings import ENCODINGS
 
 VERSION = 1
 MAX_FILE_BYTES = 16 << 20  # compressed

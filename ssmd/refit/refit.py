@@ -11,12 +11,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from pydantic import BaseModel
 
-from ssmd.families.encodings import ENCODINGS, Encoded, EncodingError
 from ssmd.families.fields import FamilyError
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import Array, Binding
 from ssmd.model.source import VOLATILE, Source, Tensors
+from ssmd.refit.encodings import ENCODINGS, Encoded, EncodingError
 from ssmd.refit.graphfile import Header, Hole, StrippedGraph
 
 Differences = dict[str, tuple[object, object]]  # by the field of config.json: a source's value, and a graph's

@@ -18,12 +18,12 @@ from safetensors.numpy import save_file
 
 from ssmd.build.builder import Target
 from ssmd.build.stripping import Label, StripError, strip, written
-from ssmd.families.encodings import ENCODINGS, EncodingError
 from ssmd.families.registry import family_of
 from ssmd.families.weights import given
 from ssmd.model.artifact import Artifact
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source, SourceError, Tensors
+from ssmd.refit.encodings import ENCODINGS, EncodingError
 from ssmd.refit.graphfile import StrippedError, StrippedGraph
 from ssmd.refit.refit import RefitError, refit
 from ssmd_litert.build import CONVERTER as LITERT
