@@ -200,6 +200,12 @@ def _forget(keep: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
+def pytest_runtest_setup() -> None:
+    """Take back what a converter that a test imported has raised: hostile JSON, 100,000 brackets deep, would otherwise
+    overflow the stack of a later test's process. A daemon imports none."""
+    sys.setrecursionlimit(_RECURSION_LIMIT)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[_BUILT_BEFORE] = len(_builds())
 
@@ -215,6 +221,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         )
 
 
+_RECURSION_LIMIT = sys.getrecursionlimit()
 _BUILT_BEFORE = pytest.StashKey[int]()
 
 

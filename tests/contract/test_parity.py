@@ -22,6 +22,9 @@ TOLERANCE = 5e-5
 # Of states, in units of the largest value of their tensor, as in docs/parity.md: of an ssm state that may be 34
 # standard deviations. Measured up to 2.5e-6.
 STATE_TOLERANCE = 1e-5
+# softplus is right to 6e-8 (ssmd/authoring/ops.py), of a dt of 0.005 that is 1e-5. This config has such: measured
+# 1.7e-5 with OpenVINO on a processor with AVX-512, 8e-6 with LiteRT.
+SMALL_DT = {"mamba-biases": 3e-5}
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +50,10 @@ def state_off(found: State, expected: State) -> float:
     return off
 
 
+def state_tolerance(loaded: Loaded) -> float:
+    return SMALL_DT.get(loaded.case.family, STATE_TOLERANCE)
+
+
 @pytest.mark.parametrize(
     "lengths",
     [[64], [64, 64, 2], [50, 1, 13, 64, 2], [16, 7, 64, 3, 40]],
@@ -63,7 +70,7 @@ def test_prompts(loaded_f32: Loaded, official: Any, lengths: list[int], pad: int
     finally:
         program.pad_token = 0
     assert error(actual, logits[-1]) <= TOLERANCE
-    assert state_off(program.save(handle), state) <= STATE_TOLERANCE
+    assert state_off(program.save(handle), state) <= state_tolerance(loaded_f32)
     program.release(handle)
 
 
@@ -73,7 +80,7 @@ def test_a_state_out_of_transformers_goes_on(loaded_f32: Loaded, official: Any) 
     logits, expected = reference(official, ids)
     handle = program.restore(state)
     assert error(feed(program, handle, ids[41:], [1, 16, 12]), logits[-1]) <= TOLERANCE
-    assert state_off(program.save(handle), expected) <= STATE_TOLERANCE
+    assert state_off(program.save(handle), expected) <= state_tolerance(loaded_f32)
     program.release(handle)
 
 
@@ -87,7 +94,7 @@ def test_64_greedy_tokens(loaded_f32: Loaded, official: Any) -> None:
     logits, state = reference(official, ids)
     assert error(np.stack(rows), logits[69:]) <= TOLERANCE
     assert (np.stack(rows).argmax(-1) == logits[69:].argmax(-1)).all()
-    assert state_off(program.save(handle), state) <= STATE_TOLERANCE
+    assert state_off(program.save(handle), state) <= state_tolerance(loaded_f32)
     program.release(handle)
 
 
