@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +53,8 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
 
     Raises HubError or SmolLM2Error.
     """
+    import tempfile
+
     from ssmd.model import smollm2
 
     weights = smollm2_here(settings) or _fetch_smollm2(settings, say)
