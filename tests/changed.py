@@ -1,7 +1,8 @@
 """Which tests a change can break: python changed.py [REV] prints pytest's arguments, one a line.
 
 A test file runs its own code, what that imports wherever it does, and what it starts: `ssmd` as a process is all of
-ssmd; tiny artifacts are what builds them, and the runtimes that the file names. What is no module counts for the test
+ssmd; a program or a folder of tests' is what that runs; tiny artifacts are what builds them, and the runtimes that the
+file names. What is no module counts for the test
 files that name it, or the folder that it lies in. Those that read every page or every module's text always run. Without
 REV: what is not committed, and what the branch has that its upstream, else main, has not.
 """
@@ -21,6 +22,7 @@ ALWAYS = {ROOT / "tests" / name for name in ("test_house.py", "test_words.py", "
 ALL_TESTS = ("pyproject.toml", "tests/conftest.py", "tests/modules.py", "scripts/test", "scripts/setup")
 EVALUATOR = ("tests/mil/", "pyproject.toml")  # which says what coremltools is
 PROCESS = re.compile(r'"-m", "ssmd"|import commands|daemon_process|evaluated\.SSMD|import SSMD')
+STARTED = re.compile(r'"(\w+)\.py"|"tests/(\w+)["/]|"tests" / "data" / "(\w+)"')  # a program, a folder of tests, code
 ARTIFACTS = re.compile(r"\bartifacts\b|\bget_runtime\b")
 NAMED = {r"openvino|npu": "ssmd_openvino", "wgpu": "ssmd_wgpu", "coreml|evaluated": "ssmd_coreml", "": "ssmd_litert"}
 BUILDERS = ("ssmd.build.", "ssmd.authoring.", "ssmd.families.")
@@ -81,6 +83,10 @@ def broken_by(paths: Iterable[str]) -> list[Path]:
 def ran_by(test: Path) -> set[str]:
     """Modules that run, or have run, when a test file does."""
     ran = reached_from([module_of(test), *_conftests(test)], but=["conftest", "kept"])
+    for program, folder, data in STARTED.findall(test.read_text("utf-8")):
+        place = f"{folder}." if folder else f"data.{data}."
+        started = [m for m in ALL if m not in MODULES and (m == program or m.startswith(place))]
+        ran |= reached_from(started, but=["conftest", "kept"])
     text = "\n".join(ALL[m].read_text("utf-8") for m in ran if m not in MODULES)
     if PROCESS.search(text):
         ran |= reached_from(["ssmd.__main__"])
