@@ -119,6 +119,8 @@ def _runtimes() -> list[dict[str, Any]]:
             devices = get_runtime(name).devices()
         except RuntimeUnavailable as err:
             entry["problem"] = str(err)
+        except Exception as err:
+            entry["problem"] = f"it cannot say which devices it has ({type(err).__name__}: {err})"
         else:
             entry["devices"] = [
                 {"name": d.name, "description": d.description, "problem": d.why_not or None} for d in devices

@@ -123,7 +123,7 @@ def runtime_names() -> list[str]:
 
 
 def get_runtime(name: str) -> Runtime:
-    """The runtime `name`. Raises RuntimeUnavailable with what to install when it cannot be imported."""
+    """The runtime `name`. Raises RuntimeUnavailable with what to install, or whose fault it is, when there is none."""
     found = _installed().get(name)
     if found is None:
         raise RuntimeUnavailable(f"no runtime is named {name!r}; there are: {', '.join(runtime_names()) or 'none'}")
@@ -135,4 +135,8 @@ def get_runtime(name: str) -> Runtime:
                 f"runtime {name!r} cannot be imported ({err}); what it needs is told by its package, {found.dist.name}"
             ) from err
         raise RuntimeUnavailable(f"runtime {name!r} is not installed ({err}); install it with: {to_add(name)}") from err
+    except (Exception, SystemExit) as err:  # whatever a package from elsewhere does: other runtimes go on
+        package = found.value if found.dist is None else found.dist.name
+        why = f"{type(err).__name__}: {err}"
+        raise RuntimeUnavailable(f"runtime {name!r} fails when it is loaded ({why}); its package is {package}") from err
     return runtime

@@ -3,6 +3,7 @@ by pip, on which the contract suite runs as its author would run it."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from ssmd.cli import app
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("padding", "splits", "parts", "moving")
@@ -72,3 +76,32 @@ def test_the_suite_sees_a_state_that_is_wrong(site: Path) -> None:
     finally:
         model.write_text(right)
     assert (code, "test_splits_agree" in said) == (1, True), said
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def (", "fails when it is loaded (SyntaxError: "),
+        ("raise RuntimeError('no luck')", "(RuntimeError: no luck); its package is odd-runtime"),
+        ("import sys; sys.exit(3)", "(SystemExit: 3)"),
+        ("", "(AttributeError: "),
+        ("class Odd:\n    def __init__(self):\n        raise OSError('no driver')", "(OSError: no driver)"),
+        ("class Odd:\n    def devices(self):\n        raise OSError('none')", "which devices it has (OSError: none)"),
+    ],
+)
+def test_one_that_fails_leaves_the_others_alone(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "odd_runtime-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-runtime\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ssmd.runtimes]\nodd = odd_runtime:Odd\n")
+    (tmp_path / "odd_runtime.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd_runtime", raising=False)
+    monkeypatch.setenv("SSMD_DATA_DIR", str(tmp_path / "data"))
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    report = {one["name"]: one for one in json.loads(done.stdout)["runtimes"]}
+    assert said in report["odd"]["problem"]
+    assert report["litert"]["devices"]
+    assert done.exit_code == 1
