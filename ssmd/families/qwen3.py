@@ -11,7 +11,7 @@ from typing import Any
 from ssmd.families import llama
 from ssmd.families.fields import FamilyError, Fields
 
-HEAD_DIM = 128  # what transformers takes where a config names none
+DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32_768}  # what transformers takes where a config names none
 
 
 def parse(config: Mapping[str, Any]) -> llama.Config:
@@ -32,5 +32,5 @@ def parse(config: Mapping[str, Any]) -> llama.Config:
                 f"config.json: use_sliding_window is true from layer {first!r} (max_window_layers) on; sliding windows "
                 "are not supported"
             )
-    head_dim = HEAD_DIM if f.get("head_dim") is None else f.get("head_dim")
-    return llama.Config.parse({**config, "head_dim": head_dim, "mlp_bias": False}, qk_norm=True)
+    said = {name: value for name, value in config.items() if value is not None}
+    return llama.Config.parse({**DEFAULTS, **said, "mlp_bias": False}, qk_norm=True)

@@ -412,3 +412,25 @@ def test_a_config_that_does_not_fit_its_weights_is_refused_by_tensor(tmp_path: P
     bindings = family.bindings(family.parse(source.config))
     with pytest.raises(SourceError, match=r"in_proj\.weight"):
         bindings["layer0_in"](source)
+
+
+DENSE: dict[str, dict[str, Any]] = {  # transformers' own defaults are mixtures of experts
+    "granitemoehybrid": {"num_local_experts": 0},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"]},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_config_leaves_out_is_what_transformers_takes(name: str) -> None:
+    """Field by field: without it, the config is refused, or means the same."""
+    transformers, family = pytest.importorskip("transformers"), FAMILIES[name]
+    whole = transformers.AutoConfig.for_model(name, **DENSE.get(name, {})).to_dict()
+    right, same = family.parse(whole), 0
+    for field in whole:
+        try:
+            found = family.parse({name: value for name, value in whole.items() if name != field})
+        except FamilyError:
+            continue
+        assert found == right, f"without {field}"
+        same += 1
+    assert same > 10
