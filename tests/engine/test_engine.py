@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
@@ -502,10 +503,17 @@ def test_a_full_queue_is_refused(engine: Engine, endless: SamplingParams) -> Non
 
 
 def test_shutdown_cuts_what_runs_and_stores_it(
-    loaded: tuple[Artifact, Program], store: Store, endless: SamplingParams
+    loaded: tuple[Artifact, Program], store: Store, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(*loaded, store, metrics=Metrics())
+    engine, program = Engine(*loaded, store, metrics=Metrics()), loaded[1]
     engine.start()
+    decode = program.decode
+
+    def slowly(*asked: Any) -> Any:
+        time.sleep(0.005)  # 400 tokens outlast the shutdown's patience by far
+        return decode(*asked)
+
+    monkeypatch.setattr(program, "decode", slowly)
     asked = Asked(engine, user("On and on."), max_tokens=400, sampling=endless)
     assert isinstance(asked.next(), Delta)
     ended = threading.Thread(target=engine.shutdown, args=(0.05,))
@@ -533,7 +541,30 @@ def test_a_locked_database_costs_the_memory_not_the_answer(engine: Engine, store
     assert after.usage.stored is True
 
 
-def test_a_damaged_checkpoint_is_read_again(engine: Engine, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_that_other_threads_computed_is_not_called_exact(
+    engine: Engine, loaded: tuple[Artifact, Program], store: Store
+) -> None:
+    """The same build: the state goes on, with sums in another order."""
+    first = ask(engine, user("Before."))
+    artifact, program = loaded
+    other = get_runtime("litert").load(artifact, threads=3)
+    assert other.producer != program.producer
+    talk = (user("Before."), answered(first.text), user("After."))
+    second = Engine(artifact, other, store, metrics=Metrics())
+    second.start()
+    try:
+        after = ask(second, *talk)
+        again = ask(second, *talk, answered(after.text), user("And now?"))
+    finally:
+        second.shutdown(0)
+        other.close()
+    assert (after.usage.resume, after.usage.cached_tokens > 0) == ("portable", True)
+    assert again.usage.resume == "exact"
+
+
+def test_a_damaged_checkpoint_is_read_again(
+    engine: Engine, store: Store, held: list[Handle], caplog: pytest.LogCaptureFixture
+) -> None:
     first = ask(engine, LONG_SYSTEM, user("Before."))
     right = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."), store=False)
     with sqlite3.connect(store.file) as other:
@@ -544,6 +575,7 @@ def test_a_damaged_checkpoint_is_read_again(engine: Engine, store: Store, caplog
     assert (answer.usage.cached_tokens, answer.usage.resume) == (0, "none")
     assert "cannot be used" in caplog.text
     assert answer.text == right.text
+    soon(lambda: not held)
 
 
 def test_the_next_best_checkpoint_stands_in_for_damaged_ones(engine: Engine, store: Store) -> None:

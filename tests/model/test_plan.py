@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ssmd.model.plan import Attention, Layer, Mlp, Plan, PlanError
+from ssmd.model.plan import MAX_BYTES, Attention, Layer, Mlp, Plan, PlanError
 from ssmd.model.rope import Rope
 
 ATTENTION = Attention(heads=4, kv_heads=2, head_dim=6, bias=False, qk_eps=None, rotated=4)
@@ -76,6 +76,13 @@ def test_a_damaged_file_is_refused_in_one_line(change: dict[str, Any], said: str
     with pytest.raises(PlanError, match=said) as failure:
         Plan.open(file)
     assert "\n" not in str(failure.value)
+
+
+def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(plan(Layer(mixers=(ATTENTION,), mlp=MLP), rope=Rope(100.0)).model_dump_json() + " " * MAX_BYTES)
+    with pytest.raises(PlanError, match=f"is larger than {MAX_BYTES} bytes"):
+        Plan.open(file)
 
 
 def test_layers_that_rotate_otherwise_are_refused() -> None:
