@@ -24,6 +24,7 @@ import pytest
 import tiny
 
 from ssmd.cli.making import converter_of
+from ssmd.config import Settings
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "artifacts"
@@ -38,6 +39,8 @@ RUNTIMES = ("litert", "openvino", "wgpu", "coreml")
 ASKED = os.environ.get("SSMD_CONTRACT_RUNTIMES", "").split(",")
 FOREIGN = tuple(name for name in ASKED if name and name not in (*RUNTIMES, "npu"))
 FAMILIES = tuple(os.environ.get("SSMD_CONTRACT_FAMILIES", "granite,mamba").split(","))
+for _setting in ("config", "cache_dir", *Settings.model_fields):  # those of a daemon that whoever runs the tests has
+    os.environ.pop(f"SSMD_{_setting.upper()}", None)
 
 
 @dataclass(frozen=True)
