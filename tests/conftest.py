@@ -203,10 +203,13 @@ def _forget(keep: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def pytest_runtest_setup() -> None:
-    """Take back what a converter that a test imported has raised: hostile JSON, 100,000 brackets deep, would otherwise
-    overflow the stack of a later test's process. A daemon imports none."""
-    sys.setrecursionlimit(_RECURSION_LIMIT)
+def pytest_runtest_teardown() -> None:
+    """Check that no test brought LiteRT's converter here: it belongs into a process of its own.
+
+    It raises Python's recursion limit to 100,000, so that hostile JSON overflows the stack in a later test, and its JAX
+    forbids to fork.
+    """
+    assert "litert_torch" not in sys.modules, "LiteRT's converter was imported by this test, or one before"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -224,7 +227,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         )
 
 
-_RECURSION_LIMIT = sys.getrecursionlimit()
 _BUILT_BEFORE = pytest.StashKey[int]()
 
 
