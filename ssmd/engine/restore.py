@@ -55,14 +55,12 @@ class Restorer:
                             self._program.fill(handle, part)
                             yield
                     return candidate, handle
-                except (StoreError, StateError) as err:
+                except BaseException as err:
+                    if handle is not None:
+                        self._program.release(handle)
+                    if not isinstance(err, StoreError | StateError):
+                        raise  # nobody wants it any more, or the device is lost: whoever waits is told
                     log.error("checkpoint %s cannot be used, the next best is: %s", candidate.id, err)
-                    if handle is not None:
-                        self._program.release(handle)
-                except BaseException:  # nobody wants it any more, or the device is lost: whoever waits is told
-                    if handle is not None:
-                        self._program.release(handle)
-                    raise
         except StoreError as err:
             log.error("no other checkpoint can be looked up, the prompt is read whole: %s", err)
         return None
