@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import resource
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from keeping import ATTENTION, HYBRID, Chat, assert_same, new_store, state_of
-from sqlalchemy import event
+from sqlalchemy import event, text
 
 from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.rows.database import FILE
@@ -190,6 +191,31 @@ def test_a_database_of_another_program(tmp_path: Path) -> None:
     assert (tmp_path / FILE).read_bytes() == before
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """What is a part of a circle stays, as it may for seconds in a daemon."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_a_result_left_half_read(tmp_path: Path) -> None:
+    """Whoever has the connection next does not read the moment in which that result began."""
+    store = new_store(tmp_path / "data")
+    chat = Chat(store, "s")
+    chat.say("t1", None, "hi", "hello")
+    with store.reading() as connection:
+        half = connection.execute(text("SELECT id FROM checkpoint"))
+        assert half.fetchone() is not None
+    with raw(tmp_path / "data") as other:
+        other.execute("UPDATE session SET title = 'new'")
+    assert store.session("s").title == "new"
+    assert half is not None, "it is held all the while"
+    store.close()
+
+
 class TestAltered:
     """Bytes that changed on disk are noticed, named, and never fed to a model."""
 
@@ -252,6 +278,22 @@ class TestAltered:
         number, ids = chat.ends["t1"]
         assert number is not None
         assert_same(chat.store.load(number, HYBRID), state_of(HYBRID, ids))
+
+    def test_what_comes_later_is_seen(self, chat: Chat) -> None:
+        """A connection that met damage goes back to the pool, and whoever reads next reads today's turns."""
+        first, last = "SELECT min(id) FROM segment", "SELECT max(checkpoint) FROM piece"
+        with uncollected():
+            caught = self.broken(chat, f"UPDATE segment SET data = zeroblob(length(data)) WHERE id = ({first})")
+            chat.say("t3", "t1", "and", "then")
+            assert [t.id for t in chat.store.turns("s")] == ["t1", "t2", "t3"], caught
+            with raw(chat.store.file.parent) as connection:
+                connection.execute(f"UPDATE piece SET data = x'' WHERE checkpoint = ({last})")
+            number = chat.ends["t3"][0]
+            assert number is not None
+            with pytest.raises(StoreError, match="altered"):
+                chat.store.load(number, HYBRID)
+            chat.say("t4", "t1", "and", "again")
+            assert len(chat.store.turns("s")) == 4
 
     def test_another_layout(self, chat: Chat) -> None:
         with pytest.raises(StoreError, match="is of layout"):

@@ -17,13 +17,14 @@ import os
 import sqlite3
 import stat
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
 from ssmd.config import make_private
 from ssmd.sessions.rows import erasure
@@ -40,6 +41,19 @@ class DamagedFile(StoreError):
     """SQLite finds the file's own structure damaged."""
 
 
+class _Connection(sqlite3.Connection):
+    """A connection that knows its cursors, as SQLite tells Python nothing of statements that are still under way."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cursors = weakref.WeakSet[sqlite3.Cursor]()
+
+    def cursor(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().cursor(*args, **kwargs)
+        self.cursors.add(made)
+        return made
+
+
 def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
     """An engine over `data_dir`'s database, created if there is none. Raises StoreError; migrates nothing."""
     file = data_dir / FILE
@@ -49,11 +63,12 @@ def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
         raise StoreError(f"cannot use {file} for sessions: {err.strerror}; check that you may write there") from err
     engine = create_engine(
         URL.create("sqlite", database=str(file)),
-        connect_args={"timeout": busy_ms / 1000, "check_same_thread": False},
+        connect_args={"timeout": busy_ms / 1000, "check_same_thread": False, "factory": _Connection},
         max_overflow=-1,  # threads bound them: one that plans a request holds one while it tokenises, none waits for it
     )
     event.listen(engine, "connect", _on_connect)
     event.listen(engine, "begin", _on_begin)
+    event.listen(engine, "reset", _on_reset)
     try:
         with errors(file):
             _create(engine, busy_ms)
@@ -212,3 +227,13 @@ def _on_connect(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
 def _on_begin(connection: Connection) -> None:
     write = connection.get_execution_options().get("ssmd_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+def _on_reset(connection: _Connection, _: ConnectionPoolEntry, __: PoolResetState) -> None:
+    """Close what was left half read of a connection that goes back to the pool.
+
+    A statement under way outlives the transaction, and whoever has the connection next would read the moment that it
+    began in: turns committed since are not there. Where one cannot be closed the pool does away with the connection.
+    """
+    for cursor in tuple(connection.cursors):
+        cursor.close()

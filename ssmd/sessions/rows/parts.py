@@ -52,13 +52,15 @@ def _parts(connection: Connection, checkpoint_id: int, head: Any, spec: StateSpe
 
     def read() -> Iterator[Part | Array]:
         what = f"checkpoint {checkpoint_id}: KV rows"
-        rows = connection.execute(segments_of(checkpoint_id))
-        for blob in _blobs(rows, what, head.position if spec.rows else 0, segments):
-            yield _verified(blob, what, partial(rows_part, spec=spec))
+        # Closed whatever comes: a result that was left half read holds the connection to the past.
+        with contextlib.closing(connection.execute(segments_of(checkpoint_id))) as rows:
+            for blob in _blobs(rows, what, head.position if spec.rows else 0, segments):
+                yield _verified(blob, what, partial(rows_part, spec=spec))
         what = f"checkpoint {checkpoint_id}: recurrent values"
-        rows = connection.execute(select(piece).where(piece.c.checkpoint == checkpoint_id).order_by(piece.c.first))
-        for blob in _blobs(rows, what, recurrent_values(spec), pieces):
-            yield _verified(blob, what, piece_values)
+        mine = select(piece).where(piece.c.checkpoint == checkpoint_id).order_by(piece.c.first)
+        with contextlib.closing(connection.execute(mine)) as rows:
+            for blob in _blobs(rows, what, recurrent_values(spec), pieces):
+                yield _verified(blob, what, piece_values)
 
     with contextlib.closing(_ahead(read())) as results:
         values: Iterator[Array] = iter(())
