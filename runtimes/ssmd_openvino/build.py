@@ -142,19 +142,17 @@ class OpenVINOConverter:
 def probe_logits(model: Any) -> NDArray[np.float32]:
     """What a model answers to PROBE_TOKENS tokens of ascending ids from an empty state, in float32 on the CPU."""
     openvino = library.openvino()
-    ports = {port.any_name: port for port in model.inputs}
-    length = ports["tokens"].get_partial_shape()[1]
+    length = model.input("tokens").get_partial_shape()[1]
     count = PROBE_TOKENS if length.is_dynamic else length.get_length()
     feeds = {"tokens": np.arange(1, count + 1, dtype=np.int32)[None], "pos": np.zeros(1, np.int32)}
     feeds["n_valid"] = np.full(1, count, np.int32)
-    for name, port in ports.items():
-        if name not in feeds:
-            sizes = [PROBE_SLOTS if d.is_dynamic else d.get_length() for d in port.get_partial_shape()]
-            feeds[name] = np.zeros(sizes, np.float32)
     compiled = openvino.Core().compile_model(model.clone(), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     request = compiled.create_infer_request()
-    for i, port in enumerate(compiled.inputs):
-        request.set_input_tensor(i, openvino.Tensor(feeds[port.any_name]))
+    for i, port in enumerate(model.inputs):  # the plugin adds names to those of its ports and keeps their order
+        sizes = [PROBE_SLOTS if d.is_dynamic else d.get_length() for d in port.get_partial_shape()]
+        name = next((n for n in feeds if n in port.names), None)
+        array = np.zeros(sizes, np.float32) if name is None else feeds[name]
+        request.set_input_tensor(i, openvino.Tensor(array))
     OpenVINOCall(request).run()
     logits: NDArray[np.float32] = request.get_output_tensor(0).data.copy()
     return logits

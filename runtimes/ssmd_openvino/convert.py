@@ -11,10 +11,9 @@ import torch
 from ssmd.authoring.flat import FlatModule, Positional
 from ssmd.authoring.host import graph_shapes
 from ssmd_openvino import library
-from ssmd_openvino.graph import OUTPUT
+from ssmd_openvino.graph import LOGITS, OUTPUT, TOKENS
 
 TRACED = 16  # tokens of an open model's example: neither a decode step nor more than one block of anything
-TOKENS = ("tokens", "pos", "n_valid")
 
 
 def converted(module: FlatModule, capacity: int, length: int | None = None) -> Any:
@@ -47,8 +46,8 @@ def converted(module: FlatModule, capacity: int, length: int | None = None) -> A
     _own_constants(model)
     for port, name in zip(model.inputs, (*TOKENS, *names), strict=True):
         port.get_tensor().set_names({name})
-    for port, name in zip(model.outputs, ("logits", *names), strict=True):
-        port.get_tensor().set_names({name if name == "logits" else OUTPUT + name})
+    for port, name in zip(model.outputs, (LOGITS, *(OUTPUT + name for name in names)), strict=True):
+        port.get_tensor().set_names({name})
     return model
 
 

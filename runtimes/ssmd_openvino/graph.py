@@ -17,6 +17,8 @@ from ssmd.runtime.hoststate.graph import Array, Graph, GraphError, Signature, Te
 from ssmd.runtime.hoststate.signatures import signature_name
 from ssmd_openvino import library
 
+TOKENS = ("tokens", "pos", "n_valid")  # inputs that every model has; states follow
+LOGITS = "logits"  # an output that every model has
 OUTPUT = "new_"  # before the name of a state in the outputs: no two tensors of a model have one name
 _DTYPES = {"f32": np.dtype(np.float32), "i32": np.dtype(np.int32)}
 
@@ -24,15 +26,18 @@ _DTYPES = {"f32": np.dtype(np.float32), "i32": np.dtype(np.int32)}
 class OpenVINOGraph(Graph):
     """A compiled OpenVINO model as a Graph. Not thread-safe: the program makes one call at a time."""
 
-    def __init__(self, compiled: Mapping[str, Any], lengths: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(
+        self, compiled: Mapping[str, Any], lengths: Mapping[str, tuple[int, int]], states: Sequence[str]
+    ) -> None:
         """compiled: a compiled model for each signature, or one for several. lengths: T and S of each signature.
+        states: the names of the state's tensors.
 
-        Raises GraphError if a tensor is of an element type that a program does not know.
+        Raises GraphError if a tensor has no name, or is of an element type, that a program knows.
         """
         self._tensor = library.openvino().Tensor
         self._compiled = dict(compiled)
         self.signatures: dict[str, Signature] = {
-            name: _signature(compiled[name], length, capacity) for name, (length, capacity) in lengths.items()
+            name: _signature(compiled[name], length, capacity, states) for name, (length, capacity) in lengths.items()
         }
 
     def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> OpenVINOCall:
@@ -88,28 +93,41 @@ def reason(err: Exception) -> str:
     return said[0] if said else str(err)
 
 
-def _signature(compiled: Any, length: int, capacity: int) -> Signature:
-    inputs = _tensors(compiled.inputs, length, capacity)
+def named(ports: Sequence[Any], known: Sequence[str]) -> dict[str, Any]:
+    """The ports by their names, each of which is one of `known`. Raises GraphError.
+
+    A plugin adds names of its own to those of the model, in no order: which is "any" of them is chance.
+    """
+    found: dict[str, Any] = {}
+    for port in ports:
+        name = next((n for n in known if n in port.names and n not in found), None)
+        if name is None:
+            raise GraphError(f"a tensor is named {sorted(port.names)}; known are {list(known)}, each once")
+        found[name] = port
+    return found
+
+
+def _signature(compiled: Any, length: int, capacity: int, states: Sequence[str]) -> Signature:
+    ports = named(compiled.inputs, (*TOKENS, *states))
+    inputs = _tensors(ports, length, capacity)
     # A loop leaves dimensions of a state open that are 1; what goes in comes out.
-    fixed = {p.any_name: inputs[p.any_name] for p in compiled.inputs if p.partial_shape.is_static}
-    outputs = _tensors(compiled.outputs, length, length)
-    opened = {p.any_name.removeprefix(OUTPUT) for p in compiled.outputs if p.partial_shape.is_dynamic}
+    fixed = {name: inputs[name] for name, port in ports.items() if port.partial_shape.is_static}
+    ports = named(compiled.outputs, (LOGITS, *(OUTPUT + name for name in states)))
+    ports = {name.removeprefix(OUTPUT): port for name, port in ports.items()}
+    outputs = _tensors(ports, length, length)
+    opened = {name for name, port in ports.items() if port.partial_shape.is_dynamic}
     return Signature(inputs, {**outputs, **{n: fixed[n] for n in opened & fixed.keys()}})
 
 
-def _tensors(ports: Sequence[Any], length: int, capacity: int) -> dict[str, Tensor]:
-    """The ports by the name that a state has on both sides; open dimensions are T in `tokens` and in outputs, S in
-    caches.
-    """
+def _tensors(ports: Mapping[str, Any], length: int, capacity: int) -> dict[str, Tensor]:
+    """The tensors of ports, in their order; open dimensions are T in `tokens` and in outputs, S in caches."""
     tensors: dict[str, Tensor] = {}
-    for port in ports:
-        name = port.any_name
+    for name, port in ports.items():
         kind = port.element_type.get_type_name()
         if kind not in _DTYPES:
             raise GraphError(f"tensor {name!r} has element type {kind}, expected f32 or i32")
         opened = length if name == "tokens" else capacity
-        shape = tuple(_size(d, opened) for d in port.partial_shape)
-        tensors[name.removeprefix(OUTPUT)] = Tensor(shape, _DTYPES[kind])
+        tensors[name] = Tensor(tuple(_size(d, opened) for d in port.partial_shape), _DTYPES[kind])
     return tensors
 
 

@@ -106,12 +106,12 @@ class OpenVINORuntime:
                     f"artifact {artifact.path} was tried on {device} and {verdict.why}; it will not be used there with "
                     f"this driver (remove {compiler.folder} to have it tried again)"
                 )
-        weights = artifact.file(WEIGHTS)
+        weights, states = artifact.file(WEIGHTS), [t.name for t in manifest.spec.tensors]
         if opened:
             model = compiler.compiled(artifact.file(f"{OPEN}.xml"), weights)
-            return OpenVINOGraph(dict.fromkeys(names, model), names)
+            return OpenVINOGraph(dict.fromkeys(names, model), names, states)
         models = {name: compiler.compiled(artifact.file(f"{name}.xml"), weights) for name in names}
-        return OpenVINOGraph(models, names)
+        return OpenVINOGraph(models, names, states)
 
 
 def _pack(program: FlatProgram) -> None:
