@@ -54,12 +54,18 @@ class Daemon:
 
 @contextmanager
 def daemon(
-    path: Path, data_dir: Path | None, *, max_running: int = 4, max_queue: int = 64, stall_s: float = 30.0
+    path: Path,
+    data_dir: Path | None,
+    *,
+    max_running: int = 4,
+    max_queue: int = 64,
+    stall_s: float = 30.0,
+    busy_ms: int = 2000,
 ) -> Iterator[Daemon]:
     """`data_dir` None keeps nothing."""
     artifact = Artifact.open(path)
     program = get_runtime(artifact.manifest.runtime).load(artifact, threads=1)
-    store = None if data_dir is None else Store.open(data_dir)
+    store = None if data_dir is None else Store.open(data_dir, busy_ms=busy_ms)
     engine = Engine(artifact, program, store, metrics=Metrics(), max_running=max_running, max_queue=max_queue)
     engine.start()
     try:

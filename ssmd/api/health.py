@@ -1,4 +1,4 @@
-"""/health: whether this daemon answers; no key is needed for it."""
+"""/health: whether this daemon answers, and whether it keeps what it answers; no key is needed for it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,31 @@ from starlette.routing import Route
 from ssmd import __version__
 from ssmd.engine.engine import Engine
 
+# Said to whoever asks, so without a path.
+_ADVICE = {
+    "disk_full": "the disk is full: of turns only the text is kept, or nothing; free some space, or remove sessions "
+    "with `ssmd session rm`",
+    "locked": "another process writes to the session store and does not end: turns are not stored",
+    "damaged": "the session store is damaged, and turns are not stored: stop the daemon, then `ssmd session check "
+    "--repair`",
+    "late": "the disk is too slow: turns are stored later than their clients wait for it",
+    "error": "turns are not stored: the daemon's log says why",
+}
+
 
 def routes(engine: Engine) -> list[Route]:
     async def health(request: Request) -> JSONResponse:
-        draining = engine.draining
+        draining, problem = engine.draining, engine.problem
         manifest = engine.artifact.manifest
         fields = {
-            "status": "shutting_down" if draining else "ok",
+            "status": "shutting_down" if draining else "degraded" if problem else "ok",
             "model": manifest.name,
             "runtime": manifest.runtime,
             "version": __version__,
+            "healed": engine.metrics.damages(),
         }
+        if problem:
+            fields |= {"reason": problem, "message": _ADVICE[problem]}
         return JSONResponse(fields, 503 if draining else 200)
 
     return [Route("/health", health)]

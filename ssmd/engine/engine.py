@@ -76,6 +76,11 @@ class Engine:
         """Whether the engine writes turns down."""
         return self._persistence.keeps
 
+    @property
+    def problem(self) -> str:
+        """Why turns are not stored as they should be, as a code; "" if they are, or if none are to be."""
+        return self._persistence.problem
+
     def start(self, *, warm_up: bool = False) -> None:
         """Start the worker. warm_up: if nobody comes in the first moments, do once what takes longer the first time."""
         if warm_up:

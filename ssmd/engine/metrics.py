@@ -20,6 +20,7 @@ TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 CHECKPOINT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 RECENT_REQUESTS = 256
 RECENT_GAPS = 4096
+REASONS = ("disk_full", "locked", "damaged", "late", "error")  # why a turn is not stored
 
 
 class _Histogram:
@@ -65,6 +66,8 @@ class Metrics(Collector):
         self._outcomes: dict[str, int] = {"ok": 0}
         self._waiting = self._running = 0
         self._checkpoint_bytes = self._stored_bytes = self._checkpoints = self._left_out = 0
+        self._not_stored = dict.fromkeys(REASONS, 0)
+        self._healed = {"checkpoints": 0}
         self._quota_bytes: int | None = None
         self._program: str | None = None
         self._last: dict[str, Any] | None = None
@@ -127,6 +130,21 @@ class Metrics(Collector):
         with self._lock:
             self._left_out += 1
 
+    def turns_not_stored(self, reason: str, n: int) -> None:
+        """Count turns whose clients were told that they are not stored. reason: one of REASONS."""
+        with self._lock:
+            self._not_stored[reason] += n
+
+    def healed(self, what: str, n: int) -> None:
+        """Count what was found damaged in the store and taken out, such as "checkpoints"."""
+        with self._lock:
+            self._healed[what] = self._healed.get(what, 0) + n
+
+    def damages(self) -> dict[str, int]:
+        """What `healed` counted."""
+        with self._lock:
+            return dict(self._healed)
+
     def stored_bytes(self, n: int, quota: int | None = None) -> None:
         """Note what the session store holds now, and may hold, bytes."""
         with self._lock:
@@ -148,6 +166,7 @@ class Metrics(Collector):
         `program` · `ttft_ms`, `tbt_ms`: {last, p50, p95} of the last 256 requests and 4,096 gaps · `tokens_per_s` of
         the last request · `prompt_tokens` = `fed_tokens` + `cached_tokens` · `generated_tokens` · `queue`: {waiting,
         running} · `requests`: {ok, <error code>: n} · `checkpoints`: {count, bytes, left_out, ms: {last, p50, p95}} ·
+        `turns_not_stored`: {<reason>: n} · `healed`: {checkpoints: n} that were damaged and taken out ·
         `stored_bytes`, `quota_bytes` of checkpoints · `last`: the last request's {prompt_tokens, cached_tokens,
         generated_tokens, ttft_ms, prefill_ms, restore_ms, tokens_per_s}
         """
@@ -169,6 +188,8 @@ class Metrics(Collector):
                     "left_out": self._left_out,
                     "ms": self._checkpoint.summary(),
                 },
+                "turns_not_stored": dict(self._not_stored),
+                "healed": dict(self._healed),
                 "stored_bytes": self._stored_bytes,
                 "quota_bytes": self._quota_bytes,
                 "last": None if self._last is None else dict(self._last),
@@ -180,6 +201,12 @@ class Metrics(Collector):
             requests = CounterMetricFamily("ssmd_requests", "Requests by outcome: ok or error code", labels=["outcome"])
             for code, n in self._outcomes.items():
                 requests.add_metric([code], n)
+            lost = CounterMetricFamily("ssmd_turns_not_stored", "Turns that were not stored", labels=["reason"])
+            for reason, n in self._not_stored.items():
+                lost.add_metric([reason], n)
+            healed = CounterMetricFamily("ssmd_healed", "What was found damaged and taken out", labels=["what"])
+            for what, n in self._healed.items():
+                healed.add_metric([what], n)
             program = GaugeMetricFamily("ssmd_program_info", "The program that is loaded", labels=["program"])
             if self._program is not None:
                 program.add_metric([self._program], 1)
@@ -204,6 +231,8 @@ class Metrics(Collector):
                 self._tbt.family("ssmd_tbt_seconds", "Time between tokens"),
                 self._checkpoint.family("ssmd_checkpoint_seconds", "Time to write a checkpoint"),
                 requests,
+                lost,
+                healed,
                 program,
                 *(CounterMetricFamily(name, text, value=n) for name, (text, n) in counters.items()),
                 *(GaugeMetricFamily(name, text, value=n) for name, (text, n) in gauges.items()),

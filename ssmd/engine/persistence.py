@@ -39,6 +39,7 @@ class KeepsNothing:
     """The persistence of an engine without a store."""
 
     keeps = False
+    problem = ""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -91,8 +92,13 @@ class Persistence:
         self._program, self._tokenizer, self._build, self._wake = program, tokenizer, build, wake
         self._store, self._planner = store, planner
         self._writer = Writer(store, metrics, scope=planner.scope, producer=program.producer, spec=program.spec)
-        self._restorer = Restorer(program, store, planner.scope)
+        self._restorer = Restorer(program, store, planner.scope, damaged=self._writer.heal)
         self._rerenderer = Rerenderer(planner, program, store, self._writer, self._restorer, build=build, wake=wake)
+
+    @property
+    def problem(self) -> str:
+        """Why turns are not stored as they should be, as a code; "" if they are. From any thread."""
+        return self._writer.condition.reason
 
     def begin(self, asked: Asked) -> Kept:
         """What is kept of a request: nothing yet. From any thread."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ssmd.model.state import StateError
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import Found, Ids, Scope
+from ssmd.sessions.rows.parts import DamagedState
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
@@ -17,10 +18,13 @@ Restoring = Future[tuple[Found, Handle] | None]
 
 
 class Restorer:
-    """Restores checkpoints into handles: `load` from any thread; `begin` puts it into a thread of its own."""
+    """Restores checkpoints into handles: `load` from any thread; `begin` puts it into a thread of its own.
 
-    def __init__(self, program: Program, store: Store, scope: Scope) -> None:
-        self._program, self._store, self._scope = program, store, scope
+    damaged: told of a checkpoint whose bytes are not those that were written.
+    """
+
+    def __init__(self, program: Program, store: Store, scope: Scope, *, damaged: Callable[[int], None]) -> None:
+        self._program, self._store, self._scope, self._damaged = program, store, scope, damaged
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-restore")
 
     def begin(self, found: Found, ids: Ids, session: str | None, then: Callable[[], None]) -> Restoring:
@@ -61,6 +65,8 @@ class Restorer:
                     if not isinstance(err, StoreError | StateError):
                         raise  # nobody wants it any more, or the device is lost: whoever waits is told
                     log.error("checkpoint %s cannot be used, the next best is: %s", candidate.id, err)
+                    if isinstance(err, DamagedState):
+                        self._damaged(candidate.id)
         except StoreError as err:
             log.error("no other checkpoint can be looked up, the prompt is read whole: %s", err)
         return None

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from ssmd.engine.condition import Condition
 from ssmd.engine.metrics import Metrics
 from ssmd.machine.memory import trim
 from ssmd.model.state import StateSpec
@@ -25,6 +26,12 @@ IDLE_S = 0.5
 LOOK_S = 60.0  # how often to look for what others left to be done
 LOOSE_S = 600.0  # how long a state that was written ahead of a turn stays if that does not come: for who asks again
 AHEAD_BYTES = 4 << 20  # a checkpoint of the prompt from this size on is written while the answer is still generated
+
+
+class Late(StoreError):
+    """The store takes longer than a client waits for the end of its answer."""
+
+    reason = "late"
 
 
 class Pending:
@@ -50,6 +57,7 @@ class Writer:
         self._store = store
         self._scope, self._producer, self._spec = scope, producer, spec
         self._metrics = metrics
+        self.condition = Condition(metrics)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
@@ -108,10 +116,16 @@ class Writer:
         """Write all in one transaction, then call `then(stored)`, once: at the latest after COMMIT_PATIENCE_S."""
         told = threading.Lock()
 
-        def tell(stored: bool) -> None:
-            if told.acquire(blocking=False):
+        def tell(stored: bool) -> bool:
+            first = told.acquire(blocking=False)
+            if first:
                 timer.cancel()
                 then(stored)
+            return first
+
+        def late() -> None:
+            if tell(False):
+                self.condition.failed(Late(f"the store took more than {COMMIT_PATIENCE_S:.0f} s"), turns=len(turns))
 
         def work() -> None:
             self._forget(checkpoints)
@@ -119,10 +133,10 @@ class Writer:
                 encoded = [p.encoded for p in checkpoints if p.encoded is not None]
                 placed = self._store.commit(turns, encoded, session=session, reply=reply).checkpoints
             except StoreError as err:
-                log.error("session %s: the turn was not stored: %s", session.id, err)
-                tell(False)
+                self.condition.failed(err, turns=len(turns) if tell(False) else 0)
                 return
             tell(True)
+            self.condition.well()
             self._unsettled = True
             self._garbage = True
             for p, pending in zip(placed, [p for p in checkpoints if p.encoded is not None], strict=True):
@@ -133,7 +147,7 @@ class Writer:
                     self._metrics.checkpoint(p.nbytes, pending.ms)
             self._metrics.stored_bytes(self._store.bytes_stored(), self._store.quota)
 
-        timer = threading.Timer(COMMIT_PATIENCE_S, tell, args=(False,))
+        timer = threading.Timer(COMMIT_PATIENCE_S, late)
         timer.daemon = True
         timer.start()
         self._work.put(work)
@@ -163,6 +177,22 @@ class Writer:
             if placed is not None:
                 self._metrics.checkpoint(placed.nbytes, checkpoint.ms)
                 self._metrics.stored_bytes(self._store.bytes_stored(), self._store.quota)
+
+        self._work.put(work)
+
+    def heal(self, checkpoint_id: int) -> None:
+        """Take a checkpoint out that was found damaged, so that it is not met again. From any thread."""
+
+        def work() -> None:
+            try:
+                gone = self._store.drop_damaged(checkpoint_id, self._spec)
+            except StoreError as err:  # it is met again, and passed over again
+                log.warning("checkpoint %s is damaged and could not be taken out: %s", checkpoint_id, err)
+                return
+            if gone:
+                self._unsettled = True
+                self._metrics.healed("checkpoints", gone)
+                log.warning("%d damaged checkpoints were taken out; what they stood for is read again", gone)
 
         self._work.put(work)
 

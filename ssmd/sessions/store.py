@@ -15,7 +15,7 @@ from ssmd.sessions.checkpoint import Found, Ids, Scope, as_ids
 from ssmd.sessions.match import Conversation
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import database, erasure, holding, migrate, retention, tree
+from ssmd.sessions.rows import damage, database, erasure, holding, migrate, retention, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
@@ -150,6 +150,11 @@ class Store:
             if loose:  # their ids are text
                 erasure.owe(connection)
         return len(loose)
+
+    def drop_damaged(self, checkpoint_id: int, spec: StateSpec) -> int:
+        """Remove a checkpoint that cannot be read, and all that stand on what is damaged of it. Returns how many."""
+        with database.writing(self._engine, self.file) as connection:
+            return damage.drop(connection, checkpoint_id, spec)
 
     def rewrite(self, turn_id: str, ids: Ids, text: str, checkpoint: Encoded) -> Placed | None:
         """Give a turn the ids and the text that later requests render for it, and the state after them.

@@ -18,6 +18,8 @@ ID_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class StoreError(Exception):
     """The store could not do what was asked; it is whole and nothing was changed. The message says what to do."""
 
+    reason = "error"  # a code for metrics and /health
+
 
 class UnknownSession(StoreError):
     """No session, or no turn, has that id."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
+import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
 from daemon import CHAT, Daemon, chunks, daemon, idle, request, soon, text_of, whole_text
+
+from ssmd.sessions.rows.database import FILE
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +234,33 @@ def test_health_and_metrics(tiny: Daemon) -> None:
     assert b"ttft" in prometheus.body
     snapshot = tiny.served.ask("GET", "/ssmd/v1/metrics").json
     assert snapshot["queue"]["running"] == 0
+
+
+def test_a_daemon_that_stores_nothing_says_so(artifact: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Clients go on, so it is 200; whoever looks after the daemon sees that it is not well, and hears of it once."""
+
+    def health() -> dict[str, Any]:
+        answer = one.served.ask("GET", "/health")
+        assert answer.status == 200
+        return dict(answer.json)
+
+    with daemon(artifact, tmp_path / "data", busy_ms=50) as one:
+        with closing(sqlite3.connect(tmp_path / "data" / FILE, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            for i in range(3):
+                assert one.chat(f"This is lost {i}").json["usage"]["ssmd"]["stored"] is False
+            assert (health()["status"], health()["reason"]) == ("degraded", "locked")
+            assert str(tmp_path) not in json.dumps(health()), "whoever asks needs no key"
+            other.execute("ROLLBACK")
+        snapshot = one.served.ask("GET", "/ssmd/v1/metrics").json
+        assert snapshot["turns_not_stored"]["locked"] == 3
+        assert b'ssmd_turns_not_stored_total{reason="locked"} 3.0' in one.served.ask("GET", "/metrics").body
+        said = [r.message for r in caplog.records if r.levelno >= logging.WARNING and "not stored" in r.message]
+        assert len(said) == 1, said
+        assert one.chat("This is kept").json["usage"]["ssmd"]["stored"] is True
+        soon(lambda: health()["status"] == "ok")
+        assert "reason" not in health()
+        assert len([r for r in caplog.records if "stored again" in r.message]) == 1
 
 
 # What is refused.

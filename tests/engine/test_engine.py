@@ -28,6 +28,7 @@ from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part
 from ssmd.runtime.protocol import Handle, Program, StateLost, get_runtime
 from ssmd.sessions import store as store_module
+from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows.checkpoints import Placed
 from ssmd.sessions.rows.schema import checkpoint
 from ssmd.sessions.rows.schema import session as session_table
@@ -576,6 +577,13 @@ def test_a_damaged_checkpoint_is_read_again(
     assert "cannot be used" in caplog.text
     assert answer.text == right.text
     soon(lambda: not held)
+    caplog.clear()
+    assert engine.metrics.damages() == {"checkpoints": 3}, "of the system prompt, the prompt and the turn"
+    again = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."))
+    assert again.usage.resume == "exact"
+    assert again.text == right.text
+    assert "cannot be used" not in caplog.text, "what was damaged is not met again"
+    assert not check(store.file.parent).damages
 
 
 def test_the_next_best_checkpoint_stands_in_for_damaged_ones(engine: Engine, store: Store) -> None:

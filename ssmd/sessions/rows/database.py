@@ -40,6 +40,20 @@ _HEADER = b"SQLite format 3\x00"
 class DamagedFile(StoreError):
     """SQLite finds the file's own structure damaged."""
 
+    reason = "damaged"
+
+
+class Locked(StoreError):
+    """Another process holds the store longer than one waits for it."""
+
+    reason = "locked"
+
+
+class DiskFull(StoreError):
+    """The file system has no room for what is to be written."""
+
+    reason = "disk_full"
+
 
 class _Connection(sqlite3.Connection):
     """A connection that knows its cursors, as SQLite tells Python nothing of statements that are still under way."""
@@ -129,9 +143,20 @@ def errors(file: Path) -> Iterator[None]:
         raise StoreError(f"session store {file}: {err}") from err
 
 
+_KINDS = {
+    sqlite3.SQLITE_CORRUPT: DamagedFile,
+    sqlite3.SQLITE_NOTADB: DamagedFile,
+    sqlite3.SQLITE_BUSY: Locked,
+    sqlite3.SQLITE_LOCKED: Locked,
+    sqlite3.SQLITE_FULL: DiskFull,
+}
+_NO_ROOM = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)  # a user's quota, say
+
+
 def _error(err: BaseException | None, file: Path) -> StoreError:
-    code = getattr(err, "sqlite_errorcode", 0) & 0xFF
-    kind = DamagedFile if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) else StoreError
+    extended = getattr(err, "sqlite_errorcode", 0)
+    code = extended & 0xFF
+    kind = DiskFull if extended in _NO_ROOM else _KINDS.get(code, StoreError)
     return kind(_explain(err, code, file))
 
 

@@ -31,6 +31,12 @@ from ssmd.sessions.turn import StoreError
 Array = NDArray[Any]
 
 
+class DamagedState(StoreError):
+    """A checkpoint's bytes are not those that were written."""
+
+    reason = "damaged"
+
+
 def read_parts(connection: Connection, checkpoint_id: int, spec: StateSpec) -> tuple[int, Generator[Part]]:
     """Read (position, the parts of the state in order). A thread reads and verifies the next while the caller works.
 
@@ -72,19 +78,19 @@ def _parts(connection: Connection, checkpoint_id: int, head: Any, spec: StateSpe
         try:
             yield from recurrent_parts(values, spec, head.position)
         except StateError as err:
-            raise StoreError(f"checkpoint {checkpoint_id}: recurrent values cannot be read: {err}") from err
+            raise DamagedState(f"checkpoint {checkpoint_id}: recurrent values cannot be read: {err}") from err
     if digest(head.position, segments, pieces) != head.digest:
-        raise StoreError(f"checkpoint {checkpoint_id} does not consist of the parts that were written")
+        raise DamagedState(f"checkpoint {checkpoint_id} does not consist of the parts that were written")
 
 
 def _verified(blob: Blob, name: str, read: Callable[[Blob], Part | Array]) -> Part | Array:
     what = f"{name} [{blob.first}, {blob.last})"
     if not is_genuine(blob.data, blob.checksum):
-        raise StoreError(f"{what} were altered (their checksum differs)")
+        raise DamagedState(f"{what} were altered (their checksum differs)")
     try:
         return read(blob)
     except (codec.CodecError, StateError) as err:
-        raise StoreError(f"{what} cannot be read: {err}") from err
+        raise DamagedState(f"{what} cannot be read: {err}") from err
 
 
 def _blobs(rows: Iterable[Any], name: str, end: int, found: list[Digested]) -> Iterator[Blob]:
@@ -94,12 +100,12 @@ def _blobs(rows: Iterable[Any], name: str, end: int, found: list[Digested]) -> I
         what = f"{name} [{row.first}, {row.last})"
         sound = isinstance(row.data, bytes) and len(row.data) <= MAX_BLOB_BYTES and isinstance(row.dtype, str)
         if not sound or row.first != at or not isinstance(row.last, int) or not at < row.last <= end:
-            raise StoreError(f"{what} are not what was written")
+            raise DamagedState(f"{what} are not what was written")
         at = row.last
         found.append((row.first, row.last, row.checksum))
         yield Blob(row.first, row.last, row.dtype, row.checksum, row.data)
     if at != end:
-        raise StoreError(f"{name} from {at} on are missing")
+        raise DamagedState(f"{name} from {at} on are missing")
 
 
 def segments_of(checkpoint_id: int, *columns: Any) -> Any:

@@ -1,0 +1,78 @@
+"""Damaged checkpoints are taken out where they lie, with what stands on the same rows, and with nothing else."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from keeping import HYBRID, Chat, assert_same, new_store, state_of
+
+from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.rows.database import FILE
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Iterator[Chat]:
+    """Two answers to one turn: t1 - t2 - t3, and t1 - u2."""
+    store = new_store(tmp_path / "data")
+    chat = Chat(store, "s")
+    chat.say("t1", None, "hi", "hello")
+    chat.say("t2", "t1", "more", "sure")
+    chat.say("t3", "t2", "and more", "sure, sure")
+    chat.say("u2", "t1", "another", "well")
+    yield chat
+    store.close()
+
+
+def alter(store: Store, statement: str, *values: int | None) -> None:
+    with closing(sqlite3.connect(store.file.parent / FILE, isolation_level=None)) as connection:
+        assert connection.execute(statement, values).rowcount > 0
+
+
+def left(chat: Chat) -> set[str]:
+    """The turns whose end can still be restored; what is left is as it was written, and all sizes are right."""
+    found = set()
+    for turn, (number, ids) in chat.ends.items():
+        assert number is not None
+        with suppress(StoreError):
+            assert_same(chat.store.load(number, HYBRID), state_of(HYBRID, ids))
+            found.add(turn)
+    assert not check(chat.store.file.parent).damages
+    assert [t.id for t in chat.store.turns("s")] == ["t1", "t2", "t3", "u2"], "no text goes"
+    return found
+
+
+def test_rows_that_others_stand_on(chat: Chat) -> None:
+    """The turn's own KV rows, which the turn below lists too; not those of the sibling."""
+    number, _ = chat.ends["t2"]
+    chat.store.fork("s", "t2")
+    mine = "id = (SELECT max(segment) FROM checkpoint_segment WHERE checkpoint = ?)"
+    alter(chat.store, f"UPDATE segment SET data = zeroblob(length(data)) WHERE {mine}", number)
+    before = chat.store.bytes_stored()
+    assert number is not None
+    assert chat.store.drop_damaged(number, HYBRID) == 3, "the end of t2, and both states of t3"
+    assert 0 < chat.store.bytes_stored() < before
+    assert left(chat) == {"t1", "u2"}
+
+
+def test_values_that_are_its_own(chat: Chat) -> None:
+    number, _ = chat.ends["t2"]
+    assert number is not None
+    alter(chat.store, "UPDATE piece SET data = CAST('x' || substr(data, 2) AS BLOB) WHERE checkpoint = ?", number)
+    assert chat.store.drop_damaged(number, HYBRID) == 1
+    assert left(chat) == {"t1", "t3", "u2"}
+
+
+def test_what_can_be_read_stays(chat: Chat) -> None:
+    """It may have been the memory, not the disk."""
+    number, _ = chat.ends["t2"]
+    assert number is not None
+    assert chat.store.drop_damaged(number, HYBRID) == 0
+    assert left(chat) == {"t1", "t2", "t3", "u2"}
+    with pytest.raises(StoreError, match="not stored any more"):
+        chat.store.drop_damaged(10_000, HYBRID)
