@@ -275,11 +275,18 @@ def write_source(folder: Path, variant: str, seed: int = 0) -> Path:
 
 def official(variant: str, vocabulary: int, seed: int = 0) -> Any:
     """transformers' model of `variant` with random weights that bring every part of it into play."""
-    import torch
     import transformers
 
     family, fields = VARIANTS[variant]
     config = transformers.AutoConfig.for_model(family, **{"vocab_size": vocabulary, **fields})
+    return randomized(config, seed)
+
+
+def randomized(config: Any, seed: int = 0) -> Any:
+    """transformers' model of a config, with such weights."""
+    import torch
+    import transformers
+
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -293,6 +300,22 @@ def official(variant: str, vocabulary: int, seed: int = 0) -> Any:
                 p.copy_(torch.randn_like(p) * 0.3)
             else:
                 p.mul_(4.0)
+    return model
+
+
+def write_odd(folder: Path, fields: dict[str, Any], seed: int = 0) -> Any:
+    """Write a source checkpoint whose config.json is `fields` as they stand. Returns transformers' model of it."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    vocabulary = write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": vocabulary, **fields}))
+    model = randomized(transformers.AutoConfig.from_pretrained(folder), seed)
+    tensors = model.state_dict()
+    if torch.equal(tensors["lm_head.weight"], model.get_input_embeddings().weight):
+        del tensors["lm_head.weight"]  # tied
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return model
 
 

@@ -15,16 +15,17 @@ from ssmd.model.rope import Rope
 
 def attention_of(
     f: Fields,
+    max_position: int,
     kv_heads: int | None = None,
     *,
     theta: float = 10_000.0,
     partial: float | None = None,
     qk_eps: float | None = None,
 ) -> tuple[Attention, Rope]:
-    """Read attention with RoPE from a config.json; `kv_heads` as in `without_rope`, `theta` and `partial` as in
-    `rope_of`. Raises FamilyError naming the field."""
+    """Read attention with RoPE from a config.json; `kv_heads` as in `without_rope`, `max_position`, `theta` and
+    `partial` as in `rope_of`. Raises FamilyError naming the field."""
     plain = without_rope(f, kv_heads)
-    rope, rotated = rope_of(f, plain.head_dim, theta, partial)
+    rope, rotated = rope_of(f, plain.head_dim, max_position, theta, partial)
     return plain.model_copy(update={"rotated": rotated, "qk_eps": qk_eps}), rope
 
 

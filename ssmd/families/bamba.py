@@ -44,7 +44,8 @@ class Config:
         f = Fields(config)
         f.only("hidden_act", "silu", "silu")
         eps = f.number("rms_norm_eps", 1e-5)
-        attention, rope = attention_of(f, kv_heads=8, partial=ROTATED)
+        max_position = f.size("max_position_embeddings", 262_144)
+        attention, rope = attention_of(f, max_position, kv_heads=8, partial=ROTATED)
         f.only("attn_rotary_emb", attention.rotated, attention.rotated)
         return Config(
             vocabulary=f.size("vocab_size"),
@@ -56,7 +57,7 @@ class Config:
             eps=eps,
             rope=rope,
             tied=f.flag("tie_word_embeddings", False),
-            max_position=f.size("max_position_embeddings", 262_144),
+            max_position=max_position,
         )
 
 

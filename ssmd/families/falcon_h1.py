@@ -76,7 +76,8 @@ class Config:
         f = Fields(config)
         f.only("hidden_act", "silu", "silu")
         hidden, eps = f.size("hidden_size"), f.number("rms_norm_eps", 1e-5)
-        attention, rope = attention_of(f, kv_heads=8)
+        max_position = f.size("max_position_embeddings", 8192)
+        attention, rope = attention_of(f, max_position, kv_heads=8)
         norm: Norm = "none"
         if f.flag("mamba_rms_norm", False):
             norm = "before the gate" if f.flag("mamba_norm_before_gate", True) else "after the gate"
@@ -91,7 +92,7 @@ class Config:
             eps=eps,
             rope=rope,
             tied=f.flag("tie_word_embeddings", False),
-            max_position=f.size("max_position_embeddings", 8192),
+            max_position=max_position,
         )
 
 

@@ -54,7 +54,8 @@ class Config:
         f.only("hidden_act", "silu", "silu")
         f.only("normalization_function", "rmsnorm", "rmsnorm")
         eps = f.number("rms_norm_eps", 1e-6)
-        attention, rope = _attention(f)
+        max_position = f.size("max_position_embeddings", 2048)
+        attention, rope = _attention(f, max_position)
         return Config(
             vocabulary=f.size("vocab_size"),
             hidden=f.size("hidden_size"),
@@ -69,17 +70,17 @@ class Config:
             residual_multiplier=f.number("residual_multiplier", 1.0),
             attention_multiplier=f.number("attention_multiplier", 1.0),
             logits_scaling=f.number("logits_scaling", 1.0),
-            max_position=f.size("max_position_embeddings", 2048),
+            max_position=max_position,
         )
 
 
-def _attention(f: Fields) -> tuple[Attention, Rope | None]:
+def _attention(f: Fields, max_position: int) -> tuple[Attention, Rope | None]:
     kind = f.get("position_embedding_type")
     if kind in (None, "nope"):
         return without_rope(f), None
     if kind != "rope":
         raise FamilyError(f"config.json: position_embedding_type is {kind!r}; supported: null, 'nope', 'rope'")
-    return attention_of(f)
+    return attention_of(f, max_position)
 
 
 def plan(config: Config) -> Plan:

@@ -48,7 +48,9 @@ class Config:
         f = Fields(config)
         hidden, eps = f.size("hidden_size"), f.number("norm_eps", 1e-5)
         f.size("num_key_value_heads")  # has no default that any checkpoint relies on
-        attention, rope = attention_of(Fields({**config, "attention_bias": False}), theta=THETA, qk_eps=eps)
+        max_position = f.size("max_position_embeddings", 128_000)
+        unbiased = Fields({**config, "attention_bias": False})
+        attention, rope = attention_of(unbiased, max_position, theta=THETA, qk_eps=eps)
         width = f.size("conv_L_cache", 3)
         if width < 2:
             raise FamilyError(f"config.json: conv_L_cache is {width}, expected at least 2")
@@ -63,7 +65,7 @@ class Config:
             eps=eps,
             rope=rope,
             tied=f.flag("tie_embedding", tied),  # the older spelling goes first, as in transformers
-            max_position=f.size("max_position_embeddings", 128_000),
+            max_position=max_position,
         )
 
 

@@ -42,7 +42,8 @@ class Config:
         f = Fields(config)
         f.only("hidden_act", "silu", "silu")
         eps = f.number("rms_norm_eps", 1e-6)
-        attention, rope = attention_of(f, qk_eps=eps if qk_norm else None)
+        max_position = f.size("max_position_embeddings", 2048)
+        attention, rope = attention_of(f, max_position, qk_eps=eps if qk_norm else None)
         return Config(
             vocabulary=f.size("vocab_size"),
             hidden=f.size("hidden_size"),
@@ -53,7 +54,7 @@ class Config:
             rope=rope,
             tied=f.flag("tie_word_embeddings", False),
             mlp_bias=f.flag("mlp_bias", False),
-            max_position=f.size("max_position_embeddings", 2048),
+            max_position=max_position,
         )
 
 

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from ssmd.families.fields import FamilyError, Fields, divides
-from ssmd.model.rope import Llama3Scaling, Rope
+from ssmd.model.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
-SUPPORTED = ("default", "llama3")
+TURNED = ("rope_theta", "partial_rotary_factor")  # of every kind
 
 
-def rope_of(fields: Fields, head_dim: int, theta: float = 10_000.0, partial: float | None = None) -> tuple[Rope, int]:
-    """Read RoPE from `rope_parameters`, or from the older pair `rope_theta` and `rope_scaling`; with it, how many
-    values of a head it rotates.
+def rope_of(
+    fields: Fields, head_dim: int, max_position: int, theta: float = 10_000.0, partial: float | None = None
+) -> tuple[Rope, int]:
+    """Read RoPE from `rope_scaling`, else `rope_parameters`, as transformers does; with it, how many values of a head
+    it rotates.
 
     `theta` is the family's own, where the config names none. `partial` is the family's default of
     partial_rotary_factor, the share of a head that is rotated; without one, only whole heads are supported. Raises
     FamilyError naming the field.
     """
-    name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
-    table = fields.get(name)
-    if not (table is None or isinstance(table, dict)):
-        raise FamilyError(f"config.json: {name} is {table!r}, expected an object")
-    inner = Fields(table or {})
-    theta = (inner if inner.get("rope_theta") is not None else fields).number("rope_theta", theta)
+    name, table = _table(fields)
+    inner = Fields(table)
     kind = inner.get("rope_type") or inner.get("type") or "default"
-    if kind not in SUPPORTED:
-        raise FamilyError(f"config.json: {name}.rope_type is {kind!r}; supported: {', '.join(SUPPORTED)}")
+    if not (isinstance(kind, str) and (kind == "default" or kind in SCALINGS)):
+        raise FamilyError(
+            f"config.json: {name}.rope_type is {kind!r}; supported: {', '.join(sorted(['default', *SCALINGS]))}"
+        )
+    for key, value in table.items():
+        if isinstance(value, dict):
+            raise FamilyError(f"config.json: {name}.{key} is {value!r}: only one RoPE for all layers is supported")
+    theta = (inner if inner.get("rope_theta") is not None else fields).number("rope_theta", theta)
     if partial is None:
         for place in (fields, inner):
             place.only("partial_rotary_factor", 1.0, 1.0)
@@ -34,11 +42,66 @@ def rope_of(fields: Fields, head_dim: int, theta: float = 10_000.0, partial: flo
         rotated = _share(inner.number("partial_rotary_factor", partial), head_dim)
     if kind == "default":
         return Rope(theta), rotated
-    low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+    if kind == "yarn" and theta <= 1:
+        raise FamilyError(f"config.json: rope_theta is {theta}, expected more than 1 with YaRN")
+    # It stands beside the table in some configs, and goes first there.
+    place = fields if fields.get("original_max_position_embeddings") is not None else inner
+    original = place.size("original_max_position_embeddings", max_position) if kind != "linear" else 0
+    return Rope(theta, SCALINGS[kind](name, inner, original, max_position)), rotated
+
+
+def _table(fields: Fields) -> tuple[str, Mapping[str, Any]]:
+    """The object that counts, and its name. Raises FamilyError where the other one says what this one leaves out."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(fields.get(name) or {}, dict):
+            raise FamilyError(f"config.json: {name} is {fields.get(name)!r}, expected an object")
+    scaling, parameters = fields.get("rope_scaling") or {}, fields.get("rope_parameters") or {}
+    if not scaling:
+        return "rope_parameters", parameters
+    for key in TURNED:
+        if scaling.get(key) is None and fields.get(key) is None and parameters.get(key) is not None:
+            raise FamilyError(
+                f"config.json: rope_scaling is taken before rope_parameters, as transformers does, and {key} = "
+                f"{parameters[key]!r} stands in rope_parameters alone: write it into rope_scaling"
+            )
+    return "rope_scaling", scaling
+
+
+def _linear(name: str, table: Fields, original: int, max_position: int) -> Scaling:
+    return LinearScaling(table.number("factor"))
+
+
+def _llama3(name: str, table: Fields, original: int, max_position: int) -> Scaling:
+    low, high = table.number("low_freq_factor"), table.number("high_freq_factor")
     if not low < high:
         raise FamilyError(f"config.json: {name}.low_freq_factor {low} is not below high_freq_factor {high}")
-    original = inner.size("original_max_position_embeddings")
-    return Rope(theta, Llama3Scaling(inner.number("factor"), low, high, original)), rotated
+    return Llama3Scaling(table.number("factor"), low, high, original)
+
+
+def _yarn(name: str, table: Fields, original: int, max_position: int) -> Scaling:
+    """Fields that are absent, null or 0 are what transformers takes in their place."""
+    implied = max_position / original if "factor" in table.config else None  # null: the contexts say it
+    factor = table.number("factor", implied)
+    attention = _attention_factor(factor)
+    if table.get("mscale") and table.get("mscale_all_dim"):
+        attention = _attention_factor(factor, table.number("mscale"))
+        attention /= _attention_factor(factor, table.number("mscale_all_dim"))
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=table.number("attention_factor", attention),
+        beta_fast=table.number("beta_fast") if table.get("beta_fast") else 32.0,
+        beta_slow=table.number("beta_slow") if table.get("beta_slow") else 1.0,
+        truncate=table.flag("truncate", "truncate" not in table.config),
+    )
+
+
+def _attention_factor(factor: float, scale: float = 1.0) -> float:
+    """YaRN's sqrt(1/t) (arXiv:2309.00071, equation 22)."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+SCALINGS: dict[str, Callable[[str, Fields, int, int], Scaling]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def _share(partial: float, head_dim: int) -> int:

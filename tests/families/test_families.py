@@ -69,8 +69,11 @@ def test_an_unknown_model_type_is_refused_with_the_list(model_type: Any) -> None
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'; supported: default, llama3"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor is missing"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "rope_theta": 1.0}},
+            "rope_type is 'dynamic'; supported: ",
+        ),
         ({"rope_parameters": "default"}, "rope_parameters is 'default'"),
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta is -1.0"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
@@ -167,7 +170,7 @@ def test_sizes_of_mamba() -> None:
         ({"block_multiple_of": 0}, "block_multiple_of is 0"),
         ({"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier is -1.0"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size = 64"),
-        ({"norm_eps": None, "rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"norm_eps": None, "rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
     ],
 )
 def test_lfm2_refuses_by_field(fields: dict[str, Any], named: str) -> None:
@@ -257,7 +260,7 @@ def test_bamba_refuses_by_field(fields: dict[str, Any], named: str) -> None:
         ({"head_dim": 15}, "head_dim = 15"),
         ({"mamba_rms_norm": 1}, "mamba_rms_norm is 1"),
         ({"mamba_rms_norm": True, "mamba_norm_before_gate": "no"}, "mamba_norm_before_gate is 'no'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'"),
         ({"projectors_bias": 0}, "projectors_bias is 0"),
     ],
 )

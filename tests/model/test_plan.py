@@ -10,13 +10,14 @@ import pytest
 from pydantic import ValidationError
 
 from ssmd.model.plan import MAX_BYTES, Attention, Layer, Mlp, Plan, PlanError
-from ssmd.model.rope import Rope
+from ssmd.model.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
 ATTENTION = Attention(heads=4, kv_heads=2, head_dim=6, bias=False, qk_eps=None, rotated=4)
 MLP = Mlp(intermediate=10, bias=True, activation="relu2")
 
 
 STRETCHED = {
+    "kind": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -54,6 +55,13 @@ def test_a_layer_of_no_part_is_refused() -> None:
         Layer(mixers=(), mlp=None)
 
 
+@pytest.mark.parametrize("scaling", [LinearScaling(2.0), Llama3Scaling(8.0, 1.0, 4.0, 64), YarnScaling(4.0, 64, 1.1)])
+def test_ropes_are_read_as_they_were_written(scaling: Scaling, tmp_path: Path) -> None:
+    made = plan(Layer(mixers=(ATTENTION,), mlp=MLP), rope=Rope(100.0, scaling))
+    (tmp_path / "plan.json").write_text(made.model_dump_json())
+    assert Plan.open(tmp_path / "plan.json") == made
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -63,7 +71,7 @@ def test_a_layer_of_no_part_is_refused() -> None:
         ({"more": 1}, "more: Extra inputs"),
         ({"rope": {"theta": 0}}, r"plan\.json: rope: theta is 0\.0, expected a positive number; build"),
         ({"rope": {"theta": float("nan")}}, "theta is nan"),
-        ({"rope": {"theta": 1e4, "scaling": STRETCHED | {"factor": -1}}}, r"rope\.scaling: factor is -1\.0"),
+        ({"rope": {"theta": 1e4, "scaling": STRETCHED | {"factor": -1}}}, r"rope\.scaling\.llama3: factor is -1\.0"),
         ({"rope": {"theta": 1e4, "scaling": STRETCHED | {"high_freq_factor": 1}}}, "low_freq_factor is 1"),
         ({"rope": {"theta": 1e4, "scaling": STRETCHED | {"low_freq_factor": 1e999}}}, "low_freq_factor is inf"),
     ],
