@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ssmd.model.artifact import Artifact
+from ssmd.runtime.execution import execute, shown, told
 from ssmd.runtime.hoststate.graph import GraphError
-from ssmd.runtime.protocol import Program
-from ssmd.runtime.trial import CrashError, last_line
-from ssmd.runtime.verify import verify
 from ssmd_coreml import library
 from ssmd_coreml.backend import COMPUTE_UNITS, compiled_path
 from ssmd_coreml.package import Package
@@ -28,12 +24,11 @@ from ssmd_coreml.runtime import DEVICES, MODEL, CoreMLRuntime
 
 VERIFIED = "verified by an independent evaluator on Linux, not executed on Apple hardware"
 COMMAND = (sys.executable, "-m", "ssmd_coreml.doctor")
-DECODED, REPEATS = 32, 5  # tokens and prefills that are timed
 
 
-def look(artifacts: Sequence[Artifact], say: Callable[[str], None]) -> dict[str, Any]:
+def look(artifacts: Sequence[Artifact], say: Callable[[str], None], device: str | None = None) -> dict[str, Any]:
     """What is found out about each artifact, for a report that can be sent; `ok` in it says whether nothing was wrong.
-    `say` gets lines of text."""
+    `say` gets lines of text. `device`: a compute unit, instead of all."""
     runtime = CoreMLRuntime(probe=False)
     why_not = runtime.devices()[0].why_not
     report: dict[str, Any] = {"system": why_not or "executed here", "artifacts": []}
@@ -41,7 +36,9 @@ def look(artifacts: Sequence[Artifact], say: Callable[[str], None]) -> dict[str,
     for artifact in artifacts:
         found = read(artifact)
         if not why_not:
-            found["executed"] = {unit: _executed(artifact, unit) for unit in DEVICES}
+            found["executed"] = {
+                unit: told(COMMAND, str(artifact.path), unit) for unit in DEVICES if device in (None, unit)
+            }
         report["artifacts"].append(found)
         for line in lines(found):
             say(line)
@@ -94,66 +91,10 @@ def lines(found: dict[str, Any]) -> list[str]:
     ane = found["ane"]
     made.append(f"  Neural Engine: {ane if isinstance(ane, str) else '; '.join(ane or ['not known'])}")
     for unit, seen in found.get("executed", {}).items():
-        if "problem" in seen:
-            made.append(f"  {unit}: {seen['problem']}")
-            continue
-        verdict = "passed" if seen["passed"] else "FAILED"
-        made.append(
-            f"  {unit}: golden values {verdict} (worst step {seen['worst_rms']:.2g} standard deviations off), load "
-            f"{seen['load_s']:.1f} s, decode {seen['decode_ms']:.2f} ms, prefill "
-            + ", ".join(f"{n}: {ms:.1f} ms" for n, ms in seen["prefill_ms"].items())
-        )
-        for name, counts in seen["placement"].items():
+        made.append(shown(unit, seen))
+        for name, counts in seen.get("placement", {}).items():
             made.append(f"    {name}: " + ", ".join(f"{n} operations on {where}" for where, n in counts.items()))
     return made
-
-
-def _executed(artifact: Artifact, unit: str) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(last_line([*COMMAND, str(artifact.path), unit]))
-    except CrashError as err:
-        return {"problem": str(err)}
-    return found
-
-
-def execute(artifact: Artifact, unit: str, runtime: CoreMLRuntime) -> dict[str, Any]:
-    """Golden values and times (ms, medians) of an artifact on a compute unit."""
-    started = time.perf_counter()
-    program = runtime.load(artifact, device=unit)
-    loaded = time.perf_counter() - started
-    try:
-        report = verify(artifact, program)
-        decode_ms, prefill_ms = _timed(program)
-    finally:
-        program.close()
-    return {
-        "passed": report.passed,
-        "worst_rms": report.worst.rms_relative,
-        "load_s": loaded,
-        "decode_ms": decode_ms,
-        "prefill_ms": prefill_ms,
-    }
-
-
-def _timed(program: Program) -> tuple[float, dict[int, float]]:
-    """Measure a decode step, and a whole prefill of every length: medians, ms."""
-    prefill_ms = {}
-    for length in program.buckets:
-        took = []
-        for _ in range(REPEATS):
-            handle = program.new_state()
-            started = time.perf_counter()
-            program.prefill(handle, [0] * length)
-            took.append((time.perf_counter() - started) * 1e3)
-            program.release(handle)
-        prefill_ms[length] = statistics.median(took)
-    handle, took = program.new_state(), []
-    for _ in range(DECODED):
-        started = time.perf_counter()
-        program.decode([handle], [0])
-        took.append((time.perf_counter() - started) * 1e3)
-    program.release(handle)
-    return statistics.median(took), prefill_ms
 
 
 def placement(artifact: Artifact, unit: str) -> dict[str, dict[str, int]]:

@@ -46,7 +46,7 @@ class Compiler:
         """The openvino.CompiledModel of an IR and its weights. Raises GraphError."""
         if self.folder is None:
             return self._compile(model, weights)
-        blob = CachedFile(self.folder / f"{model.stem}.blob", "each load compiles the model again")
+        blob = self._kept(self.folder, model)
         if blob.good():
             try:
                 # Not the file as a tensor: the model would go on reading memory that nobody holds for it.
@@ -66,6 +66,19 @@ class Compiler:
                 log.warning("the compiled %s could not be kept (%s): each load compiles it again", model.name, err)
                 fresh.unlink(missing_ok=True)
         return compiled
+
+    def anew(self, model: Path, weights: Path) -> tuple[Any, int | None]:
+        """Compile it, whatever is kept, and keep that: the model, and the bytes of what is kept. Raises GraphError."""
+        if self.folder is None:
+            return self._compile(model, weights), None
+        blob = self._kept(self.folder, model)
+        blob.drop()
+        compiled = self.compiled(model, weights)
+        return compiled, blob.path.stat().st_size if blob.path.exists() else None
+
+    @staticmethod
+    def _kept(folder: Path, model: Path) -> CachedFile:
+        return CachedFile(folder / f"{model.stem}.blob", "each load compiles the model again")
 
     @staticmethod
     def _forget_others(folder: Path) -> None:

@@ -96,9 +96,8 @@ class OpenVINORuntime:
         """Load an artifact's model on a device. Raises GraphError."""
         manifest = artifact.manifest
         names = signatures((1, *manifest.buckets), manifest.tiers or (manifest.context or 1,))
-        properties = {**ON_CPU, "INFERENCE_NUM_THREADS": threads} if device == "cpu" else ELSEWHERE
         # Nothing of the CPU's is kept: what it imports holds the weights in memory once more (docs/decisions.md).
-        compiler = Compiler(self._started(), PLUGINS[device], properties, None if device == "cpu" else manifest.build)
+        compiler = compiler_of(self._started(), device, threads, None if device == "cpu" else manifest.build)
         if self._probe and compiler.folder is not None:
             verdict = probed(TRIAL, artifact, device, compiler.folder)
             if not verdict.passed:
@@ -112,6 +111,12 @@ class OpenVINORuntime:
             return OpenVINOGraph(dict.fromkeys(names, model), names, states)
         models = {name: compiler.compiled(artifact.file(f"{name}.xml"), weights) for name in names}
         return OpenVINOGraph(models, names, states)
+
+
+def compiler_of(core: Any, device: str, threads: int, build: str | None) -> Compiler:
+    """The compiler of a device ("npu") for an artifact's build, which keeps what it compiles unless that is None."""
+    properties = {**ON_CPU, "INFERENCE_NUM_THREADS": threads} if device == "cpu" else ELSEWHERE
+    return Compiler(core, PLUGINS[device], properties, build)
 
 
 def _pack(program: FlatProgram) -> None:

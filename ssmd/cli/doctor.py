@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 def doctor(
     runtime: Annotated[
-        str | None, typer.Argument(metavar="RUNTIME", help="Look closer at the artifacts of one; there is: coreml.")
+        str | None,
+        typer.Argument(metavar="RUNTIME", help="Look closer at the artifacts of one: coreml, openvino or npu."),
     ] = None,
     report: Annotated[
         Path | None, typer.Option(help="With RUNTIME: write what was found to a file, to be sent.", metavar="FILE")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="With RUNTIME: execute there; an artifact for the NPU on cpu.", metavar="NAME")
     ] = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
@@ -34,7 +38,7 @@ def doctor(
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir)
     if runtime is not None:
-        _look(runtime, settings.models_dir, report, as_json)
+        _look(runtime, settings.models_dir, report, device, as_json)
         return
     found: dict[str, Any] = {
         "version": __version__,
@@ -60,16 +64,17 @@ class LookError(ValueError):
     """A closer look that cannot be taken; the message says why."""
 
 
-def _look(runtime: str, models_dir: Path, report: Path | None, as_json: bool) -> None:
+def _look(runtime: str, models_dir: Path, report: Path | None, device: str | None, as_json: bool) -> None:
     """The runtime's own look at its artifacts, where it has one: `look` of its module `doctor`."""
     from importlib import import_module
     from importlib.metadata import entry_points
 
-    from ssmd.installed import installed
+    from ssmd.installed import installed, is_for
     from ssmd.model.artifact import Artifact
     from ssmd.runtime.protocol import runtime_names
 
-    package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(runtime)
+    packages = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}
+    package = packages.get("openvino" if runtime == "npu" else runtime)
     if package is None:
         raise LookError(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
     try:
@@ -80,9 +85,9 @@ def _look(runtime: str, models_dir: Path, report: Path | None, as_json: bool) ->
         raise LookError(f"there is no closer look at {runtime}; `ssmd doctor` says what works") from err
     if report is not None and not report.parent.is_dir():  # before minutes of work
         raise LookError(f"there is no folder {report.parent} to write the report to")
-    mine = [one for one in installed(models_dir) if one.manifest and one.manifest.runtime == runtime]
+    mine = [one for one in installed(models_dir) if one.manifest and is_for(one.manifest, runtime)]
     artifacts = [Artifact.open(one.path) for one in mine if not one.problem]
-    found = module.look(artifacts, (lambda line: None) if as_json else typer.echo)
+    found = module.look(artifacts, (lambda line: None) if as_json else typer.echo, device)
     for one in mine:
         if one.problem:
             typer.echo(f"{one.path}: {one.problem}", err=True)

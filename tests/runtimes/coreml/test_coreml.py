@@ -36,6 +36,7 @@ from ssmd.build.builder import BuildError, Target
 from ssmd.families.registry import family_of
 from ssmd.model.artifact import Artifact, ArtifactError
 from ssmd.model.source import Source
+from ssmd.runtime.execution import execute
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, StateLost, get_runtime
 from ssmd.runtime.verify import verify
 from ssmd_coreml import doctor, library, runtime
@@ -478,7 +479,7 @@ def test_the_doctor_here(artifacts: TinyArtifacts) -> None:
 def test_the_doctor_where_it_executes(artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but MLComputePlan, which only a Mac has."""
     artifact = Artifact.open(artifacts["coreml-granite-int8"])
-    measured = doctor.execute(artifact, "gpu", CoreMLRuntime(Evaluator(), probe=False))
+    measured = execute(artifact, "gpu", CoreMLRuntime(Evaluator(), probe=False))
     assert measured["passed"]
     assert set(measured["prefill_ms"]) == {16, 64}
     evaluated.play(monkeypatch)

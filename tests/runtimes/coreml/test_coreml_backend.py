@@ -18,6 +18,7 @@ from conftest import TinyArtifacts
 from mil.model import Model, open_package
 
 from ssmd.model.artifact import Artifact
+from ssmd.runtime.execution import execute
 from ssmd.runtime.protocol import ProgramError
 from ssmd.runtime.verify import verify
 from ssmd_coreml import backend, doctor, library
@@ -157,7 +158,7 @@ def test_placement_by_the_compute_plan(mac: Mac, granite: Artifact, monkeypatch:
 
 def test_the_doctor_on_every_unit(mac: Mac, granite: Artifact) -> None:
     for unit in DEVICES:
-        measured = doctor.execute(granite, unit, CoreMLRuntime(probe=False))
+        measured = execute(granite, unit, CoreMLRuntime(probe=False))
         assert measured["passed"]
         assert measured["decode_ms"] > 0
         assert np.isfinite(measured["worst_rms"])

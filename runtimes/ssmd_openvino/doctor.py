@@ -1,0 +1,144 @@
+"""A closer look at OpenVINO artifacts, `ssmd doctor npu`: each model is compiled for the device, and the artifact is
+executed there, every step in a process of its own.
+
+As a program: `describe DEVICE`, `compile DEVICE ARTIFACT MODEL` or `execute DEVICE ARTIFACT`; prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ssmd import __version__
+from ssmd.machine.memory import most_resident
+from ssmd.machine.processor import cpu_name
+from ssmd.machine.size import show_size
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.execution import execute, shown, told
+from ssmd.runtime.hoststate.threads import default_threads
+from ssmd_openvino import library
+from ssmd_openvino.runtime import PLUGINS, WEIGHTS, OpenVINORuntime, compiler_of
+
+STATUS = "compiled and linted for the NPU, never executed on one by those who made ssmd"
+COMMAND = (sys.executable, "-m", "ssmd_openvino.doctor")
+# What tells a device, its driver and its compiler, where the plugin knows it.
+_DESCRIBED = (
+    *("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "NPU_PLATFORM", "NPU_DRIVER_VERSION", "NPU_COMPILER_TYPE"),
+    *("NPU_COMPILER_VERSION", "NPU_DEVICE_TOTAL_MEM_SIZE", "NPU_MAX_TILES", "OPTIMIZATION_CAPABILITIES"),
+)
+
+
+def look(artifacts: Sequence[Artifact], say: Callable[[str], None], device: str | None = None) -> dict[str, Any]:
+    """What is found out about each artifact, for a report that can be sent; `ok` in it says whether nothing was wrong.
+    `say` gets lines of text as things are done. `device`: instead of that which an artifact was built for."""
+    report: dict[str, Any] = {
+        "ssmd": __version__,
+        "openvino": library.package_version(),
+        "platform": platform.platform(),
+        "processor": cpu_name(),
+        "devices": {},
+        "artifacts": [],
+    }
+    usable = {d.name: d.why_not for d in OpenVINORuntime(probe=False).devices()}
+    for name in dict.fromkeys([device or a.manifest.device_class for a in artifacts] or [device or "npu"]):
+        why_not = usable.get(name, f"OpenVINO has no device {name!r}")
+        report["devices"][name] = {"problem": why_not} if why_not else told(COMMAND, "describe", name)
+        for text in _about(name, report["devices"][name]):
+            say(text)
+    for artifact in artifacts:
+        where = device or artifact.manifest.device_class
+        found = _read(artifact, where)
+        report["artifacts"].append(found)
+        if "problem" not in report["devices"][where]:
+            _measure(artifact, where, found, say)
+    report["ok"] = all("problem" not in d for d in report["devices"].values()) and all(map(_fine, report["artifacts"]))
+    return report
+
+
+def _about(name: str, found: dict[str, Any]) -> list[str]:
+    """A device as lines for people: what it is, or why it cannot be used."""
+    if "problem" in found:
+        npu = name == "npu" and sys.platform != "darwin"
+        what = "Core ML and the NPU cannot execute here" if npu else f"{name} cannot be used here"
+        return [f"{what}: {found['problem']}"]
+    told = f"{name}: {'; '.join(f'{key} {value}' for key, value in found.items())}"
+    return [told, STATUS if name == "npu" else f"what follows is measured on {name}, not on an NPU"]
+
+
+def _read(artifact: Artifact, device: str) -> dict[str, Any]:
+    """What an artifact says of itself."""
+    manifest = artifact.manifest
+    return {
+        "name": manifest.name,
+        "build": manifest.build,
+        "quantization": manifest.quantization,
+        "built_for": manifest.device_class,
+        "device": device,
+        "buckets": list(manifest.buckets),
+        "tiers": list(manifest.tiers),
+        "weights_bytes": manifest.files[WEIGHTS].size,
+        "conversion": manifest.conversion,
+        "builders": manifest.builders,
+    }
+
+
+def _measure(artifact: Artifact, device: str, found: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Compile each model and execute the artifact; `found` gets what comes of it."""
+    models = sorted(name for name in artifact.manifest.files if name.endswith(".xml"))
+    size = show_size(found["weights_bytes"])
+    say(f"{found['name']} ({found['quantization']}, build {found['build'][:12]}): {len(models)} models over {size}")
+    found["models"] = {}
+    for model in models:
+        seen = told(COMMAND, "compile", device, str(artifact.path), model)
+        found["models"][model.removesuffix(".xml")] = seen
+        said = seen.get("problem") or f"compiled in {seen['compile_s']:.1f} s, {show_size(seen['blob_bytes'] or 0)}"
+        say(f"  {model.removesuffix('.xml')}: {said}")
+    found["executed"] = told(COMMAND, "execute", device, str(artifact.path))
+    say(shown(device, found["executed"]))
+
+
+def _fine(found: dict[str, Any]) -> bool:
+    compiled = all("problem" not in seen for seen in found.get("models", {}).values())
+    return compiled and bool(found.get("executed", {}).get("passed"))
+
+
+def describe(device: str) -> dict[str, Any]:
+    """What the plugin tells of a device ("npu"), its driver and its compiler."""
+    core, plugin = library.openvino().Core(), PLUGINS[device]
+    known = set(core.get_property(plugin, "SUPPORTED_PROPERTIES"))
+    found = {"build": str(core.get_versions(plugin)[plugin].build_number)}
+    return found | {name: str(core.get_property(plugin, name)) for name in _DESCRIBED if name in known}
+
+
+def compile_anew(artifact: Artifact, device: str, model: str) -> dict[str, Any]:
+    """Seconds and memory that it takes to compile one model, and the bytes of what is kept of it. What is compiled for
+    the CPU is not kept."""
+    compiler = compiler_of(library.openvino().Core(), device, default_threads(), artifact.manifest.build)
+    started = time.perf_counter()
+    _, nbytes = compiler.anew(artifact.file(model), artifact.file(WEIGHTS))
+    found = {"compile_s": time.perf_counter() - started, "blob_bytes": nbytes, "peak_bytes": most_resident()}
+    if device == "cpu" and compiler.folder is not None:
+        shutil.rmtree(compiler.folder, ignore_errors=True)
+    return found
+
+
+def main() -> None:
+    step, device, *rest = sys.argv[1:]
+    if step == "describe":
+        found = describe(device)
+    elif step == "compile":
+        found = compile_anew(Artifact.open(Path(rest[0])), device, rest[1])
+    else:
+        found = execute(Artifact.open(Path(rest[0])), device, OpenVINORuntime(probe=False))
+        found["peak_bytes"] = most_resident()
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

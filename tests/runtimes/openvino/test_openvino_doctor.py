@@ -1,0 +1,102 @@
+"""`ssmd doctor npu`: what it tells where there is no NPU, and its whole way on OpenVINO's CPU device.
+
+Core ML and the NPU cannot execute here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import commands
+import pytest
+from conftest import TinyArtifacts
+
+from ssmd.model.artifact import Artifact
+from ssmd_openvino import doctor, library
+from ssmd_openvino.runtime import WEIGHTS
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def granite(artifacts: TinyArtifacts) -> Artifact:
+    return Artifact.open(artifacts["npu-granite-f16"])
+
+
+@pytest.fixture
+def models(granite: Artifact, artifacts: TinyArtifacts, tmp_path: Path) -> Path:
+    """A folder of models with one for the NPU and one for the processor."""
+    folder = tmp_path / "models"
+    for path in (granite.path, artifacts["openvino-granite-f32"]):
+        (folder / "granite" / path.name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "granite" / path.name).symlink_to(path)
+    return folder
+
+
+def asked(models: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    report = models.parent / "report.json"
+    places = ("--models-dir", str(models), "--report", str(report))
+    done = commands.ssmd("doctor", "npu", *places, *arguments, env=os.environ)
+    assert f"written to {report}" in done.stderr
+    return done.returncode, done.stdout, json.loads(report.read_text())
+
+
+def test_without_an_npu_it_says_why(models: Path) -> None:
+    code, said, report = asked(models)
+    assert code == 1
+    assert said.startswith("Core ML and the NPU cannot execute here: no Intel NPU here (there is no /dev/accel/accel*)")
+    [found] = report["artifacts"]
+    assert (found["built_for"], "executed" in found, report["ok"]) == ("npu", False, False)
+
+
+def test_without_an_artifact_it_says_so_too(tmp_path: Path) -> None:
+    code, said, report = asked(tmp_path / "none")
+    assert (code, report["artifacts"]) == (1, [])
+    assert "the NPU cannot execute here" in said
+
+
+def test_on_the_processor_by_its_name(models: Path, granite: Artifact, cache: Path) -> None:
+    code, said, report = asked(models, "--device", "cpu")
+    assert code == 0, said
+    assert "what follows is measured on cpu, not on an NPU" in said
+    assert report["openvino"] == library.package_version()
+    assert report["devices"]["cpu"]["FULL_DEVICE_NAME"]
+    [found] = report["artifacts"]
+    assert (found["build"], found["built_for"], found["device"]) == (granite.manifest.build, "npu", "cpu")
+    assert set(found["models"]) == {"decode", "prefill_16", "prefill_64"}
+    for seen in found["models"].values():
+        assert seen["compile_s"] > 0
+        assert granite.file(WEIGHTS).stat().st_size < seen["blob_bytes"] < 10 * granite.file(WEIGHTS).stat().st_size
+        assert seen["peak_bytes"] > 1 << 20
+    executed = found["executed"]
+    assert executed["passed"]
+    assert len(executed["steps"]) == 5
+    assert set(executed["prefill_ms"]) == {"16", "64"}
+    assert "cpu: golden values passed (worst step" in said
+    assert not list(cache.rglob("*.blob"))  # of the processor's nothing is kept
+
+
+def test_what_fails_is_told_and_the_rest_goes_on(
+    granite: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that is killed at one model, and an artifact whose golden values are not met."""
+    kill = f"import os, sys\nif sys.argv[-1] == 'decode.xml': os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
+    run = "from ssmd_openvino.doctor import main; main()"
+    monkeypatch.setattr(doctor, "COMMAND", (sys.executable, "-c", kill + run))
+    lines: list[str] = []
+    report = doctor.look([granite], lines.append, "cpu")
+    [found] = report["artifacts"]
+    assert "SIGKILL" in found["models"]["decode"]["problem"]
+    assert found["models"]["prefill_16"]["compile_s"] > 0
+    assert found["executed"]["passed"]
+    assert not report["ok"]
+    assert any(line.startswith("  decode: ") and "SIGKILL" in line for line in lines)
