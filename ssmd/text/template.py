@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
 
 from ssmd.model.artifact import SpecialTokens
+from ssmd.text.jinja.appending import AppendingSandbox, Flow, Said
+from ssmd.text.jinja.compiling import NotAppendable
 from ssmd.text.jinja.meter import MAX_DEPTH, Meter
 from ssmd.text.jinja.sandbox import Offered, Sandbox
 from ssmd.text.messages import Message
@@ -24,10 +28,30 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # what clients call
 _OWN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 
 _sandbox = Sandbox()
+_appending = AppendingSandbox()
 
 
 class TemplateError(ValueError):
     """A template that cannot be read, or that refuses these messages: then the message is the template's own."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Where a message begins in a text: the text before it stays, whatever is said from there on.
+
+    messages: those before it, of the whole conversation. characters: those of the text before it.
+    """
+
+    messages: int
+    characters: int
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text, and the last message of it before which all is settled; None if nothing is known to be."""
+
+    text: str
+    settled: Settled | None
 
 
 class ChatTemplate:
@@ -53,17 +77,55 @@ class ChatTemplate:
         """
         if not generate or not messages or messages[-1].role != "assistant":
             return self.render_json([m.to_json() for m in messages], now=now, generate=generate)
-        *before, last = messages
-        marked = {**last.to_json(), "content": f"{last.content}{_HERE} "}
-        text = self.render_json([*(m.to_json() for m in before), marked], now=now, generate=False)
-        at = text.rfind(_HERE)
-        if at < 0:
-            raise TemplateError("the chat template drops the assistant's last message, so it cannot be continued")
-        trims = not text.startswith(f"{_HERE} ", at)
-        text = text[:at].rstrip() if trims else text[:at]
-        if not text.rstrip().endswith(last.content.strip()):
-            raise TemplateError("the chat template changes the assistant's last message, so it cannot be continued")
-        return text
+        text = self.render_json(_marked(messages), now=now, generate=False)
+        return _begun(text, messages[-1].content)
+
+    def render_settled(self, messages: Sequence[Message], *, now: datetime) -> Rendered:
+        """The text of `render`, and how much of it stays when the conversation goes on. Raises TemplateError."""
+        done = self._append(messages[0], 0, messages, now) if len(messages) > 1 else None
+        return done or Rendered(self.render(messages, now=now), None)
+
+    def render_after(self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime) -> Rendered | None:
+        """The text of `render` from a message on, without what stands before: as if that were rendered, too.
+
+        `first` is the conversation's first message, `tail` those from number `skipped` on. The ones before, and `now`,
+        must be those of a rendering that was settled there. None if the template is not known to allow it, or
+        refuses: then all must be rendered. The text's `settled` counts characters from the text's own beginning.
+        """
+        return self._append(first, skipped, tail, now)
+
+    def _append(self, first: Message, skipped: int, tail: Sequence[Message], now: datetime) -> Rendered | None:
+        template = self._appended
+        if template is None:
+            return None
+        last, generate = tail[-1], tail[-1].role != "assistant"
+        shown = [m.to_json() for m in tail] if generate else _marked(tail)
+        meter = Meter(_characters(shown) + len(first.content))
+        flow = Flow(shown[0] if not skipped else first.to_json(), skipped, shown, meter)
+        _appending.flow = flow
+        try:
+            given = {"messages": Said(flow), "tools": None, "documents": None, **self._special}
+            whole = _run(_appending, template, given, _own(now, generate), meter)
+            at = flow.begins if skipped and flow.begins is not None else 0
+            text = whole[at:] if generate else _begun(whole[at:], last.content)
+        except TemplateError:
+            return None
+        finally:
+            _appending.flow = None
+        # What was cut off behind an answer that is continued may have begun before the text.
+        if flow.refused or flow.begins is None or not (generate or text.strip()):
+            return None
+        if flow.settled is None or flow.settled[1] - at > len(text):
+            return Rendered(text, None)
+        return Rendered(text, Settled(flow.settled[0], flow.settled[1] - at))
+
+    @cached_property
+    def _appended(self) -> jinja2.Template | None:
+        """The template for texts that only grow, None if this one's may not."""
+        try:
+            return _appending.from_string(self.source)
+        except NotAppendable:
+            return None
 
     def render_json(
         self,
@@ -86,23 +148,47 @@ class ChatTemplate:
             raise TemplateError(f"{taken[0]} is no variable to be given: the chat template has its own")
         shown = [_named({k: v for k, v in message.items() if v is not None}) for message in messages]
         given = {"messages": shown, "tools": tools, "documents": documents, **more}
-        own = {"add_generation_prompt": generate, "strftime_now": Offered(lambda pattern: _date(now, pattern))}
-        meter = Meter(_characters(given))
-        _sandbox.meter = meter
-        parts: list[str] = []
-        total = 0
-        try:
-            for part in self._template.generate({**given, **own}):
-                total += len(part)
-                meter.fits(total)
-                parts.append(part)
-        except jinja2.TemplateError as err:
-            raise TemplateError(err.message or type(err).__name__) from err
-        except Exception as err:  # anything can go wrong in a template; the message is what there is to say
-            raise TemplateError(f"the chat template failed: {err or type(err).__name__}") from err
-        finally:
-            _sandbox.meter = None
-        return "".join(parts)
+        return _run(_sandbox, self._template, given, _own(now, generate), Meter(_characters(given)))
+
+
+def _own(now: datetime, generate: bool) -> dict[str, Any]:
+    """What a template is given beside what is said."""
+    return {"add_generation_prompt": generate, "strftime_now": Offered(lambda pattern: _date(now, pattern))}
+
+
+def _run(sandbox: Sandbox, template: jinja2.Template, given: dict[str, Any], own: dict[str, Any], meter: Meter) -> str:
+    """What a template puts out. Raises TemplateError."""
+    sandbox.meter = meter
+    parts: list[str] = []
+    try:
+        for part in template.generate({**given, **own}):
+            meter.wrote(len(part))
+            parts.append(part)
+    except jinja2.TemplateError as err:
+        raise TemplateError(err.message or type(err).__name__) from err
+    except Exception as err:  # anything can go wrong in a template; the message is what there is to say
+        raise TemplateError(f"the chat template failed: {err or type(err).__name__}") from err
+    finally:
+        sandbox.meter = None
+    return "".join(parts)
+
+
+def _marked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages of which the last, the assistant's, is to be continued: a mark stands behind its content."""
+    *before, last = messages
+    return [*(m.to_json() for m in before), {**last.to_json(), "content": f"{last.content}{_HERE} "}]
+
+
+def _begun(text: str, content: str) -> str:
+    """A text up to its mark, which stands behind `content`. Raises TemplateError."""
+    at = text.rfind(_HERE)
+    if at < 0:
+        raise TemplateError("the chat template drops the assistant's last message, so it cannot be continued")
+    trims = not text.startswith(f"{_HERE} ", at)
+    text = text[:at].rstrip() if trims else text[:at]
+    if not text.rstrip().endswith(content.strip()):
+        raise TemplateError("the chat template changes the assistant's last message, so it cannot be continued")
+    return text
 
 
 def _named(message: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
@@ -37,8 +39,78 @@ class Ticks(NodeTransformer):
         return node
 
 
+class NotAppendable(SecurityError):
+    """A template wants what later messages could change, or what is not there."""
+
+
+# fmt: off
+_CARRY_NOTHING = (
+    nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For, nodes.Continue, nodes.Break, nodes.With,
+    nodes.Scope, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.Assign, nodes.AssignBlock, nodes.ExprStmt,
+    nodes.Name, nodes.NSRef, nodes.Const, nodes.Tuple, nodes.List, nodes.Dict, nodes.Pair, nodes.Keyword,
+    nodes.CondExpr, nodes.Filter, nodes.Test, nodes.Call, nodes.Getitem, nodes.Getattr, nodes.Slice, nodes.Concat,
+    nodes.Compare, nodes.Operand, nodes.BinExpr, nodes.UnaryExpr, nodes.EnvironmentAttribute,
+)
+# fmt: on
+
+
+class Appended(NodeTransformer):
+    """Leads what a loop over messages can learn through the sandbox. Raises NotAppendable where it cannot be led.
+
+    A loop is in the flow if all it puts out is the template's output, and no other loop is around it.
+    """
+
+    def __init__(self) -> None:
+        self._flows = True
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(node, _CARRY_NOTHING):  # blocks, imports, autoescape
+            raise NotAppendable(f"the chat template has a {type(node).__name__}")
+        return super().visit(node, *args, **kwargs)
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        # `else` asks whether any turn came to its end; a condition, for what is not told of what follows.
+        flows = self._flows and not (node.test or node.else_ or node.recursive)
+        self._apart(node)
+        if flows:
+            node.iter = _call("each", node.iter)
+            node.body = [nodes.ExprStmt(_call("mark", at=node), lineno=node.lineno), *node.body]
+        return node
+
+    def _apart(self, node: nodes.Node) -> nodes.Node:
+        flows, self._flows = self._flows, False
+        self.generic_visit(node)
+        self._flows = flows
+        return node
+
+    visit_Macro = visit_CallBlock = visit_FilterBlock = visit_AssignBlock = _apart
+
+    def visit_Name(self, node: nodes.Name) -> nodes.Node:
+        if node.ctx != "load":
+            return node
+        if node.name == "loop":
+            raise NotAppendable("the chat template passes a loop on")
+        return _call("asked", node) if node.name == "add_generation_prompt" else node
+
+    def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
+        if isinstance(node.node, nodes.Name) and node.node.name == "loop":
+            return _call("of_loop", node.node, nodes.Const(node.attr, lineno=node.lineno))
+        return self.generic_visit(node)
+
+    def visit_Test(self, node: nodes.Test) -> nodes.Node:
+        if node.name in ("defined", "undefined") and isinstance(node.node, nodes.Name):
+            return node
+        return self.generic_visit(node)
+
+
+def _call(hook: str, *args: Any, at: nodes.Node | None = None) -> nodes.Call:
+    """A call of one of the sandbox's methods."""
+    lineno: int = (at or args[0]).lineno
+    return nodes.Call(nodes.EnvironmentAttribute(hook, lineno=lineno), [*args], [], None, None, lineno=lineno)
+
+
 def _tick(node: nodes.Node) -> nodes.Call:
-    return nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None, lineno=node.lineno)
+    return _call("tick", at=node)
 
 
 def _tick_statement(node: nodes.Node) -> nodes.ExprStmt:
@@ -55,7 +127,11 @@ class MeteredCode(CodeGenerator):
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
         if isinstance(node.node, nodes.EnvironmentAttribute):
-            self.write(f"environment.{node.node.name}()")
+            self.write(f"environment.{node.node.name}(")
+            for arg in node.args:
+                self.visit(arg, frame)
+                self.write(", ")
+            self.write(")")
         else:
             super().visit_Call(node, frame, forward_caller=forward_caller)
 

@@ -28,9 +28,13 @@ class TooMuch(SecurityError):
 
 
 class Meter:
-    """One rendering's account. `given`: the characters of the messages, in proportion to which limits grow."""
+    """One rendering's account. `given`: the characters of the messages, in proportion to which limits grow.
+
+    written: the characters put out so far.
+    """
 
     def __init__(self, given: int) -> None:
+        self.written = 0
         self.limit = VALUE_LIMIT + 4 * given
         self._work_left = WORK_LIMIT + 64 * given
         self._deadline = time.thread_time() + CPU_LIMIT_S
@@ -52,6 +56,11 @@ class Meter:
         """Check, before a value is made, that one of this size may be. Raises TooMuch."""
         if size > self.limit:
             raise TooMuch(f"the chat template makes a value of more than {self.limit} characters")
+
+    def wrote(self, size: int) -> None:
+        """Count what was put out. Raises TooMuch."""
+        self.written += size
+        self.fits(self.written)
 
     def made(self, value: Any) -> None:
         """Count a value that was made. Raises TooMuch if it, or the sum, is too large."""
