@@ -45,7 +45,7 @@ _BYTES = 256 << 20  # at most, of an artifact
 FAMILIES = "ssmd/families"
 CODE = (
     *("ssmd/authoring/*.py", "ssmd/build/*.py", "ssmd/refit/install.py", "ssmd/refit/encodings.py"),
-    *(f"ssmd/model/{name}.py" for name in ("artifact", "plan", "rope", "source", "state")),
+    *(f"ssmd/model/{name}.py" for name in ("artifact", "formats", "plan", "rope", "source", "state")),
 )
 RUNTIME_CODE = (
     *("build", "weights_on_disk", "constants", "recipe", "convert", "lint", "xamba", "piecewise", "stacks"),

@@ -23,6 +23,7 @@ from ssmd.families import (
 )
 from ssmd.families.fields import FamilyError
 from ssmd.families.weights import Binding, given
+from ssmd.model.formats import unread
 from ssmd.model.plan import Plan, first_problem
 from ssmd.model.state import StateError
 
@@ -91,10 +92,12 @@ FAMILIES = {
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Find the family of a config.json. Raises FamilyError with what is supported."""
+    """Find the family of a config.json. Raises FamilyError with what is supported, or what to take instead."""
+    if why := unread(config):
+        raise FamilyError(f"config.json: {why}")
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         experts = isinstance(name, str) and ("moe" in name or "mixtral" in name)
-        why = " (a mixture of experts, of which none is)" if experts else ""
+        why = ", a mixture of experts, and ssmd runs dense models only" if experts else ""
         raise FamilyError(f"config.json: model_type is {name!r}{why}; supported: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[name]

@@ -110,8 +110,8 @@ def _may_be_pulled(listing: Listing) -> None:
         if pickles:
             raise HubError(
                 f"{listing.name} has its weights in {pickles[0]!r}, a pickle, which can run any code when it is read; "
-                "ssmd takes safetensors only: look for another revision (--revision refs/pr/N), or convert it on a "
-                "machine that may be lost"
+                "ssmd takes safetensors only: look for the same model under a name that ends in -hf, for another "
+                "revision (--revision refs/pr/N), or convert it on a machine that may be lost"
             )
         raise HubError(f"{listing.name} has neither {WEIGHTS} nor {INDEX}: ssmd builds from safetensors only")
     if TOKENIZER not in there:

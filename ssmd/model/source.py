@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.model.formats import in_its_place, unread
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 ITEMSIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
@@ -78,7 +80,11 @@ class Source:
         """Read and check all but the tensors' values. Raises SourceError."""
         if not path.is_dir():
             raise SourceError(f"{path} is not a folder; a source checkpoint is a folder with config.json")
+        if not (path / "config.json").exists() and (why := in_its_place(path)):
+            raise SourceError(f"{path} has no config.json; {why}")
         config = read_json(path / "config.json")
+        if why := unread(config):
+            raise SourceError(f"{path / 'config.json'}: {why}")
         tokenizer_json = _tokenizer(path)
         settings = read_json(path / "tokenizer_config.json", optional=True)
         special = _special_tokens(settings, read_json(path / "special_tokens_map.json", optional=True))
