@@ -24,7 +24,7 @@ from ssmd.machine.progress import Progress, staged
 from ssmd.model.artifact import GOLDEN, Artifact, seal
 from ssmd.model.plan import first_problem
 from ssmd.model.source import Source
-from ssmd.refit.install import checked_tokenizer, fields_of, placed, save_texts
+from ssmd.refit.install import checked_tokenizer, config_of, fields_of, placed, save_texts
 from ssmd.runtime.verify import GOLDEN_POSITIONS, compare, golden_tokens, save_golden
 from ssmd_wgpu import pack
 from ssmd_wgpu.pack import Weights
@@ -67,7 +67,7 @@ class WgpuConverter:
             raise BuildError(f"{out} exists already; remove it, replace it or choose another name")
         return_big_blocks()
         family = family_of(source.config)
-        config = family.parse(source.config)
+        config = config_of(family, source, progress)
         asked = targeted(self, family, config, quantization, buckets, tiers or None)
         plan = packed_plan(family, config, asked.context)
         tokenizer = checked_tokenizer(source, config.vocabulary)

@@ -23,7 +23,7 @@ from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.progress import Progress, Stage, staged
 from ssmd.model.artifact import Artifact, seal
 from ssmd.model.source import Source
-from ssmd.refit.install import checked_tokenizer, fields_of, placed, save_texts
+from ssmd.refit.install import checked_tokenizer, config_of, fields_of, placed, save_texts
 from ssmd.runtime.protocol import Program, RuntimeUnavailable
 from ssmd.text.tokenizer import Tokenizer
 
@@ -140,7 +140,7 @@ def build(
     check_packages(converter)
     return_big_blocks()  # else what one stage frees stands beside what the next one needs
     family = family_of(source.config)
-    config = family.parse(source.config)
+    config = config_of(family, source, progress)
     family.plan(config)  # raises before anything is converted
     target = targeted(converter, family, config, quantization, buckets, tiers)
     tokenizer = checked_tokenizer(source, config.vocabulary)

@@ -7,10 +7,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ssmd.families.registry import Family
+from ssmd.machine.progress import Progress
 from ssmd.model.artifact import SpecialTokens
 from ssmd.model.source import Source, SourceError
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
@@ -55,6 +59,38 @@ def fields_of(
         "state": spec.to_json(),
         "builders": dict(builders),
     }
+
+
+def config_of(family: Family, source: Source, progress: Progress) -> Any:
+    """Read a source's config.json as the family's own, with the head untied where the weights have one of their own.
+
+    `progress` gets a line if so. Raises FamilyError, or SourceError where the two tensors cannot be read.
+    """
+    config = family.parse(source.config)
+    if not has_own_head(family, config, source):
+        return config
+    progress(
+        "config.json says tie_word_embeddings, but lm_head.weight is there and is not the embedding: it is used, as "
+        "transformers 5 does"
+    )
+    return replace(config, tied=False)
+
+
+def has_own_head(family: Family, config: Any, source: Source) -> bool:
+    """Whether a config ties the head to the embedding and the source has another one. Raises SourceError."""
+    if not getattr(config, "tied", False):
+        return False
+    bound = family.bindings(replace(config, tied=False))
+    (embedding, shape), (head, _) = (next(iter(bound[name].reads.items())) for name in ("embedding", "head"))
+    if head not in source.tensors:
+        return False
+    step = max(1, (1 << 20) // shape[1])
+    for at in range(0, shape[0], step):
+        if not np.array_equal(
+            source.tensor(embedding, shape, at, at + step), source.tensor(head, shape, at, at + step)
+        ):
+            return True
+    return False
 
 
 def checked_tokenizer(source: Source, vocabulary: int) -> Tokenizer:

@@ -18,6 +18,7 @@ from ssmd.families.weights import Array, Binding
 from ssmd.model.source import VOLATILE, Source, Tensors
 from ssmd.refit.encodings import ENCODINGS, Encoded, EncodingError
 from ssmd.refit.graphfile import Header, Hole, StrippedGraph
+from ssmd.refit.install import has_own_head
 
 Differences = dict[str, tuple[object, object]]  # by the field of config.json: a source's value, and a graph's
 MOST_SHOWN = 3  # of them, in a message
@@ -47,6 +48,11 @@ def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
             places.setdefault(hole.parameter, []).append((part.name, hole))
     if isinstance(source, Source):
         _check_tensors(source, bindings)
+        if has_own_head(family := family_of(source.config), family.parse(source.config), source):
+            raise RefitError(
+                f"{source.path}: lm_head.weight is not the embedding, though config.json says tie_word_embeddings; "
+                f"{header.name}'s graph has no head of its own: build it with `ssmd build`"
+            )
     with ExitStack() as stack:
         files = {p.name: stack.enter_context((folder / p.name).open("xb")) for p in header.files}
         for part, literal in zip(header.files, graph.literals, strict=True):

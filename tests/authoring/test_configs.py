@@ -9,12 +9,15 @@ import numpy as np
 import oracle
 import pytest
 import tiny
+import torch
+import transformers
 from numpy.typing import NDArray
 
 from ssmd.authoring.host import Host
 from ssmd.authoring.model import author
 from ssmd.families.registry import family_of
 from ssmd.model.source import Source
+from ssmd.refit.install import config_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # transformers' own
@@ -38,11 +41,13 @@ def theirs(model: Any, position: int = -1) -> NDArray[np.float32]:
     return row
 
 
-def ours(folder: Path) -> NDArray[np.float32]:
-    """Logits (V,) after the same tokens, fed in parts. Raises FamilyError where the config is refused."""
+def ours(folder: Path, said: list[str] | None = None) -> NDArray[np.float32]:
+    """Logits (V,) after the same tokens, fed in parts; `said` gets what a build says. Raises FamilyError where the
+    config is refused."""
+    said = [] if said is None else said
     source = Source.open(folder)
     family = family_of(source.config)
-    config = family.parse(source.config)
+    config = config_of(family, source, said.append)
     bound = {name: binding(source) for name, binding in family.bindings(config).items()}
     host = Host(author(family, config, bound, 256))
     ids = tokens(config.vocabulary)
@@ -96,3 +101,35 @@ def test_ropes_that_stretch(tmp_path: Path, family: str, rope: str) -> None:
     expected = theirs(tiny.write_odd(tmp_path / "scaled", other))
     assert relative(theirs(tiny.write_odd(tmp_path / "plain", plain)), expected) > SEEN
     assert relative(ours(tmp_path / "scaled"), expected) < RELATIVE
+
+
+TIED: dict[str, dict[str, Any]] = {  # of each way in which a family's other weights know of it
+    "llama": tiny.LLAMA,
+    "falcon_h1": tiny.FALCON_H1,
+    "mamba": tiny.MAMBA,
+    "lfm2": tiny.LFM2 | {"tie_embedding": True, "tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("family", TIED)
+def test_tied_embeddings_beside_a_head(tmp_path: Path, family: str) -> None:
+    """Another head is used, and that is said; one that is the embedding, in another dtype too, is none."""
+    from safetensors.torch import load_file, save_file
+
+    tiny.write_odd(tmp_path, {"model_type": family, "tie_word_embeddings": True, **TIED[family]})
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    [embedding] = [name for name in tensors if "embed" in name and "norm" not in name]
+    logits = []
+    for head in (None, tensors[embedding].float(), tensors[embedding].flip(0)):
+        heads = {} if head is None else {"lm_head.weight": head.contiguous()}
+        save_file({**tensors, **heads}, file, {"format": "pt"})
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        said: list[str] = []
+        logits.append(ours(tmp_path, said))
+        assert relative(logits[-1], theirs(model)) < RELATIVE
+        assert len(said) == (len(logits) == 3)
+    np.testing.assert_array_equal(logits[0], logits[1])
+    assert relative(logits[2], logits[0]) > SEEN

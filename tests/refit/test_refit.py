@@ -264,6 +264,7 @@ def test_a_config_that_is_nearly_the_graphs(graph: StrippedGraph, tmp_path: Path
         (lambda t: t.pop("model.norm.weight"), "there is no tensor 'model.norm.weight'"),
         (lambda t: t.update({"model.norm.weight": np.ones(5, np.float32)}), r"has shape \(5,\)"),
         (lambda t: t["model.norm.weight"].__setitem__(3, np.nan), "not finite"),
+        (lambda t: t.update({"lm_head.weight": -t["model.embed_tokens.weight"]}), "has no head of its own: build it"),
     ],
 )
 def test_tensors_that_do_not_fit(
@@ -278,7 +279,7 @@ def test_tensors_that_do_not_fit(
         if file.suffix != ".safetensors":
             (copied / file.name).write_bytes(file.read_bytes())
     save_file(tensors, copied / "model.safetensors")
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises((SourceError, RefitError), match=said):
         refit(graph, Source.open(copied), fresh(tmp_path / "out"))
 
 
