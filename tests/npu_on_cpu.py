@@ -1,6 +1,6 @@
 """An NPU played by OpenVINO's CPU plugin: everything of the way to one but the device and its driver.
 
-As a program, what the runtime runs to try an artifact: python npu_on_cpu.py ARTIFACT DEVICE
+As a program, what the runtime runs to try an artifact: python npu_on_cpu.py WAY ARTIFACT DEVICE
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import sys
 from typing import Any
 
 from ssmd.runtime.protocol import Device
-from ssmd.runtime.trial import judge
-from ssmd_openvino import runtime
+from ssmd_openvino import runtime, trial
 
 COMMAND = (sys.executable, __file__)
 
@@ -39,4 +38,4 @@ class _Patch:
 
 if __name__ == "__main__":
     play(_Patch)
-    judge(runtime.OpenVINORuntime(probe=False))
+    trial.main()

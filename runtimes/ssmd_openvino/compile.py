@@ -2,6 +2,9 @@
 
 What is kept (a blob) fits one artifact, OpenVINO, device and driver, all of which are in its name. The model itself
 stays beside it: a blob that the device refuses is dropped and the model compiled, which takes longer, no more.
+
+Where the plugin can, a blob is without the weights: each model of an artifact would have all of them once more
+(SmolLM2's decode 335 MB, without them 10). An import then takes them from the artifact.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from ssmd_openvino.graph import reason
 
 log = logging.getLogger(__name__)
 # What tells drivers and devices apart between which no blob can be exchanged.
+_WEIGHTLESS = "ENABLE_WEIGHTLESS"  # the plugin's name for it
 _IDENTITY = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "NPU_DRIVER_VERSION", "NPU_COMPILER_VERSION")
 
 
@@ -30,16 +34,25 @@ def identity(core: Any, device: str) -> str:
     return "; ".join([f"openvino {core.get_versions(device)[device].build_number}", *told])
 
 
+def can_be_weightless(core: Any, device: str) -> bool:
+    """Whether the plugin, driver and compiler of a device make blobs without weights."""
+    return _WEIGHTLESS in core.get_property(device, "SUPPORTED_PROPERTIES")
+
+
 class Compiler:
     """Compiles the models of one artifact for one device."""
 
-    def __init__(self, core: Any, device: str, properties: Mapping[str, Any], build: str | None) -> None:
-        """`build`: of the artifact, to keep what is compiled; None keeps nothing."""
+    def __init__(
+        self, core: Any, device: str, properties: Mapping[str, Any], build: str | None, *, weightless: bool = False
+    ) -> None:
+        """`build`: of the artifact, to keep what is compiled; None keeps nothing. `weightless`: what is kept is
+        without the weights."""
         self._core, self._device, self._properties = core, device, dict(properties)
+        self._weightless = weightless
         self.folder: Path | None = None  # of this artifact, device and driver
         if build is not None:
             text = "\n".join((identity(core, device), *(f"{k}={v}" for k, v in sorted(properties.items()))))
-            name = hashlib.sha256(text.encode()).hexdigest()[:24]
+            name = hashlib.sha256(text.encode()).hexdigest()[:24] + ("-weightless" if weightless else "")
             self.folder = cache_folder() / "openvino" / build[:24] / device.lower() / name
 
     def compiled(self, model: Path, weights: Path) -> Any:
@@ -50,7 +63,8 @@ class Compiler:
         if blob.good():
             try:
                 # Not the file as a tensor: the model would go on reading memory that nobody holds for it.
-                return self._core.import_model(blob.path.read_bytes(), self._device, self._properties)
+                source = {"MODEL_PTR": self._core.read_model(model, weights)} if self._weightless else {}
+                return self._core.import_model(blob.path.read_bytes(), self._device, {**self._properties, **source})
             except RuntimeError as err:
                 log.warning("%s refuses %s (%s): compiling the model again", self._device, blob.path, reason(err))
         blob.drop()
@@ -84,7 +98,7 @@ class Compiler:
     def _forget_others(folder: Path) -> None:
         """Blobs of this artifact for drivers that are gone: nothing would ever read them again."""
         for other in folder.parent.glob("*"):
-            if other != folder:
+            if other.name.partition("-")[0] != folder.name.partition("-")[0]:
                 shutil.rmtree(other, ignore_errors=True)
 
     def _compile(self, model: Path, weights: Path) -> Any:
@@ -98,4 +112,5 @@ class Compiler:
             raise GraphError(f"OpenVINO cannot load {model.name} on {self._device}: {reason(err)}") from err
 
     def _compile_here(self, model: Path, weights: Path) -> Any:
-        return self._core.compile_model(self._core.read_model(model, weights), self._device, self._properties)
+        properties = {**self._properties, _WEIGHTLESS: True} if self._weightless else self._properties
+        return self._core.compile_model(self._core.read_model(model, weights), self._device, properties)

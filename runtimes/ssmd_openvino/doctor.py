@@ -1,7 +1,8 @@
 """A closer look at OpenVINO artifacts, `ssmd doctor npu`: each model is compiled for the device, and the artifact is
 executed there, every step in a process of its own.
 
-As a program: `describe DEVICE`, `compile DEVICE ARTIFACT MODEL` or `execute DEVICE ARTIFACT`; prints JSON.
+As a program: `describe DEVICE`, `compile DEVICE WAY ARTIFACT MODEL` or `execute DEVICE WAY ARTIFACT`, where a way is
+one of runtime.ways; prints JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ssmd.model.artifact import Artifact
 from ssmd.runtime.execution import execute, shown, told
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd_openvino import library
-from ssmd_openvino.runtime import PLUGINS, WEIGHTS, OpenVINORuntime, compiler_of
+from ssmd_openvino.runtime import PLUGINS, WEIGHTS, OpenVINORuntime, compiler_of, ways
 
 STATUS = "compiled and linted for the NPU, never executed on one by those who made ssmd"
 COMMAND = (sys.executable, "-m", "ssmd_openvino.doctor")
@@ -56,7 +57,7 @@ def look(artifacts: Sequence[Artifact], say: Callable[[str], None], device: str 
         found = _read(artifact, where)
         report["artifacts"].append(found)
         if "problem" not in report["devices"][where]:
-            _measure(artifact, where, found, say)
+            _measure(artifact, where, report["devices"][where]["kept"].split(), found, say)
     report["ok"] = all("problem" not in d for d in report["devices"].values()) and all(map(_fine, report["artifacts"]))
     return report
 
@@ -88,24 +89,33 @@ def _read(artifact: Artifact, device: str) -> dict[str, Any]:
     }
 
 
-def _measure(artifact: Artifact, device: str, found: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Compile each model and execute the artifact; `found` gets what comes of it."""
+def _measure(
+    artifact: Artifact, device: str, kept: Sequence[str], found: dict[str, Any], say: Callable[[str], None]
+) -> None:
+    """Compile each model and execute the artifact, in each of the ways to keep it; `found` gets what comes of it."""
     models = sorted(name for name in artifact.manifest.files if name.endswith(".xml"))
     size = show_size(found["weights_bytes"])
     say(f"{found['name']} ({found['quantization']}, build {found['build'][:12]}): {len(models)} models over {size}")
-    found["models"] = {}
-    for model in models:
-        seen = told(COMMAND, "compile", device, str(artifact.path), model)
-        found["models"][model.removesuffix(".xml")] = seen
-        said = seen.get("problem") or f"compiled in {seen['compile_s']:.1f} s, {show_size(seen['blob_bytes'] or 0)}"
-        say(f"  {model.removesuffix('.xml')}: {said}")
-    found["executed"] = told(COMMAND, "execute", device, str(artifact.path))
-    say(shown(device, found["executed"]))
+    found["ways"] = {}
+    for way in kept:
+        say(f" {way}:")
+        seen: dict[str, Any] = {"models": {}}
+        found["ways"][way] = seen
+        for model in models:
+            one = told(COMMAND, "compile", device, way, str(artifact.path), model)
+            seen["models"][model.removesuffix(".xml")] = one
+            said = one.get("problem") or f"compiled in {one['compile_s']:.1f} s, {show_size(one['blob_bytes'] or 0)}"
+            say(f"  {model.removesuffix('.xml')}: {said}")
+        seen["executed"] = told(COMMAND, "execute", device, way, str(artifact.path))
+        say(shown(device, seen["executed"]))
 
 
 def _fine(found: dict[str, Any]) -> bool:
-    compiled = all("problem" not in seen for seen in found.get("models", {}).values())
-    return compiled and bool(found.get("executed", {}).get("passed"))
+    """Whether it can be used in one of the ways: a load takes the first that can."""
+    return any(
+        seen["executed"].get("passed") and not any("problem" in one for one in seen["models"].values())
+        for seen in found.get("ways", {}).values()
+    )
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -113,13 +123,15 @@ def describe(device: str) -> dict[str, Any]:
     core, plugin = library.openvino().Core(), PLUGINS[device]
     known = set(core.get_property(plugin, "SUPPORTED_PROPERTIES"))
     found = {"build": str(core.get_versions(plugin)[plugin].build_number)}
-    return found | {name: str(core.get_property(plugin, name)) for name in _DESCRIBED if name in known}
+    found |= {name: str(core.get_property(plugin, name)) for name in _DESCRIBED if name in known}
+    return found | {"kept": " ".join(["whole"] if device == "cpu" else ways(core, device))}  # on the CPU nothing is
 
 
-def compile_anew(artifact: Artifact, device: str, model: str) -> dict[str, Any]:
+def compile_anew(artifact: Artifact, device: str, way: str, model: str) -> dict[str, Any]:
     """Seconds and memory that it takes to compile one model, and the bytes of what is kept of it. What is compiled for
     the CPU is not kept."""
-    compiler = compiler_of(library.openvino().Core(), device, default_threads(), artifact.manifest.build)
+    core, build = library.openvino().Core(), artifact.manifest.build
+    compiler = compiler_of(core, device, default_threads(), build, weightless=way == "weightless")
     started = time.perf_counter()
     _, nbytes = compiler.anew(artifact.file(model), artifact.file(WEIGHTS))
     found = {"compile_s": time.perf_counter() - started, "blob_bytes": nbytes, "peak_bytes": most_resident()}
@@ -130,13 +142,14 @@ def compile_anew(artifact: Artifact, device: str, model: str) -> dict[str, Any]:
 
 def main() -> None:
     step, device, *rest = sys.argv[1:]
+    found: dict[str, Any]
     if step == "describe":
         found = describe(device)
     elif step == "compile":
-        found = compile_anew(Artifact.open(Path(rest[0])), device, rest[1])
+        found = compile_anew(Artifact.open(Path(rest[1])), device, rest[0], rest[2])
     else:
-        found = execute(Artifact.open(Path(rest[0])), device, OpenVINORuntime(probe=False))
-        found["peak_bytes"] = most_resident()
+        runtime = OpenVINORuntime(probe=False, weightless=rest[0] == "weightless")
+        found = execute(Artifact.open(Path(rest[1])), device, runtime) | {"peak_bytes": most_resident()}
     sys.stdout.write(json.dumps(found) + "\n")
 
 

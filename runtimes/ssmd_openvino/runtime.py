@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 from ssmd.machine.installation import to_install
 from ssmd.machine.memory import drop_mapped, trim
 from ssmd.machine.processor import cpu_name
+from ssmd.machine.size import show_size
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
 from ssmd.runtime.trial import probed
 from ssmd_openvino import library
-from ssmd_openvino.compile import Compiler, identity
+from ssmd_openvino.compile import Compiler, can_be_weightless, identity
 from ssmd_openvino.devices import devices
 from ssmd_openvino.graph import OpenVINOGraph, signatures
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ssmd.model.artifact import Artifact, Manifest
 
+log = logging.getLogger(__name__)
 OPEN = "model"  # the name of a model whose lengths are open; others have the names of their signatures
 WEIGHTS = "model.bin"
 TRIAL = (sys.executable, "-m", "ssmd_openvino.trial")  # which loads an artifact for the first time
@@ -41,11 +46,13 @@ PLUGINS = {"cpu": "CPU", "gpu": "GPU", "npu": "NPU"}  # OpenVINO's names
 class OpenVINORuntime:
     name = "openvino"
 
-    def __init__(self, *, probe: bool = True) -> None:
-        """`probe`: whether the first load on another device than the CPU is tried in a process of its own."""
+    def __init__(self, *, probe: bool = True, weightless: bool = False) -> None:
+        """`probe`: whether the first load on another device than the CPU is tried in a process of its own. Without it,
+        `weightless`: whether what is compiled there is kept without its weights."""
         library.package_version()
         self._core: Any = None
         self._probe = probe
+        self._weightless = weightless
 
     def devices(self) -> list[Device]:
         return devices(self._started())
@@ -92,19 +99,34 @@ class OpenVINORuntime:
             self._core = library.openvino().Core()
         return self._core
 
+    def _compiler(self, artifact: Artifact, device: str, threads: int) -> Compiler:
+        """The compiler of an artifact, of a device that passed a first load with it. Raises RuntimeUnavailable."""
+        core, build = self._started(), artifact.manifest.build
+        if device == "cpu":  # nothing is kept: an import holds the weights in memory once more (docs/decisions.md)
+            return compiler_of(core, device, threads, None)
+        if not self._probe:
+            return compiler_of(core, device, threads, build, weightless=self._weightless)
+        tried = []
+        for name, weightless in ways(core, device).items():
+            compiler = compiler_of(core, device, threads, build, weightless=weightless)
+            assert compiler.folder is not None
+            costs = _costs(artifact, compiler.folder, weightless)
+            verdict = probed((*TRIAL, name), artifact, device, compiler.folder, costs)
+            if verdict.passed:
+                return compiler
+            tried.append((verdict.why, compiler.folder))
+            log.warning("artifact %s was tried on %s, %s, and %s", artifact.path, device, name, verdict.why)
+        why, folder = tried[-1]
+        raise RuntimeUnavailable(
+            f"artifact {artifact.path} was tried on {device} and {why}; it will not be used there with this driver "
+            f"(remove {folder} to have it tried again)"
+        )
+
     def _graph(self, artifact: Artifact, device: str, threads: int, opened: bool) -> OpenVINOGraph:
         """Load an artifact's model on a device. Raises GraphError."""
         manifest = artifact.manifest
         names = signatures((1, *manifest.buckets), manifest.tiers or (manifest.context or 1,))
-        # Nothing of the CPU's is kept: what it imports holds the weights in memory once more (docs/decisions.md).
-        compiler = compiler_of(self._started(), device, threads, None if device == "cpu" else manifest.build)
-        if self._probe and compiler.folder is not None:
-            verdict = probed(TRIAL, artifact, device, compiler.folder)
-            if not verdict.passed:
-                raise RuntimeUnavailable(
-                    f"artifact {artifact.path} was tried on {device} and {verdict.why}; it will not be used there with "
-                    f"this driver (remove {compiler.folder} to have it tried again)"
-                )
+        compiler = self._compiler(artifact, device, threads)
         weights, states = artifact.file(WEIGHTS), [t.name for t in manifest.spec.tensors]
         if opened:
             model = compiler.compiled(artifact.file(f"{OPEN}.xml"), weights)
@@ -113,10 +135,23 @@ class OpenVINORuntime:
         return OpenVINOGraph(models, names, states)
 
 
-def compiler_of(core: Any, device: str, threads: int, build: str | None) -> Compiler:
+def compiler_of(core: Any, device: str, threads: int, build: str | None, *, weightless: bool = False) -> Compiler:
     """The compiler of a device ("npu") for an artifact's build, which keeps what it compiles unless that is None."""
     properties = {**ON_CPU, "INFERENCE_NUM_THREADS": threads} if device == "cpu" else ELSEWHERE
-    return Compiler(core, PLUGINS[device], properties, build)
+    return Compiler(core, PLUGINS[device], properties, build, weightless=weightless)
+
+
+def ways(core: Any, device: str) -> dict[str, bool]:
+    """How what is compiled for a device can be kept, by name, and whether that is without weights: the better first."""
+    return {"weightless": True, "whole": False} if can_be_weightless(core, PLUGINS[device]) else {"whole": False}
+
+
+def _costs(artifact: Artifact, folder: Path, weightless: bool) -> str:
+    """What a first load compiles and keeps."""
+    sizes = artifact.manifest.files
+    models, weights = sum(name.endswith(".xml") for name in sizes), sizes[WEIGHTS].size
+    each = "without their weights" if weightless else f"with all weights in each, {show_size(models * weights)} or more"
+    return f"{models} models, kept in {folder}, {each}"
 
 
 def _pack(program: FlatProgram) -> None:

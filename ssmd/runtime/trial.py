@@ -36,13 +36,15 @@ class Verdict:
     why: str
 
 
-def probed(command: Sequence[str], artifact: Artifact, device: str, folder: Path) -> Verdict:
-    """The verdict in `folder`; where there is none it is found out by `command` with the artifact and the device."""
+def probed(command: Sequence[str], artifact: Artifact, device: str, folder: Path, costs: str = "") -> Verdict:
+    """The verdict in `folder`; where there is none it is found out by `command` with the artifact and the device.
+    `costs`: what is said of that before it begins."""
     file = folder / "verdict.json"
     kept = _read(file)
     if kept is not None:
         return kept
-    log.info("first load on %s: trying it in a process of its own, which compiles it; this can take minutes", device)
+    said = f"first load on {device}: trying it in a process of its own, which compiles it; this can take minutes"
+    log.warning("%s%s", said, f"; {costs}" if costs else "")
     verdict = _tried([*command, str(artifact.path), device])
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import commands
+import npu_on_cpu
 import pytest
 from conftest import TinyArtifacts
 
@@ -55,7 +56,7 @@ def test_without_an_npu_it_says_why(models: Path) -> None:
     assert code == 1
     assert said.startswith("Core ML and the NPU cannot execute here: no Intel NPU here (there is no /dev/accel/accel*)")
     [found] = report["artifacts"]
-    assert (found["built_for"], "executed" in found, report["ok"]) == ("npu", False, False)
+    assert (found["built_for"], "ways" in found, report["ok"]) == ("npu", False, False)
 
 
 def test_without_an_artifact_it_says_so_too(tmp_path: Path) -> None:
@@ -72,12 +73,13 @@ def test_on_the_processor_by_its_name(models: Path, granite: Artifact, cache: Pa
     assert report["devices"]["cpu"]["FULL_DEVICE_NAME"]
     [found] = report["artifacts"]
     assert (found["build"], found["built_for"], found["device"]) == (granite.manifest.build, "npu", "cpu")
-    assert set(found["models"]) == {"decode", "prefill_16", "prefill_64"}
-    for seen in found["models"].values():
+    assert set(found["ways"]) == {"whole"}
+    assert set(found["ways"]["whole"]["models"]) == {"decode", "prefill_16", "prefill_64"}
+    for seen in found["ways"]["whole"]["models"].values():
         assert seen["compile_s"] > 0
         assert granite.file(WEIGHTS).stat().st_size < seen["blob_bytes"] < 10 * granite.file(WEIGHTS).stat().st_size
         assert seen["peak_bytes"] > 1 << 20
-    executed = found["executed"]
+    executed = found["ways"]["whole"]["executed"]
     assert executed["passed"]
     assert len(executed["steps"]) == 5
     assert set(executed["prefill_ms"]) == {"16", "64"}
@@ -95,8 +97,29 @@ def test_what_fails_is_told_and_the_rest_goes_on(
     lines: list[str] = []
     report = doctor.look([granite], lines.append, "cpu")
     [found] = report["artifacts"]
-    assert "SIGKILL" in found["models"]["decode"]["problem"]
-    assert found["models"]["prefill_16"]["compile_s"] > 0
-    assert found["executed"]["passed"]
+    seen = found["ways"]["whole"]
+    assert "SIGKILL" in seen["models"]["decode"]["problem"]
+    assert seen["models"]["prefill_16"]["compile_s"] > 0
+    assert seen["executed"]["passed"]
     assert not report["ok"]
     assert any(line.startswith("  decode: ") and "SIGKILL" in line for line in lines)
+
+
+def test_where_there_is_an_npu_each_way_is_measured(
+    granite: Artifact, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is played by OpenVINO's CPU plugin."""
+    play = "import sys; sys.path.insert(0, sys.argv.pop(1)); import npu_on_cpu as npu; npu.play(npu._Patch);"
+    tests = str(Path(npu_on_cpu.__file__).parent)
+    run = "from ssmd_openvino.doctor import main; main()"
+    monkeypatch.setattr(doctor, "COMMAND", (sys.executable, "-c", play + run, tests))
+    npu_on_cpu.play(monkeypatch)
+    lines: list[str] = []
+    report = doctor.look([granite], lines.append)
+    assert report["ok"], report
+    assert "never executed on one by those who made ssmd" in lines[1]
+    [found] = report["artifacts"]
+    assert found["device"] == "npu"
+    assert list(found["ways"]) == ["weightless", "whole"]
+    assert all(seen["executed"]["passed"] for seen in found["ways"].values())
+    assert len(list(cache.rglob("*.blob"))) == 6  # which the first load takes from there

@@ -6,6 +6,7 @@ Core ML and the NPU cannot execute here. What stands in for the device is OpenVI
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -173,9 +174,12 @@ def test_a_driver_that_crashes_does_not_take_the_daemon_along(
     assert OpenVINORuntime().load(granite)
 
 
-def test_a_probe_that_is_killed_under_way(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_is_killed_under_way(
+    granite: Artifact, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That without weights is, by its driver say: what is compiled is kept with them."""
     npu_on_cpu.play(monkeypatch)
-    marker = f"npu_on_cpu.py\0{granite.path}"
+    marker = f"npu_on_cpu.py\0weightless\0{granite.path}"
 
     def kill() -> None:
         for _ in range(2000):
@@ -190,9 +194,49 @@ def test_a_probe_that_is_killed_under_way(granite: Artifact, monkeypatch: pytest
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(RuntimeUnavailable, match="SIGKILL"):
-        OpenVINORuntime().load(granite)
+    with caplog.at_level(logging.WARNING):
+        assert OpenVINORuntime().load(granite)
     killer.join()
+    assert re.search(r"first load on npu.*; 3 models, kept in .*-weightless, without their weights", caplog.text)
+    assert re.search(r"tried on npu, weightless, and its driver crashed \(SIGKILL\)", caplog.text)
+    assert re.search(r"3 models, kept in .*, with all weights in each, .* or more", caplog.text)
+    verdicts = {
+        p.parent.name.partition("-")[2]: json.loads(p.read_text())["passed"] for p in cache.rglob("verdict.json")
+    }
+    assert verdicts == {"weightless": False, "": True}
+    caplog.clear()
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("tried again"))
+    assert OpenVINORuntime().load(granite)
+    assert "first load" not in caplog.text
+
+
+def test_a_blob_without_weights_takes_them_from_the_artifact(
+    granite: Artifact, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which device and plugin make smaller is theirs to say; each import must be given the artifact's model."""
+    npu_on_cpu.play(monkeypatch)
+    given: list[dict[str, Any]] = []
+    core = library.openvino().Core
+
+    class Watched(core):  # type: ignore[misc, valid-type]
+        def import_model(self, blob: bytes, device: str, config: dict[str, Any]) -> Any:
+            given.append(config)
+            return super().import_model(blob, device, config)
+
+        def compile_model(self, model: Any, device: str, config: dict[str, Any]) -> Any:
+            given.append(config)
+            return super().compile_model(model, device, config)
+
+    monkeypatch.setattr(library.openvino(), "Core", Watched)
+    for weightless in (True, False):
+        OpenVINORuntime(probe=False, weightless=weightless).load(granite)
+        OpenVINORuntime(probe=False, weightless=weightless).load(granite)
+        compiled, imported = given[:3], given[3:]
+        assert len(imported) == 3
+        assert all(config.get("ENABLE_WEIGHTLESS", False) == weightless for config in compiled)
+        assert all(("MODEL_PTR" in config) == weightless for config in imported)
+        given.clear()
+    assert {p.parent.name.partition("-")[2] for p in cache.rglob("*.blob")} == {"weightless", ""}
 
 
 def test_wrong_values_are_a_verdict(granite: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
