@@ -65,6 +65,7 @@ def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[E
     if keep:
         settings.prepare()
         store = Store.open(settings.data_dir, quota=settings.quota)
+        store.room.reserve()
         _within_quota(store)
     numbers = Metrics()
     numbers.loaded(artifact.manifest.name)

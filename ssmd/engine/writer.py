@@ -15,6 +15,7 @@ from ssmd.machine.memory import trim
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Ids, NewCheckpoint, Scope
 from ssmd.sessions.reply import NewReply
+from ssmd.sessions.rows.database import DiskFull
 from ssmd.sessions.rows.encoded import Encoded, encode
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
@@ -114,40 +115,42 @@ class Writer:
         reply: NewReply | None = None,
     ) -> None:
         """Write all in one transaction, then call `then(stored)`, once: at the latest after COMMIT_PATIENCE_S."""
-        told = threading.Lock()
+        lock, told = threading.Lock(), False
 
-        def tell(stored: bool) -> bool:
-            first = told.acquire(blocking=False)
+        def tell(stored: bool, err: StoreError | None) -> None:
+            nonlocal told
+            with lock:
+                first, told = not told, True
+                if err is None:
+                    self.condition.well()
+                elif first or not isinstance(err, Late):
+                    self.condition.failed(err, turns=len(turns) if first and not stored else 0)
             if first:
                 timer.cancel()
                 then(stored)
-            return first
-
-        def late() -> None:
-            if tell(False):
-                self.condition.failed(Late(f"the store took more than {COMMIT_PATIENCE_S:.0f} s"), turns=len(turns))
 
         def work() -> None:
             self._forget(checkpoints)
             try:
                 encoded = [p.encoded for p in checkpoints if p.encoded is not None]
-                placed = self._store.commit(turns, encoded, session=session, reply=reply).checkpoints
+                done = self._store.commit(turns, encoded, session=session, reply=reply)
             except StoreError as err:
-                self.condition.failed(err, turns=len(turns) if tell(False) else 0)
+                tell(False, err)
                 return
-            tell(True)
-            self.condition.well()
+            tell(True, done.full)
             self._unsettled = True
             self._garbage = True
-            for p, pending in zip(placed, [p for p in checkpoints if p.encoded is not None], strict=True):
+            for p, pending in zip(done.checkpoints, [p for p in checkpoints if p.encoded is not None], strict=True):
                 if p.why_not:
                     self._metrics.checkpoint_left_out()
-                    log.warning("session %s: a checkpoint was left out: %s", session.id, p.why_not)
+                    level = logging.WARNING if done.full is None else logging.DEBUG  # the condition says that
+                    log.log(level, "session %s: a checkpoint was left out: %s", session.id, p.why_not)
                 elif p.nbytes or not pending.ahead:
                     self._metrics.checkpoint(p.nbytes, pending.ms)
             self._metrics.stored_bytes(self._store.bytes_stored(), self._store.quota)
 
-        timer = threading.Timer(COMMIT_PATIENCE_S, late)
+        late = Late(f"the store took more than {COMMIT_PATIENCE_S:.0f} s")
+        timer = threading.Timer(COMMIT_PATIENCE_S, tell, args=(False, late))
         timer.daemon = True
         timer.start()
         self._work.put(work)
@@ -236,5 +239,7 @@ class Writer:
                 self._swept = time.monotonic()
                 self._store.sweep(LOOSE_S, keep=self._ahead)
             self._unsettled = self._store.settle()
+            if self._store.room.restock() and self.condition.reason == DiskFull.reason:
+                self.condition.well()
         except StoreError as err:
             log.warning("the store's log was not moved into its file: %s", err)

@@ -15,12 +15,13 @@ from ssmd.sessions.checkpoint import Found, Ids, Scope, as_ids
 from ssmd.sessions.match import Conversation
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import damage, database, erasure, holding, migrate, retention, tree
+from ssmd.sessions.rows import damage, database, erasure, holding, migrate, retention, room, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.blobs import joined
 from ssmd.sessions.rows.checkpoints import Placed
+from ssmd.sessions.rows.database import DiskFull
 from ssmd.sessions.rows.encoded import Encoded
 from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.schema import session as session_table
@@ -34,9 +35,10 @@ _COUNTED_WHEN_IDLE = 100  # sessions; some milliseconds each
 
 @dataclass(frozen=True)
 class Committed:
-    """What a commit did, checkpoint by checkpoint in the order they were given."""
+    """What a commit did, checkpoint by checkpoint in the order they were given. full: why it is the text alone."""
 
     checkpoints: tuple[Placed, ...]
+    full: DiskFull | None = None
 
     @property
     def nbytes(self) -> int:
@@ -50,6 +52,7 @@ class Store:
         self._engine = engine
         self.quota = quota
         self.file = file
+        self.room = room.Room(engine, file)
 
     @staticmethod
     def open(data_dir: Path, *, busy_ms: int = 2000, quota: int | None = None) -> Store:
@@ -104,9 +107,9 @@ class Store:
         """Write turns (siblings, the first becomes the head) and their checkpoints in one transaction, all or nothing.
 
         The session is created if it is new. A checkpoint whose key is stored already is linked to, not written again.
-        One whose parent was removed meanwhile, or for which the quota has no room, is left out; the result says so, and
-        the turns are written all the same. reply: what the request is answered with if it comes again; the turns that
-        it replaces are removed.
+        One whose parent was removed meanwhile, or for which the quota has no room, is left out, and all that have data
+        are if the disk has none; the result says so, and the turns are written all the same. reply: what the request is
+        answered with if it comes again; the turns that it replaces are removed.
         """
         if not turns:
             raise StoreError("a commit needs at least one turn")
@@ -116,22 +119,46 @@ class Store:
         strangers = {c.turn for c in checkpoints} - {t.id for t in turns} - {None}
         if strangers:
             raise StoreError(f"checkpoints belong to turns {sorted(map(str, strangers))} that are not of this commit")
-        with database.writing(self._engine, self.file) as connection:
-            session_rows.touch_session(connection, turns, session)
-            turn_rows.insert_turns(connection, turns, session.lineage)
-            ids = [t.id for t in turns]
-            placed = retention.place(connection, checkpoints, ids, session.id, self.quota)
-            if reply is not None:
-                reply_rows.insert_reply(connection, reply, turns)
-                if reply_rows.replace_turns(connection, session.id, reply.key.replaces):
-                    erasure.owe(connection)
-        return Committed(tuple(placed))
+
+        def write(some: Sequence[Encoded]) -> list[Placed]:
+            with database.writing(self._engine, self.file) as connection:
+                session_rows.touch_session(connection, turns, session)
+                turn_rows.insert_turns(connection, turns, session.lineage)
+                placed = retention.place(connection, some, [t.id for t in turns], session.id, self.quota)
+                if reply is not None:
+                    reply_rows.insert_reply(connection, reply, turns)
+                    if reply_rows.replace_turns(connection, session.id, reply.key.replaces):
+                        erasure.owe(connection)
+                return placed
+
+        full = None if self._has_room(checkpoints) else database.disk_full(self.file)
+        if full is None:
+            try:
+                placed = write(checkpoints)
+            except DiskFull as err:
+                full = err
+        if full is not None:  # the words are little
+            there = [c for c in checkpoints if not c.has_data]
+            done = iter(self.room.for_words(lambda: write(there)))
+            refused = Placed(None, why_not="the disk is full")
+            placed = [refused if c.has_data else next(done) for c in checkpoints]
+        self.room.tidy()
+        return Committed(tuple(placed), full)
+
+    def _has_room(self, checkpoints: Sequence[Encoded]) -> bool:
+        return self.room.holds(sum(c.nbytes for c in checkpoints), self.quota)
+
+    def _check_room(self, checkpoints: Sequence[Encoded]) -> None:
+        if not self._has_room(checkpoints):
+            raise database.disk_full(self.file)
 
     def keep(self, checkpoint: Encoded) -> Placed:
         """Write a checkpoint ahead of its turn. The turn's commit, given it `without_data`, then only links it.
 
-        What no commit links is gone at the next `sweep`. Where the quota has no room it is left to the commit.
+        What no commit links is gone at the next `sweep`. Where quota or disk have no room it is left to the commit.
         """
+        if not self._has_room([checkpoint]):
+            return Placed(None, why_not="the disk is full")
         with database.writing(self._engine, self.file) as connection:
             return retention.place_ahead(connection, checkpoint, self.quota)
 
@@ -161,6 +188,7 @@ class Store:
 
         None, and nothing is changed, if the turn is not there any more or was continued meanwhile.
         """
+        self._check_room([checkpoint])
         with database.writing(self._engine, self.file) as connection:
             if not turn_rows.is_leaf(connection, turn_id):
                 return None
@@ -177,6 +205,7 @@ class Store:
         self, session: SessionInfo, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded], *, head: str
     ) -> Committed:
         """Write a whole session from elsewhere in one transaction; parents stand before their children in `turns`."""
+        self._check_room(checkpoints)
         with database.writing(self._engine, self.file) as connection:
             if turn_rows.taken(connection, session.id, [t.id for t in turns]):
                 raise StoreError(f"session {session.id!r}, or one of its turns, is stored here already")
@@ -268,17 +297,30 @@ class Store:
         limit = self.quota if quota is None else quota
         done = retention.Collected(quota=limit)
         while True:
-            with database.writing(self._engine, self.file) as connection:
-                more = retention.collect(connection, limit, dry_run=dry_run)
+            try:
+                with database.writing(self._engine, self.file) as connection:
+                    more = retention.collect(connection, limit, dry_run=dry_run)
+            except DiskFull:
+                if dry_run:
+                    raise
+                more = self.room.removing(lambda connection: retention.collect(connection, limit, dry_run=False))
             done = done.and_then(more)
             if dry_run:
                 return done
             if not more.nbytes:
                 break
             # In parts, so that the log stays small, and a daemon gets its turn.
-            database.give_back(self._engine, self.file)
-        database.give_back(self._engine, self.file)
+            self._give_back()
+        self._give_back()
+        self.room.restock()
         return done
+
+    def _give_back(self) -> None:
+        try:
+            database.give_back(self._engine, self.file)
+        except DiskFull:
+            self.room.give_up(0)
+            database.shrink(self._engine, self.file)
 
     def turns(self, session_id: str) -> list[Turn]:
         """The tree of a session: all its turns, parents before their children. Raises UnknownSession."""
@@ -313,9 +355,15 @@ class Store:
 
         Turns that a fork of it stands on stay, as the fork's.
         """
-        with database.writing(self._engine, self.file) as connection:
-            session_rows.remove_session(connection, session_id)
+        try:
+            with database.writing(self._engine, self.file) as connection:
+                session_rows.remove_session(connection, session_id)
+        except DiskFull:  # in parts then, as what goes is written to the log first
+            while self.room.removing(lambda connection: retention.empty(connection, session_id)):
+                pass
+            self.room.removing(lambda connection: session_rows.remove_session(connection, session_id))
         database.settle(self._engine, self.file, idle=False)
+        self.room.restock()
 
     def settle(self) -> bool:
         """Move what was committed from the log into the file, count what sharing changed in sessions' sizes, and erase
@@ -330,7 +378,7 @@ class Store:
         if some:
             with database.writing(self._engine, self.file) as connection:
                 counted = holding.count_sizes(connection, at_most=_COUNTED_WHEN_IDLE)
-        database.settle(self._engine, self.file, idle=True)
+        self.room.for_words(lambda: database.settle(self._engine, self.file, idle=True))  # which lets the file grow
         return counted == _COUNTED_WHEN_IDLE
 
     def bytes_stored(self) -> int:

@@ -69,17 +69,22 @@ def test_full(tmp_path: Path) -> None:
 
     def limit(connection: sqlite3.Connection, *_: object) -> None:
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
-        connection.execute(f"PRAGMA max_page_count={pages + 10}")
+        connection.execute(f"PRAGMA max_page_count={pages + room}")
 
     event.listen(store._engine, "checkout", limit)
+    room = 0
     with pytest.raises(StoreError, match="disk is full"):
-        chat.say("t2", "t1", "more", "sure")
+        chat.say("t2", "t1", "more", "sure" * 10_000)
+    assert [t.id for t in store.turns("s")] == ["t1"]
+    room = 10
+    done = chat.say("t2", "t1", "more", "sure")
+    assert "disk is full" in str(done.full)
+    assert {p.why_not for p in done.checkpoints} == {"the disk is full"}, "the words alone"
     event.remove(store._engine, "checkout", limit)
     store._engine.dispose()
-    assert [t.id for t in store.turns("s")] == ["t1"]
-    chat.say("t2", "t1", "more", "sure")
+    assert chat.say("t3", "t2", "more", "sure").full is None
     store.close()
-    whole(tmp_path / "data", "t1", "t2")
+    whole(tmp_path / "data", "t1", "t2", "t3")
 
 
 def _limited(folder: str) -> None:

@@ -34,6 +34,7 @@ FILE = "sessions.sqlite3"
 APPLICATION_ID = 0x73736D64  # "ssmd": tells our file from any other SQLite file
 PAGE_BYTES = 16384
 _LOG_PAGES = (128 << 20) // PAGE_BYTES
+_PAGES_AT_ONCE = 64
 _HEADER = b"SQLite format 3\x00"
 
 
@@ -102,10 +103,30 @@ def reading(engine: Engine, file: Path) -> Iterator[Connection]:
 @contextlib.contextmanager
 def writing(engine: Engine, file: Path) -> Iterator[Connection]:
     """A write transaction, all or nothing. The write lock is taken first, so that what is read stays true."""
-    with errors(file), engine.connect() as connection:
-        connection = connection.execution_options(ssmd_write=True)
-        with connection.begin():
+    try:
+        with errors(file), engine.connect() as connection:
+            connection = connection.execution_options(ssmd_write=True)
+            with connection.begin():
+                yield connection
+    except DiskFull:  # what did not fit stands in the log, and others need the room
+        with contextlib.suppress(StoreError):
+            shorten_log(engine, file)
+        raise
+
+
+@contextlib.contextmanager
+def sparing(engine: Engine, file: Path) -> Iterator[Connection]:
+    """A write transaction that writes next to nothing of what it removes: for a full disk, and `shrink` comes next.
+
+    What it frees is not overwritten by it. So it owes the erasing of that, which giving the space back does.
+    """
+    with writing(engine, file) as connection:
+        connection.exec_driver_sql("PRAGMA secure_delete=FAST")
+        try:
+            erasure.owe(connection)
             yield connection
+        finally:
+            connection.exec_driver_sql("PRAGMA secure_delete=ON")
 
 
 def settle(engine: Engine, file: Path, *, idle: bool) -> None:
@@ -116,14 +137,55 @@ def settle(engine: Engine, file: Path, *, idle: bool) -> None:
     with errors(file), _bare(engine) as cursor:
         if erasure.is_owed(cursor):
             erasure.erase(cursor, file, idle=idle)
-        else:
-            cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            return
+        _check_growth(cursor, file)
+        cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
+def move_log(engine: Engine, file: Path) -> int:
+    """Move the log into the file as far as nobody is in the way; the bytes that the log then has for what comes next.
+
+    None while something of it is left.
+    """
+    with errors(file), _bare(engine) as cursor:
+        _check_growth(cursor, file)
+        ((busy, pages, moved),) = cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+    log = file.with_name(f"{file.name}-wal")
+    return log.stat().st_size if not busy and pages == moved and log.exists() else 0
 
 
 def give_back(engine: Engine, file: Path) -> None:
     """Give free pages and the log's bytes back to the disk, as far as other processes let it be done now."""
     with errors(file), _bare(engine) as cursor:
-        erasure.empty_log(cursor)
+        erasure.empty_log(cursor, file)
+
+
+def shorten_log(engine: Engine, file: Path) -> bool:
+    """Move the log into the file and give its bytes back to the disk; False if others that read are in the way."""
+    with errors(file), _bare(engine) as cursor:
+        return erasure.truncate_log(cursor, file, idle=True)
+
+
+def _check_growth(cursor: Any, file: Path) -> None:
+    """Check that the log can be moved: else the part of it that fits would be lost to everybody. Raises DiskFull."""
+    if not erasure.log_fits(cursor, file):
+        raise disk_full(file)
+
+
+def shrink(engine: Engine, file: Path) -> None:
+    """Give free pages back to the disk a few at a time, so that the log stays short, as far as others let it be."""
+    with errors(file), _bare(engine) as cursor:
+        left = -1
+        while erasure.truncate_log(cursor, file):
+            before, (left,) = left, cursor.execute("PRAGMA freelist_count").fetchone()
+            if left in (0, before):
+                break
+            cursor.executescript(f"PRAGMA incremental_vacuum({_PAGES_AT_ONCE})")
+
+
+def free_bytes(connection: Connection) -> int:
+    """Count the bytes of the file that hold nothing, and that the next rows take."""
+    return int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()) * PAGE_BYTES
 
 
 @contextlib.contextmanager
@@ -160,11 +222,17 @@ def _error(err: BaseException | None, file: Path) -> StoreError:
     return kind(_explain(err, code, file))
 
 
+def disk_full(file: Path) -> DiskFull:
+    return DiskFull(
+        f"session store {file}: the disk is full; free some space, or remove sessions with `ssmd session rm`"
+    )
+
+
 def _explain(err: BaseException | None, code: int, file: Path) -> str:
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return f"session store {file} is locked by another process that writes; try again when it is done"
     if code == sqlite3.SQLITE_FULL:
-        return f"session store {file}: the disk is full; free some space, or remove sessions with `ssmd session rm`"
+        return str(disk_full(file))
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return f"session store {file} cannot be written ({err}); check the rights of the file and of its directory"
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):

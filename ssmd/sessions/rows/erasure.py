@@ -7,6 +7,7 @@ the pages of the tables that hold text are looked through, and if one has a copy
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -39,14 +40,14 @@ def erase(cursor: Any, file: Path, *, idle: bool) -> None:
     """
     try:
         (owed,) = cursor.execute("PRAGMA user_version").fetchone()
-        if not empty_log(cursor, idle=idle):
+        if not empty_log(cursor, file, idle=idle):
             return
         copied, pages = _look_through(cursor, file)
         if copied:
             if pages > PAGES_AT_ONCE and not idle:
                 return
             _rewrite(cursor)
-            if not empty_log(cursor, idle=idle):
+            if not empty_log(cursor, file, idle=idle):
                 return
         cursor.execute("BEGIN IMMEDIATE")
         if cursor.execute("PRAGMA user_version").fetchone() == (owed,):  # nothing was removed meanwhile
@@ -55,18 +56,39 @@ def erase(cursor: Any, file: Path, *, idle: bool) -> None:
     except sqlite3.OperationalError as err:
         if err.sqlite_errorcode & 0xFF not in _NOT_NOW:
             raise
+        if cursor.connection.in_transaction:
+            cursor.execute("ROLLBACK")
+        if err.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:  # what did not fit stands in the log
+            truncate_log(cursor, file, idle=True)
     finally:
         if cursor.connection.in_transaction:
             cursor.execute("ROLLBACK")
 
 
-def empty_log(cursor: Any, *, idle: bool = False) -> bool:
+def empty_log(cursor: Any, file: Path, *, idle: bool = False) -> bool:
     """The whole log into the file, free pages off the file's end; False if others that read or write are in the way.
 
     It waits for them as long as the connection waits for a lock; when idle only a moment, as the store's writer may be
     needed. SQLite's own way to wait for readers keeps the write lock meanwhile, so this tries again and again.
     """
+    if not log_fits(cursor, file):  # it would only become longer
+        return False
     cursor.executescript("PRAGMA incremental_vacuum")  # execute() would stop after the first page
+    return truncate_log(cursor, file, idle=idle)
+
+
+def log_fits(cursor: Any, file: Path) -> bool:
+    """Whether the disk has room for what moving the log adds to the file."""
+    pages, size = (cursor.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
+    return bool(pages * size - file.stat().st_size <= shutil.disk_usage(file.parent).free)
+
+
+def truncate_log(cursor: Any, file: Path, *, idle: bool = False) -> bool:
+    """The whole log into the file, as `empty_log`, which also gives free pages back. False too if it does not fit: the
+    part that does would be lost to everybody.
+    """
+    if not log_fits(cursor, file):
+        return False
     (busy_ms,) = cursor.execute("PRAGMA busy_timeout").fetchone()
     deadline = time.monotonic() + (min(busy_ms, IDLE_WAIT_MS) if idle else busy_ms) / 1000
     cursor.execute("PRAGMA busy_timeout=0").fetchall()

@@ -143,6 +143,14 @@ def _take(
     return True
 
 
+def empty(connection: Connection, session_id: str) -> int:
+    """Let a part of a session's checkpoints go, pinned or not, as it is to be removed; bytes that were freed."""
+    freed = Freed()
+    _take(connection, session_id, THINNED, PART_BYTES, (), freed)
+    _remove(connection, freed)
+    return freed.nbytes
+
+
 def _unlink(connection: Connection, session_id: str, gone: Sequence[Held]) -> None:
     mine = select(turn.c.id).where(turn.c.session == session_id)
     link = turn_checkpoint.c
