@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -202,7 +203,7 @@ def _entry(session: Session) -> dict[str, Any]:
         "model": session.info.model,
         "lineage": session.info.lineage,
         "created": int(session.created_at.timestamp()),
-        "last_used": int(session.last_used_at.timestamp()),
+        "last_used": int(min(session.last_used_at.timestamp(), time.time())),
         "head": session.head,
         "base": session.base,
         "turn_count": session.turns,

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,7 +69,7 @@ def list_sessions(
     names = ("id", "model", "turns", "size", "shared", "last used", "")
     rows = []
     for s in sessions:
-        used = s.last_used_at.astimezone().strftime("%Y-%m-%d %H:%M")
+        used = _used(s).astimezone().strftime("%Y-%m-%d %H:%M")
         sizes = _size(s.nbytes), _size(s.nbytes - s.own_nbytes) if s.nbytes > s.own_nbytes else ""
         pinned = "pinned" if s.info.pinned else ""
         rows.append((s.id, plain(s.info.model), str(s.turns), *sizes, used, pinned, plain(s.title)))
@@ -138,9 +139,14 @@ def _summary(session: Session) -> dict[str, Any]:
         "pinned": session.info.pinned,
         "imported": session.info.imported is not None,
         "created_at": session.created_at.isoformat(),
-        "last_used_at": session.last_used_at.isoformat(),
+        "last_used_at": _used(session).isoformat(),
         "title": session.title,
     }
+
+
+def _used(session: Session) -> datetime:
+    """When it was used last. Its order may be ahead of the clock, where that was once ahead of itself."""
+    return min(session.last_used_at, datetime.now(UTC))
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

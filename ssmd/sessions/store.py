@@ -341,7 +341,8 @@ class Store:
         now = turn_rows.to_micros(datetime.now(UTC))
         with database.writing(self._engine, self.file) as connection:
             origin = session_rows.session_row(connection, session_id)
-            made = tree.insert_fork(connection, origin, origin.head if turn_id is None else turn_id, now)
+            used = session_rows.after_all(connection, now)
+            made = tree.insert_fork(connection, origin, origin.head if turn_id is None else turn_id, now, used)
             return self.session_in(connection, made)
 
     def resumable(self, session_id: str) -> set[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -408,13 +409,36 @@ class TestCommit:
             store.commit([turn, turn], [], session=chat.info)
         assert [t.id for t in store.turns("s")] == ["t0"]
 
+    def test_a_clock_that_was_far_ahead(self, store: Store) -> None:
+        """What is used after it is used last, until that day comes and after it: in lists, and in what goes first."""
+        chats = {name: Chat(store, name) for name in ("a", "b", "c")}
+        for day, name, order in (
+            (0, "a", "a"),
+            (0, "b", "ba"),
+            (400, "a", "ab"),
+            (1, "b", "ba"),
+            (1, "c", "cba"),
+            (2, "a", "acb"),
+            (2, "b", "bac"),
+            (500, "c", "cba"),
+        ):
+            chat = chats[name]
+            chat.clock = START + timedelta(days=day)
+            turns = list(chat.turns)
+            chat.say(f"{name}{len(turns)}", turns[-1] if turns else None, f"I am {name}", "hello")
+            assert "".join(s.id for s in store.sessions()) == order
+            assert store.newest() == store.session(name)
+        store.collect(sum(store.session(name).nbytes for name in "bc"))
+        assert [bool(store.resumable(name)) for name in "abc"] == [False, True, True]
+        assert store.fork("b").id == store.sessions()[0].id
+
     def test_a_clock_that_was_set_back(self, store: Store) -> None:
         chat = Chat(store, "s")
         chat.say("t1", None, "hi", "hello")
         used = store.session("s").last_used_at
         chat.clock = START.replace(year=2001)
         chat.say("t2", "t1", "more", "sure")
-        assert store.session("s").last_used_at == used
+        assert store.session("s").last_used_at == used + timedelta(microseconds=1)
         assert [t.id for t in store.path("t2")] == ["t1", "t2"]
 
 

@@ -13,9 +13,9 @@ from sqlalchemy import Connection, literal_column, select, text
 from sqlalchemy.sql.expression import TableClause, table
 
 from ssmd.sessions.match import Chain
+from ssmd.sessions.rows.sessions import LAST_MOMENT
 
 AT_ONCE = 8  # rows that may hold 8 MiB each
-_LAST_MOMENT = 253_370_764_800_000_000
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def is_count(*values: object) -> bool:
 
 def is_time(*values: object) -> bool:
     """Whether all values are times: microseconds since 1970, before the year 9999."""
-    return all(isinstance(v, int) and 0 <= v < _LAST_MOMENT for v in values)
+    return all(isinstance(v, int) and 0 <= v < LAST_MOMENT for v in values)
 
 
 def is_text(*values: object) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import erasure, holding, retention, tree
@@ -17,6 +17,7 @@ from ssmd.sessions.rows.turns import from_micros, to_micros
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, UnknownSession, check_id
 from ssmd.text.messages import Message
 
+LAST_MOMENT = 253_370_764_800_000_000  # the year 9999: what says it is later was damaged
 _TITLE_CHARACTERS = 80
 _s = session_table.c
 _SESSIONS = select(
@@ -81,11 +82,11 @@ def _info(row: Sequence[Any]) -> SessionInfo:
 def touch_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo) -> None:
     """The session of new turns goes on from the first of them; it is written if it is new."""
     now = max(to_micros(t.created_at) for t in turns)
-    there = connection.execute(select(_s.turns, _s.last_used_at).where(_s.id == info.id)).one_or_none()
+    there = connection.execute(select(_s.turns).where(_s.id == info.id)).one_or_none()
     if there is not None:
         values = {
             "turns": there.turns + len(turns),
-            "last_used_at": max(now, there.last_used_at),  # a clock that was set back does not undo "last used"
+            "last_used_at": after_all(connection, now),
             "head": turns[0].id,
             "model": info.model,
             "lineage": info.lineage,
@@ -97,6 +98,12 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
     insert_session(connection, turns, info, head=turns[0].id, now=now)
 
 
+def after_all(connection: Connection, now: int) -> int:
+    """When a session was used that is used now: after all others, however far ahead a clock was when they were."""
+    latest = select(func.max(_s.last_used_at)).where(_s.last_used_at < LAST_MOMENT)
+    return max(now, (connection.execute(latest).scalar() or 0) + 1)
+
+
 def insert_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo, *, head: str, now: int) -> None:
     """Write the row of a new session. now: microseconds since 1970."""
     if info.clock.tzinfo is None:
@@ -104,7 +111,7 @@ def insert_session(connection: Connection, turns: Sequence[NewTurn], info: Sessi
     row = {
         "id": check_id("session", info.id),
         "created_at": min(now, *(to_micros(t.created_at) for t in turns)),
-        "last_used_at": now,
+        "last_used_at": after_all(connection, now),
         "model": info.model,
         "lineage": info.lineage,
         "clock": info.clock.isoformat(),

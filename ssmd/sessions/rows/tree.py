@@ -42,8 +42,8 @@ def belongs(session_id: Any) -> Any:
     return or_(_t.session == session_id, _t.id.in_(inherited(session_id)))
 
 
-def insert_fork(connection: Connection, origin: Any, turn_id: str, now: int) -> str:
-    """Write a session that begins at a turn of `origin`, a row of `session`; its id. now: microseconds.
+def insert_fork(connection: Connection, origin: Any, turn_id: str, now: int, used: int) -> str:
+    """Write a session that begins at a turn of `origin`, a row of `session`; its id. now, used: microseconds.
 
     Nothing is copied. Its clock is the origin's, so that templates render its beginning as they did, and imported
     states that serve the origin serve it. Raises UnknownTurn, and StoreError on an id that is none.
@@ -58,7 +58,7 @@ def insert_fork(connection: Connection, origin: Any, turn_id: str, now: int) -> 
     fork = {
         "id": f"ses_{secrets.token_hex(12)}",
         "created_at": now,
-        "last_used_at": now,
+        "last_used_at": used,
         "model": origin.model,
         "lineage": origin.lineage,
         "clock": origin.clock,
