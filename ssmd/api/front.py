@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -111,7 +112,7 @@ class Front:
             http = HttpRequest(scope, receive)
             raw = await read_body(http)
             watcher = asyncio.create_task(delivery.watch(receive))
-            asking, head = await self._begin(raw, self._repeats.mark(http.headers, raw), delivery)
+            asking, head = await self._begin(raw, http.headers, delivery)
             answer = asking.answer(head)
             if asking.stream:
                 await self._stream(answer, head, delivery, send)
@@ -133,9 +134,9 @@ class Front:
             if head is not None and not ended:
                 head.cancel()
 
-    async def _begin(self, raw: bytes, mark: Mark, delivery: Delivery) -> tuple[Asking, Head]:
+    async def _begin(self, raw: bytes, headers: Headers, delivery: Delivery) -> tuple[Asking, Head]:
         """Everything that takes time before the request waits in the engine's queue, or is answered as before."""
-        asking = await asyncio.to_thread(lambda: self._read(parse_object(raw)))
+        mark, asking = await asyncio.to_thread(self._look_at, raw, headers)
         request = asking.request
         if not (request.store and self._engine.keeps):
             return asking, _head(await asyncio.to_thread(self._engine.submit, request, delivery))
@@ -152,6 +153,10 @@ class Front:
             raise
         attempt.follow(delivery, generation.asked.id)
         return asking, _head(generation)
+
+    def _look_at(self, raw: bytes, headers: Headers) -> tuple[Mark, Asking]:
+        """Read a body, in a thread: a long conversation has megabytes. Raises Rejected."""
+        return self._repeats.mark(headers, raw), self._read(parse_object(raw))
 
     async def _stream(self, answer: Answer, head: Head, delivery: Delivery, send: Send) -> None:
         event = await delivery.next()

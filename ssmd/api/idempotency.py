@@ -93,7 +93,7 @@ class Attempt:
 
 
 class Repeats:
-    """The attempts of an endpoint. Used in the event loop only."""
+    """The attempts of an endpoint. Used in the event loop only, but for `mark`."""
 
     def __init__(self, engine: Engine, api_key: str) -> None:
         self._engine = engine
@@ -103,7 +103,7 @@ class Repeats:
         self._failures: defaultdict[bytes, list[tuple[float, str]]] = defaultdict(list)
 
     def mark(self, headers: Headers, body: bytes) -> Mark:
-        """Read what a request says of itself. Raises Rejected."""
+        """Read what a request says of itself, in any thread. Raises Rejected."""
         return read_mark(headers, body, self._api_key)
 
     async def enter(self, mark: Mark, delivery: Delivery) -> tuple[Attempt, Reply | None]:

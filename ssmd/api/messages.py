@@ -9,6 +9,7 @@ from ssmd.api.body import shown
 from ssmd.engine.request import Rejected
 from ssmd.text.messages import ROLES, THINK, THINK_END, Message, Role
 
+_KNOWN: dict[str, Role] = {role: role for role in ROLES}
 _FIELDS = {"role", "content", "name"}
 _ASSISTANT_FIELDS = {"reasoning_content"}
 # What SDKs put into an assistant's message when they echo it: nothing in these values can be lost.
@@ -29,7 +30,16 @@ def read_messages(value: Any) -> tuple[Message, ...]:
         _wrong("messages", "must be a list of messages", value)
     if not value:
         _wrong("messages", "must hold at least one message", value)
-    return tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
+    return tuple([_plain(entry) or _message(entry, f"messages[{i}]") for i, entry in enumerate(value)])
+
+
+def _plain(entry: Any) -> Message | None:
+    """A message of a role and a text, which most of a long conversation are; None if it has to be looked at."""
+    if type(entry) is dict and len(entry) == 2:
+        role, content = entry.get("role"), entry.get("content")
+        if type(role) is str and role in _KNOWN and type(content) is str:
+            return Message(_KNOWN[role], content)
+    return None
 
 
 def _message(entry: Any, where: str) -> Message:
