@@ -278,6 +278,7 @@ def official(variant: str, vocabulary: int, seed: int = 0) -> Any:
     import transformers
 
     family, fields = VARIANTS[variant]
+    fields = json.loads(json.dumps(fields))  # transformers writes into the objects in it
     config = transformers.AutoConfig.for_model(family, **{"vocab_size": vocabulary, **fields})
     return randomized(config, seed)
 
@@ -305,17 +306,13 @@ def randomized(config: Any, seed: int = 0) -> Any:
 
 def write_odd(folder: Path, fields: dict[str, Any], seed: int = 0) -> Any:
     """Write a source checkpoint whose config.json is `fields` as they stand. Returns transformers' model of it."""
-    import torch
     import transformers
-    from safetensors.torch import save_file
 
-    vocabulary = write_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps({"vocab_size": vocabulary, **fields}))
+    said = json.dumps({"vocab_size": write_tokenizer(folder), **fields})
+    (folder / "config.json").write_text(said)
     model = randomized(transformers.AutoConfig.from_pretrained(folder), seed)
-    tensors = model.state_dict()
-    if torch.equal(tensors["lm_head.weight"], model.get_input_embeddings().weight):
-        del tensors["lm_head.weight"]  # tied
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(said)  # transformers wrote its own
     return model
 
 

@@ -42,7 +42,7 @@ class Config:
     def parse(config: Mapping[str, Any]) -> Config:
         """Read config.json. Raises FamilyError naming the field."""
         f = Fields(config)
-        f.only("hidden_act", "silu", "silu")
+        f.silu("hidden_act")
         eps = f.number("rms_norm_eps", 1e-5)
         max_position = f.size("max_position_embeddings", 262_144)
         attention, rope = attention_of(f, max_position, kv_heads=8, partial=ROTATED)

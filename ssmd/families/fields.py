@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_SIZE = 1 << 22  # larger than any dimension of a model that could run here
@@ -14,14 +14,38 @@ class FamilyError(ValueError):
     """A config asks for what its family cannot do; the message names the field and its value."""
 
 
+class Recorded(Mapping[str, Any]):
+    """A config that remembers in `asked` which of its fields were asked for, one by one."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self.asked: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return self._config[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config)
+
+    def __len__(self) -> int:
+        return len(self._config)
+
+
 @dataclass(frozen=True)
 class Fields:
-    """A config.json. A field that is absent or null takes its default; without one it is required."""
+    """A config.json. A field that is absent or null takes its default, first that of the family in `defaults`, then
+    that of whoever reads it; without one it is required. What is `fixed` is so whatever the config says."""
 
     config: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, name: str) -> Any:
-        return self.config.get(name)
+        if name in self.fixed:
+            return self.fixed[name]
+        value = self.config.get(name)
+        return self.defaults.get(name) if value is None else value
 
     def size(self, name: str, default: int | None = None) -> int:
         """A dimension or a count: at least 1."""
@@ -50,6 +74,11 @@ class Fields:
             raise FamilyError(f"config.json: {name} is {value!r}, expected true or false")
         return value
 
+    def silu(self, name: str) -> None:
+        """Check that the activation is SiLU, which is also called swish. Raises FamilyError."""
+        if self.get(name) != "swish":
+            self.only(name, "silu", "silu")
+
     def only(self, name: str, allowed: Any, default: Any) -> None:
         """Check that the field is `allowed`. Raises FamilyError."""
         value = self._value(name, default)
@@ -57,7 +86,7 @@ class Fields:
             raise FamilyError(f"config.json: {name} is {value!r}; only {allowed!r} is supported")
 
     def _value(self, name: str, default: Any) -> Any:
-        value = self.config.get(name)
+        value = self.get(name)
         value = default if value is None else value
         if value is None:
             raise FamilyError(f"config.json: {name} is missing")

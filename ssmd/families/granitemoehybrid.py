@@ -51,7 +51,7 @@ class Config:
                 f"config.json: num_local_experts is {experts!r}: mixture-of-experts layers are not supported, "
                 "only dense models (num_local_experts 0)"
             )
-        f.only("hidden_act", "silu", "silu")
+        f.silu("hidden_act")
         f.only("normalization_function", "rmsnorm", "rmsnorm")
         eps = f.number("rms_norm_eps", 1e-6)
         max_position = f.size("max_position_embeddings", 2048)

@@ -22,7 +22,7 @@ _EXPERTS = ("moe", "E")
 def layer_kinds(f: Fields) -> tuple[LayerKind, ...] | None:
     """Read `layer_types` or the older `layers_block_type`; None if the config has neither. Raises FamilyError."""
     count = f.size("num_hidden_layers")
-    name = "layer_types" if f.get("layer_types") is not None else "layers_block_type"
+    name = _list(f)
     types = f.get(name)
     if types is None:
         return None
@@ -34,11 +34,31 @@ def layer_kinds(f: Fields) -> tuple[LayerKind, ...] | None:
     return tuple(SPELLINGS[kind] for kind in types)
 
 
+def _list(f: Fields) -> str:
+    """The name of the list that counts. Raises FamilyError where there are two of them."""
+    first, second = f.get("layer_types"), f.get("layers_block_type")
+    if first is not None and second is not None and first != second:
+        raise FamilyError(f"config.json: layer_types is {first!r} and layers_block_type {second!r}: leave one out")
+    return "layers_block_type" if first is None else "layer_types"
+
+
+def full_attention(f: Fields) -> bool:
+    """Whether `layer_types` says that all layers attend to all positions; False without it. Raises FamilyError where it
+    says another thing."""
+    types, layers = f.get("layer_types"), f.size("num_hidden_layers")
+    if types is not None and types != ["full_attention"] * layers:
+        raise FamilyError(
+            f"config.json: layer_types is {types!r}; only full_attention is supported, in each of num_hidden_layers = "
+            f"{layers}"
+        )
+    return types is not None
+
+
 def part_kinds(f: Fields) -> tuple[PartKind, ...]:
-    """Read the kinds of layers of one part each, from `layers_block_type`, or `hybrid_override_pattern`, which has a
-    letter for each. Raises FamilyError."""
+    """Read the kinds of layers of one part each, from a list, or `hybrid_override_pattern`, which has a letter for
+    each. Raises FamilyError."""
     known: dict[str, PartKind] = {**SPELLINGS, "mlp": "mlp"}
-    name, letters = "layers_block_type", False
+    name, letters = _list(f), False
     if f.get(name) is None and f.get("hybrid_override_pattern") is not None:
         name, letters, known = "hybrid_override_pattern", True, LETTERS
     said = f.get(name)

@@ -45,12 +45,11 @@ class Config:
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
         """Read config.json. Raises FamilyError naming the field."""
-        f = Fields(config)
+        f = Fields(config, fixed={"attention_bias": False})
         hidden, eps = f.size("hidden_size"), f.number("norm_eps", 1e-5)
         f.size("num_key_value_heads")  # has no default that any checkpoint relies on
         max_position = f.size("max_position_embeddings", 128_000)
-        unbiased = Fields({**config, "attention_bias": False})
-        attention, rope = attention_of(unbiased, max_position, theta=THETA, qk_eps=eps)
+        attention, rope = attention_of(f, max_position, theta=THETA, qk_eps=eps)
         width = f.size("conv_L_cache", 3)
         if width < 2:
             raise FamilyError(f"config.json: conv_L_cache is {width}, expected at least 2")

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssmd.families.attention import attention_of
-from ssmd.families.fields import Fields
+from ssmd.families.fields import FamilyError, Fields
+from ssmd.families.layers import full_attention
 from ssmd.families.weights import Binding, stacked, tensor
 from ssmd.model.plan import Attention, Layer, Mlp, Plan
 from ssmd.model.rope import Rope
@@ -37,10 +38,19 @@ class Config:
     max_position: int
 
     @staticmethod
-    def parse(config: Mapping[str, Any], *, qk_norm: bool = False) -> Config:
-        """Read config.json; `qk_norm`: whether queries and keys are normalized. Raises FamilyError naming the field."""
+    def parse(config: Mapping[str, Any]) -> Config:
+        """Read config.json. Raises FamilyError naming the field."""
         f = Fields(config)
-        f.only("hidden_act", "silu", "silu")
+        if not full_attention(f):  # what transformers' cache makes of windows without layer_types
+            for name in ("sliding_window", "attention_chunk_size"):
+                if f.get(name) is not None:
+                    raise FamilyError(f"config.json: {name} is {f.get(name)!r}; windows are not supported")
+        return Config.of(f)
+
+    @staticmethod
+    def of(f: Fields, *, qk_norm: bool = False) -> Config:
+        """Read all but windows; `qk_norm`: whether queries and keys are normalized. Raises FamilyError."""
+        f.silu("hidden_act")
         eps = f.number("rms_norm_eps", 1e-6)
         max_position = f.size("max_position_embeddings", 2048)
         attention, rope = attention_of(f, max_position, qk_eps=eps if qk_norm else None)

@@ -44,7 +44,7 @@ class Config:
     def parse(config: Mapping[str, Any], *, mixer_eps: float | None = None) -> Config:
         """Read config.json; `mixer_eps`: of the norms of dt, B and C. Raises FamilyError naming the field."""
         f = Fields(config)
-        f.only("hidden_act", "silu", "silu")
+        f.silu("hidden_act")
         hidden = f.size("hidden_size")
         # As transformers does: a checkpoint that names both is built with intermediate_size (Falcon-Mamba 7B has
         # another `expand`, which nothing was trained with).

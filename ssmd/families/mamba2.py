@@ -49,7 +49,7 @@ class Config:
         so were the published weights trained. `residual_in_fp32` is no choice here: everything is float32.
         """
         f = Fields(config)
-        f.only("hidden_act", "silu", "silu")
+        f.silu("hidden_act")
         f.only("rms_norm", True, True)
         eps = f.number("layer_norm_epsilon", 1e-5)
         return Config(

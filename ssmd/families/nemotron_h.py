@@ -21,6 +21,12 @@ from ssmd.model.plan import Attention, Layer, Mamba2, Mlp, Plan
 
 _SIZES = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "expand")
 NAMES = Names(*_SIZES, "use_conv_bias", "use_bias", default_d_state=128, default_groups=8)
+OLDER = {  # names that transformers takes first
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+}
 ONLY = {"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "attention_bias": False, "tie_word_embeddings": False}
 
 
@@ -35,7 +41,8 @@ class Config:
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
         """Read config.json. Raises FamilyError naming the field."""
-        f = Fields({"head_dim": 128, **config})
+        older = {name: config[old] for old, name in OLDER.items() if config.get(old) is not None}
+        f = Fields(config, {"head_dim": 128}, fixed=older)
         for name, only in ONLY.items():
             f.only(name, only, only)
         eps = f.number("layer_norm_epsilon", 1e-5)

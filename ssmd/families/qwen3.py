@@ -10,27 +10,21 @@ from typing import Any
 
 from ssmd.families import llama
 from ssmd.families.fields import FamilyError, Fields
+from ssmd.families.layers import full_attention
 
 DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32_768}  # what transformers takes where a config names none
 
 
 def parse(config: Mapping[str, Any]) -> llama.Config:
     """Read config.json. Raises FamilyError naming the field."""
-    f = Fields(config)
+    f = Fields(config, DEFAULTS, fixed={"mlp_bias": False})
     f.size("num_key_value_heads")  # has no default that any checkpoint relies on
     layers = f.size("num_hidden_layers")
-    types = f.get("layer_types")
-    if types is not None and types != ["full_attention"] * layers:
-        raise FamilyError(
-            f"config.json: layer_types is {types!r}; only full_attention is supported, in each of num_hidden_layers = "
-            f"{layers}"
-        )
-    if types is None and f.flag("use_sliding_window", False) and f.get("sliding_window") is not None:
+    if not full_attention(f) and f.flag("use_sliding_window", False) and f.get("sliding_window") is not None:
         first = f.get("max_window_layers")
         if not (type(first) is int and first >= layers):
             raise FamilyError(
                 f"config.json: use_sliding_window is true from layer {first!r} (max_window_layers) on; sliding windows "
                 "are not supported"
             )
-    said = {name: value for name, value in config.items() if value is not None}
-    return llama.Config.parse({**DEFAULTS, **said, "mlp_bias": False}, qk_norm=True)
+    return llama.Config.of(f, qk_norm=True)

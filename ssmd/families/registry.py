@@ -21,7 +21,8 @@ from ssmd.families import (
     nemotron_h,
     qwen3,
 )
-from ssmd.families.fields import FamilyError
+from ssmd.families.fields import FamilyError, Recorded
+from ssmd.families.neutral import NEUTRAL, check
 from ssmd.families.weights import Binding, given
 from ssmd.model.formats import unread
 from ssmd.model.plan import Plan, first_problem
@@ -40,8 +41,16 @@ class Family:
 
     def parse(self, config: Mapping[str, Any]) -> Any:
         """Read a config.json as the family's own config. Raises FamilyError naming the field."""
+        check(config)
         with _said():
             return self.read(config)
+
+    def unread(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the fields of a config.json that say something and are not read, nor known to make no difference."""
+        recorded = Recorded(config)
+        self.parse(recorded)
+        known = recorded.asked | NEUTRAL[self.name]
+        return tuple(sorted(name for name, value in config.items() if value is not None and name not in known))
 
     def plan(self, config: Any) -> Plan:
         """Describe the model of a config: layers, state, parameters. Raises FamilyError if it makes none."""

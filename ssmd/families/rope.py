@@ -9,8 +9,6 @@ from typing import Any
 from ssmd.families.fields import FamilyError, Fields, divides
 from ssmd.model.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
-TURNED = ("rope_theta", "partial_rotary_factor")  # of every kind
-
 
 def rope_of(
     fields: Fields, head_dim: int, max_position: int, theta: float = 10_000.0, partial: float | None = None
@@ -22,7 +20,7 @@ def rope_of(
     partial_rotary_factor, the share of a head that is rotated; without one, only whole heads are supported. Raises
     FamilyError naming the field.
     """
-    name, table = _table(fields)
+    name, table = _table(fields, {"rope_theta": theta, "partial_rotary_factor": 1.0 if partial is None else partial})
     inner = Fields(table)
     kind = inner.get("rope_type") or inner.get("type") or "default"
     if not (isinstance(kind, str) and (kind == "default" or kind in SCALINGS)):
@@ -50,16 +48,18 @@ def rope_of(
     return Rope(theta, SCALINGS[kind](name, inner, original, max_position)), rotated
 
 
-def _table(fields: Fields) -> tuple[str, Mapping[str, Any]]:
-    """The object that counts, and its name. Raises FamilyError where the other one says what this one leaves out."""
+def _table(fields: Fields, defaults: Mapping[str, float]) -> tuple[str, Mapping[str, Any]]:
+    """The object that counts, and its name. Raises FamilyError where it leaves out what the other one says, which is
+    not what is then taken."""
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(fields.get(name) or {}, dict):
             raise FamilyError(f"config.json: {name} is {fields.get(name)!r}, expected an object")
     scaling, parameters = fields.get("rope_scaling") or {}, fields.get("rope_parameters") or {}
     if not scaling:
         return "rope_parameters", parameters
-    for key in TURNED:
-        if scaling.get(key) is None and fields.get(key) is None and parameters.get(key) is not None:
+    for key, default in defaults.items():
+        beside = fields.get(key) if key == "rope_theta" else None  # transformers' Bamba does not look for the other
+        if scaling.get(key) is None and beside is None and parameters.get(key) not in (None, default):
             raise FamilyError(
                 f"config.json: rope_scaling is taken before rope_parameters, as transformers does, and {key} = "
                 f"{parameters[key]!r} stands in rope_parameters alone: write it into rope_scaling"

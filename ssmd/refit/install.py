@@ -20,6 +20,7 @@ from ssmd.model.source import Source, SourceError
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 ABANDONED_S = 24 * 3600  # no build takes as long
+_SHOWN = 12  # names, in a line
 
 
 def fields_of(
@@ -64,9 +65,13 @@ def fields_of(
 def config_of(family: Family, source: Source, progress: Progress) -> Any:
     """Read a source's config.json as the family's own, with the head untied where the weights have one of their own.
 
-    `progress` gets a line if so. Raises FamilyError, or SourceError where the two tensors cannot be read.
+    `progress` gets a line if so, and one that names the fields which are not known. Raises FamilyError, or SourceError
+    where the two tensors cannot be read.
     """
     config = family.parse(source.config)
+    if unread := [name if name.isidentifier() else ascii(name)[:40] for name in family.unread(source.config)]:
+        more = f" and {len(unread) - _SHOWN} more" if len(unread) > _SHOWN else ""
+        progress(f"config.json has fields that neither ssmd nor transformers reads: {', '.join(unread[:_SHOWN])}{more}")
     if not has_own_head(family, config, source):
         return config
     progress(

@@ -1,7 +1,17 @@
-"""Everything that a config.json can say: the re-authored module computes what transformers does, or it is refused."""
+"""Everything that a config.json can say: the re-authored module computes what transformers does, or it is refused.
+
+The fields are walked: those of transformers' config classes, and what its code asks a config for while a model is made
+and computes. One that a new transformers adds fails here, until it is read, refused, or found to make no difference.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +21,15 @@ import pytest
 import tiny
 import torch
 import transformers
+from fields import BASE, OTHERWISE, REFUSED, REFUSED_EVERYWHERE, SAME, USED, Change
 from numpy.typing import NDArray
 
 from ssmd.authoring.host import Host
 from ssmd.authoring.model import author
-from ssmd.families.registry import family_of
+from ssmd.families.fields import FamilyError, Recorded
+from ssmd.families.neutral import NEUTRAL, ONLY
+from ssmd.families.registry import FAMILIES, family_of
+from ssmd.model.formats import QUANTIZED
 from ssmd.model.source import Source
 from ssmd.refit.install import config_of
 
@@ -78,24 +92,17 @@ ROPES: dict[str, dict[str, Any]] = {  # of 24 positions, where 150 are used
     },
 }
 USUAL = ("linear", "yarn")  # not only in full, of every family
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": tiny.LLAMA,
-    "qwen3": tiny.QWEN3,
-    "granitemoehybrid": tiny.GRANITE | tiny.ROPE,
-    "falcon_h1": tiny.FALCON_H1,
-    "bamba": tiny.BAMBA,
-    "lfm2": tiny.LFM2,
-}
+WITH_ROPE = ("llama", "qwen3", "granitemoehybrid", "falcon_h1", "bamba", "lfm2")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_ROPE)
 @pytest.mark.parametrize(
     "rope",
     [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.full]) for name in ROPES],
 )
 def test_ropes_that_stretch(tmp_path: Path, family: str, rope: str) -> None:
     """As a model card says it: `rope_scaling` is put beside the `rope_parameters` that are there."""
-    fields = {"model_type": family, **FAMILIES[family], "rope_theta": 10_000.0}
+    fields = {"model_type": family, **BASE[family], "rope_theta": 10_000.0}
     fields["max_position_embeddings"] = 192
     plain, other = ({**fields, "rope_scaling": value} for value in (None, ROPES[rope]))
     expected = theirs(tiny.write_odd(tmp_path / "scaled", other))
@@ -133,3 +140,133 @@ def test_tied_embeddings_beside_a_head(tmp_path: Path, family: str) -> None:
         assert len(said) == (len(logits) == 3)
     np.testing.assert_array_equal(logits[0], logits[1])
     assert relative(logits[2], logits[0]) > SEEN
+
+
+def changes(table: Mapping[str, list[Change]]) -> list[Any]:
+    """(family, change) as pytest's parameters, by family and field."""
+    return [
+        pytest.param(family, change, id=f"{family}-{next(iter(change))}-{number}")
+        for family, all_of_it in table.items()
+        for number, change in enumerate(all_of_it)
+    ]
+
+
+def config_with(family: str, change: Change) -> dict[str, Any]:
+    return {"model_type": family, "vocab_size": 384, **BASE[family], **change}
+
+
+def parsed(config: Mapping[str, Any]) -> Any:
+    """What is said of the model, less for how many tokens it was trained."""
+    return dataclasses.replace(family_of(config).parse(config), max_position=1)
+
+
+@cache
+def plainly(family: str) -> Any:
+    """transformers' model of the family's base."""
+    with tempfile.TemporaryDirectory() as folder:
+        return tiny.write_odd(Path(folder), config_with(family, {}))
+
+
+@pytest.mark.parametrize(("family", "change"), changes(USED))
+def test_a_field_that_is_read(tmp_path: Path, family: str, change: Change) -> None:
+    model = tiny.write_odd(tmp_path, config_with(family, change))
+    expected, before = theirs(model), theirs(plainly(family))
+    assert expected.shape != before.shape or relative(before, expected) > SEEN, "it makes no difference in transformers"
+    assert relative(ours(tmp_path), expected) < RELATIVE
+
+
+def in_transformers(family: str, change: Change, folder: Path) -> NDArray[np.float32]:
+    """Logits (V,) of the base's weights in the model that transformers makes of the changed config."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_with(family, change)))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.load_state_dict(plainly(family).state_dict())
+    return theirs(model)
+
+
+@pytest.mark.parametrize("family", BASE)
+def test_fields_that_make_no_difference(tmp_path: Path, family: str) -> None:
+    """All at once; and those that say, with these values, what is said without."""
+    otherwise = {name: OTHERWISE[name] for name in NEUTRAL[family] - {"model_type"}}
+    expected, base = theirs(plainly(family)), dict(BASE[family])
+    if family == "granitemoehybrid":
+        base["position_embedding_type"] = None
+        expected = in_transformers(family, base, tmp_path / "plain")
+    for number, change in enumerate((otherwise, *SAME[family])):
+        assert parsed(config_with(family, base | change)) == parsed(config_with(family, base)), change
+        if number == 0 or next(iter(change)) not in BASE[family]:
+            found = in_transformers(family, base | change, tmp_path / str(number))
+            assert relative(found, expected) < RELATIVE, change
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "change"),
+    changes(
+        {family: [{name: OTHERWISE[name]} for name in sorted(NEUTRAL[family] - {"model_type"})] for family in BASE}
+    ),
+)
+def test_a_field_that_makes_no_difference(tmp_path: Path, family: str, change: Change) -> None:
+    base = dict(BASE[family]) | ({"position_embedding_type": None} if family == "granitemoehybrid" else {})
+    expected = in_transformers(family, base, tmp_path / "plain")
+    assert relative(in_transformers(family, base | change, tmp_path / "changed"), expected) < RELATIVE
+
+
+@pytest.mark.parametrize(("family", "change"), changes({f: [*REFUSED[f], *REFUSED_EVERYWHERE] for f in BASE}))
+def test_a_field_that_is_refused(family: str, change: Change) -> None:
+    parsed(config_with(family, {}))
+    with pytest.raises(FamilyError, match=rf"config\.json: .*({'|'.join(change)})"):
+        parsed(config_with(family, change))
+
+
+# What a config has that no config.json says: properties, and where parts of a model may run.
+OWN = {"is_heterogeneous", "sub_configs", *(f"base_model_{kind}_plan" for kind in ("ep", "fsdp", "pp", "tp"))}
+VISION = {"vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"}  # of pictures
+
+
+def asked_of(config: Any) -> set[str]:
+    """What transformers asks a config for while it makes a model, prefills and decodes."""
+    kind: Any = type(config)
+    plain, asked = kind.__getattribute__, set()
+
+    def noted(self: Any, name: str) -> Any:
+        asked.add(name)
+        return plain(self, name)
+
+    kind.__getattribute__ = noted
+    try:
+        model = tiny.randomized(config)
+        _, cache = oracle.continued(model, [1, 2, 3])
+        oracle.continued(model, [4], cache, 3)
+    finally:
+        del kind.__getattribute__
+    said = {name for name in asked if not name.startswith("_")}
+    return {name for name in said if not callable(getattr(kind, name, None)) and not _is_property(kind, name)}
+
+
+def _is_property(kind: Any, name: str) -> bool:
+    """Whether it follows from other fields, in transformers; a config.json that has it cannot be loaded."""
+    return isinstance(getattr(kind, kind.attribute_map.get(name, name), None), property)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_is_known(family: str) -> None:
+    """Those that are read have a change here that makes a difference, those that are refused one that is."""
+    read: set[str] = set()
+    for change in ({}, *USED[family], *SAME[family], *REFUSED[family]):
+        recorded = Recorded(config_with(family, change))
+        with suppress(FamilyError):
+            FAMILIES[family].parse(recorded)
+        read |= recorded.asked
+    said = json.loads(json.dumps(config_with(family, {})))  # transformers writes into the objects in it
+    config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
+    asked = {f.name for f in dataclasses.fields(config)} | (asked_of(config) - OWN - VISION) - set(QUANTIZED)
+    known = read | NEUTRAL[family] | set(ONLY)
+    assert asked - known == set()
+    tried = {next(iter(change)) for table in (USED, SAME, REFUSED) for change in table[family]}
+    left = read - tried - set(ONLY) - NEUTRAL[family]
+    assert {name for name in left if not _is_property(type(config), name)} == set()
+    assert set(ONLY) <= {next(iter(change)) for change in REFUSED_EVERYWHERE}
+    assert FAMILIES[family].unread(config_with(family, {"new": 1, "none": None})) == ("new",)

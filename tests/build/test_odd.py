@@ -53,12 +53,13 @@ def test_a_config_that_says_two_things(tmp_path: Path, runtime: str) -> None:
     """`rope_scaling` beside `rope_parameters`, at positions up to 40, where the model was trained for 16; and tied
     embeddings beside a head of its own."""
     transformers = pytest.importorskip("transformers")
-    tiny.write_odd(tmp_path, {"model_type": "llama", **tiny.LLAMA, "rope_scaling": YARN})
+    tiny.write_odd(tmp_path, {"model_type": "llama", **tiny.LLAMA, "rope_scaling": YARN, "qk_norm": True})
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][::-1].copy()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     artifact, said = build(tmp_path, runtime)
     assert SAID in said
+    assert "config.json has fields that neither ssmd nor transformers reads: qk_norm\n" in said
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert golden_error(artifact, model) < RELATIVE
     if runtime != "wgpu" or pytest.importorskip("ssmd_wgpu.device").adapters():

@@ -124,6 +124,8 @@ def test_what_rope_scaling_would_lose_is_refused() -> None:
         "partial_rotary_factor = 0.25 stands in rope_parameters alone",
         partial=0.5,
     )
+    same = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    assert read({"rope_scaling": linear, "rope_parameters": same}, partial=0.5)[0] == Rope(10_000.0, LinearScaling(2.0))
     whole = {**linear, **parameters}
     assert read({"rope_scaling": whole, "rope_parameters": parameters}, partial=0.5)[1] == 16
 
