@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import typer
 
 from ssmd.cli import options
+
+if TYPE_CHECKING:
+    from ssmd.model.artifact import Manifest
 
 
 def verify(
@@ -60,11 +64,24 @@ def verify(
         f"{verdict}: worst rms {worst.rms_relative:.3g} at position {worst.position}, allowed {report.tolerance:g}"
     )
     if not report.passed:
-        lost = artifact.manifest.quality.get("golden", {}).get("rms", 0.0)  # the build's own measure
-        why = "this artifact does not compute what its model does here; build it again"
-        if lost > report.tolerance:
-            why = (
-                f"its quantization loses that much of the model, {lost:.3g} when it was built; build it with more bits"
-            )
-        typer.echo(f"error: {why}", err=True)
+        typer.echo(f"error: {_why(artifact.manifest, report.tolerance)}", err=True)
         sys.exit(1)
+
+
+def _why(manifest: Manifest, tolerance: float) -> str:
+    """What a failure is owed to: the build knew what its quantization and its piecewise linear functions lose."""
+    from ssmd.runtime.verify import segments_of
+
+    lost = manifest.quality.get("golden", {}).get("rms", 0.0)
+    segments = segments_of(manifest)
+    owed = {
+        "its quantization": "bits" if manifest.quantization != "f32" else "",
+        f"ActiBA with {segments} segments": "segments" if segments else "",
+    }
+    causes = {cause: more for cause, more in owed.items() if more}
+    if lost <= tolerance or not causes:
+        return "this artifact does not compute what its model does here; build it again"
+    return (
+        f"{' and '.join(causes)} lose{'s' if len(causes) == 1 else ''} that much of the model, {lost:.3g} when it was "
+        f"built; build it with more {' or more '.join(causes.values())}"
+    )
