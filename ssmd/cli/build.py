@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -93,9 +93,21 @@ def build(
             replace=force,
             progress=progress,
         )
+    for line in _idle_passes(artifact.manifest.conversion.get("xamba", {})):
+        typer.echo(line)
     size = sum(f.size for f in artifact.manifest.files.values())
     hint = f"it does not run here: {why}" if (why := unusable(artifact.manifest)) else f"try: ssmd run {name}"
     typer.echo(f"{artifact.path}: {size / 1e6:.1f} MB; {hint}")
+
+
+def _idle_passes(xamba: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each rewrite that was asked for and replaced nothing, with why, out of the manifest's report."""
+    reports = [report for name, report in xamba.items() if name != "passes"]
+    for kind, sought in (("cumba", "CumSum"), ("reduba", "ReduceSum"), ("actiba", "SiLU or softplus")):
+        made = [report[kind] for report in reports if kind in report]
+        if made and not any(one["replaced"][kind] for one in made):
+            left = sorted({f"{node['operation']}: {node['why']}" for one in made for node in one["left"]})
+            yield f"{kind}: nothing to replace: {'; '.join(left) or f'no {sought} is in the graph (docs/xamba.md)'}"
 
 
 @contextmanager

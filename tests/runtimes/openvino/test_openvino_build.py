@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import tiny
+from typer.testing import CliRunner
 
 from ssmd.build import builder
 from ssmd.build.builder import BuildError
+from ssmd.cli import app
 from ssmd.cli.making import BuildFailed, converter_of
 from ssmd.model.artifact import Artifact
 from ssmd.model.source import Source
@@ -127,6 +129,26 @@ def test_rewritten_graphs_say_so(tmp_path: Path) -> None:
     off = verify(made, program).worst.rms_relative
     program.close()
     assert 1e-3 < off < 0.1
+
+
+def test_a_pass_that_replaces_nothing_says_so(tmp_path: Path) -> None:
+    """And an artifact with piecewise linear functions is judged with the allowance of its segments."""
+    source = tiny.write_source(tmp_path / "source", "mamba2-groups")
+    asked = ["--runtime", "openvino", "--quant", "f32", "--buckets", "16", "--context", "64"]
+    command = ["build", str(source), *asked, "--models-dir", str(tmp_path / "models"), "--name", "tiny"]
+    done = CliRunner().invoke(app, [*command, "--xamba", "cumba,reduba,actiba=32"])
+    assert done.exit_code == 0, done.output
+    said = [line for line in done.output.splitlines() if "nothing to replace" in line]
+    assert said == [
+        f"{kind}: nothing to replace: no {sought} is in the graph (docs/xamba.md)"
+        for kind, sought in (("cumba", "CumSum"), ("reduba", "ReduceSum"))
+    ]
+    made = Artifact.open(tmp_path / "models" / "tiny" / "openvino-cpu-f32")
+    program = OpenVINORuntime().load(made)
+    report = verify(made, program)
+    program.close()
+    assert report.passed
+    assert 1e-3 < report.worst.rms_relative < report.tolerance < 0.05
 
 
 def test_rewrites_are_openvinos() -> None:
