@@ -43,6 +43,9 @@ class Weights:
             made = np.broadcast_to(rows, shape) + made * 0.05
         elif name.endswith(".D") or "norm" in name:
             made = 1 + made * 0.1
+        elif name.endswith(("dt_bias", "dt_proj.bias")):
+            dt = np.exp(self._rng.uniform(np.log(1e-3), np.log(0.1), shape))  # time steps as training begins with them
+            made = np.log(np.expm1(dt)).astype(np.float32)
         elif name.endswith("bias"):
             made *= 0.1
         elif "conv" in name and len(shape) == 3:

@@ -30,7 +30,7 @@ from ssmd.families.registry import family_of
 from ssmd.model.source import Source
 from ssmd_openvino import library, xamba
 from ssmd_openvino.convert import converted
-from ssmd_openvino.piecewise import silu, softplus, terms
+from ssmd_openvino.piecewise import Array, Function, silu, softplus, terms
 from ssmd_openvino.xamba import Passes
 
 TOKENS = 256
@@ -38,8 +38,17 @@ ROUNDS = 15
 THREADS = 2
 SEGMENTS = (8, 16, 32, 64)
 BLOCK = SHAPES["mamba2-130m"] | {"num_hidden_layers": 1, "vocab_size": 256}  # head and embedding as good as nothing
-TINY = SHAPES["granite-4.0-h-350m"] | {
-    "vocab_size": 384,
+VOCABULARY = 384
+MAMBA = SHAPES["mamba2-130m"] | {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_heads": 12,
+    "head_dim": 16,
+    "state_size": 32,
+}
+GRANITE = SHAPES["granite-4.0-h-350m"] | {
+    "vocab_size": VOCABULARY,
     "hidden_size": 96,
     "num_hidden_layers": 4,
     "layer_types": ["mamba", "mamba", "attention", "mamba"],
@@ -149,16 +158,28 @@ def block(save: Path | None) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def errors_of_functions(segments: int) -> list[str]:
+def piecewise(function: Function, segments: int, x: Array) -> Array:
+    ends, slopes = terms(function, segments)
+    inside = [slope * (c - np.clip(np.abs(x), low, c)) for c, low, slope in zip(ends, ends[1:], slopes, strict=False)]
+    made: Array = np.maximum(x, 0) + sum(inside)
+    return made
+
+
+def functions() -> None:
+    """What becomes of SiLU, and of softplus as the time step dt of a Mamba."""
     x = np.linspace(-30.0, 30.0, 600_001)
-    cells = []
-    for function in (silu, softplus):
-        ends, slopes = terms(function, segments)
-        inside = [
-            slope * (c - np.clip(np.abs(x), low, c)) for c, low, slope in zip(ends, ends[1:], slopes, strict=False)
-        ]
-        cells.append(f"{np.abs(np.maximum(x, 0) + sum(inside) - function(x)).max():.1e}")
-    return cells
+    dt = np.geomspace(1e-3, 0.1, 100_001)
+    print("\n# ActiBA's functions: largest error over [-30, 30]; relative error of dt where it is 0.001 to 0.1\n")
+    print("| segments | R of SiLU, of softplus | SiLU | softplus | dt: median | largest | smallest dt for 0.0001 |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for segments in SEGMENTS:
+        ranges = [f"{terms(f, segments)[0][0]:.1f}" for f in (silu, softplus)]
+        errors = [np.abs(piecewise(f, segments, x) - f(x)).max() for f in (silu, softplus)]
+        off = np.abs(piecewise(softplus, segments, np.log(np.expm1(dt))) / dt - 1)
+        least = piecewise(softplus, segments, np.log(np.expm1(np.array([1e-4]))))[0]
+        cells = [str(segments), ", ".join(ranges), *(f"{e:.1e}" for e in errors)]
+        cells += [f"{100 * np.median(off):.2g} %", f"{100 * off.max():.2g} %", f"{least:.1e}"]
+        print(f"| {' | '.join(cells)} |")
 
 
 def errors_of_logits(found: NDArray[np.float32], expected: NDArray[np.float32]) -> list[str]:
@@ -173,29 +194,26 @@ def accuracy(folder: Path) -> None:
     ids = Tokenizer.from_str(source.tokenizer_json.decode()).encode(quality.TEXT, add_special_tokens=False).ids
     ids = ids[: quality.MAX_TOKENS]
     large = author(family, config, {n: b(source) for n, b in family.bindings(config).items()}, len(ids))
-    chosen = [int(i) for i in np.random.default_rng(1).integers(0, TINY["vocab_size"], TOKENS)]
+    chosen = [int(i) for i in np.random.default_rng(1).integers(0, VOCABULARY, TOKENS)]
+    fed = [chosen, chosen, ids]
     models = []
-    for module, length in ((random_module(TINY), TOKENS), (large, len(ids))):
+    for module, given in zip((random_module(MAMBA), random_module(GRANITE), large), fed, strict=True):
         module.every = True
-        models.append(converted(module, length, length))
-    granite, smollm = (Compiled(m, i).logits() for m, i in zip(models, (chosen, ids), strict=True))
-    print(
-        f"\n# ActiBA: {len(ids)} tokens of SmolLM2-135M, {TOKENS} of a tiny Granite hybrid with random weights, float32"
-    )
-    print("# on the CPU. Errors of logits in standard deviations of their row: of all rows the rms and the worst.\n")
-    print(
-        "| segments | SiLU, worst | softplus, worst | Granite: rms | worst "
-        "| SmolLM2: rms | worst | perplexity | change | KL |"
-    )
+        models.append(converted(module, len(given), len(given)))
+    expected = [Compiled(m, i).logits() for m, i in zip(models, fed, strict=True)]
+    print(f"\n# ActiBA: {len(ids)} tokens of SmolLM2-135M, which has SiLU alone; {TOKENS} of a tiny Mamba-2 and a tiny")
+    print("# Granite hybrid with random weights and time steps as training begins with them; float32 on the CPU.")
+    print("# Errors of logits in standard deviations of their row: of all rows the rms and the worst.\n")
+    heads = ["segments", "Mamba-2: rms", "worst", "Granite: rms", "worst", "SmolLM2: rms", "worst"]
+    print(f"| {' | '.join([*heads, 'perplexity', 'change', 'KL'])} |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for segments in SEGMENTS:
-        rows = [
-            Compiled(rewritten(m, f"actiba={segments}"), i).logits() for m, i in zip(models, (chosen, ids), strict=True)
-        ]
-        told = quality.compared(rows[1], smollm, ids)
+        rows = [Compiled(rewritten(m, f"actiba={segments}"), i).logits() for m, i in zip(models, fed, strict=True)]
+        told = quality.compared(rows[-1], expected[-1], ids)
         change = 100 * (told["perplexity"] / told["perplexity_f32"] - 1)
-        cells = [str(segments), *errors_of_functions(segments)]
-        cells += [*errors_of_logits(rows[0], granite), *errors_of_logits(rows[1], smollm)]
+        cells = [str(segments)]
+        for found, true in zip(rows, expected, strict=True):
+            cells += errors_of_logits(found, true)
         cells += [f"{told['perplexity']:.2f}", f"{change:+.2f} %", f"{told['kl']:.1e}"]
         print(f"| {' | '.join(cells)} |", flush=True)
     print(f"| exact | 0 | 0 | 0 | 0 | 0 | 0 | {told['perplexity_f32']:.2f} | | 0 |")
@@ -207,6 +225,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="where to write the block's graphs")
     given = parser.parse_args()
     block(given.save)
+    functions()
     if given.smollm2 is not None:
         accuracy(given.smollm2)
         return
