@@ -50,6 +50,10 @@ GROWING |= {
     ),
     "a filter's items": "{% for m in messages %}"
     + "{% for c in [m.role, m.content] | map('trim') %}{{ c }}{% endfor %}|{% endfor %}",
+    "other loops": (
+        "{% for x in 'ab' %}{{ x }}{% endfor %}{% for m in messages %}{{ m.content }};{% endfor %}"
+        "{% for x in [3, 4] %}{{ x * loop.index }}{% endfor %}"
+    ),
     "one way or the other": (
         "{% if messages and messages[1:] is iterable and messages is not none %}{% for m in messages[1:] %}"
         "{{ m.role }}{{ m.content }}{% endfor %}{% else %}{% for m in messages %}x{% endfor %}{% endif %}"
@@ -66,6 +70,8 @@ OTHERS |= {
     "from the end": "{% for m in messages %}{{ loop.revindex0 }}" + LOOP,
     "the last": "{% for m in messages %}{{ messages[-1].role }}" + LOOP,
     "the second": "{{ messages[1].content }}{% for m in messages %}" + LOOP,
+    "the second, counted from one": "{{ messages[1:][0].content }}{% for m in messages %}" + LOOP,
+    "every second": "{% for m in messages[::2] %}" + LOOP,
     "the one before": "{% for m in messages %}{{ messages[loop.index0 - 1] if loop.index0 > 1 }}" + LOOP,
     "backwards": "{% for m in messages | reverse %}" + LOOP,
     "the first two": "{% for m in messages[:2] %}" + LOOP,
@@ -199,6 +205,19 @@ def test_a_message_that_looks_at_the_next_is_settled_with_it() -> None:
     said = turns("a", "b", "c", "d")
     at = [(template(source).render_settled(said[:n], now=NOW).settled or Settled(0, 0)).messages for n in (3, 4, 5)]
     assert at == [1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ loop.previtem.content if m.role == 'assistant' }}{{ m.content }}{% endfor %}",
+        "{% for m in messages[3:] %}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_what_wants_messages_that_are_not_there_is_rendered_whole(source: str) -> None:
+    said = turns("a", "b", "c", "d")[1:]
+    assert template(source).render_settled([*said, *said], now=NOW).settled is not None
+    assert template(source).render_after(said[0], 1, said[1:], now=NOW) is None
 
 
 def test_a_space_that_a_continued_answer_loses_may_lie_before_it() -> None:
