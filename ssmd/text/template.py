@@ -100,7 +100,7 @@ class ChatTemplate:
             return None
         last, generate = tail[-1], tail[-1].role != "assistant"
         shown = [m.to_json() for m in tail] if generate else _marked(tail)
-        meter = Meter(_characters(shown) + len(first.content))
+        meter = Meter(_characters(shown) + len(first.content), len(shown))
         flow = Flow(shown[0] if not skipped else first.to_json(), skipped, shown, meter)
         _appending.flow = flow
         try:
@@ -148,7 +148,7 @@ class ChatTemplate:
             raise TemplateError(f"{taken[0]} is no variable to be given: the chat template has its own")
         shown = [_named({k: v for k, v in message.items() if v is not None}) for message in messages]
         given = {"messages": shown, "tools": tools, "documents": documents, **more}
-        return _run(_sandbox, self._template, given, _own(now, generate), Meter(_characters(given)))
+        return _run(_sandbox, self._template, given, _own(now, generate), Meter(_characters(given), len(messages)))
 
 
 def _own(now: datetime, generate: bool) -> dict[str, Any]:
@@ -206,7 +206,11 @@ def _characters(value: Any, depth: int = 0) -> int:
     if depth > MAX_DEPTH:
         raise TemplateError(f"what the chat template is given nests more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
-        return sum(_characters(k) + _characters(v, depth + 1) for k, v in value.items())
+        total = 0
+        for k, v in value.items():
+            total += len(k) if type(k) is str else _characters(k)
+            total += len(v) if type(v) is str else _characters(v, depth + 1)
+        return total
     if isinstance(value, (list, tuple)):
         return sum(_characters(v, depth + 1) for v in value)
     raise TemplateError(f"the chat template is given a {type(value).__name__}, which is not JSON")

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 import pytest
 
 from ssmd.model.artifact import SpecialTokens
+from ssmd.text.jinja import meter
 from ssmd.text.messages import Message
 from ssmd.text.template import ChatTemplate, TemplateError
 
@@ -116,6 +117,16 @@ def test_a_bomb_is_stopped(name: str) -> None:
     else:
         assert len(text) < 2 << 20
     assert time.thread_time() - start < 2.5
+
+
+def test_long_conversations_have_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far more than they take, and a bomb has no more than the longest."""
+    monkeypatch.setattr(meter, "CPU_LIMIT_S", 0.001)
+    template = ChatTemplate("{% for m in messages %}{{ m.role + m.content | trim }}{% endfor %}", SPECIAL)
+    assert len(template.render(MESSAGES * 5000, now=NOW)) > 5000
+    monkeypatch.setattr(meter, "LONGEST_S", 0.001)
+    with pytest.raises(TemplateError, match=r"runs for more than 0\.001 s"):
+        template.render(MESSAGES * 5000, now=NOW)
 
 
 def test_bombs_take_no_memory_worth_mention() -> None:

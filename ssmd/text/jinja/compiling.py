@@ -118,16 +118,23 @@ def _tick_statement(node: nodes.Node) -> nodes.ExprStmt:
 
 
 class MeteredCode(CodeGenerator):
-    """Compiles what makes or compares values so that the sandbox sees the result."""
+    """Compiles what makes, compares or prints values so that the meter sees the result."""
 
-    def _hooked(self, hook: str, visit: Callable[..., None], node: nodes.Node, frame: Frame) -> None:
-        self.write(f"environment.{hook}(")
+    def write_commons(self) -> None:
+        super().write_commons()
+        self.writeline("meter_tick, meter_made = environment.meter.tick, environment.meter.made")
+
+    def _make_finalize(self) -> CodeGenerator._FinalizeInfo:
+        return self._FinalizeInfo(None, "meter_made(")
+
+    def _hooked(self, visit: Callable[..., None], node: nodes.Node, frame: Frame) -> None:
+        self.write("meter_made(")
         visit(node, frame)
         self.write(")")
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
         if isinstance(node.node, nodes.EnvironmentAttribute):
-            self.write(f"environment.{node.node.name}(")
+            self.write("meter_tick(" if node.node.name == "tick" else f"environment.{node.node.name}(")
             for arg in node.args:
                 self.visit(arg, frame)
                 self.write(", ")
@@ -143,26 +150,26 @@ class MeteredCode(CodeGenerator):
         self.write(")")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        self._hooked("made", super().visit_Compare, node, frame)
+        self._hooked(super().visit_Compare, node, frame)
 
     def visit_Test(self, node: nodes.Test, frame: Frame) -> None:
-        self._hooked("made", super().visit_Test, node, frame)
+        self._hooked(super().visit_Test, node, frame)
 
     def visit_List(self, node: nodes.List, frame: Frame) -> None:
-        self._hooked("made", super().visit_List, node, frame)
+        self._hooked(super().visit_List, node, frame)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        self._hooked("made", super().visit_Dict, node, frame)
+        self._hooked(super().visit_Dict, node, frame)
 
     def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
         if node.ctx == "load":
-            self._hooked("made", super().visit_Tuple, node, frame)
+            self._hooked(super().visit_Tuple, node, frame)
         else:
             super().visit_Tuple(node, frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         if isinstance(node.arg, nodes.Slice):
-            self._hooked("made", super().visit_Getitem, node, frame)
+            self._hooked(super().visit_Getitem, node, frame)
         else:
             super().visit_Getitem(node, frame)
 

@@ -5,6 +5,7 @@ Only what is listed here can be called, and whatever could turn little into much
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import threading
@@ -17,7 +18,7 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, safe_range
-from jinja2.utils import Cycler, Joiner, Namespace, pass_context
+from jinja2.utils import Cycler, Joiner, Namespace
 
 from ssmd.text.jinja.amplifiers import MAX_COUNT, MAX_WIDTH, Amplifiers
 from ssmd.text.jinja.compiling import Generation, MeteredCode, Ticks
@@ -39,6 +40,8 @@ METHODS: dict[type, frozenset[str]] = {
     dict: frozenset({"copy", "get", "items", "keys", "values"}),
     float: frozenset({"is_integer"}),
 }
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_JINJAS = ("_loop_vars", "_block_vars")  # arguments that compiled templates add to each call
 _CALLABLE_OBJECTS = (Macro, LoopContext, Joiner, BlockReference, Undefined)
 
 
@@ -87,6 +90,13 @@ def _check_name(name: Any) -> None:
         raise SecurityError(f"a namespace cannot have the attribute {name!r}")
 
 
+class _Local(threading.local):
+    meter: Meter | None = None
+
+
+_OPEN = (LoopContext, TemplateNamespace)  # all attributes but underscored ones can be read
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """Chat templates' dialect of Jinja (as transformers has it), metered by `meter` of the rendering thread."""
 
@@ -97,11 +107,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", Generation],
-            finalize=self.shown,
             optimized=False,
         )
         self.code_generator_class = MeteredCode
-        self._local = threading.local()
+        self._local = _Local()
         self._amplifiers = Amplifiers(lambda: self.meter)
         self.filters = {name: self._metered(filter) for name, filter in self._amplifiers.filters().items()}
         self.globals = {
@@ -115,8 +124,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @property
     def meter(self) -> Meter:
-        found: Meter | None = getattr(self._local, "meter", None)
-        return found or Meter(0)
+        return self._local.meter or Meter(0)
 
     @meter.setter
     def meter(self, meter: Meter | None) -> None:
@@ -124,23 +132,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # Called by compiled templates.
 
-    @pass_context
-    def shown(self, context: Context, value: Any) -> Any:
-        """Count a value that is printed, and give it back."""
-        self.meter.made(value)
-        return value
-
-    def tick(self) -> bool:
-        """Count one turn of a loop, or one call of a macro."""
-        self.meter.tick()
-        return True
-
     def made(self, value: Any) -> Any:
-        """Count a literal container, slice, comparison, or what a filter or a call returns, and give it back."""
-        if isinstance(value, Iterator):
+        """Count what a filter, an operator or a call returns, and give it back."""
+        if type(value) is not str and isinstance(value, Iterator):
             return self._paced(value)
-        self.meter.made(value)
-        return value
+        return self.meter.made(value)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """What Jinja's gives. Of the commonest values it is known to be safe, and where to look first."""
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if kind in METHODS:
+            if attribute in METHODS[kind]:
+                return getattr(obj, attribute)
+        elif issubclass(kind, _OPEN) and not attribute.startswith("_"):
+            with contextlib.suppress(AttributeError):
+                return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
     def joined(self, *parts: Any) -> str:
         """Join texts as the operator ~ does."""
@@ -160,6 +169,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         meter = self.meter
+        if operator == "+" and type(left) is str and type(right) is str:
+            meter.fits(len(left) + len(right))
+            return meter.made(left + right)
         meter.tick()
         numbers = isinstance(left, int) and isinstance(right, int)
         if operator == "**" and numbers and left.bit_length() * abs(right) > MAX_BITS:
@@ -183,9 +195,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             owner, name = __obj.__self__, __obj.__name__
             if name not in METHODS.get(type(owner), ()):
                 raise SecurityError(f"chat templates cannot call {type(owner).__name__}.{name}")
+            for own in _JINJAS:
+                kwargs.pop(own, None)
             if isinstance(owner, str):
                 args = __self._amplifiers.check_method(owner, name, args, kwargs)
-        elif isinstance(__obj, types.MethodType):
+            return __self.made(__obj(*args, **kwargs))
+        if isinstance(__obj, types.MethodType):
             if not isinstance(__obj.__self__, _METHOD_OWNERS):
                 raise SecurityError(f"chat templates cannot call {__obj.__name__}")
         elif not isinstance(__obj, (Offered, *_CALLABLE_OBJECTS)):
