@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ssmd.families.registry import Family
+from ssmd.families.weights import Binding
 from ssmd.machine.progress import Progress
 from ssmd.model.artifact import SpecialTokens
 from ssmd.model.source import Source, SourceError
@@ -21,6 +23,8 @@ from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 ABANDONED_S = 24 * 3600  # no build takes as long
 _SHOWN = 12  # names, in a line
+# What checkpoints carry and no model reads: tables that older ones kept, and the head of a model that has none.
+_IDLE = (".rotary_emb.inv_freq", "lm_head.weight")
 
 
 def fields_of(
@@ -65,20 +69,33 @@ def fields_of(
 def config_of(family: Family, source: Source, progress: Progress) -> Any:
     """Read a source's config.json as the family's own, with the head untied where the weights have one of their own.
 
-    `progress` gets a line if so, and one that names the fields which are not known. Raises FamilyError, or SourceError
-    where the two tensors cannot be read.
+    `progress` gets a line if so, and lines that name fields and tensors which count for nothing. Raises FamilyError, or
+    SourceError where the embedding and the head cannot be read.
     """
     config = family.parse(source.config)
-    if unread := [name if name.isidentifier() else ascii(name)[:40] for name in family.unread(source.config)]:
-        more = f" and {len(unread) - _SHOWN} more" if len(unread) > _SHOWN else ""
-        progress(f"config.json has fields that neither ssmd nor transformers reads: {', '.join(unread[:_SHOWN])}{more}")
-    if not has_own_head(family, config, source):
-        return config
-    progress(
-        "config.json says tie_word_embeddings, but lm_head.weight is there and is not the embedding: it is used, as "
-        "transformers 5 does"
-    )
-    return replace(config, tied=False)
+    if unread := family.unread(source.config):
+        progress(f"config.json has fields that change nothing here, nor in transformers: {_listed(unread)}")
+    if has_own_head(family, config, source):
+        progress(
+            "config.json says tie_word_embeddings, but lm_head.weight is there and is not the embedding: it is used, "
+            "as transformers 5 does"
+        )
+        config = replace(config, tied=False)
+    if unused := unused_tensors(source, family.bindings(config)):
+        progress(f"the model has no use for these tensors, nor has transformers: {_listed(unused)}")
+    return config
+
+
+def unused_tensors(source: Source, bindings: Mapping[str, Binding]) -> list[str]:
+    """Name the tensors of a source that no parameter is made of, but for those that are never of use."""
+    reads = {name for binding in bindings.values() for name in binding.reads}
+    return sorted(name for name in source.tensors if name not in reads and not name.endswith(_IDLE))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names of a list, for a line: they are a stranger's."""
+    shown = [name if re.fullmatch(r"[\w.-]{1,100}", name, re.ASCII) else ascii(name)[:40] for name in names[:_SHOWN]]
+    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def has_own_head(family: Family, config: Any, source: Source) -> bool:

@@ -18,12 +18,10 @@ from ssmd.families.weights import Array, Binding
 from ssmd.model.source import VOLATILE, Source, Tensors
 from ssmd.refit.encodings import ENCODINGS, Encoded, EncodingError
 from ssmd.refit.graphfile import Header, Hole, StrippedGraph
-from ssmd.refit.install import has_own_head
+from ssmd.refit.install import has_own_head, unused_tensors
 
 Differences = dict[str, tuple[object, object]]  # by the field of config.json: a source's value, and a graph's
 MOST_SHOWN = 3  # of them, in a message
-# What checkpoints carry and no model reads: tables that older ones kept, and the head of a model that has none.
-_IDLE = (".rotary_emb.inv_freq", "lm_head.weight")
 
 
 class RefitError(ValueError):
@@ -134,8 +132,7 @@ def _check_tensors(source: Source, bindings: Mapping[str, Binding]) -> None:
     reads = {name: shape for binding in bindings.values() for name, shape in binding.reads.items()}
     for name, shape in reads.items():
         source.entry(name, shape)
-    more = sorted(n for n in source.tensors if n not in reads and not n.endswith(_IDLE))
-    if more:
+    if more := unused_tensors(source, bindings):
         others = f" and {len(more) - 1} more" if len(more) > 1 else ""
         raise RefitError(
             f"{source.path} has the tensor {more[0]!r}{others}, for which its config.json has no use: it is not the "

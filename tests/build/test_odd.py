@@ -55,11 +55,13 @@ def test_a_config_that_says_two_things(tmp_path: Path, runtime: str) -> None:
     transformers = pytest.importorskip("transformers")
     tiny.write_odd(tmp_path, {"model_type": "llama", **tiny.LLAMA, "rope_scaling": YARN, "qk_norm": True})
     tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.ones(96, np.float32)  # config.json says that there is none
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][::-1].copy()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     artifact, said = build(tmp_path, runtime)
     assert SAID in said
-    assert "config.json has fields that neither ssmd nor transformers reads: qk_norm\n" in said
+    assert "config.json has fields that change nothing here, nor in transformers: qk_norm\n" in said
+    assert "no use for these tensors, nor has transformers: model.layers.0.self_attn.q_proj.bias\n" in said
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert golden_error(artifact, model) < RELATIVE
     if runtime != "wgpu" or pytest.importorskip("ssmd_wgpu.device").adapters():
