@@ -46,7 +46,19 @@ def _absolute(path: Path) -> Path:
         raise ValueError(str(err)) from err
     if "\0" in str(path):
         raise ValueError("a path cannot contain a null character")
-    return Path(os.path.abspath(expanded))
+    return _usable(Path(os.path.abspath(expanded)))
+
+
+def _usable(path: Path) -> Path:
+    """Check that no file stands in the way of a folder. What rights it takes is seen where it is used, if it is."""
+    for one in (path, *path.parents):
+        try:
+            if not stat.S_ISDIR(one.stat().st_mode):
+                raise ValueError(f"{one} is a file, not a folder; move it away, or choose another")
+        except OSError:
+            continue
+        break
+    return path
 
 
 def _default_models_dir(settings: dict[str, Any]) -> Path:
@@ -67,11 +79,13 @@ class Settings(BaseSettings):
 
     data_dir: AbsolutePath = Field(
         default_factory=lambda: Path(platformdirs.user_data_dir("ssmd")),
+        validate_default=True,
         description="sessions and, unless models_dir says otherwise, models; default: the platform's own, such as "
         "`~/.local/share/ssmd`",
     )
     models_dir: AbsolutePath = Field(
         default_factory=_default_models_dir,
+        validate_default=True,
         description="artifacts, as `<name>/<runtime>-<device class>-<quant>/`; default: `<data_dir>/models`",
     )
     host: str = Field("127.0.0.1", description="address to listen on; beyond loopback an api_key is needed")
@@ -194,6 +208,19 @@ class Settings(BaseSettings):
                 f"{config_file()}), or use host 127.0.0.1"
             )
 
+    def prepare_models(self) -> None:
+        """Make the models directory. Raises SettingsError."""
+        try:
+            self.models_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
+            reason = "" if os.access(self.models_dir, os.W_OK | os.X_OK) else "permission denied"
+        except OSError as err:
+            reason = err.strerror or str(err)
+        if reason:
+            raise SettingsError(
+                f"models directory {self.models_dir} cannot be written ({reason}); choose another with "
+                f"{PREFIX}MODELS_DIR"
+            )
+
     def prepare(self) -> None:
         """Make the data directory, mode 0700. Raises SettingsError if it cannot be trusted or made."""
         path = self.data_dir
@@ -259,6 +286,11 @@ def _read_file() -> dict[str, Any]:
     path = config_file()
     try:
         with path.open("rb") as file:
+            if hasattr(os, "getuid") and os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
+                raise SettingsError(
+                    f"settings file {path} can be written by every user of this computer, so what it says cannot be "
+                    f"trusted; look it through, then: chmod go-w {path}"
+                )
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
             raise SettingsError(f"settings file {path} is larger than {MAX_FILE_BYTES} bytes")
@@ -283,10 +315,12 @@ def _explain(error: ErrorDetails, flags: dict[str, Any]) -> str:
         where, value = f"--{name.replace('_', '-')}", flags[name]
     elif variable in environment:
         where, value = variable, environment[variable]
+    elif name in (there := _read_file()) or name not in Settings.model_fields:
+        where, value = f"{name!r} in {config_file()}", there.get(name)
     else:
-        where, value = f"{name!r} in {config_file()}", _read_file().get(name)
+        where, value = f"the default {name.replace('_', ' ')}", None
     if error["type"] == "extra_forbidden":
         return f"{where}: no such setting; there are: {', '.join(Settings.model_fields)}"
-    shown = "" if name == "api_key" else f" = {str(value)[:200]!r}"
+    shown = "" if name == "api_key" or value is None else f" = {str(value)[:200]!r}"
     reason = error["msg"].removeprefix("Value error, ")
     return f"{where}{shown}: {reason[0].lower()}{reason[1:]}"

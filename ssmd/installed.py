@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,11 +170,20 @@ def _usable(found: list[Installed]) -> str:
 def _folders(path: Path) -> list[Path]:
     """Folders in it, by name; hidden ones are work in progress."""
     try:
-        return sorted(p for p in path.iterdir() if re.fullmatch(NAME_PATTERN, p.name) and p.is_dir())
+        found = sorted(p for p in path.iterdir() if re.fullmatch(NAME_PATTERN, p.name) and p.is_dir())
+        for folder in (path, *found):
+            if hasattr(os, "getuid") and folder.stat().st_mode & stat.S_IWOTH:
+                raise ModelError(
+                    f"the models folder {folder} can be written by every user of this computer, so what lies there "
+                    f"cannot be trusted; look it through, then: chmod -R go-w {folder}"
+                )
+        return found
     except FileNotFoundError:
         return []
     except OSError as err:
-        raise ModelError(f"the models folder {path} cannot be read: {err.strerror or err}") from err
+        raise ModelError(
+            f"the models folder {path} cannot be read: {err.strerror or err}; choose another with SSMD_MODELS_DIR"
+        ) from err
 
 
 def _read(name: str, path: Path) -> Installed:

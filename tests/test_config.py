@@ -193,5 +193,23 @@ def test_prepare_refuses_a_directory_of_another_user(tmp_path: Path) -> None:
 
 
 def test_prepare_refuses_a_file_in_the_way(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="cannot be made"):
-        Settings(data_dir=write_file(tmp_path / "f", "")).prepare()
+    file = write_file(tmp_path / "f", "")
+    for path in (file, file / "data"):
+        with pytest.raises(SettingsError, match=f"--data-dir = .*: {file} is a file, not a folder"):
+            Settings(data_dir=path)
+
+
+def test_a_default_with_a_file_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platformdirs.user_data_dir", lambda _: str(write_file(tmp_path / "f", "")))
+    with pytest.raises(SettingsError, match=r"the default data dir: .* is a file, not a folder"):
+        Settings()
+
+
+def test_a_settings_file_that_others_may_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_file(tmp_path / "config.toml", 'api_key = "a-secret-key"\n')
+    monkeypatch.setenv("SSMD_CONFIG", str(file))
+    file.chmod(0o644)
+    assert Settings().api_key is not None
+    file.chmod(0o666)
+    with pytest.raises(SettingsError, match=f"chmod go-w {file}"):
+        Settings()

@@ -148,3 +148,18 @@ def test_a_runtime_that_is_not_installed_says_how(name: str, monkeypatch: pytest
     monkeypatch.setattr(sys, "prefix", str(installation.ROOT / ".venv"))
     with pytest.raises(RuntimeUnavailable, match=rf"not installed .*; install it with: scripts/setup {name}$"):
         get_runtime(name)
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="modes are those of Unix")
+@pytest.mark.parametrize("inner", ["", "m", "m/litert-cpu-int8"])
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, inner: str) -> None:
+    """They could put another model, with another template, in the place of this one."""
+    put(tmp_path, "m", "litert-cpu-int8")
+    open_ = tmp_path / inner
+    open_.chmod(0o777)
+    with pytest.raises(ModelError, match=f"chmod -R go-w {open_}"):
+        resolve("m", tmp_path)
+    with pytest.raises(ModelError, match="can be written by every user"):
+        installed(tmp_path)
+    open_.chmod(0o775)  # of one's own group, as many systems make folders
+    assert [i.name for i in installed(tmp_path)] == ["m"]

@@ -76,6 +76,7 @@ def build(
     converter = converter_of(runtime, xamba, variant)
     quantization: Quantization = converter.quantizations[0] if quant is None else quant.value
     folder_name = f"{converter.runtime}-{converter.device_class}-{quantization}"
+    settings.prepare_models()
     out = settings.models_dir / name / (folder_name + ("-stateless" if variant == "stateless" else ""))
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,8 +106,9 @@ def _look(runtime: str, models_dir: Path, report: Path | None, device: str | Non
 def _data_problem(settings: Settings) -> str | None:
     from ssmd.config import SettingsError
 
-    if not settings.data_dir.exists():  # made when something is first kept
-        return None
+    if not os.path.exists(settings.data_dir):  # made when something is first kept
+        above = next(p for p in settings.data_dir.parents if os.path.exists(p))
+        return None if os.access(above, os.W_OK | os.X_OK) else f"it cannot be made: {above} cannot be written"
     try:
         settings.prepare()
     except SettingsError as err:

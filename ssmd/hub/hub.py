@@ -37,6 +37,9 @@ class HubError(RuntimeError):
     """The hub does not give what was asked for, or cannot be believed; the message says what to do."""
 
 
+OTHERWISE = "ssmd build FOLDER"
+
+
 class HubUnreachable(HubError):
     """No connection, or one that broke: the same request may succeed later."""
 
@@ -117,7 +120,7 @@ def listing(name: str, revision: str) -> Listing:
     except httpx2.HTTPError as err:
         raise HubUnreachable(
             f"{host()} cannot be reached ({reason(err)}): check the connection, or HF_ENDPOINT; a checkpoint brought "
-            "here by other means is built with: ssmd build FOLDER"
+            f"here by other means is made ready with: {OTHERWISE}"
         ) from err
     try:
         info = json.loads(said)

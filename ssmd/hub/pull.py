@@ -25,6 +25,8 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 RECORD = "pulled.json"  # in the folder: from where, which commit, the files' hashes
 REVISIONS = "revisions.json"  # beside the folders: which commit a branch or tag stood for when it was pulled
+
+
 OFFLINE = "--offline, SSMD_OFFLINE or HF_HUB_OFFLINE"  # which of them is the caller's to know
 MAX_SHARDS = 2000  # the largest models have some 200
 
@@ -92,8 +94,8 @@ def _offline(name: str, revision: str, data_dir: Path, to: Path | None) -> Pulle
     here = find(name, revision, data_dir)
     if here is None:
         raise HubError(
-            f"{name} at {revision!r} is not here and {OFFLINE} forbids fetching it: leave that out once, or build from "
-            "a folder: ssmd build FOLDER"
+            f"{name} at {revision!r} is not here and {OFFLINE} forbids fetching it: leave that out once, or take a "
+            f"folder that is here: {hub.OTHERWISE}"
         )
     if to is not None:
         raise HubError(f"{OFFLINE} forbids fetching into {to}; what was pulled before is at {here.path}")
