@@ -210,7 +210,7 @@ def test_a_message_that_looks_at_the_next_is_settled_with_it() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for m in messages %}{{ loop.previtem.content if m.role == 'assistant' }}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ (loop.previtem or m).content if m.role == 'assistant' }}{{ m.content }}{% endfor %}",
         "{% for m in messages[3:] %}{{ m.content }}{% endfor %}",
     ],
 )
