@@ -484,6 +484,7 @@ def test_what_cannot_be_built_is_refused_before_its_weights_come(hub: Mirror, so
     true = dict(hub.files)
     for change, said in (
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported: "),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is there (gptq, 4 bits)"),
         ({"hidden_size": "\x1b[31m"}, "hidden_size is '\\x1b[31m'"),
     ):
         hub.files["config.json"] = json.dumps({**json.loads(true["config.json"]), **change}).encode()
