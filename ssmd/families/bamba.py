@@ -57,7 +57,7 @@ class Config:
             eps=eps,
             rope=rope,
             tied=f.flag("tie_word_embeddings", False),
-            max_position=max_position,
+            max_position=rope.reach(max_position),
         )
 
 

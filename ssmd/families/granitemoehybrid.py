@@ -70,7 +70,7 @@ class Config:
             residual_multiplier=f.number("residual_multiplier", 1.0),
             attention_multiplier=f.number("attention_multiplier", 1.0),
             logits_scaling=f.number("logits_scaling", 1.0),
-            max_position=max_position,
+            max_position=max_position if rope is None else rope.reach(max_position),
         )
 
 

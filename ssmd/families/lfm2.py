@@ -64,7 +64,7 @@ class Config:
             eps=eps,
             rope=rope,
             tied=f.flag("tie_embedding", tied),  # the older spelling goes first, as in transformers
-            max_position=max_position,
+            max_position=rope.reach(max_position),
         )
 
 

@@ -64,7 +64,7 @@ class Config:
             rope=rope,
             tied=f.flag("tie_word_embeddings", False),
             mlp_bias=f.flag("mlp_bias", False),
-            max_position=max_position,
+            max_position=rope.reach(max_position),
         )
 
 

@@ -114,6 +114,13 @@ class Rope:
         if isinstance(self.scaling, YarnScaling) and self.theta <= 1:
             raise ValueError(f"theta is {self.theta}, expected more than 1 with YaRN")
 
+    def reach(self, stated: int) -> int:
+        """The most positions that a model was made for: those stated or, if they are more, those that YaRN makes of the
+        original ones; who switches it on is told to leave the other number as it is."""
+        if not isinstance(self.scaling, YarnScaling):
+            return stated
+        return max(stated, int(self.scaling.factor * self.scaling.original_max_position_embeddings))
+
     def frequencies(self, rotated: int) -> Pairs:
         """Compute the radians a token of each pair of values, (R/2,)."""
         periods = np.float32(self.theta) ** (np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated))

@@ -11,6 +11,7 @@ import pytest
 import tiny
 from numpy.typing import NDArray
 
+from ssmd.families import qwen3
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.rope import rope_of
 from ssmd.model.rope import LinearScaling, Rope, YarnScaling
@@ -144,6 +145,15 @@ def test_where_the_original_context_stands() -> None:
         assert scaling.original_max_position_embeddings == expected
         embedding = LlamaRotaryEmbedding(LlamaConfig(**HEAD, **json.loads(json.dumps(fields))))
         np.testing.assert_allclose(read(fields)[0].frequencies(64), embedding.inv_freq.numpy(), rtol=5e-7)
+
+
+def test_yarn_reaches_further() -> None:
+    """As Qwen3's card has it: rope_scaling is added, and max_position_embeddings stays, which bounds a context here."""
+    card = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    config = {"vocab_size": 384, **tiny.QWEN3, "max_position_embeddings": 40_960, "rope_theta": 1e6}
+    assert qwen3.parse({**config, "rope_parameters": None}).max_position == 40_960
+    assert qwen3.parse({**config, "rope_parameters": None, "rope_scaling": card}).max_position == 131_072
+    assert Rope(1e6, YarnScaling(2.0, 64, 1.0)).reach(4096) == 4096
 
 
 @pytest.mark.parametrize(
