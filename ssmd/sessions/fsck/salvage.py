@@ -51,14 +51,19 @@ def _copy_all(file: Path, new_file: Path) -> list[Damage]:
     lost: list[Damage] = []
     try:
         with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as old:
+            old.execute("PRAGMA writable_schema=ON")  # else SQLite reads nothing of a file that is shorter than it was
             old.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
             with contextlib.closing(sqlite3.connect(new_file, isolation_level=None)) as new:
                 new.execute("BEGIN")
                 new.execute("DELETE FROM total")  # the one row of an empty file
+                found = 0
                 for name in _TABLES:
                     copied, complete = _copy(old, new, name)
+                    found += copied
                     if not complete:
                         lost.append(Damage(f"the table {name}", "not all of it can be read", f"{copied} rows are kept"))
+                if not found:
+                    raise sqlite3.DatabaseError("no row of it can be read")
                 new.execute("COMMIT")
                 new.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     except (sqlite3.Error, UnicodeDecodeError) as err:  # SQLite's message may quote what is damaged

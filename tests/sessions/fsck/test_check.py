@@ -7,7 +7,7 @@ import random
 import re
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 from keeping import HYBRID, Chat, assert_same, new_store, state_of, user
 from sqlalchemy import select
 
+from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.checkpoint import as_ids
 from ssmd.sessions.fsck.repair import Checked, check, repair
 from ssmd.sessions.fsck.salvage import salvage
@@ -325,6 +326,49 @@ class TestTheFile:
         assert turns(data) == ALL, "only states were in that table"
         assert check(data).damages == ()
         assert not (data / "salvage").exists()
+
+
+WIDE = StateSpec((TensorSpec("ssm_0", "ssm", 0, (100, 300)),))  # 120 kB for each checkpoint
+
+
+@pytest.mark.parametrize("share", [0.995, 0.5, 0.1])
+def test_a_file_that_was_cut_off(tmp_path: Path, share: float) -> None:
+    """What stands before the cut is brought back: here all text, which the first pages hold."""
+    folder = tmp_path / "data"
+    store = new_store(folder)
+    chats = [Chat(store, name, WIDE) for name in "abcd"]
+    for chat in chats:
+        for i in range(4):
+            chat.say(f"{chat.info.id}{i}", f"{chat.info.id}{i - 1}" if i else None, f"{chat.info.id} {i}", "hello")
+    store.settle()
+    store.close()
+    size = int((folder / FILE).stat().st_size * share)
+    os.truncate(folder / FILE, size)
+    with pytest.raises(StoreError, match="check --repair"):
+        Store.open(folder)
+    done = repair(folder)
+    assert (done.sessions, done.turns) == (4, 16)
+    assert done.kept is not None
+    assert done.kept.stat().st_size == size, "it is kept as it was found"
+    assert not check(folder).damages
+    with closing(Store.open(folder)) as store:
+        loaded = 0
+        for chat in chats:
+            assert [t.messages for t in store.turns(chat.info.id)] == [t.messages for t in chat.turns.values()]
+            for number, ids in chat.ends.values():
+                assert number is not None
+                with suppress(StoreError):
+                    assert_same(store.load(number, WIDE), state_of(WIDE, ids))
+                    loaded += 1
+        assert loaded == (15 if share > 0.99 else 0), "those whose rows could be read"
+
+
+@pytest.mark.parametrize("size", [100, 3 * PAGE_BYTES])
+def test_a_file_of_which_nothing_is_left(data: Path, size: int) -> None:
+    os.truncate(data / FILE, size)
+    with pytest.raises(StoreError, match=r"beyond repair .*move it away"):
+        repair(data)
+    assert (data / FILE).stat().st_size == size
 
 
 def test_a_salvage_that_breaks_off_leaves_a_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
