@@ -152,7 +152,9 @@ def _none_for(runtime: str, found: list[Installed]) -> str:
     except RuntimeUnavailable as err:
         why = str(err)
     unusable_here = f"; and the NPU cannot be used here: {why}" if why else ""
-    return f"{said} (build one with: ssmd build CHECKPOINT --runtime npu){unusable_here}{_usable(found)}"
+    name = found[0].name
+    way = f"get one with: ssmd pull {name}" if name in catalog.names("npu") else "build one with: ssmd build CHECKPOINT"
+    return f"{said} ({way} --runtime npu){unusable_here}{_usable(found)}"
 
 
 def _usable(found: list[Installed]) -> str:

@@ -54,7 +54,8 @@ class OpenVINOConverter:
         self.quantizations: tuple[Quantization, ...] = (
             ("f16", "int8") if device_class == "npu" else ("int8", "int4", "f16", "f32")
         )
-        self.buckets: tuple[int, ...] | None = None
+        # Each length is a model that the NPU's compiler takes a minute for, and more the longer it is (docs/npu.md).
+        self.buckets: tuple[int, ...] | None = (64,) if device_class == "npu" else None
         self.most_tokens = None if device_class == "npu" else 64
         self.context = 2048 if device_class == "npu" else 8192
         # An open model has any capacity for nothing, each of those for the NPU is a set of models.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.making import BuildFailed, converter_of, fetch, name_of, smollm2_source
+from ssmd.cli.making import BuildFailed, converter_of, costs, fetch, hint, name_of, smollm2_source
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Quantization
@@ -65,7 +65,6 @@ def build(
     from ssmd.build.builder import Packer, check_packages
     from ssmd.build.builder import build as build_artifact
     from ssmd.config import Settings
-    from ssmd.installed import unusable
     from ssmd.model import smollm2
     from ssmd.model.source import Source
 
@@ -96,9 +95,10 @@ def build(
         )
     for line in _idle_passes(artifact.manifest.conversion.get("xamba", {})):
         typer.echo(line)
-    size = sum(f.size for f in artifact.manifest.files.values())
-    hint = f"it does not run here: {why}" if (why := unusable(artifact.manifest)) else f"try: ssmd run {name}"
-    typer.echo(f"{artifact.path}: {size / 1e6:.1f} MB; {hint}")
+    sizes = {name: file.size for name, file in artifact.manifest.files.items()}
+    if said := costs(artifact.manifest.device_class, sizes):
+        typer.echo(said)
+    typer.echo(f"{artifact.path}: {sum(sizes.values()) / 1e6:.1f} MB; {hint(artifact.manifest, name)}")
 
 
 def _idle_passes(xamba: Mapping[str, Any]) -> Iterator[str]:

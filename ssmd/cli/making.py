@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +20,35 @@ if TYPE_CHECKING:
     from ssmd.hub.hub import HubFile
     from ssmd.hub.pull import Pulled
     from ssmd.machine.progress import Progress
+    from ssmd.model.artifact import Manifest
 
 
 class BuildFailed(ValueError):
     """What was asked for cannot be built; the message says what to change."""
+
+
+def costs(device_class: str, files: Mapping[str, int]) -> str:
+    """What the first load on an NPU takes of an artifact with files of such sizes, or "" for others."""
+    from ssmd.machine.size import show_size
+
+    if device_class != "npu":
+        return ""
+    models = sum(name.endswith(".xml") for name in files)
+    return (
+        f"for the NPU: {models} models over {show_size(max(files.values()))} of weights; the first load there compiles "
+        "each, which can take minutes, and keeps some megabytes of each, or with an older driver all weights in each"
+    )
+
+
+def hint(manifest: Manifest, name: str) -> str:
+    """What to do next with an artifact that was made."""
+    from ssmd.installed import unusable
+
+    why = unusable(manifest)
+    if not why:
+        return f"try: ssmd run {name}"
+    there = f"; on the processor: ssmd run {name} --runtime npu --device cpu" if manifest.device_class == "npu" else ""
+    return f"it does not run here: {why}{there}"
 
 
 def name_of(text: str) -> str:
@@ -210,7 +235,7 @@ def packer_of(runtime: str | None) -> Packer | None:
     from ssmd.build.builder import Packer
     from ssmd.refit import catalog
 
-    if runtime is None or runtime in (*catalog.RUNTIMES, "npu", "auto"):
+    if runtime is None or runtime in (*catalog.CLASSES, "auto"):
         return None
     converter = converter_of(runtime)
     return converter if isinstance(converter, Packer) else None

@@ -13,7 +13,7 @@ import typer
 
 from ssmd.cli import options
 from ssmd.cli.failure import fail
-from ssmd.cli.making import fetch, name_of, packer_of, smollm2_here, smollm2_source
+from ssmd.cli.making import costs, fetch, hint, name_of, packer_of, smollm2_here, smollm2_source
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Packer
@@ -103,6 +103,8 @@ def refitted(
 
     h = graph.header
     out = _folder(settings, name, h.runtime, h.device_class, h.quantization)
+    if h.device_class == "npu" and (force or not out.exists()):
+        say(costs(h.device_class, {f.name: f.size for f in h.files}))
     return _made(out, force, say, name, lambda: install(graph, source, out, name=name, progress=say))
 
 
@@ -124,8 +126,8 @@ def _made(out: Path, force: bool, say: Progress, name: str, make: Callable[[], A
     if out.exists() and not force:
         say(f"{out} is here already; --force makes it again")
         return out
-    size = sum(f.size for f in make().manifest.files.values())
-    say(f"{out}: {show_size(size)}; try: ssmd run {name}")
+    manifest = make().manifest
+    say(f"{out}: {show_size(sum(f.size for f in manifest.files.values()))}; {hint(manifest, name)}")
     return out
 
 
@@ -174,7 +176,11 @@ def first_model(model: str | None, settings: Settings) -> str | None:
         return model
     if model is None and smollm2_here(settings) is None:
         return model  # which gets an error that says what there is
-    if not _some_runtime(settings.runtime):
+    npu = settings.runtime == "npu"
+    if not _some_runtime(settings.runtime, settings.device or ("npu" if npu else None)):
+        if npu:  # before anything is fetched
+            why = catalog.unusable("npu", settings.device or "npu")
+            fail(f"runtime npu: {why}; the processor runs what is built for it: add --device cpu")
         return model
 
     def say(line: str) -> None:
@@ -195,17 +201,17 @@ def first_model(model: str | None, settings: Settings) -> str | None:
     return smollm2.NAME
 
 
-def _some_runtime(wanted: str) -> bool:
-    """Whether a runtime of that name, or of any for "auto", can run here what is made of SmolLM2. Raises
-    RuntimeUnavailable, which says what to install, where it is not installed."""
+def _some_runtime(wanted: str, device: str | None = None) -> bool:
+    """Whether a runtime of that name, or of any for "auto", can run here what is made of SmolLM2, on a device (else on
+    the processor, or where a packer's artifacts run). Raises RuntimeUnavailable, which says what to install, where it
+    is not installed."""
     from ssmd.refit import catalog
     from ssmd.runtime.protocol import get_runtime
 
     packer = packer_of(wanted)
     names = catalog.RUNTIMES if wanted == "auto" else [wanted]
-    device = "cpu" if packer is None else packer.device_class
-    if any((packer or name in catalog.RUNTIMES) and catalog.unusable(name, device) == "" for name in names):
+    device = device or ("cpu" if packer is None else packer.device_class)
+    if any((packer or name in catalog.CLASSES) and catalog.unusable(name, device) == "" for name in names):
         return True
-    if wanted != "npu":
-        get_runtime(names[0])
+    get_runtime(catalog.CLASSES.get(names[0], (names[0], ""))[0])
     return False

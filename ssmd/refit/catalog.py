@@ -28,7 +28,8 @@ from ssmd.runtime.verify import GOLDEN_POSITIONS, GOLDEN_TOKENS, StepError, comp
 SEED = 1
 SUFFIX = ".graph"
 SHIPPED = Path(__file__).parent / "graphs"
-RUNTIMES = ("litert", "openvino")  # the faster one first (docs/benchmarks.md)
+RUNTIMES = ("litert", "openvino")  # of the processor, the faster one first (docs/benchmarks.md)
+CLASSES = {"litert": ("litert", "cpu"), "openvino": ("openvino", "cpu"), "npu": ("openvino", "npu")}  # `--runtime`
 _LOGITS = 128  # of a golden position
 _FLOOR = 1e-4  # of what a runtime may differ, in standard deviations
 _MOST = 1.5  # times as much as where the graph was made: another processor rounds otherwise
@@ -101,7 +102,7 @@ def install(
         with staged(progress, "hash the artifact"):
             artifact = seal(made, fields)
         with staged(progress, "load it, and feed it a text"):
-            program = get_runtime(header.runtime).load(artifact)
+            program = get_runtime(header.runtime).load(artifact, device="cpu")  # an NPU need not be here
             try:
                 tokens = golden_tokens(tokenizer)
                 logits = np.stack([row for _, row in replay(program, tokens, GOLDEN_POSITIONS)])
@@ -157,15 +158,19 @@ def _cache_in(folder: Path) -> Iterator[None]:
 
 
 def shipped(runtime: str | None = None) -> Iterator[StrippedGraph]:
-    """The graphs that come with ssmd, by name; of one runtime. Raises StrippedError."""
-    for file in sorted(SHIPPED.glob(f"*{SUFFIX}")):
-        if runtime is None or file.name.partition("@")[2].startswith(f"{runtime}-"):
-            yield StrippedGraph.open(file)
+    """The graphs that come with ssmd, by name; of one runtime, or "npu". Raises StrippedError."""
+    for file in _files(runtime):
+        yield StrippedGraph.open(file)
 
 
-def names() -> list[str]:
-    """The names of the models that ssmd has graphs of."""
-    return sorted({file.name.partition("@")[0] for file in SHIPPED.glob(f"*{SUFFIX}")})
+def names(runtime: str | None = None) -> list[str]:
+    """The names of the models that ssmd has graphs of; for one runtime, or "npu"."""
+    return sorted({file.name.partition("@")[0] for file in _files(runtime)})
+
+
+def _files(runtime: str | None) -> list[Path]:
+    made_for = "" if runtime is None else "-".join(CLASSES.get(runtime, (runtime, "cpu"))) + "-"
+    return sorted(SHIPPED.glob(f"*@{made_for}*{SUFFIX}"))
 
 
 def origin_of(name: str) -> str:
@@ -201,9 +206,8 @@ def choose(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[Stripped
 
 
 def unusable(runtime: str, device: str = "cpu") -> str:
-    """Why a runtime cannot run on a device of this machine, or "". Imports it."""
-    if runtime == "npu":
-        return "ssmd has no stripped graphs for the NPU"
+    """Why a runtime, or "npu", cannot run on a device of this machine, or "". Imports it."""
+    runtime, _ = CLASSES.get(runtime, (runtime, ""))
     try:
         devices = get_runtime(runtime).devices()
     except RuntimeUnavailable as err:

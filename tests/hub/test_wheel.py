@@ -418,13 +418,21 @@ def test_nothing_is_fetched_for_a_build_that_cannot_be(server: Mirror, tmp_path:
     assert not server.asked
 
 
-@pytest.mark.parametrize("runtime", ["npu", "coreml"])
-def test_nothing_is_fetched_for_a_runtime_without_a_graph(runtime: str, server: Mirror, tmp_path: Path) -> None:
+def test_nothing_is_fetched_for_a_runtime_without_a_graph(server: Mirror, tmp_path: Path) -> None:
     where = {"PIP_INDEX_URL": f"{server.url}/simple", "HF_ENDPOINT": server.url}
-    code, out, [said] = command(tmp_path, "pull", "smollm2", "--runtime", runtime, **where)
+    code, out, [said] = command(tmp_path, "pull", "smollm2", "--runtime", "coreml", **where)
     assert (code, out) == (1, "")
     assert re.search("no stripped graphs for|Core ML cannot execute here|not installed", said)
-    assert runtime == "coreml" or said.endswith(f"it can be built: ssmd build smollm2 --runtime {runtime}")
+    assert not server.asked
+
+
+@pytest.mark.parametrize("what", [("serve",), ("run",)])
+def test_nothing_is_fetched_for_an_npu_that_is_not_here(what: tuple[str], server: Mirror, tmp_path: Path) -> None:
+    where = {"PIP_INDEX_URL": f"{server.url}/simple", "HF_ENDPOINT": server.url}
+    code, out, [said] = command(tmp_path, *what, "smollm2", "--runtime", "npu", **where)
+    assert (code, out) == (1, "")
+    assert said.startswith("error: runtime npu: no Intel NPU here (there is no /dev/accel/accel*)")
+    assert said.endswith("the processor runs what is built for it: add --device cpu")
     assert not server.asked
 
 

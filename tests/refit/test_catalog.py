@@ -34,7 +34,7 @@ from ssmd.refit.refit import RefitError, bindings_of, differences, refit
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, get_runtime
 from ssmd.runtime.verify import verify
 
-NAMES = ("openvino-granite-int8", "granite-int8", "openvino-llama-f32", "llama-f32")
+NAMES = ("openvino-granite-int8", "granite-int8", "openvino-llama-f32", "llama-f32", "npu-granite-f16")
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ def test_it_is_the_build_that_a_build_makes(artifacts: TinyArtifacts, name: str,
         if file != GOLDEN:
             assert made.file(file).read_bytes() == built.file(file).read_bytes()
     assert (made.manifest.golden, built.manifest.golden) == ("itself", "reference")
-    program = get_runtime(made.manifest.runtime).load(made)
+    program = get_runtime(made.manifest.runtime).load(made, device="cpu")
     try:
         assert max(step.rms_relative for step in verify(made, program).steps) == 0  # it is what it was
         assert verify(built, program).passed  # and what the reference is
@@ -260,10 +260,10 @@ def test_the_numbers_of_a_mixer_count_as_float32_too() -> None:
 
 @pytest.fixture
 def shelf(artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Shipped graphs: those of two tiny models."""
+    """Shipped graphs: those of a tiny model for three runtimes."""
     folder = tmp_path / "graphs"
     folder.mkdir()
-    for name in ("openvino-granite-int8", "granite-int8"):
+    for name in ("openvino-granite-int8", "granite-int8", "npu-granite-f16"):
         built, source = Artifact.open(artifacts[name]), Source.open(artifacts.source(name))
         graph = stripped(built, source, "tiny-granite")
         m = graph.header
@@ -280,7 +280,13 @@ def test_the_first_usable_runtime_is_taken(
     for runtimes, taken in ((["litert", "openvino"], "litert"), (["openvino"], "openvino")):
         graph, why_not = choose(config, runtimes)
         assert (graph and graph.header.runtime, why_not) == (taken, "")
-    assert choose(config, ["npu"]) == (None, "ssmd has no stripped graphs for the NPU")
+    for runtime, device_class in (("npu", "npu"), ("openvino", "cpu")):
+        graph, _ = choose(config, [runtime])
+        assert (graph and (graph.header.runtime, graph.header.device_class)) == ("openvino", device_class)
+        assert catalog.names(runtime) == ["tiny-granite"]
+    assert choose({**config, "rms_norm_eps": 0.5}, ["npu"])[1].startswith(
+        "ssmd has no stripped graph of this config for runtime npu; it is nearly tiny-granite, but "
+    )
     graph, why_not = choose({**config, "rms_norm_eps": 0.5}, ["openvino"])
     assert graph is None
     assert why_not == (
@@ -334,6 +340,23 @@ def test_pull_refits_a_folder(artifacts: TinyArtifacts, shelf: Path, tmp_path: P
     assert Artifact.open(made.path).manifest == made.manifest
 
 
+def test_pull_for_an_npu_needs_none(artifacts: TinyArtifacts, shelf: Path, tmp_path: Path) -> None:
+    """And says before it begins what the first load on one takes. Core ML and the NPU cannot execute here."""
+    done = pull(tmp_path, "mine", "--from", str(artifacts.source("granite-int8")), "--runtime", "npu")
+    assert done.exit_code == 0, done.output
+    first, *_, last = done.output.splitlines()
+    assert re.match(r"for the NPU: 3 models over .* of weights; the first load there compiles each", first)
+    made = Artifact.open(tmp_path / "models" / "mine" / "openvino-npu-f16")
+    assert last.startswith(f"{made.path}: ")
+    assert "it does not run here: npu: no Intel NPU here" in last
+    assert last.endswith("on the processor: ssmd run mine --runtime npu --device cpu")
+    program = get_runtime("openvino").load(made, device="cpu")
+    try:
+        assert verify(Artifact.open(artifacts["npu-granite-f16"]), program).passed
+    finally:
+        program.close()
+
+
 def test_pull_says_what_no_graph_fits(artifacts: TinyArtifacts, shelf: Path, tmp_path: Path) -> None:
     folder = str(artifacts.source("llama-f32"))
     done = pull(tmp_path, "mine", "--from", folder)
@@ -364,17 +387,38 @@ def test_every_model_is_shipped_for_both_runtimes() -> None:
     assert sum(f.stat().st_size for f in catalog.SHIPPED.iterdir()) < 8 << 20
 
 
-@pytest.mark.parametrize("runtime", ["litert", "openvino"])
-def test_shipped_graphs_compute_here_what_they_did(runtime: str) -> None:
+def test_what_is_shipped_for_the_npu() -> None:
+    models = {f.stem: json.loads(f.read_text()) for f in (ROOT / "scripts" / "models").glob("*.json")}
+    headers = {g.header.name: g.header for g in shipped("npu")}
+    assert set(headers) == {"smollm2", "granite-4.0-h-350m"}
+    for name, header in headers.items():
+        assert differences(header, models[name]["config"]) == {}
+        assert (header.runtime, header.device_class, header.quantization) == ("openvino", "npu", "f16")
+        assert (header.buckets, header.tiers) == ((64,), (2048,))
+        assert header.conversion["npu_lint"] == "passed"
+        assert max(header.golden.rms) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("runtime", "device_class", "quantization"),
+    [
+        ("litert", "cpu", "int8"),
+        ("openvino", "cpu", "int8"),
+        pytest.param("openvino", "npu", "f16", marks=pytest.mark.full),
+    ],
+)
+def test_shipped_graphs_compute_here_what_they_did(runtime: str, device_class: str, quantization: str) -> None:
     """The smallest; `ssmd graph verify` runs them all."""
-    file = catalog.SHIPPED / catalog.file_name("smollm2", runtime, "cpu", "int8")
+    file = catalog.SHIPPED / catalog.file_name("smollm2", runtime, device_class, quantization)
     done = CliRunner().invoke(app, ["graph", "verify", str(file)])
     assert done.exit_code == 0, done.output
     assert done.output.endswith("passed\n")
 
 
 # CI asks LiteRT's the same question of a wheel in an environment of its own: scripts/wheel.
-@pytest.mark.parametrize("runtime", [pytest.param("litert", marks=pytest.mark.full), "openvino"])
+@pytest.mark.parametrize(
+    "runtime", [pytest.param("litert", marks=pytest.mark.full), "openvino", pytest.param("npu", marks=pytest.mark.full)]
+)
 def test_the_first_run_makes_smollm2_without_pytorch(runtime: str, tmp_path: Path) -> None:
     """Real weights in a graph that was made with others; nothing else of a converter may be loaded either."""
     code = (
@@ -384,6 +428,7 @@ def test_the_first_run_makes_smollm2_without_pytorch(runtime: str, tmp_path: Pat
         "main()"
     )
     question = ["run", "smollm2", "What is the capital of France?", "--temperature", "0", "--runtime", runtime]
+    question += ["--device", "cpu"] if runtime == "npu" else []  # Core ML and the NPU cannot execute here
     for already in (False, True):
         done = subprocess.run(
             [sys.executable, "-c", code, *question],
@@ -396,7 +441,8 @@ def test_the_first_run_makes_smollm2_without_pytorch(runtime: str, tmp_path: Pat
         assert done.returncode == 0, done.stderr
         assert done.stdout.endswith("The capital of France is Paris.\n")
         assert ("unpack SmolLM2" not in done.stdout + done.stderr) == already
-    manifest = Artifact.open(tmp_path / "data" / "models" / "smollm2" / f"{runtime}-cpu-int8").manifest
+    folder = "openvino-npu-f16" if runtime == "npu" else f"{runtime}-cpu-int8"
+    manifest = Artifact.open(tmp_path / "data" / "models" / "smollm2" / folder).manifest
     assert manifest.golden == "itself"
 
 
