@@ -61,6 +61,15 @@ class Store:
         busy_ms: how long to wait for another process that writes. quota: no commit leaves more bytes of checkpoints
         than these. A database of a newer version is refused untouched.
         """
+        try:
+            return Store._open(data_dir, busy_ms, quota)
+        except DiskFull:  # the log's index takes 32 kB
+            if not room.cut(data_dir, room.FOR_REMOVAL) and not room.cut(data_dir, 0):
+                raise
+            return Store._open(data_dir, busy_ms, quota)
+
+    @staticmethod
+    def _open(data_dir: Path, busy_ms: int, quota: int | None) -> Store:
         file = data_dir / database.FILE
         engine = database.open_database(data_dir, busy_ms=busy_ms)
         try:

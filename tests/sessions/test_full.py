@@ -166,6 +166,22 @@ def test_a_daemon_goes_on_and_is_killed(disk: Path, artifacts: TinyArtifacts) ->
     assert not check(data).damages
 
 
+def test_commands_begin_where_nothing_is_left(disk: Path) -> None:
+    """Opening the store and locking the directory write too."""
+    data = disk / "data"
+    store = new_store(data)
+    store.room.reserve()
+    talk(store, "s0", 4)
+    store.close()
+    fill(disk)
+    checked = ssmd(data, "check", "--repair")
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert "1 sessions, 4 turns, 8 checkpoints: all sound" in checked.stdout
+    fill(disk)
+    assert ssmd(data, "rm", "s0").returncode == 0
+    assert free(disk) > 8_000_000
+
+
 def test_what_does_not_fit_is_not_begun(disk: Path) -> None:
     """A log that takes the last bytes could not be moved any more."""
     data = disk / "data"

@@ -35,7 +35,8 @@ class DirectoryLock:
                 process = f" (process {holder})" if holder.isdigit() else ""
                 raise StoreError(f"another ssmd daemon{process} uses {data_dir}: {advice}")
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
+            with contextlib.suppress(OSError):  # on a full disk the lock has no name
+                os.write(descriptor, f"{os.getpid()}\n".encode())
         except OSError as err:
             os.close(descriptor)
             raise StoreError(f"{file} cannot be locked: {err.strerror}; is the directory on a local disk?") from err

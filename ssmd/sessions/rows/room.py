@@ -33,6 +33,19 @@ _MARGIN = 1 << 20  # pages of tables and indices that a commit writes beside its
 Result = TypeVar("Result")
 
 
+def cut(data_dir: Path, left: int) -> bool:
+    """Cut a data directory's reserve down to `left` bytes. Whether that gave any back to the disk."""
+    file = data_dir / FILE
+    with contextlib.suppress(OSError):
+        if file.stat().st_size > left:
+            if left:
+                os.truncate(file, left)
+            else:
+                file.unlink()
+            return True
+    return False
+
+
 class Room:
     """The room that a database has on its disk. From any thread, and beside other processes."""
 
@@ -120,15 +133,9 @@ class Room:
 
     def give_up(self, left: int) -> bool:
         """Cut the reserve down to `left` bytes. Whether that gave any back to the disk."""
-        with contextlib.suppress(OSError):
-            if self._file.stat().st_size > left:
-                self._wanted = True  # whoever made it: it is made again
-                if left:
-                    os.truncate(self._file, left)
-                else:
-                    self._file.unlink()
-                return True
-        return False
+        given = cut(self._file.parent, left)
+        self._wanted |= given  # whoever made it: it is made again
+        return given
 
     def _size(self) -> int:
         """Bytes of the reserve as it is now."""
