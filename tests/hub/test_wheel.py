@@ -426,10 +426,10 @@ def test_nothing_is_fetched_for_a_runtime_without_a_graph(server: Mirror, tmp_pa
     assert not server.asked
 
 
-@pytest.mark.parametrize("what", [("serve",), ("run",)])
+@pytest.mark.parametrize("what", [("serve", "smollm2"), ("run", "smollm2", "Hello")])
 def test_nothing_is_fetched_for_an_npu_that_is_not_here(what: tuple[str], server: Mirror, tmp_path: Path) -> None:
     where = {"PIP_INDEX_URL": f"{server.url}/simple", "HF_ENDPOINT": server.url}
-    code, out, [said] = command(tmp_path, *what, "smollm2", "--runtime", "npu", **where)
+    code, out, [said] = command(tmp_path, *what, "--runtime", "npu", **where)
     assert (code, out) == (1, "")
     assert said.startswith("error: runtime npu: no Intel NPU here (there is no /dev/accel/accel*)")
     assert said.endswith("the processor runs what is built for it: add --device cpu")
