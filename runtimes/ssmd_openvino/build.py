@@ -66,7 +66,8 @@ class OpenVINOConverter:
         library.nncf()
 
     def rotates(self, quantization: Quantization) -> bool:
-        return False
+        """int8 on a processor, where activations are rounded too. An NPU computes in float16 (docs/quantization.md)."""
+        return quantization == "int8" and self.device_class == "cpu"
 
     def recipe(self, quantization: Quantization) -> dict[str, Any]:
         return {

@@ -42,7 +42,8 @@ def weights(artifact: Artifact) -> list[tuple[str, tuple[int, ...]]]:
 
 def test_int8_is_for_weights_alone(artifacts: Mapping[str, Path]) -> None:
     artifact = Artifact.open(artifacts["openvino-granite-int8"])
-    assert artifact.manifest.quantization_recipe == {"weights": "int8, symmetric, a scale for each output channel"}
+    recipe = {"rotation": 64, "weights": "int8, symmetric, a scale for each output channel"}
+    assert artifact.manifest.quantization_recipe == recipe
     found = weights(artifact)
     assert any(kind == "i8" for kind, _ in found)
     for kind, shape in found:
@@ -103,6 +104,11 @@ def test_what_is_refused(llama: Source, tmp_path: Path, converter: Any, asked: d
     with pytest.raises(BuildError, match=said):
         builder.build(converter, llama, tmp_path / "made", name="t", **{"buckets": (16,), "tiers": (64,), **asked})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_are_rotated_where_activations_are_rounded() -> None:
+    assert [q for q in ("int8", "int4", "f16", "f32") if CONVERTER.rotates(q)] == ["int8"]
+    assert [q for q in ("int8", "f16") if NPU_CONVERTER.rotates(q)] == []
 
 
 def test_a_name_of_a_runtime_is_a_converter() -> None:
