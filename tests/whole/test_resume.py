@@ -153,6 +153,28 @@ def test_a_session_moves_to_an_empty_data_dir(model: str, artifacts: TinyArtifac
         assert fed(other) == other.usage["prompt_tokens"]  # imported checkpoints serve the imported session only
 
 
+def test_after_a_loss_the_state_is_that_of_reading_anew(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """And what follows is exact to that, whether the process was stopped meanwhile or not."""
+    path = artifacts["granite-int8"]
+    fields = {"max_tokens": 24, "logprobs": True, "top_logprobs": 5, **SAMPLING}
+    told: list[list[Reply]] = []
+    for killed in (False, True):
+        with DaemonProcess(path, tmp_path / f"lost-{killed}") as daemon:
+            messages = [SYSTEM]
+            for question, reply in zip(QUESTIONS, talk(daemon, 2), strict=False):
+                messages += [say(question), say(reply.text, "assistant")]
+            ssmd(tmp_path / f"lost-{killed}", "session", "gc", "--quota", "1")
+            anew = daemon.chat([*messages, say(QUESTIONS[2])], **fields)
+            if killed:
+                restart(daemon)()
+            more = [*messages, say(QUESTIONS[2]), say(anew.text, "assistant"), say(QUESTIONS[0])]
+            told.append([anew, daemon.chat(more, **fields)])
+    for anew, after in told:
+        assert (anew.usage["ssmd"]["resume"], fed(anew)) == ("none", anew.usage["prompt_tokens"])
+        assert after.usage["ssmd"]["resume"] == "exact"
+        assert [anew.logprobs, after.logprobs] == [r.logprobs for r in told[0]]
+
+
 Told = tuple[tuple[str, str], ...]
 EXCHANGES = 4  # more would not fit the tiny models' context
 
