@@ -41,6 +41,7 @@ class Ssmd:
         for name, value in {"DATA_DIR": self.data, "MODELS_DIR": folder / "models", "CONFIG": folder / "none"}.items():
             patch.setenv(f"SSMD_{name}", str(value))
         (folder / "none").touch()
+        (folder / "none").chmod(0o600)  # whatever the umask: one that others may write is refused
         patch.setenv("COLUMNS", "200")
 
     def __call__(self, *args: str, code: int = 0) -> Ran:
