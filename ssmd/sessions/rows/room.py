@@ -77,7 +77,7 @@ class Room:
         return self.free() - kept >= max(0, nbytes + _MARGIN - log) + max(0, grows)
 
     def tidy(self) -> None:
-        """After a commit: keep the log short while there is little room."""
+        """Keep the log short while there is little room; to be called after a commit."""
         if self.free() < LOW_BYTES:
             with contextlib.suppress(StoreError):
                 database.move_log(self._engine, self._database)

@@ -196,13 +196,13 @@ class AppendingSandbox(Sandbox):
             self.flow.mark()
 
     def asked(self, generate: Any) -> Any:
-        """`add_generation_prompt`, which only what stands after all messages may know."""
+        """Give `add_generation_prompt`, which only what stands after all messages may know."""
         if not self.flow.ended and self.flow.turn != self.flow.count - 1:
             self.flow.refuse("add_generation_prompt before the last message")
         return generate
 
     def of_loop(self, loop: Any, name: str) -> Any:
-        """`loop`'s attribute."""
+        """Read an attribute of `loop`."""
         if isinstance(loop, LoopContext) and isinstance(loop._iterable, Told):
             return loop._iterable.attribute(loop, name)
         return self.getattr(loop, name)
