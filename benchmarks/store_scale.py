@@ -24,9 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from keeping import HYBRID, Chat, user
+from keeping import HYBRID, Chat, find, user
 
-from ssmd.sessions.match import match
+from ssmd.sessions.rows.turns import seal
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import conversation
 
@@ -67,7 +67,8 @@ def _copy(row: dict[str, Any], table: str, number: int, step: dict[str, int]) ->
         row |= {"id": f"s{number}", "head": f"{row['head']}-{number}", "last_used_at": row["last_used_at"] + number}
     elif table == "turn":
         row |= {"seq": None, "id": f"{row['id']}-{number}", "session": f"s{number}", "chain": secrets.token_bytes(32)}
-        row["parent"] = None if row["parent"] is None else f"{row['parent']}-{number}"
+        row |= {n: None if row[n] is None else f"{row[n]}-{number}" for n in ("parent", "stem", "root")}
+        row["checksum"] = seal(row)
     elif table == "checkpoint":
         row |= {"key": secrets.token_bytes(32), "anchor": secrets.token_bytes(32)}
         moved("id", "checkpoint")
@@ -98,10 +99,12 @@ def measure(store: Store, forks: int) -> None:
     for i in range(50):
         chat.say(f"long{i}", f"long{i - 1}" if i else None, f"a long question {i}", f"reply {i}", tokens=20)
     messages = [*conversation(list(chat.turns.values())), user("and then?")]
-    ids = [*chat.turns["long49"].ids.tolist(), 7, 7]
+    ids = [*chat.turns["long49"].ids.own.tolist(), 7, 7]
 
     def matched() -> None:
-        assert match(messages, store.candidates(messages)).parent == "long49"
+        echoed = store.echoed(messages)
+        assert echoed is not None
+        assert echoed.turn == "long49"
 
     print(f"match of {len(messages):4} messages         {median_ms(matched):8.2f}")
     for i in range(forks):  # every second one begins as the prompt does
@@ -112,7 +115,7 @@ def measure(store: Store, forks: int) -> None:
         print(f"the match with these forks     {median_ms(matched):8.2f}")
 
     def found() -> None:
-        at = store.find(chat.scope, ids, "long")
+        at = find(store, chat.scope, ids, "long")
         assert at is not None
         assert at.position == len(ids) - 3
 

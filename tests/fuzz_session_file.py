@@ -150,27 +150,19 @@ def make_bombs(folder: Path) -> list[Path]:
     parts = split(files[1].read_bytes())  # four more builds want the same rows, which only equal builds share
     first = parts.document["checkpoints"][0]
     parts.document["checkpoints"] += [dict(first, build=f"{i:064x}") for i in range(4)]
-    end = len(parts.body)
-    ids = parts.tensors["checkpoint.0.ids"]
-    a, b = ids["data_offsets"]
-    for i in range(4):
-        at = [end + i * (b - a), end + (i + 1) * (b - a)]
-        parts.tensors[f"checkpoint.{i + 2}.ids"] = dict(ids, data_offsets=at)
-    files[1].write_bytes(seal(join(replace(parts, body=parts.body + parts.body[a:b] * 4))))
+    files[1].write_bytes(seal(join(parts)))
 
     def header(text: str) -> bytes:
         return len(text).to_bytes(8, "little") + text.encode()
 
-    document = split(make_small(folder)).document
-    turns = [dict(document["turns"][0], id=f"t{i}", parent=f"t{i - 1}" if i else None) for i in range(400)]
     for text in (
         header("[" + "[]," * (most // 3 - 2) + "[]]"),
         header('{"x":[' + "{}," * (most // 3 - 4) + "{}]}"),
         header("[" * (most - 10)),
         header('{"' + '":0,"'.join(map(str, range(most // 11))) + '":0}'),
-        with_document('{"format":1,"x":[' + "[]," * (most // 3 - 200) + "[]]}"),
-        with_document('{"format":1,"turns":[' + "{}," * (most // 3 - 200) + "{}]}"),
-        with_document(json.dumps(document | {"turns": turns})),
+        with_document('{"format":2,"x":[' + "[]," * (most // 3 - 200) + "[]]}"),
+        with_document('{"format":2,"turns":[' + "{}," * (most // 3 - 200) + "{}]}"),
+        make_unfolding(),
     ):
         files.append(folder / f"{len(files)}.ssmd")
         files[-1].write_bytes(text)
@@ -180,12 +172,19 @@ def make_bombs(folder: Path) -> list[Path]:
     return files
 
 
-def make_small(folder: Path) -> bytes:
-    store = new_store(folder / "one")
-    Chat(store, "s").say("t0", None, "hi", "hello", tokens=3)
-    export_session(store, "s", folder / "one.ssmd", states="none")
-    store.close()
-    return (folder / "one.ssmd").read_bytes()
+def make_unfolding() -> bytes:
+    """Of format 1: each of its turns shares all ids of the first one but the last, so that nothing stands once."""
+    old = split((Path(__file__).parent / "data" / "session-file-1.ssmd").read_bytes())
+    ids = 250_000
+    shared = {"ids_shared": ids - 1, "text_shared": 0, "text": "", "prompt_tokens": 0}
+    first = dict(old.document["turns"][0], ids_shared=0, text_shared=0, prompt_tokens=0)
+    turns = [first, *(dict(first, id=f"x{i}", parent=first["id"], **shared) for i in range(400))]
+    entries = {"turn.0.ids": {"dtype": "I32", "shape": [ids], "data_offsets": [0, 4 * ids]}}
+    for i in range(1, len(turns)):
+        entries[f"turn.{i}.ids"] = {"dtype": "I32", "shape": [0], "data_offsets": [4 * ids, 4 * ids]}
+    session = dict(old.document["session"], head=first["id"])
+    document = old.document | {"turns": turns, "session": session, "layout": [], "checkpoints": [], "rows": []}
+    return seal(join(Parts(document, entries, bytes(4 * ids))))
 
 
 def with_document(text: str) -> bytes:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ssmd.model.state import State, StateSpec, TensorSpec
-from ssmd.sessions.checkpoint import Ids, NewCheckpoint, Scope
+from ssmd.sessions.checkpoint import Found, NewCheckpoint, Scope
+from ssmd.sessions.line import Ids, Line, Passage
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.encoded import Encoded, encode
 from ssmd.sessions.store import Committed, Store
@@ -44,6 +46,7 @@ ATTENTION = StateSpec(
 )
 RECURRENT = StateSpec((TensorSpec("conv_0", "conv", 0, (12, 3)), TensorSpec("ssm_0", "ssm", 0, (16, 8))))
 SPECS = {"hybrid": HYBRID, "attention": ATTENTION, "recurrent": RECURRENT}
+FED: dict[bytes, Ids] = {}  # the ids that a checkpoint was fed, by its key: of all that were encoded in this process
 
 
 def state_of(spec: StateSpec, ids: Ids, since: int = 0) -> State:
@@ -84,12 +87,37 @@ def new_store(folder: Path) -> Store:
     return Store.open(folder)
 
 
+def whole(store: Store, turn: str) -> tuple[list[int], str]:
+    """All ids of a turn, and all of its text."""
+    ids, text = store.whole(turn)
+    assert (ids.start, text.start) == (0, 0)
+    return ids.own.tolist(), text.own
+
+
+def plain(turn: NewTurn) -> dict[str, Any]:
+    """What a turn is beside its ids and its text."""
+    return {name: value for name, value in vars(turn).items() if name not in ("ids", "text")}
+
+
+def find(
+    store: Store, scope: Scope, ids: Sequence[int] | Ids, session: str | None = None, *, skip: Collection[int] = ()
+) -> Found | None:
+    """The deepest checkpoint for a prompt of these ids."""
+    return store.resume(scope, Line.of(ids), None, session, skip=skip)[0]
+
+
 def user(text: str) -> Message:
     return Message("user", text)
 
 
 def answer(text: str) -> Message:
     return Message("assistant", text)
+
+
+def ids_of(messages: Sequence[Message], reply: str, tokens: int = 12) -> Ids:
+    """The ids of a turn: as many of the input, and then of the answer."""
+    seed = zlib.crc32("|".join([*(m.content for m in messages), reply]).encode(errors="replace"))
+    return np.random.default_rng(seed).integers(0, VOCABULARY, 2 * tokens).astype(np.int32)
 
 
 class Chat:
@@ -105,17 +133,20 @@ class Chat:
         self.clock = START
 
     def encode(self, checkpoint: NewCheckpoint) -> Encoded:
-        return encode(checkpoint, scope=self.scope, producer=PRODUCER, spec=self.spec)
+        done = encode(checkpoint, scope=self.scope, producer=PRODUCER, spec=self.spec)
+        assert not checkpoint.ids.start, "all ids are at hand here"
+        FED[done.key] = checkpoint.ids.own
+        return done
 
     def make(
         self, turn: str, parent: str | None, messages: Sequence[Message], reply: str, tokens: int = 12
     ) -> tuple[NewTurn, list[NewCheckpoint]]:
         """The turn and its checkpoints, not yet written. `tokens`: ids of the input, and of the answer."""
-        above, before = self.ends[parent] if parent is not None else (None, np.empty(0, np.int32))
-        seed = zlib.crc32("|".join([*(m.content for m in messages), reply]).encode(errors="replace"))
-        fresh = np.random.default_rng(seed).integers(0, VOCABULARY, 2 * tokens).astype(np.int32)
+        above, fed = self.ends[parent] if parent is not None else (None, np.empty(0, np.int32))
+        before = self.turns[parent].ids.own if parent is not None else fed
+        fresh = ids_of(messages, reply, tokens)
         prompt, whole = np.concatenate([before, fresh[:tokens]]), np.concatenate([before, fresh])
-        text = self.turns[parent].text if parent is not None else ""
+        text = self.turns[parent].text.own if parent is not None else ""
         text += "".join(f"<{m.role}>{m.content}</>" for m in messages) + f"<assistant>{reply}"
         self.clock += timedelta(seconds=1)
         new = NewTurn(
@@ -124,18 +155,18 @@ class Chat:
             parent=parent,
             messages=tuple(messages),
             answer=answer(reply),
-            ids=whole,
+            ids=Line.of(whole),
             prompt_tokens=len(prompt),
-            text=text,
+            text=Passage(text),
             finish="stop",
             complete=True,
             created_at=self.clock,
             lineage=self.info.lineage,
         )
-        at = len(before) if above is not None and self.spec.rows else 0
-        first = NewCheckpoint("user", prompt, state_of(self.spec, prompt, at), above)
+        at = len(fed) if above is not None and self.spec.rows else 0
+        first = NewCheckpoint("user", Line.of(prompt), state_of(self.spec, prompt, at), above)
         at = len(prompt) if self.spec.rows else 0
-        second = NewCheckpoint("turn", whole[:-1], state_of(self.spec, whole[:-1], at), first, turn=turn)
+        second = NewCheckpoint("turn", Line.of(whole[:-1]), state_of(self.spec, whole[:-1], at), first, turn=turn)
         return new, [first, second]
 
     def say(
@@ -148,8 +179,12 @@ class Chat:
         return done
 
     def remember(self, turn: NewTurn, checkpoint: int | None) -> None:
+        """Go on from a turn, of which no more than its own part may be at hand."""
+        if turn.ids.start:
+            ids, text = self.store.whole(turn.id)
+            turn = replace(turn, ids=ids, text=text)
         self.turns[turn.id] = turn
-        self.ends[turn.id] = (checkpoint, turn.ids[:-1])
+        self.ends[turn.id] = (checkpoint, turn.ids.own[:-1])
 
     def imported_as(self, origin: str) -> Chat:
         """The same session, but marked as one that came from elsewhere."""

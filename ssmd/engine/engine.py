@@ -192,32 +192,29 @@ class Engine:
         try:
             work()
         except Exception as err:
-            log.exception("a step failed")
-            lost = isinstance(err, StateLost)  # who asks again goes on from the last checkpoint
+            if not isinstance(err, Rejected):
+                log.exception("a step failed")
             for g in [g for g in generations if g in self._running]:
-                g.progress.error = (
-                    Rejected(str(err), status=503, code="device_lost", retry_after_s=1)
-                    if lost
-                    else Rejected(f"generation failed: {err}", status=500, code="generation_failed")
-                )
+                g.progress.error = _why(err)
                 self._cancel(g)
 
     def _advance_prompt(self, g: Generation, others: bool) -> None:
-        p, ids, last = g.progress, g.asked.prompt.ids, len(g.asked.prompt.ids) - 1
+        p = g.progress
         if p.handle is None:
             self._begin(g)
+        ids, last = g.prompt.ids, len(g.prompt.ids) - 1
         started = time.perf_counter()
         if p.position < last:
             mark = g.kept.mark if p.position < g.kept.mark else last
             limit = BUCKET_WHILE_OTHERS_DECODE if others else None
             n = buckets.plan(mark - p.position, self.program.buckets, limit)[0]
-            self.program.prefill(p.handle, ids[p.position : p.position + n].tolist())
+            self.program.prefill(p.handle, ids.since(p.position)[:n].tolist())
             p.position += n
             p.fed += n
             g.kept.prefilled(p.handle, p.position)
         else:
             saved = g.kept.save(p.handle) if p.fed else None
-            p.logits = self.program.decode([p.handle], [int(ids[last])])[0]
+            p.logits = self.program.decode([p.handle], [int(ids.own[-1])])[0]
             g.kept.keep(saved)  # only now: encoding takes a core from the first token
             p.position += 1
             p.fed += 1
@@ -227,7 +224,9 @@ class Engine:
     def _begin(self, g: Generation) -> None:
         """The handle to prefill: restored from the checkpoint found, or new when there is none that can be read."""
         p, restored = g.progress, g.kept.restored()
-        if restored is None:
+        if restored is not None:
+            p.prompt = restored.prompt
+        if restored is None or restored.handle is None:
             p.handle = self.program.new_state()
             return
         p.handle, p.position, p.resume = restored.handle, restored.position, restored.resume
@@ -239,7 +238,7 @@ class Engine:
         if p.logits is None:
             return
         while len(p.choices) < request.n and (not p.choices or self._choices_in_use() < self._max_running):
-            room = None if self.program.context is None else self.program.context - len(g.asked.prompt.ids)
+            room = None if self.program.context is None else self.program.context - len(g.prompt.ids)
             budget = request.max_tokens if room is None else min(request.max_tokens, room)
             choice = Choice(request, len(p.choices), budget, self._tokenizer, self._stop_tokens)
             last = choice.index == request.n - 1
@@ -309,11 +308,11 @@ class Engine:
             self.program.release(p.handle)
             p.handle = None
         self.metrics.queue(len(self._queue), len(self._running))
-        g.kept.commit(p.choices, Done(g.finish_reasons, g.usage(stored=True)), partial(self._tell, g))
+        g.kept.commit(p.choices, Done(g.finish_reasons, g.usage(True, self.program.context)), partial(self._tell, g))
 
     def _tell(self, g: Generation, stored: bool) -> None:
         """Deliver the last event of a request. From the writer's thread, or the worker's when nothing is kept."""
-        usage, error = g.usage(stored), g.progress.error
+        usage, error = g.usage(stored, self.program.context), g.progress.error
         if error is not None:
             self.metrics.request_failed(error.code)
         elif g.cancelled:
@@ -324,3 +323,12 @@ class Engine:
         if stored:
             g.kept.rerender()
         self._queue.told()
+
+
+def _why(err: Exception) -> Rejected:
+    """What a client is told of a failed step. Who asks again after a lost device goes on from the last checkpoint."""
+    if isinstance(err, Rejected):
+        return err
+    if isinstance(err, StateLost):
+        return Rejected(str(err), status=503, code="device_lost", retry_after_s=1)
+    return Rejected(f"generation failed: {err}", status=500, code="generation_failed")

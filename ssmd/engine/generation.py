@@ -42,7 +42,7 @@ class Progress:
     """How far a request is: the engine's part, written by its worker alone.
 
     admitted: perf_counter. position: of `handle`, which reads the prompt. fed: tokens of the prompt. logits: [vocab],
-    after the prompt: what every choice starts from.
+    after the prompt: what every choice starts from. prompt: what is fed, once that is known.
     """
 
     admitted: float
@@ -51,6 +51,7 @@ class Progress:
     fed: int = 0
     logits: Logits | None = None
     choices: list[Choice] = field(default_factory=list)
+    prompt: Prompt | None = None
     resume: Resume = "none"
     restore_ms: float = 0.0
     prefill_ms: float = 0.0
@@ -59,11 +60,15 @@ class Progress:
 
 @dataclass(frozen=True, eq=False)
 class Restored:
-    """A stored state in a handle, with the position that it is at."""
+    """A stored state in a handle, with the position that it is at; no handle for a new state.
 
-    handle: Handle
+    prompt: what is to be fed, should it be another one than what was asked with.
+    """
+
+    handle: Handle | None
     position: int
     resume: Resume
+    prompt: Prompt
 
 
 class Kept:
@@ -118,6 +123,11 @@ class Generation:
         self.progress = Progress(asked.started)
         self.cancelled = False
 
+    @property
+    def prompt(self) -> Prompt:
+        """What is fed: what the request was planned to be, but where what is stored of that failed."""
+        return self.progress.prompt or self.asked.prompt
+
     def cancel(self) -> None:
         """Stop generating; the text sent so far is stored, marked incomplete. Idempotent, from any thread."""
         self.cancelled = True
@@ -127,12 +137,16 @@ class Generation:
         """Why each choice ended, one that was cut off counted as `stop`."""
         return tuple("length" if choice.end == "length" else "stop" for choice in self.progress.choices)
 
-    def usage(self, stored: bool) -> Usage:
-        """Count what the request took. Cached tokens are those of the prompt that were not fed."""
+    def usage(self, stored: bool, context: int | None = None) -> Usage:
+        """Count what the request took. Cached tokens are those of the prompt that were not fed.
+
+        context: the model's.
+        """
         asked, progress = self.asked, self.progress
         first = min((choice.times[0] for choice in progress.choices if choice.times), default=asked.started)
         gaps = self._gaps_ms()
-        prompt_tokens = len(asked.prompt.ids)
+        prompt_tokens = len(self.prompt.ids)
+        longest = max((len(choice.tokens) for choice in progress.choices), default=0)
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=sum(len(choice.tokens) for choice in progress.choices),
@@ -144,6 +158,8 @@ class Generation:
             tbt_ms=sum(gaps) / len(gaps) if gaps else None,
             prefill_ms=progress.prefill_ms,
             restore_ms=progress.restore_ms,
+            context_left=None if context is None else max(0, context - prompt_tokens - longest),
+            cut_messages=self.prompt.cut,
         )
 
     def record(self, metrics: Metrics, usage: Usage) -> None:

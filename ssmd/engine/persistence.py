@@ -12,20 +12,19 @@ import secrets
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-import numpy as np
-
 from ssmd.engine import replay
 from ssmd.engine.choice import Choice
 from ssmd.engine.generation import Asked, Kept, Restored
 from ssmd.engine.metrics import Metrics
-from ssmd.engine.prompt import Planner
+from ssmd.engine.prompt import Planner, Prompt
 from ssmd.engine.request import Done, Rejected, Request
 from ssmd.engine.rerender import Rerenderer
 from ssmd.engine.restore import Restorer, Restoring
 from ssmd.engine.warmup import Steps, run_tokens
 from ssmd.engine.writer import Pending, Writer
 from ssmd.runtime.protocol import Handle, Program
-from ssmd.sessions.checkpoint import CheckpointKind, Ids, NewCheckpoint
+from ssmd.sessions.checkpoint import CheckpointKind, NewCheckpoint
+from ssmd.sessions.line import Line
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, conversation
@@ -121,8 +120,8 @@ class Persistence:
             with contextlib.suppress(Rejected):
                 prompt = self._planner.plan(Request((*said, Message("user", secrets.token_hex(12))), store=False))
                 yield
-                loaded = yield from self._restorer.steps(prompt.found, prompt.ids, session.info.id)
-        yield from run_tokens(self._program, tokens, None if loaded is None else loaded[1])
+                loaded = yield from self._restorer.steps(prompt.found, prompt.ids, prompt.stem, session.info.id)
+        yield from run_tokens(self._program, tokens, None if loaded is None else loaded.handle)
 
     def has_work(self) -> bool:
         """Whether `work` has something to do."""
@@ -147,7 +146,7 @@ class _Kept(Kept):
     """What is kept of one request, whose states and turns go to the store. With "store": false it restores only."""
 
     def __init__(self, by: Persistence, asked: Asked) -> None:
-        self._by, self._asked = by, asked
+        self._by, self._asked, self._prompt = by, asked, asked.prompt
         self._info = asked.prompt.info
         self.mark = 0 if self._info is None else asked.prompt.system
         self._restoring: Restoring | None = None
@@ -158,25 +157,25 @@ class _Kept(Kept):
         self._turns: list[Choice] = []
 
     def restore(self) -> None:
-        prompt = self._asked.prompt
-        if prompt.found is not None:
-            self._restoring = self._by._restorer.begin(prompt.found, prompt.ids, self._asked.session, self._by._wake)
+        if self._prompt.found is not None:
+            self._restoring = self._by._restorer.begin(self._prompt, self._asked.session, self._by._wake)
 
     def ready(self) -> bool:
         return self._restoring is None or self._restoring.done()
 
     def restored(self) -> Restored | None:
-        loaded = None if self._restoring is None else self._restoring.result()
-        self._restoring = None
-        if loaded is None:
+        if self._restoring is None:
             return None
-        found, handle = loaded
+        (self._prompt, loaded), self._restoring = self._restoring.result(), None
+        found = loaded.found
+        if found is None:
+            return Restored(None, 0, "none", self._prompt)
         self._origin = found.origin
         same_build = found.build == self._by._build
         if same_build:
             self._parent = (found.id, found.position)
         exact = same_build and found.producer == self._by._program.producer
-        return Restored(handle, found.position, "exact" if exact else "portable")
+        return Restored(loaded.handle, found.position, "exact" if exact else "portable", self._prompt)
 
     def discard(self) -> None:
         if self._restoring is not None:
@@ -185,12 +184,12 @@ class _Kept(Kept):
 
     def prefilled(self, handle: Handle, position: int) -> None:
         if position == self.mark:
-            self.keep(self._save(handle, "system", self._asked.prompt.ids[:position]))
+            self.keep(self._save(handle, "system", self._prompt.ids.up_to(position)))
 
     def save(self, handle: Handle) -> NewCheckpoint | None:
-        return self._save(handle, "user", self._asked.prompt.ids[:-1])
+        return self._save(handle, "user", self._prompt.ids.up_to(len(self._prompt.ids) - 1))
 
-    def _save(self, handle: Handle, kind: CheckpointKind, ids: Ids, turn: str | None = None) -> NewCheckpoint | None:
+    def _save(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None = None) -> NewCheckpoint | None:
         """A handle's state, for `keep`. turn: whose end it is; None for all of the request."""
         if self._info is None:
             return None
@@ -212,7 +211,7 @@ class _Kept(Kept):
         if choice.cut:  # no later request begins with what was fed
             return
         fed = self._by._program.position(choice.handle)
-        ids = np.concatenate([self._asked.prompt.ids, np.array(choice.tokens, np.int32)])[:fed]
+        ids = self._prompt.ids.then(choice.tokens).up_to(fed)
         self.keep(self._save(choice.handle, "turn", ids, choice.turn))
 
     def commit(self, choices: Sequence[Choice], done: Done, then: Callable[[bool], None]) -> None:
@@ -222,10 +221,10 @@ class _Kept(Kept):
             self._by._writer.abandon(self._checkpoints)
             then(False)
             return
-        turns = [_turn(self._info, self._asked, c, self._by._tokenizer.escape(c.text)) for c in self._turns]
+        turns = [_turn(self._info, self._prompt, c, self._by._tokenizer.escape(c.text)) for c in self._turns]
         key = self._asked.request.key
         reply = None if key is None else replay.keep(self._asked, self._turns, done, key)
-        self._by._writer.commit(self._info, turns, tuple(self._checkpoints), then, reply)
+        self._by._writer.commit(self._info, turns, tuple(self._checkpoints), then, reply, self._prompt.heard)
         self._checkpoints, self._parent = [], (None, 0)  # their states go as soon as they are written
 
     def rerender(self) -> None:
@@ -233,22 +232,23 @@ class _Kept(Kept):
             self._by._rerenderer.add(self._info, self._turns)
 
 
-def _turn(info: SessionInfo, asked: Asked, choice: Choice, escaped: str) -> NewTurn:
+def _turn(info: SessionInfo, prompt: Prompt, choice: Choice, escaped: str) -> NewTurn:
     """The turn that a choice answered. `escaped` is its text as a template would see it.
 
     Where text and tokens disagree (`choice.cut`), what is known of both ends with the prompt.
     """
-    prompt = asked.prompt
     return NewTurn(
         id=choice.turn,
         session=info.id,
         parent=prompt.parent,
         messages=prompt.new,
         answer=Message("assistant", prompt.begun + choice.text),
-        ids=prompt.ids if choice.cut else np.concatenate([prompt.ids, np.array(choice.tokens, np.int32)]),
+        ids=prompt.ids if choice.cut else prompt.ids.then(choice.tokens),
         prompt_tokens=len(prompt.ids),
-        text=prompt.text if choice.cut else prompt.text + escaped,
+        text=prompt.text if choice.cut else prompt.text.then(escaped),
         finish=choice.end or "cancelled",
         complete=choice.end != "cancelled",
         created_at=datetime.now(UTC),
+        settled=prompt.settled,
+        cut=prompt.cut,
     )

@@ -5,64 +5,81 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 
 import numpy as np
 
+from ssmd.engine.rendering import Renderer, Shown
 from ssmd.engine.request import Rejected, Request
 from ssmd.model.artifact import Manifest
 from ssmd.runtime.protocol import Program
-from ssmd.sessions.checkpoint import Found, Ids, Scope
-from ssmd.sessions.match import Match, match
+from ssmd.sessions.checkpoint import Found, Scope
+from ssmd.sessions.line import NOTHING, Line, Passage
+from ssmd.sessions.match import known
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import SessionInfo, StoreError, Turn, UnknownSession, conversation
+from ssmd.sessions.turn import (
+    SessionInfo,
+    Settled,
+    StoreError,
+    Turn,
+    UnknownSession,
+    conversation,
+    system_prompt,
+    without,
+)
 from ssmd.text.messages import Message
-from ssmd.text.template import ChatTemplate, TemplateError
+from ssmd.text.template import ChatTemplate
 from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+TRUNCATED = 0.6  # of the context that a prompt may take up once its oldest messages were left out
+LEAST_ROOM = 0.05  # of the context that must be left for an answer, or all that it may take
 SYSTEM_CHECKPOINT_TOKENS = 64  # a shorter beginning fits the bucket of what follows it: feeding it again is free
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """What a request feeds and where it belongs.
 
-    text: rendered and escaped. system: how many of `ids` are the system prompt's (0: no checkpoint there). info: the
-    session to keep it in, None to keep nothing. parent: the turn it continues. new: the messages since that turn's
-    answer, without a final assistant message, whose text is `begun`. found: the checkpoint to start from.
+    text: rendered and escaped; ids: all that are to be fed, at least; of both what comes before may be known by a hash
+    only. stem: the turn whose ids end where those at hand begin. settled, cut: as the turn's. system: how many of `ids`
+    are the system prompt's (0: no checkpoint there). info: the session to keep it in, None to keep nothing. parent: the
+    turn it continues. new: the messages since its answer, without a final assistant message, whose text is `begun`.
+    found: the checkpoint to start from. heard: what was said in turns that were found altered. reread: the prompt from
+    the request's own words, should what is stored fail.
     """
 
-    text: str
-    ids: Ids
+    text: Passage
+    ids: Line
+    stem: str | None
+    settled: Settled | None
     system: int
     info: SessionInfo | None
     parent: str | None
     new: tuple[Message, ...]
     begun: str
     found: Found | None
+    cut: int
+    heard: Mapping[str, Sequence[Message]]
+    reread: Callable[[], Prompt]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a request belongs. info: its session, a new one if it continues none. path: turns above it, root first."""
+    """Where a request belongs. info: its session, a new one if it continues none. turn: the one it continues.
 
-    matched: Match
+    length: messages of its conversation. stored: those, where they differ from the request's. heard: as the Prompt's.
+    """
+
     info: SessionInfo | None
-    path: Sequence[Turn]
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """A conversation as the model reads it. now: the time that the template was told."""
-
-    text: str
-    ids: Ids
-    now: datetime
+    turn: Turn | None = None
+    length: int = 0
+    stored: tuple[Message, ...] | None = None
+    heard: Mapping[str, Sequence[Message]] = field(default_factory=dict)
 
 
 class Planner:
@@ -76,7 +93,7 @@ class Planner:
         self._context = program.context
         self._vocabulary = program.vocabulary
         self._tokenizer = tokenizer
-        self._template = template
+        self._renderer = Renderer(manifest, tokenizer, template)
         self._store = store
         self._beginning = lru_cache(maxsize=64)(self._render_beginning)
 
@@ -92,32 +109,60 @@ class Planner:
             )
         if self._store is None and request.session is not None:
             raise _unknown(request.session)
-        place, shown, found = self._alone(request), None, None
+        place, shown, found, cut = self._alone(request), None, None, 0
         if self._store is not None:
             try:
                 with self._store.snapshot() as stored:
                     place = self._place(request, stored)
-                    shown = self._show(place)
-                    found = stored.find(self.scope, shown.ids, None if place.info is None else place.info.id)
+                    cut = place.turn.cut if request.truncate and place.turn is not None else 0
+                    shown = self._show(request, place, cut, stored)
+                    if (more := self._more_cut(request, place, cut, shown)) > cut:
+                        cut, shown = more, self._show(request, place, more, stored)
+                    found, shown = self._found(request, place, cut, shown, stored)
             except StoreError as err:
-                if isinstance(err, UnknownSession) and request.session is not None:
-                    raise _unknown(request.session) from err
+                if request.session is not None:
+                    raise _unread(request.session, err) from err
                 log.error("the session store cannot be read, the request is answered with what was read of it: %s", err)
-        if shown is None:
-            shown = self._show(place)
-        new = place.matched.new
+        if shown is None or (found is None and shown.ids.start):  # some of it could not be read
+            shown = self._reread(request, place, cut)
+            if (more := self._more_cut(request, place, cut, shown)) > cut:
+                cut, shown = more, self._reread(request, place, more)
+        return self._prompt(request, place, cut, shown, found)
+
+    def _reread(self, request: Request, place: _Place, cut: int) -> Shown:
+        """What the model is to read, from the request's words alone."""
+        return self._renderer.whole(without(request.messages, cut), self._now(place))
+
+    def _prompt(self, request: Request, place: _Place, cut: int, shown: Shown, found: Found | None) -> Prompt:
+        if self._context is not None and len(shown.ids) >= self._context:
+            raise Rejected(
+                f"this model's context is {self._context} tokens and the messages come to {len(shown.ids)}; "
+                'shorten them, start a new conversation, or let the oldest go with truncation: "auto"',
+                code="context_length_exceeded",
+                param="messages",
+            )
+        new = request.messages[place.length :]
         continued = bool(new) and new[-1].role == "assistant"
         begun = new[-1].content if continued else ""
         keeps = request.store and self._store is not None
+
+        def reread() -> Prompt:
+            return self._prompt(request, place, cut, self._reread(request, place, cut), None)
+
         return Prompt(
             text=shown.text,
             ids=shown.ids,
-            system=self._system(place.matched.messages, shown) if keeps else 0,
+            stem=shown.stem,
+            settled=shown.settled,
+            system=self._system(request.messages, shown, self._now(place)) if keeps else 0,
             info=place.info if request.store else None,
-            parent=place.matched.parent,
+            parent=None if place.turn is None else place.turn.id,
             new=new[:-1] if continued else new,
-            begun=begun if shown.text.endswith(self._tokenizer.escape(begun)) else begun.strip(),
+            begun=begun if shown.text.own.endswith(self._tokenizer.escape(begun)) else begun.strip(),
             found=found,
+            cut=cut,
+            heard=place.heard,
+            reread=reread,
         )
 
     def warm_up(self) -> None:
@@ -128,30 +173,75 @@ class Planner:
 
     def _alone(self, request: Request) -> _Place:
         """The place of a request that continues nothing: in a new session, if it is kept."""
-        new = self._new_session() if request.store and self._store is not None else None
-        return _Place(Match(None, None, request.messages, request.messages), new, ())
+        return _Place(self._new_session() if request.store and self._store is not None else None)
 
     def _place(self, request: Request, stored: Snapshot) -> _Place:
-        """The session that the request belongs to and the turns above it. Raises UnknownSession."""
-        matched = match(request.messages, stored.candidates(request.messages, request.session), request.session)
-        if matched.session is None:
+        """The session that the request belongs to and the turn that it continues. Raises UnknownSession."""
+        echoed = stored.echoed(request.messages, request.session)
+        session = request.session if echoed is None else echoed.session
+        if session is None:
             return self._alone(request)
-        info = replace(stored.info(matched.session), model=self._manifest.name, lineage=self._manifest.lineage)
-        return _Place(matched, info, () if matched.parent is None else stored.path(matched.parent))
+        info = replace(stored.info(session), model=self._manifest.name, lineage=self._manifest.lineage)
+        if echoed is None:
+            return _Place(info)
+        turn = stored.turn(echoed.turn)
+        if turn.sound:
+            return _Place(info, turn, echoed.length, echoed.stored)
+        parent, length, heard = stored.heard(request.messages, turn)
+        log.warning("turn %s was altered: it is read again from the client's words", turn.id)
+        return _Place(info, parent, length, request.messages[:length], heard)
 
-    def _show(self, place: _Place) -> _Shown:
-        """What the model is to read. Raises Rejected: the template refuses it, or it does not fit the context."""
-        now = datetime.now(UTC) if place.info is None else place.info.clock
-        text = self._render(place.matched.messages, now)
-        ids = self._ids(text, place.path)
-        if self._context is not None and len(ids) >= self._context:
-            raise Rejected(
-                f"this model's context is {self._context} tokens and the messages come to {len(ids)}; "
-                "shorten them, or start a new conversation",
-                code="context_length_exceeded",
-                param="messages",
-            )
-        return _Shown(text, ids, now)
+    def _more_cut(self, request: Request, place: _Place, cut: int, shown: Shown) -> int:
+        """How many messages to leave out if the prompt leaves too little room for an answer: so many that it takes up
+        TRUNCATED of the context, and not again at every turn. `cut`, where there is room, or nothing to leave out.
+        """
+        if not request.truncate or self._context is None:
+            return cut
+        if self._context - len(shown.ids) >= min(request.max_tokens, int(self._context * LEAST_ROOM)):
+            return cut
+        head = system_prompt(request.messages)
+        # Each a user's message to begin with, and the last of them stays whatever it takes.
+        ends = [i - head for i, m in enumerate(request.messages) if m.role == "user" and i - head > cut]
+        least, most = 0, len(ends) - 1
+        while least < most:
+            middle = (least + most) // 2
+            fits = len(self._reread(request, place, ends[middle]).ids) <= self._context * TRUNCATED
+            least, most = (least, middle) if fits else (middle + 1, most)
+        return ends[least] if ends else cut
+
+    def _show(self, request: Request, place: _Place, cut: int, stored: Snapshot) -> Shown:
+        """What the model is to read. Raises Rejected: the template refuses it."""
+        turn, messages, now = place.turn, request.messages, self._now(place)
+        if turn is None or place.heard:
+            return self._reread(request, place, cut)
+        new = messages[place.length :]
+        if place.stored is None and turn.cut == cut:
+            shown = self._renderer.after(turn, without(messages, cut)[0], new, now)
+            if shown is not None:
+                return shown
+        said = place.stored
+        if said is None and turn.sound:
+            path = stored.path(turn.id)
+            said = conversation(path) if _is_whole(path) else None
+        if said is not None:
+            messages = (*known(said, messages[: place.length]), *new)
+        return self._renderer.whole(without(messages, cut), now, turn, stored.above)
+
+    def _found(
+        self, request: Request, place: _Place, cut: int, shown: Shown, stored: Snapshot
+    ) -> tuple[Found | None, Shown]:
+        """The checkpoint to start from, and what is shown with all ids at hand that are to be fed after it."""
+        session = None if place.info is None else place.info.id
+        try:
+            found, ids, stem = stored.resume(self.scope, shown.ids, shown.stem, session)
+        except StoreError as err:
+            log.warning("stored tokens cannot be used, the conversation is read again: %s", err)
+            shown = self._reread(request, place, cut)
+            found, ids, stem = stored.resume(self.scope, shown.ids, None, session)
+        return found, replace(shown, ids=ids, stem=stem)
+
+    def _now(self, place: _Place) -> datetime:
+        return datetime.now(UTC) if place.info is None else place.info.clock
 
     def _new_session(self) -> SessionInfo:
         return SessionInfo(
@@ -161,69 +251,60 @@ class Planner:
             clock=datetime.now(UTC),
         )
 
-    def _render(self, messages: Sequence[Message], now: datetime) -> str:
-        known = "developer" in self._template.source  # else it is what OpenAI made of it: a system message
-        shown = [
-            replace(
-                m,
-                role="system" if m.role == "developer" and not known else m.role,
-                content=self._tokenizer.escape(m.content),
-            )
-            for m in messages
-        ]
-        try:
-            return self._template.render(shown, now=now)
-        except TemplateError as err:
-            raise Rejected(f"the model's chat template refuses these messages: {err}", param="messages") from err
+    def _system(self, messages: Sequence[Message], shown: Shown, now: datetime) -> int:
+        """How many ids of a prompt are its system prompt's; 0 if they are few, or are not ids of their own.
 
-    def _ids(self, text: str, path: Sequence[Turn]) -> Ids:
-        """Stored ids for the deepest turn whose text this prompt continues; the tokenizer sees the rest only.
-
-        Generated text need not tokenise back into the ids that were sampled: those are what the state saw.
+        What goes on from a turn has a state after that, or is read from there on: none is made of its system prompt.
         """
-        for turn in reversed(path):
-            at = len(turn.text)
-            if not at or turn.lineage != self._manifest.lineage:  # imported as text, or answered by another model
-                continue
-            if self.continues(text, turn.text):
-                return np.concatenate([turn.ids, np.array(self._tokenizer.encode(text[at:]), np.int32)])
-        return np.array(self._tokenizer.encode(text), np.int32)
+        if shown.ids.start or shown.text.start:
+            return 0
+        head = tuple(messages[: system_prompt(messages)])
+        beginning, tokens = self._beginning(head, now if self._renderer.tells_time else None)
+        fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(shown.ids) - 1 and shown.text.own.startswith(beginning)
+        return len(tokens) if fits and np.array_equal(shown.ids.own[: len(tokens)], tokens.own) else 0
 
-    def _system(self, messages: Sequence[Message], shown: _Shown) -> int:
-        """How many ids of a prompt are its system prompt's; 0 if they are few, or are not ids of their own."""
-        head = tuple(messages[: next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), 0)])
-        beginning, tokens = self._beginning(head, shown.now if "strftime_now" in self._template.source else None)
-        fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(shown.ids) - 1 and shown.text.startswith(beginning)
-        return len(tokens) if fits and np.array_equal(shown.ids[: len(tokens)], tokens) else 0
-
-    def _render_beginning(self, head: tuple[Message, ...], now: datetime | None) -> tuple[str, Ids]:
+    def _render_beginning(self, head: tuple[Message, ...], now: datetime | None) -> tuple[str, Line]:
         """What every conversation under this system prompt begins with, up to the last control token, and its ids."""
         try:
-            text = self._beginning_of(head, now or datetime.now(UTC))
+            text = self._renderer.beginning(head, now or datetime.now(UTC))
         except Rejected:
-            return "", np.empty(0, np.int32)
-        return text, np.array(self._tokenizer.encode(text), np.int32)
+            return "", NOTHING
+        return text, self._renderer.encode(text)
 
-    def _beginning_of(self, messages: Sequence[Message], now: datetime) -> str:
-        """What is rendered for these messages whatever the user says next, up to the last control token."""
-        a, b = (self._render([*messages, Message("user", probe)], now) for probe in ("a", "b"))
-        common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        return a[: self._tokenizer.last_cut(a, common)]
+    def settled(self, stored: Snapshot, turn: Turn, info: SessionInfo) -> tuple[Shown, bool] | None:
+        """What every request begins with that goes on from a stored turn, and whether the turn's own text does so.
 
-    def settled(self, path: Sequence[Turn], info: SessionInfo) -> tuple[str, Ids]:
-        """What every request begins with that goes on from a stored turn, and its ids. `path`: root first.
-
-        ("", no ids) if the template has no such text.
+        None if the template has no such text. Raises StoreError.
         """
         try:
-            text = self._beginning_of(conversation(path), info.clock)
+            text = self._renderer.rest(turn, stored.first(turn), info.clock) if not turn.cut else None
+            if text is not None:
+                agrees = self._renderer.agrees(text, turn)
+                if agrees or turn.stem is None or self._renderer.apart(stored.turn(turn.stem), turn):
+                    grown = turn.ids if agrees else turn.ids.up_to(turn.ids.start)
+                    at = len(turn.text.own) if agrees else 0
+                    return Shown(text, grown.then(self._tokenizer.encode(text.own[at:])), turn.stem), agrees
+            path = stored.path(turn.id)
+            if not _is_whole(path):
+                return None
+            whole = self._renderer.beginning(without(conversation(path), turn.cut), info.clock)
         except Rejected:
-            text = ""
-        return text, self._ids(text, path)
+            return None
+        shown = self._renderer.ids_of(whole, turn, stored.above)
+        agrees = shown.text.start == turn.text.start and self._renderer.agrees(shown.text, turn)
+        return (shown, agrees) if whole else None
 
-    def continues(self, text: str, stored: str) -> bool:
-        """Whether stored text can be told apart at the beginning of `text`, so that its ids can stand for it."""
-        return text.startswith(stored) and self._tokenizer.ends_at_control(text, len(stored))
+
+def _is_whole(path: Sequence[Turn]) -> bool:
+    """Whether a path says all that was said up to its end."""
+    return all(t.sound for t in path) and path[0].parent is None
+
+
+def _unread(session: str, err: StoreError) -> Rejected:
+    """Why a request that names its session is not answered: in another one it would be the wrong conversation."""
+    if isinstance(err, UnknownSession):
+        return _unknown(session)
+    return Rejected(str(err), status=503, code="store_error", retry_after_s=1)
 
 
 def _unknown(session: str) -> Rejected:

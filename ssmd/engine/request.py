@@ -36,8 +36,9 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks. `messages` is always the whole conversation. `max_tokens` is per choice. `key`: how to know
-    it again.
+    """What a client asks. `messages` is always the whole conversation. `max_tokens` is per choice.
+
+    truncate: leave the oldest out where there is no room for them. key: how to know it again.
     """
 
     messages: tuple[Message, ...]
@@ -47,6 +48,7 @@ class Request:
     n: int = 1
     session: str | None = None
     store: bool = True
+    truncate: bool = False
     key: ReplyKey | None = None
 
 
@@ -71,7 +73,11 @@ class Delta:
 
 @dataclass(frozen=True)
 class Usage:
-    """Counted, not computed: `cached_tokens` are those that were not fed again. Times in milliseconds."""
+    """Counted, not computed: `cached_tokens` are those that were not fed again. Times in milliseconds.
+
+    context_left: tokens that the conversation has room for after the longest answer, None if it is not bounded.
+    cut_messages: those that were left out for want of room.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -83,6 +89,8 @@ class Usage:
     tbt_ms: float | None
     prefill_ms: float
     restore_ms: float
+    context_left: int | None = None
+    cut_messages: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 
 from ssmd.engine.choice import Choice
 from ssmd.engine.prompt import Planner
-from ssmd.engine.restore import Restorer
+from ssmd.engine.restore import Loaded, Restorer
 from ssmd.engine.writer import Writer
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
-from ssmd.sessions.checkpoint import Found, Ids, NewCheckpoint
+from ssmd.sessions.checkpoint import NewCheckpoint
+from ssmd.sessions.line import Passage
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import SessionInfo, StoreError
 
@@ -43,11 +44,10 @@ class _Turn:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """text, ids: what every continuation begins with. loaded: the checkpoint it starts from, in a handle."""
+    """text: what every continuation begins with. loaded: the state it starts from, and the ids to be fed after it."""
 
-    text: str
-    ids: Ids
-    loaded: tuple[Found, Handle] | None
+    text: Passage
+    loaded: Loaded
 
 
 class Rerenderer:
@@ -126,8 +126,8 @@ class Rerenderer:
         if planning.cancelled() or planning.exception() is not None:
             return
         plan = planning.result()
-        if plan is not None and plan.loaded is not None:
-            self._program.release(plan.loaded[1])
+        if plan is not None and plan.loaded.handle is not None:
+            self._program.release(plan.loaded.handle)
 
     def _step(self) -> None:
         if self._turn is None:
@@ -149,14 +149,16 @@ class Rerenderer:
             with self._store.snapshot() as stored:
                 if not stored.is_leaf(turn.id):  # was continued already
                     return None
-                path = stored.path(turn.id)
-                text, ids = self._planner.settled(path, turn.session)
-                agrees = not turn.cut and self._planner.continues(text, path[-1].text)
-                room = self._program.context is None or len(ids) < self._program.context
-                if agrees or not room or not text:
+                settled = self._planner.settled(stored, stored.turn(turn.id), turn.session)
+                if settled is None:
                     return None
-                found = stored.find(self._planner.scope, ids, turn.session.id)
-            return _Plan(text, ids, self._restorer.load(found, ids, turn.session.id))
+                shown, agrees = settled
+                room = self._program.context is None or len(shown.ids) < self._program.context
+                if (agrees and not turn.cut) or not room:
+                    return None
+                found, ids, stem = stored.resume(self._planner.scope, shown.ids, shown.stem, turn.session.id)
+            loaded = self._restorer.load(found, ids, stem, turn.session.id)
+            return None if loaded is None else _Plan(shown.text, loaded)
         except StoreError as err:  # removed meanwhile, or damaged: `session check` is for that
             log.info("turn %s is not rerendered: %s", turn.id, err)
             return None
@@ -165,28 +167,29 @@ class Rerenderer:
         if self._plan is None:
             self._drop()
             return
-        self._handle = self._program.new_state() if self._plan.loaded is None else self._plan.loaded[1]
+        handle = self._plan.loaded.handle
+        self._handle = self._program.new_state() if handle is None else handle
 
     def _feed(self, turn: _Turn) -> None:
         plan = self._plan
         assert plan is not None
-        position = self._program.position(self._handle)
-        if position < len(plan.ids):
-            n = buckets.plan(len(plan.ids) - position, self._program.buckets, BUCKET)[0]
-            self._program.prefill(self._handle, plan.ids[position : position + n].tolist())
+        position, ids = self._program.position(self._handle), plan.loaded.ids
+        if position < len(ids):
+            n = buckets.plan(len(ids) - position, self._program.buckets, BUCKET)[0]
+            self._program.prefill(self._handle, ids.since(position)[:n].tolist())
             position += n
-        if position == len(plan.ids):
+        if position == len(ids):
             self._keep(turn, plan)
             self._drop()
 
     def _keep(self, turn: _Turn, plan: _Plan) -> None:
         """Save the state and hand it to the writer, with the text and the ids that it stands for."""
-        found = None if plan.loaded is None else plan.loaded[0]
+        found, ids = plan.loaded.found, plan.loaded.ids
         parent = found if found is not None and found.build == self._build else None
         state = self._program.save(self._handle, since=0 if parent is None else parent.position)
         origin = None if found is None else found.origin
         number = None if parent is None else parent.id
-        checkpoint = NewCheckpoint("turn", plan.ids, state, number, origin, turn.id)
+        checkpoint = NewCheckpoint("turn", ids, state, number, origin, turn.id)
         pending = self._writer.encode(checkpoint)
         if pending is not None:
-            self._writer.rewrite(turn.id, plan.ids, plan.text, pending)
+            self._writer.rewrite(turn.id, ids, plan.text, pending)

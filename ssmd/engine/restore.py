@@ -5,16 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
+from ssmd.engine.prompt import Prompt
 from ssmd.model.state import StateError
 from ssmd.runtime.protocol import Handle, Program
-from ssmd.sessions.checkpoint import Found, Ids, Scope
+from ssmd.sessions.checkpoint import Found, Scope
+from ssmd.sessions.line import Line
 from ssmd.sessions.rows.parts import DamagedState
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
 log = logging.getLogger(__name__)
-Restoring = Future[tuple[Found, Handle] | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """What a prompt starts from. found, handle: None for a new state. ids: all at hand that are to be fed after it."""
+
+    found: Found | None
+    handle: Handle | None
+    ids: Line
+
+
+Loading = Generator[None, None, Loaded | None]
+Restoring = Future[tuple[Prompt, Loaded]]
 
 
 class Restorer:
@@ -27,49 +42,61 @@ class Restorer:
         self._program, self._store, self._scope, self._damaged = program, store, scope, damaged
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-restore")
 
-    def begin(self, found: Found, ids: Ids, session: str | None, then: Callable[[], None]) -> Restoring:
-        """Load in the background, as `load` does; `then` is called when it is done."""
-        restoring = self._thread.submit(self.load, found, ids, session)
+    def begin(self, prompt: Prompt, session: str | None, then: Callable[[], None]) -> Restoring:
+        """Load in the background what a prompt starts from; `then` is called when it is done.
+
+        The prompt comes back with it: made anew from the request's words if what is stored of it cannot be read.
+        """
+        restoring = self._thread.submit(self._load, prompt, session)
         restoring.add_done_callback(lambda _: then())
         return restoring
 
-    def load(self, found: Found | None, ids: Ids, session: str | None) -> tuple[Found, Handle] | None:
-        """A handle restored from `found`, or from the next best checkpoint that can be read, if there is any."""
-        steps = self.steps(found, ids, session)
+    def _load(self, prompt: Prompt, session: str | None) -> tuple[Prompt, Loaded]:
+        loaded = self.load(prompt.found, prompt.ids, prompt.stem, session)
+        if loaded is not None:
+            return replace(prompt, ids=loaded.ids), loaded
+        again = prompt.reread()
+        return again, Loaded(None, None, again.ids)
+
+    def load(self, found: Found | None, ids: Line, stem: str | None, session: str | None) -> Loaded | None:
+        """A handle restored from `found`, or from the next best checkpoint that can be read, if there is any.
+
+        None if neither a state nor all the ids could be read.
+        """
+        steps = self.steps(found, ids, stem, session)
         while True:
             try:
                 next(steps)
             except StopIteration as end:
-                loaded: tuple[Found, Handle] | None = end.value
+                loaded: Loaded | None = end.value
                 return loaded
 
-    def steps(
-        self, found: Found | None, ids: Ids, session: str | None
-    ) -> Generator[None, None, tuple[Found, Handle] | None]:
+    def steps(self, found: Found | None, ids: Line, stem: str | None, session: str | None) -> Loading:
         """Load part by part, as `load` does. Closed before its end, or failing, it has released what it had."""
-        if found is None:
-            return None
+        tried: list[int] = []
         try:
-            for candidate in self._store.usable(found, self._scope, ids, session):
+            while found is not None:
                 handle = None
                 try:
-                    with self._store.parts(candidate.id, self._program.spec) as (position, parts):
+                    with self._store.parts(found.id, self._program.spec) as (position, parts):
                         handle = self._program.reserve(position)
                         for part in parts:
                             self._program.fill(handle, part)
                             yield
-                    return candidate, handle
+                    return Loaded(found, handle, ids)
                 except BaseException as err:
                     if handle is not None:
                         self._program.release(handle)
                     if not isinstance(err, StoreError | StateError):
                         raise  # nobody wants it any more, or the device is lost: whoever waits is told
-                    log.error("checkpoint %s cannot be used, the next best is: %s", candidate.id, err)
+                    log.error("checkpoint %s cannot be used, the next best is: %s", found.id, err)
                     if isinstance(err, DamagedState):
-                        self._damaged(candidate.id)
+                        self._damaged(found.id)
+                tried.append(found.id)
+                found, ids, stem = self._store.resume(self._scope, ids, stem, session, skip=tried)
         except StoreError as err:
-            log.error("no other checkpoint can be looked up, the prompt is read whole: %s", err)
-        return None
+            log.error("nothing else can be looked up, the prompt is read whole: %s", err)
+        return None if ids.start else Loaded(None, None, ids)
 
     def discard(self, restoring: Restoring) -> None:
         """Release what is being loaded: nobody waits for it any more."""
@@ -80,5 +107,7 @@ class Restorer:
         self._thread.shutdown()
 
     def _release(self, restoring: Restoring) -> None:
-        if not restoring.cancelled() and restoring.exception() is None and (loaded := restoring.result()) is not None:
-            self._program.release(loaded[1])
+        if not restoring.cancelled() and restoring.exception() is None:
+            _, loaded = restoring.result()
+            if loaded.handle is not None:
+                self._program.release(loaded.handle)

@@ -7,18 +7,20 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ssmd.engine.condition import Condition
 from ssmd.engine.metrics import Metrics
 from ssmd.machine.memory import trim
 from ssmd.model.state import StateSpec
-from ssmd.sessions.checkpoint import Ids, NewCheckpoint, Scope
+from ssmd.sessions.checkpoint import NewCheckpoint, Scope
+from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply
 from ssmd.sessions.rows.database import DiskFull
 from ssmd.sessions.rows.encoded import Encoded, encode
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
+from ssmd.text.messages import Message
 
 log = logging.getLogger(__name__)
 COMMIT_PATIENCE_S = 2.0
@@ -113,6 +115,7 @@ class Writer:
         checkpoints: Sequence[Pending],
         then: Callable[[bool], None],
         reply: NewReply | None = None,
+        heard: Mapping[str, Sequence[Message]] | None = None,
     ) -> None:
         """Write all in one transaction, then call `then(stored)`, once: at the latest after COMMIT_PATIENCE_S."""
         lock, told = threading.Lock(), False
@@ -133,11 +136,13 @@ class Writer:
             self._forget(checkpoints)
             try:
                 encoded = [p.encoded for p in checkpoints if p.encoded is not None]
-                done = self._store.commit(turns, encoded, session=session, reply=reply)
+                done = self._store.commit(turns, encoded, session=session, reply=reply, heard=heard)
             except StoreError as err:
                 tell(False, err)
                 return
             tell(True, done.full)
+            if heard:
+                self._metrics.healed("turns", len(heard))
             self._unsettled = True
             self._garbage = True
             for p, pending in zip(done.checkpoints, [p for p in checkpoints if p.encoded is not None], strict=True):
@@ -165,7 +170,7 @@ class Writer:
             if not self._ahead[number]:
                 del self._ahead[number]
 
-    def rewrite(self, turn: str, ids: Ids, text: str, checkpoint: Pending) -> None:
+    def rewrite(self, turn: str, ids: Line, text: Passage, checkpoint: Pending) -> None:
         """Write the state after a turn as later requests render it. Nobody waits for that, and nothing needs it."""
 
         def work() -> None:

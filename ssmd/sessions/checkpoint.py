@@ -6,18 +6,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Literal
 
 from ssmd.model.state import State
+from ssmd.sessions.line import Line
 
 CheckpointKind = Literal["system", "user", "turn"]
 KINDS: tuple[CheckpointKind, ...] = ("system", "user", "turn")
-_ANCHOR_BITS = 4
-
-Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -44,60 +39,27 @@ class Found:
 class NewCheckpoint:
     """A state that is to be stored.
 
-    ids: all ids fed, int32, as many as `state.position`. state: with the KV rows since the parent's position, or
+    ids: those that were fed, as many as `state.position`. state: with the KV rows since the parent's position, or
     whole if there is no parent. parent: the stored checkpoint it grew from, or one that is still on its way to the
     store. origin: the imported session it grew from, if any; it is the parent's. turn: the turn it belongs to; None
     for all turns of the commit.
     """
 
     kind: CheckpointKind
-    ids: Ids
+    ids: Line
     state: State
     parent: int | NewCheckpoint | None = None
     origin: str | None = None
     turn: str | None = None
 
 
-def as_ids(ids: Sequence[int] | NDArray[Any]) -> Ids:
-    """Token ids as little-endian int32. Raises ValueError on one that no vocabulary can hold."""
-    wide = np.asarray(ids, dtype=np.int64)
-    if wide.ndim != 1 or (wide.size and (wide.min() < 0 or wide.max() > 0x7FFFFFFF)):
-        raise ValueError("token ids must be a flat list of numbers from 0 to 2147483647")
-    return np.ascontiguousarray(wide.astype("<i4"))
-
-
-def prefix_keys(layout: str, lineage: str, ids: Ids, positions: Sequence[int]) -> list[bytes]:
-    """H(layout, lineage, ids[:p]) for each p of the ascending `positions`, in one pass over the ids."""
-    running = hashlib.blake2b(digest_size=32, person=b"ssmd.prefix.1")
-    running.update(json.dumps([layout, lineage]).encode())
-    data = memoryview(ids.tobytes())
-    keys, at = [], 0
-    for p in positions:
-        running.update(data[4 * at : 4 * p])
-        at = p
-        keys.append(running.copy().digest())
-    return keys
-
-
-def anchor(position: int) -> int:
-    """Round a position down to its four leading bits.
-
-    Stored beside each checkpoint is the key of its ids up to here. Some 8 anchors for every doubling of the length
-    are enough to ask the database for the checkpoints that share nearly all of their ids with a prompt, however many
-    others there are.
-    """
-    shift = max(0, position.bit_length() - _ANCHOR_BITS)
-    return position >> shift << shift
-
-
-def anchors(last: int) -> list[int]:
-    """List all anchors of the positions 1..last, ascending."""
-    found: list[int] = []
-    at = 1
-    while at <= last:
-        found.append(at)
-        at += 1 << max(0, at.bit_length() - _ANCHOR_BITS)
-    return found
+def prefix_keys(layout: str, lineage: str, line: Line, positions: Sequence[int]) -> list[bytes]:
+    """H(layout, lineage, first p ids) for each p of the ascending `positions`, as far as Line.hashes has them."""
+    scope = json.dumps([layout, lineage]).encode()
+    return [
+        hashlib.blake2b(scope + hashed, digest_size=32, person=b"ssmd.prefix.2").digest()
+        for hashed in line.hashes(positions)
+    ]
 
 
 Digested = tuple[int, int, bytes]  # of a blob: first, last, checksum

@@ -1,4 +1,4 @@
-"""Which stored turn a request continues. Pure functions: messages and conversations in, a decision out.
+"""Which stored turn a request continues, as far as messages tell. Pure functions.
 
 A turn is continued by a request whose first messages are the turn's whole conversation, from the root to its answer,
 each the `same_as` the stored one. The deepest such turn wins, then a session that began here over an imported one,
@@ -6,29 +6,20 @@ which may be a forged copy, then the session used last, then that session's head
 A final assistant message is one to be continued: it is input and matches no answer.
 Without a session id nothing but an echoed answer joins a request to a session: a system prompt or examples that two
 conversations have in common do not.
+
+A conversation is looked up by its chain, a hash that is carried on from answer to answer: what a request adds to the
+turn that it continues is all that has to be hashed to store the next one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
-from ssmd.text.messages import Message
+from ssmd.text.messages import ROLES, THINK_END, Message, Role
 
-
-@dataclass(frozen=True)
-class Conversation:
-    """A stored turn with all the messages that lead to it. messages: root first, its answer last."""
-
-    session: str
-    turn: str
-    messages: tuple[Message, ...]
-    last_used_at: datetime
-    is_head: bool = False
-    seq: int = 0
-    imported: bool = False
+_ROLES = {role: role.encode() for role in ROLES}
 
 
 @dataclass(frozen=True)
@@ -37,8 +28,7 @@ class Match:
 
     session: whose it is, None if a new one is to be opened. parent: the turn it continues, None for a branch at the
     root. messages: the whole conversation to render, stored messages in place of echoed ones; but reasoning that the
-    echo leaves out is left out. new: those since the
-    parent's answer; they are the tail of `messages`.
+    echo leaves out is left out. new: those since the parent's answer; they are the tail of `messages`.
     """
 
     session: str | None
@@ -47,59 +37,86 @@ class Match:
     new: tuple[Message, ...]
 
 
-def _normal(message: Message) -> tuple[str, ...]:
-    """What a message and its echoes have in common: those that differ in reasoning only have it too."""
-    return (message.role, message.said) if message.name is None else (message.role, message.said, message.name)
-
-
+@dataclass(frozen=True, slots=True)
 class Chain:
-    """A hash of a conversation, under which all echoes of it are found; `continues` tells them from others.
-
-    Never changed: `then` makes a longer one.
+    """Two hashes of a conversation. said: under which all echoes of it are found, as they may leave reasoning out.
+    whole: that of its echoes which leave nothing out. Both are 32 bytes, carried on at each answer.
     """
 
-    def __init__(self, running: hashlib.blake2b | None = None) -> None:
-        self._running = running or hashlib.blake2b(digest_size=32, person=b"ssmd.chain.1")
+    said: bytes = bytes(32)
+    whole: bytes = bytes(32)
 
     def then(self, messages: Iterable[Message]) -> Chain:
-        running = self._running.copy()
-        for m in messages:
-            parts = [p.encode("utf-8", "surrogatepass") for p in _normal(m)]
-            running.update(bytes([len(parts)]))
-            for p in parts:
-                running.update(len(p).to_bytes(8, "little") + p)  # lengths first: no two lists of texts read alike
-        return Chain(running)
-
-    def digest(self) -> bytes:
-        """The hash of the messages so far, 32 bytes."""
-        return self._running.copy().digest()
+        """The chain of a conversation that goes on with these, the last of which is an answer."""
+        *_, last = ((self, 0), *_answers(messages, self))
+        return last[0]
 
 
-def echoed_chains(messages: Sequence[Message]) -> list[bytes]:
-    """The chain of every beginning of a request that may be a stored conversation: those that end in an answer."""
-    running, found = Chain(), []
-    for m in messages[:-1]:
-        running = running.then([m])
-        if m.role == "assistant":
-            found.append(running.digest())
-    return found
+@dataclass(frozen=True)
+class Echo:
+    """The beginnings of a request that may be stored conversations: those that end in an answer and leave something.
 
-
-def continues(messages: Sequence[Message], stored: Conversation) -> bool:
-    """Whether the request echoes the whole stored conversation and adds something to it."""
-    n = len(stored.messages)
-    return n < len(messages) and all(s.same_as(m) for s, m in zip(stored.messages, messages[:n], strict=True))
-
-
-def match(messages: Sequence[Message], stored: Iterable[Conversation], session: str | None = None) -> Match:
-    """Decide who continues what among `stored`; with a `session` only that one's conversations count.
-
-    The caller has seen to it that `session` exists. `stored` may hold anything: each is compared message by message.
+    lengths: of each, in messages, ascending. chains: of each.
     """
-    fitting = [c for c in stored if session in (None, c.session) and continues(messages, c)]
-    if not fitting:
-        return Match(session, None, tuple(messages), tuple(messages))
-    best = max(fitting, key=lambda c: (len(c.messages), not c.imported, c.last_used_at, c.is_head, c.seq))
-    new = tuple(messages[len(best.messages) :])
-    known = (s if s.content.strip() == m.content.strip() else m for s, m in zip(best.messages, messages, strict=False))
-    return Match(best.session, best.turn, (*known, *new), new)
+
+    lengths: Sequence[int]
+    chains: Sequence[Chain]
+
+    @staticmethod
+    def of(messages: Sequence[Message]) -> Echo:
+        """All that may be stored of a request's messages."""
+        found = list(_answers(messages[:-1], Chain()))
+        return Echo([length for _, length in found], [chain for chain, _ in found])
+
+
+def _answers(messages: Iterable[Message], chain: Chain) -> Iterator[tuple[Chain, int]]:
+    """The chain after each answer, and how many messages it is of."""
+    said, whole = chain.said, chain.whole
+    parts: list[bytes] = []
+    full: list[bytes] | None = None if said == whole else []  # differs from `parts` from the first reasoning on
+    for n, m in enumerate(messages, 1):
+        content, name = m.content, m.name
+        if m.role != "assistant":
+            part = _part(m.role, content, name)
+            parts.append(part)
+            if full is not None:
+                full.append(part)
+            continue
+        thinks = THINK_END in content
+        part = _part("assistant", m.said if thinks else content.strip(), name)
+        if thinks and full is None:
+            full = parts.copy()
+        parts.append(part)
+        said = _digest(said, parts)
+        parts = []
+        if full is None:
+            whole = said
+        else:
+            full.append(_part("assistant", content.strip(), name) if thinks else part)
+            whole = _digest(whole, full)
+            full = []
+        yield Chain(said, whole), n
+
+
+def _part(role: Role, text: str, name: str | None) -> bytes:
+    """A message in bytes that no other one has, nor two one after the other: lengths come first."""
+    raw = text.encode("utf-8", "surrogatepass")
+    if name is None:
+        return b"%b 0 %d\n%b" % (_ROLES[role], len(raw), raw)
+    named = b"+" + name.encode("utf-8", "surrogatepass")
+    return b"%b %d %d\n%b%b" % (_ROLES[role], len(named), len(raw), named, raw)
+
+
+def _digest(before: bytes, parts: list[bytes]) -> bytes:
+    return hashlib.blake2b(before + b"".join(parts), digest_size=32, person=b"ssmd.chain.2").digest()
+
+
+def continues(messages: Sequence[Message], stored: Sequence[Message]) -> bool:
+    """Whether a request echoes a whole stored conversation, its answer last, and adds something to it."""
+    n = len(stored)
+    return n < len(messages) and all(s.same_as(m) for s, m in zip(stored, messages[:n], strict=True))
+
+
+def known(stored: Sequence[Message], echoes: Sequence[Message]) -> tuple[Message, ...]:
+    """Stored messages in place of their echoes, but for those that leave reasoning out."""
+    return tuple(s if s.content.strip() == m.content.strip() else m for s, m in zip(stored, echoes, strict=True))

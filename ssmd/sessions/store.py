@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,17 +11,18 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine, select
 
 from ssmd.model.state import Part, State, StateSpec
-from ssmd.sessions.checkpoint import Found, Ids, Scope, as_ids
-from ssmd.sessions.match import Conversation
+from ssmd.sessions.checkpoint import Found, Scope
+from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import damage, database, erasure, holding, migrate, retention, room, tree
+from ssmd.sessions.rows import damage, database, erasure, growth, holding, lines, migrate, retention, room, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.blobs import joined
 from ssmd.sessions.rows.checkpoints import Placed
 from ssmd.sessions.rows.database import DiskFull
+from ssmd.sessions.rows.echoes import Echoed
 from ssmd.sessions.rows.encoded import Encoded
 from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.schema import session as session_table
@@ -30,6 +31,7 @@ from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn
 from ssmd.text.messages import Message
 
+_LEAST_TEXT_BYTES = 1 << 30
 _COUNTED_WHEN_IDLE = 100  # sessions; some milliseconds each
 
 
@@ -76,7 +78,7 @@ class Store:
             with database.reading(engine, file) as connection:
                 ready = migrate.current(connection) == migrate.HEAD
             if not ready:
-                with database.writing(engine, file) as connection:
+                with database.migrating(engine, file) as connection:
                     migrate.upgrade(connection, file)
         except BaseException:
             engine.dispose()
@@ -112,13 +114,15 @@ class Store:
         *,
         session: SessionInfo,
         reply: NewReply | None = None,
+        heard: Mapping[str, Sequence[Message]] | None = None,
     ) -> Committed:
         """Write turns (siblings, the first becomes the head) and their checkpoints in one transaction, all or nothing.
 
         The session is created if it is new. A checkpoint whose key is stored already is linked to, not written again.
         One whose parent was removed meanwhile, or for which the quota has no room, is left out, and all that have data
         are if the disk has none; the result says so, and the turns are written all the same. reply: what the request is
-        answered with if it comes again; the turns that it replaces are removed.
+        answered with if it comes again; the turns that it replaces are removed. heard: what was said in turns
+        that were found altered, as the client says it again; those above come first.
         """
         if not turns:
             raise StoreError("a commit needs at least one turn")
@@ -131,8 +135,11 @@ class Store:
 
         def write(some: Sequence[Encoded]) -> list[Placed]:
             with database.writing(self._engine, self.file) as connection:
+                for turn_id, said in (heard or {}).items():
+                    growth.heal(connection, turn_id, said)
                 session_rows.touch_session(connection, turns, session)
-                turn_rows.insert_turns(connection, turns, session.lineage)
+                growth.insert_turns(connection, turns, session.lineage, session.owner)
+                self._bound_text(connection)
                 placed = retention.place(connection, some, [t.id for t in turns], session.id, self.quota)
                 if reply is not None:
                     reply_rows.insert_reply(connection, reply, turns)
@@ -192,7 +199,7 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             return damage.drop(connection, checkpoint_id, spec)
 
-    def rewrite(self, turn_id: str, ids: Ids, text: str, checkpoint: Encoded) -> Placed | None:
+    def rewrite(self, turn_id: str, ids: Line, text: Passage, checkpoint: Encoded) -> Placed | None:
         """Give a turn the ids and the text that later requests render for it, and the state after them.
 
         None, and nothing is changed, if the turn is not there any more or was continued meanwhile.
@@ -201,9 +208,9 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             if not turn_rows.is_leaf(connection, turn_id):
                 return None
-            turn_rows.rewrite(connection, turn_id, ids, text)
+            growth.rewrite(connection, turn_id, ids, text)
             session_id = connection.execute(select(turn.c.session).where(turn.c.id == turn_id)).scalar_one()
-            strangers = checkpoint_rows.unlink_strangers(connection, turn_id, as_ids(ids))
+            strangers = checkpoint_rows.unlink_strangers(connection, turn_id, ids)
             holding.count_again(
                 connection, {session_id, *holding.sole_sharers(connection, strangers, session_id)} if strangers else ()
             )
@@ -220,32 +227,38 @@ class Store:
                 raise StoreError(f"session {session.id!r}, or one of its turns, is stored here already")
             now = datetime.now(UTC)
             session_rows.insert_session(connection, turns, session, head=head, now=turn_rows.to_micros(now))
-            turn_rows.insert_turns(connection, turns, session.lineage)
+            growth.insert_turns(connection, turns, session.lineage, session.owner)
+            self._bound_text(connection)
             return Committed(tuple(retention.place(connection, checkpoints, [head], session.id, self.quota)))
+
+    def _bound_text(self, connection: Connection) -> None:
+        """Raises StoreError if turns take more room than they may have, which is the quota's, at least 1 GiB."""
+        if self.quota is None:
+            return
+        bound, nbytes = max(self.quota, _LEAST_TEXT_BYTES), holding.turn_bytes(connection)
+        if nbytes > bound:
+            raise StoreError(
+                f"what was said takes {nbytes} of {bound} bytes; remove sessions with `ssmd session rm`, "
+                "or raise the quota"
+            )
 
     def taken(self, session_id: str, turn_ids: Sequence[str] = ()) -> bool:
         """Whether one of these ids is in use, the session's also as the origin of checkpoints that outlived it."""
         with self.reading() as connection:
             return turn_rows.taken(connection, session_id, turn_ids)
 
-    def find(
-        self, scope: Scope, ids: Sequence[int] | Ids, session: str | None = None, *, skip: Collection[int] = ()
-    ) -> Found | None:
-        """The deepest usable checkpoint for a prompt, as Snapshot.find."""
+    def resume(
+        self,
+        scope: Scope,
+        ids: Line,
+        stem: str | None = None,
+        session: str | None = None,
+        *,
+        skip: Collection[int] = (),
+    ) -> tuple[Found | None, Line, str | None]:
+        """The deepest usable checkpoint for a prompt and the ids to be fed after it, as Snapshot.resume."""
         with self.snapshot() as stored:
-            return stored.find(scope, ids, session, skip=skip)
-
-    def usable(self, found: Found, scope: Scope, ids: Ids, session: str | None) -> Iterator[Found]:
-        """All checkpoints that a prompt can start from, beginning with the one that was found for it, the deepest.
-
-        Each of the others is looked up only when it is asked for, as the one before it would not do.
-        """
-        seen: list[int] = []
-        candidate: Found | None = found
-        while candidate is not None:
-            yield candidate
-            seen.append(candidate.id)
-            candidate = self.find(scope, ids, session, skip=seen)
+            return stored.resume(scope, ids, stem, session, skip=skip)
 
     @contextmanager
     def parts(self, checkpoint_id: int, spec: StateSpec) -> Iterator[tuple[int, Iterator[Part]]]:
@@ -262,10 +275,10 @@ class Store:
         with self.reading() as connection:
             return self.load_in(connection, checkpoint_id, spec)
 
-    def candidates(self, messages: Sequence[Message], session: str | None = None) -> list[Conversation]:
-        """What match.match needs to know of the store for a request. Raises UnknownSession."""
+    def echoed(self, messages: Sequence[Message], session: str | None = None) -> Echoed | None:
+        """The stored conversation that a request continues, as Snapshot.echoed. Raises UnknownSession."""
         with self.snapshot() as stored:
-            return stored.candidates(messages, session)
+            return stored.echoed(messages, session)
 
     def reply(self, key: ReplyKey) -> Reply | None:
         """What the request of this key was answered with, if its turns are still there and its time is not over."""
@@ -341,6 +354,11 @@ class Store:
         """Read the turns from the root to this one. Raises UnknownSession."""
         with self.snapshot() as stored:
             return stored.path(turn_id)
+
+    def whole(self, turn_id: str) -> tuple[Line, Passage]:
+        """All ids and all text of a turn. Raises UnknownSession, and StoreError if some were altered."""
+        with self.reading() as connection:
+            return lines.read_whole(connection, turn_id)
 
     def fork(self, session_id: str, turn_id: str | None = None) -> Session:
         """A new session that begins at a turn of this one, by default its head; nothing is copied.

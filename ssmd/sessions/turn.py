@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ssmd.sessions.line import Line, Passage
 from ssmd.text.messages import Message
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -34,7 +32,7 @@ class SessionInfo:
     """What a session is, whatever is said in it: model, lineage, clock.
 
     model, lineage: of what answered last. clock: the moment its templates see, frozen. imported: the import it descends
-    from. known: it was read from the store, so that a turn of it is none of a new session.
+    from. owner: whose it is. known: it was read from the store, so that a turn of it is none of a new session.
     """
 
     id: str
@@ -43,6 +41,7 @@ class SessionInfo:
     clock: datetime
     pinned: bool = False
     imported: str | None = None
+    owner: str = ""
     known: bool = field(default=False, compare=False)
 
 
@@ -70,6 +69,19 @@ class Session:
         return self.info.id
 
 
+@dataclass(frozen=True)
+class Settled:
+    """Where the last message of a rendering begins: whatever is said after it, the text before stays as it is.
+
+    messages: how many of those shown come before it; characters: of text before it. template: a hash of what rendered
+    it.
+    """
+
+    messages: int
+    characters: int
+    template: str
+
+
 @dataclass(frozen=True, eq=False)
 class NewTurn:
     """One exchange that is to be stored.
@@ -78,8 +90,10 @@ class NewTurn:
     assistant's message; where a given beginning was continued it is the whole message, and `messages` leaves the
     beginning out. ids: of the whole rendered conversation up to the end of the answer's text (of a repaired turn: up
     to the last control token that no later message can change). text: what those ids stand for, rendered and escaped;
-    both are empty where only the messages are known. complete: False if it was cut off by a disconnect or a shutdown.
-    lineage: of the model whose ids these are; "" on the way in: the session's.
+    both are empty where only the messages are known. Of both so much is at hand that they can be told to go on from
+    those of a turn above. complete: False if it was cut off by a disconnect or a shutdown. lineage: of the model whose
+    ids these are; "" on the way in: the session's. settled: None where the template is not known to keep what it wrote.
+    cut: how many messages after the system prompt the model was not shown, as they had no room in its context.
     """
 
     id: str
@@ -87,13 +101,15 @@ class NewTurn:
     parent: str | None
     messages: tuple[Message, ...]
     answer: Message
-    ids: NDArray[np.int32]
+    ids: Line
     prompt_tokens: int
-    text: str
+    text: Passage
     finish: str
     complete: bool
     created_at: datetime
     lineage: str = field(default="", kw_only=True)
+    settled: Settled | None = field(default=None, kw_only=True)
+    cut: int = field(default=0, kw_only=True)
 
     @property
     def conversation(self) -> tuple[Message, ...]:
@@ -103,14 +119,34 @@ class NewTurn:
 
 @dataclass(frozen=True, eq=False)
 class Turn(NewTurn):
-    """A stored turn; `ids` and `text` are whole again. depth: turns above it."""
+    """A stored turn. stem: the turn above it whose ids and text its own go on from; None if they stand alone. root: the
+    first turn above it, or itself.
 
+    depth: turns above it. length: messages of the conversation up to its answer. sound: False if what is stored of it
+    was altered: ids and text are empty then, and what was said is as far as it can be read.
+    """
+
+    stem: str | None
+    root: str
     depth: int
+    length: int
+    sound: bool = True
 
 
 def conversation(path: Sequence[NewTurn]) -> tuple[Message, ...]:
     """All messages of a path, root first."""
     return tuple(m for turn in path for m in turn.conversation)
+
+
+def without(messages: Sequence[Message], cut: int) -> Sequence[Message]:
+    """The messages but for the first `cut` after the system prompt."""
+    head = system_prompt(messages)
+    return (*messages[:head], *messages[head + cut :]) if cut else messages
+
+
+def system_prompt(messages: Sequence[Message]) -> int:
+    """How many messages at the beginning are the system prompt."""
+    return next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
 
 
 def check_id(kind: str, value: str) -> str:

@@ -13,7 +13,9 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import Daemon, daemon, soon
 from engine.test_engine import SAMPLING, Answer, Asked, answered, ask, user
+from engine.test_prompt import read_whole
 from engine.test_rerender import TRIMMING, done, endless, engine_of, with_template
+from keeping import whole as whole_of
 from sqlalchemy import update
 
 from ssmd.engine.sampling import Sampler
@@ -170,23 +172,23 @@ def test_a_template_that_keeps_reasoning_gets_what_the_client_sent(
         ask(engine, QUESTION, answered("It" + first.text), NEXT, max_tokens=2)
         parent, child = store.turns(session)
         assert child.parent == parent.id
-        assert "Hidden." in parent.text
-        assert "Hidden." not in child.text
+        assert "Hidden." in whole_of(store, parent.id)[1]
+        assert "Hidden." not in whole_of(store, child.id)[1]
         whole = ask(engine, QUESTION, parent.answer, NEXT, max_tokens=2)
-        assert "Hidden." in store.turns(session)[-1].text
+        assert "Hidden." in whole_of(store, store.turns(session)[-1].id)[1]
         assert whole.fed < 24
 
 
-def check(asked: Asked, loaded: tuple[Artifact, Program], tokenizer: Tokenizer) -> Answer:
+def check(asked: Asked, loaded: tuple[Artifact, Program], tokenizer: Tokenizer, store: Store) -> Answer:
     """The answer, of which is true: the ids fed stand for the prompt's text, and the state was that of these ids."""
-    answer, prompt = asked.answer(), asked.generation.asked.prompt
-    meant = b"".join(map(tokenizer.token_bytes, prompt.ids.tolist())).decode(errors="replace")
-    assert meant == tokenizer.unescape(prompt.text)
+    ids, text = read_whole(store, asked.generation.asked.prompt)
+    answer = asked.answer()
+    meant = b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
+    assert meant == tokenizer.unescape(text)
     if not answer.logprobs:
         return answer
     program = loaded[1]
     handle = program.new_state()
-    ids = prompt.ids.tolist()
     for n in buckets.plan(len(ids), program.buckets):
         logits = program.prefill(handle, ids[:n])
         del ids[:n]
@@ -212,13 +214,13 @@ def test_a_changed_system_prompt(loaded: tuple[Artifact, Program], tmp_path: Pat
         soon(lambda: done(engine))
         session = str(first.usage.session)
         history = (QUESTION, answered(first.text), NEXT)
-        other = check(Asked(engine, new, *history), loaded, tokenizer)
+        other = check(Asked(engine, new, *history), loaded, tokenizer, store)
         assert other.usage.session != session
-        named = check(Asked(engine, new, *history, session=session), loaded, tokenizer)
+        named = check(Asked(engine, new, *history, session=session), loaded, tokenizer, store)
         assert named.usage.session == session
         assert [t.parent for t in store.turns(session)] == [None, None]
         assert other.usage.cached_tokens < first.usage.prompt_tokens
-        back = check(Asked(engine, old, *history), loaded, tokenizer)
+        back = check(Asked(engine, old, *history), loaded, tokenizer, store)
         assert back.usage.session == session
         assert back.usage.cached_tokens >= first.usage.prompt_tokens + first.usage.completion_tokens - 1
 
@@ -244,13 +246,13 @@ def test_the_clock_of_a_session_stands_still(loaded: tuple[Artifact, Program], t
         first = ask(engine, QUESTION, max_tokens=6)
         session = str(first.usage.session)
         today = f"Today is {datetime.now(UTC):%B %d, %Y}."
-        assert today in store.turns(session)[0].text
+        assert today in whole_of(store, store.turns(session)[0].id)[1]
     with engine_of(artifact, loaded[1], tmp_path / "data") as (engine, store):
         old = datetime(2020, 2, 29, 12, tzinfo=UTC).isoformat()
         with database.writing(store._engine, store.file) as connection:
             connection.execute(update(session_table).values(clock=old))
         moved = ask(engine, QUESTION, answered(first.text), NEXT, max_tokens=6)  # a session of another day
-        assert "Today is February 29, 2020." in store.turns(session)[-1].text
+        assert "Today is February 29, 2020." in whole_of(store, store.turns(session)[-1].id)[1]
         assert moved.usage.cached_tokens < 64
         history = (QUESTION, answered(first.text), NEXT, answered(moved.text), user("Go on."))
         again = ask(engine, *history, max_tokens=2)
@@ -258,10 +260,10 @@ def test_the_clock_of_a_session_stands_still(loaded: tuple[Artifact, Program], t
         fork = store.fork(session)
         assert fork.info.clock.isoformat() == old
         forked = ask(engine, *history[:3], answered(moved.text), user("Elsewhere."), session=fork.id, max_tokens=2)
-        assert "Today is February 29, 2020." in store.turns(fork.id)[-1].text
+        assert "Today is February 29, 2020." in whole_of(store, store.turns(fork.id)[-1].id)[1]
         assert forked.fed < 40
         fresh = ask(engine, QUESTION, max_tokens=2)
-        assert today in store.turns(str(fresh.usage.session))[0].text
+        assert today in whole_of(store, store.turns(str(fresh.usage.session))[0].id)[1]
 
 
 TEMPLATE_NAMES = ["trimming", "qwen3", "dated", "forgetful", "smollm2"]
@@ -284,11 +286,12 @@ def test_no_template_leads_to_a_wrong_state(
             asked = Asked(
                 engine, *history, sampling=endless(loaded, seed=n), stop=stop, max_tokens=chance.choice([1, 3, 12])
             )
-            answer = check(asked, loaded, tokenizer)
             prompt = asked.generation.asked.prompt
+            _, text = read_whole(store, prompt)
+            answer = check(asked, loaded, tokenizer, store)
             assert prompt.info is not None
-            sent = engine._planner._render(history, prompt.info.clock)
-            assert "".join(prompt.text.split()) == "".join(sent.split()), "what the client sent, but for spaces"
+            sent = engine._planner._renderer.render(history, prompt.info.clock).text
+            assert "".join(text.split()) == "".join(sent.split()), "what the client sent, but for spaces"
             cached += answer.usage.cached_tokens
             whole = (history.pop().content if history[-1].role == "assistant" else "") + answer.text
             history.append(answered(chance.choice([whole, whole, whole.strip(), answered(whole).said])))

@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from conftest import TinyArtifacts
 from engine.test_engine import LONG_SYSTEM, SAMPLING, Asked, answered, ask, user
@@ -20,6 +19,7 @@ from ssmd.engine.prompt import Prompt
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
+from ssmd.sessions.line import Passage
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.snapshot import Snapshot
@@ -54,11 +54,25 @@ def plan(engine: Engine, messages: tuple[Message, ...]) -> Prompt:
 def same(a: Prompt, b: Prompt) -> bool:
     assert a.info is not None
     assert b.info is not None
-    ids = np.array_equal(a.ids, b.ids)
-    return ids and (a.info.id, a.parent, a.new, a.found, a.text) == (b.info.id, b.parent, b.new, b.found, b.text)
+    hashes = [(len(p.ids), p.ids.hash(len(p.ids)), len(p.text), p.text.hash(len(p.text))) for p in (a, b)]
+    belongs = [(p.info.id, p.parent, p.new, p.found) for p in (a, b) if p.info is not None]
+    return hashes[0] == hashes[1] and belongs[0] == belongs[1]
 
 
-@pytest.mark.parametrize("before", ["candidates", "info", "path", "find"])
+def read_whole(store: Store, prompt: Prompt) -> tuple[list[int], str]:
+    """All ids and all text of a prompt that was just planned; what is not at hand is what the store holds above it."""
+    ids, text = prompt.ids, prompt.text
+    for turn in () if prompt.parent is None else store.path(prompt.parent)[::-1]:
+        line, passage = store.whole(turn.id)
+        if ids.start and len(line) >= ids.start and line.hash(ids.start) == ids.before:
+            ids = ids.after([line.up_to(ids.start)])
+        if text.start and len(passage) >= text.start and passage.hash(text.start) == text.before:
+            text = Passage(passage.own[: text.start] + text.own)
+    assert (ids.start, text.start) == (0, 0)
+    return ids.own.tolist(), text.own
+
+
+@pytest.mark.parametrize("before", ["echoed", "info", "turn", "resume"])
 def test_a_session_deleted_while_a_request_is_planned(
     served: tuple[Engine, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
@@ -79,7 +93,7 @@ def test_a_session_deleted_while_a_request_is_planned(
         monkeypatch.setattr(Snapshot, before, meanwhile)
         asked = Asked(engine, *messages)
         prompt = asked.generation.asked.prompt
-        if before == "candidates":  # nothing was read yet
+        if before == "echoed":  # nothing was read yet
             assert prompt.info is not None
             assert (prompt.info.known, prompt.parent, prompt.new) == (False, None, messages)
             assert prompt.found is None
@@ -87,7 +101,7 @@ def test_a_session_deleted_while_a_request_is_planned(
             assert same(prompt, undisturbed)
         usage = asked.answer().usage
         assert (usage.resume, usage.cached_tokens) == ("none", 0), "no state is left to start from"
-        assert usage.stored == (before == "candidates"), "a session that was removed does not come back"
+        assert usage.stored == (before == "echoed"), "a session that was removed does not come back"
         assert [s.id for s in store.sessions()] == ([usage.session] if usage.stored else [])
         assert ask(engine, *messages).usage.stored
 
@@ -119,14 +133,19 @@ def test_a_plan_reads_once_and_counts_no_sizes(served: tuple[Engine, Store]) -> 
 def test_turns_that_cannot_be_read_do_not_keep_a_request_from_its_answer(served: tuple[Engine, Store]) -> None:
     engine, store = served
     session, messages = begun(engine)
+    (turn,) = store.turns(session)
     with store.writing() as connection:
-        connection.execute(update(turn_table).values(ids_shared=10**6))
+        connection.execute(update(turn_table).values(ids_start=10**6))
     prompt = plan(engine, messages)
     assert prompt.info is not None
-    assert (prompt.info.known, prompt.parent, prompt.new) == (False, None, messages)
+    assert (prompt.info.id, prompt.parent, prompt.new) == (session, turn.id, messages[-1:])
+    assert prompt.heard == {turn.id: messages[:-1]}
     answer = ask(engine, *messages, sampling=SAMPLING)
     assert answer.usage.stored
-    assert answer.usage.session != session
+    assert answer.usage.session == session
+    healed, below = store.turns(session)
+    assert (healed.sound, healed.conversation, len(healed.ids)) == (True, turn.conversation, 0)
+    assert (below.parent, below.stem, below.sound) == (turn.id, None, True)
 
 
 def test_a_session_goes_on_though_its_states_cannot_be_looked_up(served: tuple[Engine, Store]) -> None:

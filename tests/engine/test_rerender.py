@@ -15,6 +15,7 @@ from conftest import TinyArtifacts
 from daemon import soon
 from daemon_process import DaemonProcess
 from engine.test_engine import SAMPLING, Answer, Asked, answered, ask, user
+from keeping import whole as whole_of
 
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics
@@ -23,6 +24,7 @@ from ssmd.engine.sampling import Sampler, SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program, get_runtime
+from ssmd.sessions.line import Passage
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 
@@ -93,15 +95,16 @@ def done(engine: Engine) -> bool:
 def reference(program: Program, store: Store, sampling: SamplingParams, session: str) -> tuple[object, ...]:
     """The first token after the second prompt, by a program that makes the calls that each checkpoint records."""
     first, second = store.turns(session)[-2:]
-    prompt, settled, whole = first.prompt_tokens - 1, len(first.ids), second.ids[: second.prompt_tokens]
-    assert (whole[:settled] == first.ids).all()
+    prompt, settled = first.prompt_tokens - 1, len(first.ids)
+    whole = whole_of(store, second.id)[0][: second.prompt_tokens]
+    assert whole[:settled] == whole_of(store, first.id)[0]
     handle = program.new_state()
     position = 0
     for end, limit in ((prompt, None), (settled, 64), (len(whole) - 1, None)):
         for n in buckets.plan(end - position, program.buckets, limit):
-            program.prefill(handle, whole[position : position + n].tolist())
+            program.prefill(handle, whole[position : position + n])
             position += n
-    (logits,) = program.decode([handle], [int(whole[-1])])
+    (logits,) = program.decode([handle], [whole[-1]])
     program.release(handle)
     sample = Sampler(sampling, index=0).sample(logits)
     return sample.logprob, tuple(p for _, p in sample.top)
@@ -114,7 +117,7 @@ def test_what_a_stop_string_cut_is_read_while_idle(loaded: tuple[Artifact, Progr
         session = str(cut.usage.session)
         soon(lambda: rerendered(store, session))
         turn = store.turns(session)[-1]
-        assert cut.text in turn.text
+        assert cut.text in turn.text.own
         assert turn.answer.content == cut.text
         assert len(turn.ids) > cut.usage.prompt_tokens
     with engine_of(*loaded, tmp_path / "data") as (engine, store):
@@ -137,7 +140,7 @@ def test_trimmed_spaces(loaded: tuple[Artifact, Program], tmp_path: Path) -> Non
         first = ask(engine, QUESTION, max_tokens=6, sampling=sampling)
         assert first.text != first.text.strip()
         session = str(first.usage.session)
-        soon(lambda: store.turns(session)[-1].text.endswith("<|im_start|>"))
+        soon(lambda: store.turns(session)[-1].text.own.endswith("<|im_start|>"))
         turn = store.turns(session)[-1]
         assert turn.answer.content == first.text
         after = ask(engine, QUESTION, answered(first.text.strip()), NEXT)
@@ -164,7 +167,7 @@ def test_reasoning_that_the_template_drops(loaded: tuple[Artifact, Program], tmp
     with engine_of(artifact, loaded[1], tmp_path / "data") as (engine, store):
         first, said = thinking(engine, loaded)
         session = str(first.usage.session)
-        soon(lambda: "They want" not in store.turns(session)[-1].text)
+        soon(lambda: "They want" not in store.turns(session)[-1].text.own)
         turn = store.turns(session)[-1]
         assert turn.answer.content == "<think>\nThey want a story.\n</think>\n\n" + said
         assert turn.prompt_tokens <= len(turn.ids)
@@ -172,20 +175,22 @@ def test_reasoning_that_the_template_drops(loaded: tuple[Artifact, Program], tmp
         after = ask(engine, QUESTION, sent, NEXT)
         assert after.usage.session == session
         assert after.usage.cached_tokens == len(turn.ids)
-        assert store.turns(session)[-1].parent == turn.id
-        assert "They want" not in store.turns(session)[-1].text
+        child = store.turns(session)[-1]
+        assert child.parent == child.stem == turn.id
+        assert "They want" not in whole_of(store, child.id)[1]
 
 
 def test_an_ordinary_turn_is_left_alone(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
     with engine_of(*loaded, tmp_path / "data") as (engine, store):
         first = ask(engine, QUESTION, max_tokens=6, sampling=endless(loaded))
         session = str(first.usage.session)
-        before = store.turns(session)[-1].ids.tolist()
+        turn = store.turns(session)[-1].id
+        before = whole_of(store, turn)
         ask(engine, user("Forget this."), store=False, max_tokens=4, stop=("a", "e", "\n"))
         soon(lambda: done(engine))
         assert len(store.sessions()) == 1
         ask(engine, user("Next."), max_tokens=1)  # written after whatever the rerender gave the writer
-        assert store.turns(session)[-1].ids.tolist() == before
+        assert whole_of(store, turn) == before
 
 
 def test_siblings_are_rerendered_each(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
@@ -210,20 +215,20 @@ def test_a_turn_that_was_continued_is_not_rewritten(loaded: tuple[Artifact, Prog
             assert not stored.is_leaf(parent.id)
             assert stored.is_leaf(child.id)
         with sqlite3.connect(store.file) as raw:
-            before = raw.execute("SELECT ids, text FROM turn ORDER BY seq").fetchall()
+            before = raw.execute("SELECT * FROM turn ORDER BY seq").fetchall()
         raw.close()
         from ssmd.sessions.checkpoint import NewCheckpoint
         from ssmd.sessions.rows.encoded import encode
 
         state = loaded[1].new_state()
         loaded[1].prefill(state, [5, 6, 7])
-        saved = NewCheckpoint("turn", parent.ids[:3], loaded[1].save(state))
+        saved = NewCheckpoint("turn", parent.ids.up_to(3), loaded[1].save(state))
         loaded[1].release(state)
         encoded = encode(saved, scope=engine._planner.scope, producer="p", spec=loaded[1].spec)
-        assert store.rewrite(parent.id, parent.ids[:3], "other", encoded) is None
-        assert store.rewrite("turn_of_nobody", parent.ids[:3], "other", encoded) is None
+        assert store.rewrite(parent.id, parent.ids.up_to(3), Passage("other"), encoded) is None
+        assert store.rewrite("turn_of_nobody", parent.ids.up_to(3), Passage("other"), encoded) is None
         with sqlite3.connect(store.file) as raw:
-            assert raw.execute("SELECT ids, text FROM turn ORDER BY seq").fetchall() == before
+            assert raw.execute("SELECT * FROM turn ORDER BY seq").fetchall() == before
         raw.close()
 
 
@@ -255,10 +260,11 @@ def test_a_request_goes_first(
         ended = quick.answer()
         soon(lambda: rerendered(store, session))
         turn, other = store.turns(session)[-1], store.turns(str(ended.usage.session))[-1]
-        assert turn.ids.tolist()[first.usage.prompt_tokens - 1 :][: len(fed[0])] == fed[0]
-        assert fed[1] == other.ids.tolist()[: len(fed[1])]
+        read = whole_of(store, turn.id)[0]
+        assert read[first.usage.prompt_tokens - 1 :][: len(fed[0])] == fed[0]
+        assert fed[1] == whole_of(store, other.id)[0][: len(fed[1])]
         at = next(i for i, tokens in enumerate(fed[1:], 1) if tokens == fed[0])
-        again, answer = [t for tokens in fed[at:] for t in tokens], turn.ids.tolist()[first.usage.prompt_tokens - 1 :]
+        again, answer = [t for tokens in fed[at:] for t in tokens], read[first.usage.prompt_tokens - 1 :]
         assert again[: len(answer)] == answer, "begun anew, from the question on"
         assert max(map(len, fed)) <= 64
 

@@ -10,19 +10,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from keeping import LINEAGE, assert_same, state_of
+from keeping import LINEAGE, assert_same, ids_of, state_of, user
 from sqlalchemy import select
 from storewriter import SPEC
 
-from ssmd.sessions.checkpoint import as_ids, prefix_keys
+from ssmd.sessions.checkpoint import prefix_keys
+from ssmd.sessions.line import NOTHING, Ids, Line
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.schema import checkpoint, segment, turn_checkpoint
 from ssmd.sessions.store import Store
 
 KILLS = int(os.environ.get("SSMD_KILLS", "30"))
 KILLS_A_STORE = 10
+MOST_COMMITS = 500  # of a writer before it is killed
 HERE = Path(__file__).parents[1]
 
 
@@ -69,6 +71,23 @@ class Ledger:
         self.open_step = None
 
 
+def fed(line: Line, row: Any) -> Ids:
+    """The ids that a checkpoint was fed: with which the turn begins that links to it."""
+    assert prefix_keys(SPEC.digest(), LINEAGE, line, [row.position]) == [row.key]
+    return line.up_to(row.position).own
+
+
+def fed_ahead(lines: dict[str, Line], row: Any) -> Ids:
+    """Those of a checkpoint without a turn: some prompt of the writer's after some turn, or after none."""
+    for whole in (NOTHING, *lines.values()):
+        line = whole.cut(len(whole))
+        for n in range(1, MOST_COMMITS):
+            prompt = line.then(ids_of([user(f"question {n}")], f"answer {n}", 40)[:40])
+            if prefix_keys(SPEC.digest(), LINEAGE, prompt, [len(prompt)]) == [row.key]:
+                return whole.then(prompt.own).own
+    raise AssertionError(f"checkpoint {row.id} is of no prompt")
+
+
 def check(folder: Path, ledger: Ledger) -> int:
     """Everything in the store is sound; the number of checkpoints."""
     store = Store.open(folder, busy_ms=20_000)
@@ -78,19 +97,22 @@ def check(folder: Path, ledger: Ledger) -> int:
             assert session.turns == len(ledger.turns[session.id])
             assert session.head == ledger.turns[session.id][-1]
         with store.reading() as connection:
-            rows = connection.execute(select(checkpoint.c.id, checkpoint.c.ids, checkpoint.c.key)).all()
-            linked = set(connection.scalars(select(turn_checkpoint.c.checkpoint)))
+            rows = connection.execute(select(checkpoint.c.id, checkpoint.c.position, checkpoint.c.key)).all()
+            links = connection.execute(select(turn_checkpoint.c.checkpoint, turn_checkpoint.c.turn)).all()
             segments = connection.execute(select(segment.c.id)).all()
+        lines = {t: store.whole(t)[0] for turns in ledger.turns.values() for t in turns}
+        turn_of = {link.checkpoint: link.turn for link in links}
         for row in rows:
-            ids = as_ids(np.frombuffer(row.ids, "<i4"))
-            assert prefix_keys(SPEC.digest(), LINEAGE, ids, [len(ids)]) == [row.key]
+            ids = fed(lines[turn_of[row.id]], row) if row.id in turn_of else fed_ahead(lines, row)
             assert_same(store.load(row.id, SPEC), state_of(SPEC, ids))
-        ahead = {row.id for row in rows} - linked
+        ahead = {row.id for row in rows} - set(turn_of)
         assert len(ahead) <= 1, "only one that was written ahead of its turn may be without one"
         assert store.sweep() == len(ahead)
         for turns in ledger.turns.values():
             for end in (store.path(t)[-1] for t in turns):
-                assert len(end.ids) == 79 * (end.depth + 1) + 1
+                assert end.sound
+                assert end.stem == end.parent
+                assert len(end.ids) == len(lines[end.id]) == 80 * (end.depth + 1)
     finally:
         store.close()
     raw = sqlite3.connect(folder / FILE)

@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from keeping import ATTENTION, HYBRID, Chat, assert_same, new_store, state_of
+from keeping import ATTENTION, HYBRID, Chat, assert_same, find, new_store, state_of
 from sqlalchemy import event, text
 
 from ssmd.model.state import StateSpec, TensorSpec
+from ssmd.sessions.files.transfer import export_session
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -55,7 +56,7 @@ def test_locked(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="locked by another process"):
             store.delete("s")
         assert store.session("s").head == "t1", "reading goes on"
-        assert store.find(chat.scope, [*chat.turns["t1"].ids.tolist(), 1], "s") is not None
+        assert find(store, chat.scope, [*chat.turns["t1"].ids.own.tolist(), 1], "s") is not None
         other.execute("ROLLBACK")
     chat.say("t2", "t1", "more", "sure")
     store.close()
@@ -257,7 +258,7 @@ class TestAltered:
             ("UPDATE segment SET data = zeroblob(length(data)) WHERE id = 1", r"KV rows \[0, 12\) were altered"),
             ("UPDATE segment SET first = 5 WHERE id = 2", "not what was written"),
             ("UPDATE segment SET first = -1 WHERE id = 1", "not what was written"),
-            ("DELETE FROM checkpoint_segment WHERE checkpoint = 4 AND segment = 4", "KV rows from 35 on are missing"),
+            ("DELETE FROM checkpoint_segment WHERE checkpoint = 4 AND segment = 4", "KV rows from 36 on are missing"),
             ("DELETE FROM checkpoint_segment WHERE checkpoint = 4 AND segment = 2", "not what was written"),
             ("UPDATE checkpoint SET position = 45 WHERE id = 4", "not what was written"),
             ("UPDATE checkpoint SET digest = x'00' WHERE id = 4", "does not consist of the parts"),
@@ -307,24 +308,36 @@ class TestAltered:
     @pytest.mark.parametrize(
         "change",
         [
-            "UPDATE turn SET ids_shared = 999 WHERE id = 't2'",
-            "UPDATE turn SET text_shared = 999 WHERE id = 't2'",
+            "UPDATE turn SET ids_start = 999 WHERE id = 't2'",
+            "UPDATE turn SET text_start = 999 WHERE id = 't2'",
+            "UPDATE turn SET stem = NULL WHERE id = 't2'",
             "UPDATE turn SET ids = x'0102' WHERE id = 't2'",
-            'UPDATE turn SET messages = \'[{"role": "dog", "content": "x"}]\' WHERE id = \'t2\'',
-            "UPDATE turn SET messages = '[7]' WHERE id = 't2'",
-            "UPDATE turn SET messages = '7' WHERE id = 't2'",
-            "UPDATE turn SET messages = 'no json' WHERE id = 't2'",
+            "UPDATE turn SET ids_before = zeroblob(32) WHERE id = 't2'",
+            'UPDATE turn SET items = \'[{"role": "dog", "content": "x"}]\' WHERE id = \'t2\'',
+            "UPDATE turn SET items = '[7]' WHERE id = 't2'",
+            "UPDATE turn SET items = '7' WHERE id = 't2'",
+            "UPDATE turn SET items = 'no json' WHERE id = 't2'",
+            "UPDATE turn SET items = x'ff' WHERE id = 't2'",
             "UPDATE turn SET answer = '[]' WHERE id = 't2'",
+            "UPDATE turn SET answer = NULL WHERE id = 't2'",
         ],
     )
-    def test_a_broken_turn_is_named(self, chat: Chat, change: str) -> None:
+    def test_a_broken_turn_is_named(self, chat: Chat, change: str, tmp_path: Path) -> None:
+        """Nothing of it is believed but the words, nothing is added to it, and others are read all the same."""
         with raw(chat.store.file.parent) as connection:
             assert connection.execute(change).rowcount == 1
-        with pytest.raises(StoreError):
-            chat.store.turns("s")
-        with pytest.raises(StoreError):
-            chat.store.path("t2")
+        for read in (chat.store.turns("s"), chat.store.path("t2")):
+            assert [(t.id, t.sound) for t in read] == [("t1", True), ("t2", False)]
+            assert (len(read[1].ids), len(read[1].text), read[1].prompt_tokens) == (0, 0, 0)
+            assert len(read[0].ids) == 24
+        with pytest.raises(StoreError, match="'t2'"):
+            chat.store.whole("t2")
+        with pytest.raises(StoreError, match="turn 't2' was altered; see `ssmd session check`"):
+            chat.say("t3", "t2", "and", "then")
+        with pytest.raises(StoreError, match="turn 't2' was altered"):
+            export_session(chat.store, "s", tmp_path / "s.ssmd")
         assert [t.id for t in chat.store.path("t1")] == ["t1"]
+        chat.say("t3", "t1", "and", "then")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ import pytest
 from hostile import join, seal, split
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keeping import HYBRID, LINEAGE, VOCABULARY, Chat, answer, assert_same, new_store, state_of, user
+from keeping import HYBRID, LINEAGE, VOCABULARY, Chat, answer, assert_same, find, new_store, state_of, user, whole
+from matching import Conversation, looked_up, match
 from sqlalchemy import func, select, update
 
 from ssmd.sessions.files.transfer import Local, export_session, import_session
-from ssmd.sessions.match import Conversation, match
 from ssmd.sessions.rows.schema import metadata
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.turns import to_micros
@@ -72,10 +72,10 @@ def ids_of(store: Store, session: str) -> list[str]:
 def resumes(chat: Chat, turn: str) -> bool:
     """Whether the turn's own checkpoint is found for what continues it, and is the state of its ids."""
     ids = chat.turns[turn].ids
-    found = chat.store.find(chat.scope, [*ids.tolist(), 1], chat.info.id)
+    found = find(chat.store, chat.scope, [*ids.own.tolist(), 1], chat.info.id)
     if found is None or found.position != len(ids) - 1:
         return False
-    assert_same(chat.store.load(found.id, chat.spec), state_of(chat.spec, ids[:-1]))
+    assert_same(chat.store.load(found.id, chat.spec), state_of(chat.spec, ids.own[:-1]))
     return True
 
 
@@ -109,8 +109,8 @@ def test_both_go_on_by_themselves(store: Store, chat: Chat) -> None:
     assert store.session(fork.info.id).head == "f1b"
     assert store.session("s").head == "t4"
     rebuilt = store.turns(fork.info.id)[3]
-    assert rebuilt.ids.tolist() == fork.turns["f2"].ids.tolist()
-    assert rebuilt.text == fork.turns["f2"].text
+    assert (rebuilt.id, rebuilt.stem) == ("f2", "f1")
+    assert whole(store, "f2") == (fork.turns["f2"].ids.own.tolist(), fork.turns["f2"].text.own)
 
 
 def test_what_a_fork_did_not_inherit_is_not_its_own(store: Store, chat: Chat) -> None:
@@ -150,9 +150,9 @@ def test_a_turn_that_was_removed(store: Store, chat: Chat) -> None:
 def test_the_origin_is_removed(store: Store, chat: Chat) -> None:
     fork = forked(chat, "t2")
     fork.say("f1", "t2", "else?", "yes")
-    seen = [(t.id, t.text, t.ids.tolist()) for t in store.turns(fork.info.id)]
+    seen = [(t.id, whole(store, t.id)) for t in store.turns(fork.info.id)]
     store.delete("s")
-    assert [(t.id, t.text, t.ids.tolist()) for t in store.turns(fork.info.id)] == seen
+    assert [(t.id, whole(store, t.id)) for t in store.turns(fork.info.id)] == seen
     assert all(resumes(fork, t) for t in ("t1", "t2", "f1"))
     with pytest.raises(UnknownSession):
         store.path("t3")
@@ -206,13 +206,13 @@ def test_imported_states_serve_the_fork_too(store: Store, chat: Chat, tmp_path: 
     other = new_store(tmp_path / "other")
     import_session(other, tmp_path / "s.ssmd", local={LINEAGE: Local("made-up", HYBRID, VOCABULARY)})
     made = other.fork("s", "t2b")
-    ids = [*chat.turns["t2b"].ids.tolist(), 1]
-    found = other.find(chat.scope, ids, made.id)
+    ids = [*chat.turns["t2b"].ids.own.tolist(), 1]
+    found = find(other, chat.scope, ids, made.id)
     assert found is not None
     assert (found.origin, found.position) == ("s", len(ids) - 2)
-    assert other.find(chat.scope, ids, None) is None
+    assert find(other, chat.scope, ids, None) is None
     other.delete("s")
-    assert other.find(chat.scope, ids, made.id) == found
+    assert find(other, chat.scope, ids, made.id) == found
     assert other.taken("s"), "its id stays that of the import"
     other.close()
 
@@ -230,7 +230,7 @@ def test_a_later_import_of_the_same_id_serves_no_fork_of_the_first(store: Store,
     done = import_session(other, tmp_path / "forged.ssmd")
     assert done.checkpoints
     assert done.renamed, "the fork would take its states for those that it began with"
-    assert other.find(chat.scope, [*chat.turns["t3"].ids.tolist(), 1], made.id) is None
+    assert find(other, chat.scope, [*chat.turns["t3"].ids.own.tolist(), 1], made.id) is None
     other.close()
 
 
@@ -266,15 +266,15 @@ def test_an_echo_of_both_goes_to_the_one_used_last(store: Store, chat: Chat) -> 
         request = echo(store, inside)
         for first, second in ((made.id, "s"), ("s", made.id)):
             used(store, **{first: 2, second: 1})
-            found = match(request, store.candidates(request))
+            found = looked_up(store, request)
             assert (found.session, found.parent) == (first, inside)
             for named in ("s", made.id):
-                found = match(request, store.candidates(request, named), named)
+                found = looked_up(store, request, named)
                 assert (found.session, found.parent) == (named, inside)
     used(store, **{made.id: 9, "s": 1})
     request = echo(store, "t3")
-    assert match(request, store.candidates(request)).session == "s", "deeper than what the fork has"
-    found = match(request, store.candidates(request, made.id), made.id)
+    assert looked_up(store, request).session == "s", "deeper than what the fork has"
+    found = looked_up(store, request, made.id)
     assert (found.session, found.parent) == (made.id, "t2")
 
 
@@ -319,9 +319,8 @@ def test_the_store_is_the_model(
             mine = trees.setdefault(name, {})
             parent = [None, *mine][b % (len(mine) + 1)] if mine else None
             chat = Chat(store, name)
-            above = store.path(parent)[-1] if parent else None
-            if parent and above:
-                chat.ends[parent], chat.turns[parent] = (None, above.ids), above
+            if parent:
+                chat.remember(store.path(parent)[-1], None)
             new, _ = chat.make(f"t{n}", parent, [user(question)], reply)
             store.commit([new], session=store.session(name).info if mine else chat.info)
             mine[new.id] = (*(mine[parent] if parent else ()), user(question), answer(reply))
@@ -341,7 +340,7 @@ def test_the_store_is_the_model(
     ]
     request = [answer(t) if i % 2 else user(t) for i, t in enumerate(said)]
     session = list(trees)[which % len(trees)] if which >= 0 and trees else None
-    assert match(request, store.candidates(request, session), session) == match(request, everything, session)
+    assert looked_up(store, request, session) == match(request, everything, session)
     assert len(set(order)) == counts(store)["turn"], "a turn that no session has was left"
     store.close()
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keeping import START, Chat, answer, new_store, user
+from matching import Conversation, Match, looked_up, match
+from sqlalchemy import event
 
-from ssmd.sessions.match import Chain, Conversation, Match, echoed_chains, match
+from ssmd.sessions.match import Chain, Echo, continues
+from ssmd.sessions.rows.echoes import read_echoed
+from ssmd.sessions.rows.turns import to_micros
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import UnknownSession
 from ssmd.text.messages import Message
@@ -30,7 +39,7 @@ TWO = stored("s", "t2", user("hi"), answer("hello "), user("more"), answer("sure
 
 
 @pytest.mark.parametrize(
-    ("known", "messages", "session", "expected"),
+    ("there", "messages", "session", "expected"),
     [
         pytest.param([], [user("hi")], None, (None, None, 1), id="nothing stored"),
         pytest.param([ONE], [user("hi")], None, (None, None, 1), id="the same beginning is no echo"),
@@ -82,50 +91,123 @@ TWO = stored("s", "t2", user("hi"), answer("hello "), user("more"), answer("sure
     ],
 )
 def test_decision(
-    known: list[Conversation],
+    tmp_path: Path,
+    there: list[Conversation],
     messages: list[Message],
     session: str | None,
     expected: tuple[str | None, str | None, int],
 ) -> None:
-    found = match(messages, known, session)
+    """Of the model, and of the store."""
+    found = match(messages, there, session)
     assert (found.session, found.parent, len(found.new)) == expected
     assert len(found.messages) == len(messages)
     assert found.new == tuple(messages)[len(messages) - len(found.new) :]
+    store = new_store(tmp_path / "data")
+    there = _write(store, there)
+    if session is not None and session not in {c.session for c in there}:
+        with pytest.raises(UnknownSession, match=session):
+            store.echoed(messages, session)
+    else:
+        assert looked_up(store, messages, session) == match(messages, there, session)
+    store.close()
 
 
-def test_stored_messages_stand_in_for_their_echoes() -> None:
-    found = match([user("hi"), answer("hello"), user("x")], [ONE])
+def _write(store: Store, there: Sequence[Conversation]) -> list[Conversation]:
+    """These conversations, with times and heads as they say, and those that they go on from; which that makes."""
+    made = list(there)
+    chats: dict[str, Chat] = {}
+    written: dict[tuple[str, tuple[Message, ...]], str] = {}
+    for c in sorted(there, key=lambda c: (c.seq, len(c.messages))):
+        chat = chats.setdefault(c.session, Chat(store, c.session))
+        parent, at = None, 0
+        for end in (i for i, m in enumerate(c.messages, 1) if m.role == "assistant"):
+            path = (c.session, c.messages[:end])
+            if end == len(c.messages) or path not in written:
+                name = c.turn if end == len(c.messages) else f"{c.turn}-{end}"
+                new, _ = chat.make(name, parent, c.messages[at : end - 1], c.messages[end - 1].content)
+                store.commit([new], session=chat.info)
+                chat.remember(new, None)
+                written[path] = name
+                if end < len(c.messages):
+                    made.append(replace(c, turn=name, messages=c.messages[:end], is_head=False))
+            parent, at = written[path], end
+    with closing(sqlite3.connect(store.file)) as raw, raw:
+        for c in there:
+            raw.execute("UPDATE session SET last_used_at = ? WHERE id = ?", (to_micros(c.last_used_at), c.session))
+            if c.is_head:
+                raw.execute("UPDATE session SET head = ? WHERE id = ?", (c.turn, c.session))
+    return made
+
+
+def test_stored_messages_stand_in_for_their_echoes(tmp_path: Path) -> None:
+    request = [user("hi"), answer("hello"), user("x")]
+    found = match(request, [ONE])
     assert found == Match("s", "t1", (user("hi"), answer("hello "), user("x")), (user("x"),))
+    store = new_store(tmp_path / "data")
+    _write(store, [ONE])
+    assert looked_up(store, request) == found
+    store.close()
 
 
-texts = st.sampled_from(["", " ", "a", "a ", "\ta\n", "b", "aa"])
+texts = st.sampled_from(
+    ["", " ", "a", "a ", "\ta\n", "b", "aa", "<think>x</think>a", "<think>y</think>a ", "x</think>a", "</think>"]
+)
 messages_ = st.builds(
     Message, st.sampled_from(["system", "user", "assistant"]), texts, st.sampled_from([None, "", "a", "b"])
 )
 
 
-@given(st.lists(messages_, max_size=4), st.lists(messages_, max_size=4))
-def test_chain_is_equal_exactly_for_echoes(a: list[Message], b: list[Message]) -> None:
+said_ = st.lists(messages_, max_size=4).map(lambda messages: [*messages, answer("end")])  # a chain ends in an answer
+
+
+@settings(max_examples=300)
+@given(said_, said_)
+def test_a_chain_tells_echoes_from_others(a: list[Message], b: list[Message]) -> None:
+    """What was said is hashed alike for all that may be echoes; the whole alike for those that leave nothing out."""
+    one, other = Chain().then(a), Chain().then(b)
     alike = len(a) == len(b) and all(x.same_as(y) for x, y in zip(a, b, strict=True))
-    assert (Chain().then(a).digest() == Chain().then(b).digest()) == alike
+    assert alike <= (one.said == other.said)
+    plain = [[(m.role, m.name, m.said) for m in messages] for messages in (a, b)]
+    assert (one.said == other.said) == (plain[0] == plain[1])
+    exact = [
+        [(m.role, m.name, m.content.strip() if m.role == "assistant" else m.content) for m in messages]
+        for messages in (a, b)
+    ]
+    assert (one.whole == other.whole) == (exact[0] == exact[1])
+    assert (one.whole == one.said) or any("</think>" in m.content for m in a if m.role == "assistant")
+    assert continues([*b, user("more")], a) == alike
+    assert not continues(b, a), "it must add something"
 
 
 @given(st.lists(messages_, max_size=6))
-def test_echoed_chains_are_those_of_the_answers_but_the_last_message(messages: list[Message]) -> None:
-    expected = [Chain().then(messages[: i + 1]).digest() for i, m in enumerate(messages[:-1]) if m.role == "assistant"]
-    assert echoed_chains(messages) == expected
+def test_an_echo_has_the_chains_of_the_answers_but_the_last_message(messages: list[Message]) -> None:
+    ends = [i + 1 for i, m in enumerate(messages[:-1]) if m.role == "assistant"]
+    echo = Echo.of(messages)
+    assert list(echo.lengths) == ends
+    assert list(echo.chains) == [Chain().then(messages[:end]) for end in ends]
 
 
+@given(said_, said_, said_)
+def test_a_chain_is_carried_on(a: list[Message], b: list[Message], c: list[Message]) -> None:
+    """However it is cut, at answers."""
+    assert Chain().then([*a, *b, *c]) == Chain().then(a).then(b).then(c) == Chain().then([*a, *b]).then(c)
+
+
+ANSWERS = ["1", " 1", "2", "<think>a</think>1", "<think>b</think>1"]
 turns_ = st.lists(
     # (which session, which earlier turn of it is the parent, what was said, what was answered)
-    st.tuples(st.integers(0, 2), st.integers(0, 5), st.sampled_from("xy"), st.sampled_from(["1", " 1", "2"])),
+    st.tuples(st.integers(0, 2), st.integers(0, 5), st.sampled_from("xy"), st.sampled_from(ANSWERS)),
     min_size=1,
     max_size=10,
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(turns_, st.lists(st.sampled_from(["x", "y", "1", "2 "]), max_size=7), st.sampled_from([None, "s0", "s1"]))
+@settings(max_examples=100, deadline=None)
+@given(
+    turns_,
+    st.lists(st.sampled_from(["x", "y", "1", "2 ", "<think>a</think>1"]), max_size=7),
+    st.sampled_from([None, "s0", "s1"]),
+)
 def test_the_store_looks_up_the_match(
     tmp_path_factory: pytest.TempPathFactory,
     turns: list[tuple[int, int, str, str]],
@@ -138,9 +220,9 @@ def test_the_store_looks_up_the_match(
         everything, chats = _grow(store, turns)
         if session is not None and session not in chats:
             with pytest.raises(UnknownSession, match=session):
-                store.candidates(request, session)
+                store.echoed(request, session)
             return
-        assert match(request, store.candidates(request, session), session) == match(request, everything, session)
+        assert looked_up(store, request, session) == match(request, everything, session)
     finally:
         store.close()
 
@@ -150,9 +232,9 @@ def test_the_deepest_wins_over_the_one_used_last(tmp_path: Path) -> None:
     store = new_store(tmp_path / "data")
     _grow(store, [(2, 0, "x", "1"), (0, 0, "x", "1"), (0, 1, "y", "2"), (1, 0, "x", "1"), (2, 0, "z", "1")])
     request = [user("x"), answer("1"), user("y"), answer("2"), user("x")]
-    found = match(request, store.candidates(request))
+    found = looked_up(store, request)
     assert (found.session, found.parent) == ("s0", "t2")
-    found = match(request[:3], store.candidates(request[:3]))
+    found = looked_up(store, request[:3])
     assert (found.session, found.parent) == ("s2", "t0"), "of equally deep ones that of the session used last"
     store.close()
 
@@ -183,13 +265,18 @@ def _grow(store: Store, turns: list[tuple[int, int, str, str]]) -> tuple[list[Co
 
 
 def test_ten_thousand_sessions_do_not_slow_it_down(tmp_path: Path) -> None:
-    """Looked up by index, not by walking: the plan must not scan the turns."""
-    from sqlalchemy import text
-
-    store = Store.open(tmp_path / "data")
+    """Looked up by index, not by walking: the plans must not scan the turns, nor the sessions."""
+    store = new_store(tmp_path / "data")
+    _write(store, [TWO])
+    store.fork("s", "t2")
+    asked: list[tuple[str, Any]] = []
     with store.reading() as connection:
-        plan = connection.execute(
-            text("EXPLAIN QUERY PLAN SELECT id FROM turn WHERE chain IN (x'00', x'01') ORDER BY length DESC")
-        )
-        assert any("ix_turn_chain" in row.detail for row in plan)
+        event.listen(connection, "before_cursor_execute", lambda *given: asked.append((given[2], given[3])))
+        for session in (None, "s"):
+            assert read_echoed(connection, [*TWO.messages, user("x")], session) is not None
+        assert len(asked) >= 4
+        for statement, given in list(asked):
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", given).all()
+            scanned = [row.detail for row in plan if re.match(r"SCAN (turn|session)\b", row.detail)]
+            assert scanned == [], statement
     store.close()

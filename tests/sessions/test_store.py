@@ -29,14 +29,18 @@ from keeping import (
     Chat,
     answer,
     assert_same,
+    find,
     new_store,
+    plain,
     state_of,
     user,
+    whole,
 )
 from sqlalchemy import func, select
 
 from ssmd.model.state import State, StateError, StateSpec, TensorSpec
-from ssmd.sessions.checkpoint import NewCheckpoint, Scope, anchor, anchors
+from ssmd.sessions.checkpoint import NewCheckpoint, Scope
+from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage, anchor, anchors
 from ssmd.sessions.rows import blobs as blobs_module
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.encoded import encode
@@ -44,8 +48,6 @@ from ssmd.sessions.rows.schema import checkpoint, metadata, piece, segment
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, UnknownSession
 from ssmd.text.messages import Message
-
-NO_IDS = np.empty(0, np.int32)
 
 
 @pytest.fixture
@@ -68,8 +70,8 @@ def counts(store: Store) -> dict[str, int]:
 
 def check_prefix_found(store: Store, chat: Chat, turn: str) -> None:
     """The turn's own checkpoint is what its continuation finds, and it holds what the model held."""
-    ids = chat.turns[turn].ids
-    found = store.find(chat.scope, [*ids.tolist(), 1, 2, 3], chat.info.id)
+    ids = chat.turns[turn].ids.own
+    found = find(store, chat.scope, [*ids.tolist(), 1, 2, 3], chat.info.id)
     assert found is not None
     assert found.position == len(ids) - 1
     assert_same(store.load(found.id, chat.spec), state_of(chat.spec, ids[:-1]))
@@ -82,9 +84,11 @@ def test_a_conversation_comes_back(store: Store, spec: StateSpec) -> None:
     for turn in ("t1", "t2"):
         check_prefix_found(store, chat, turn)
     for read, wrote in zip(store.path("t2"), chat.turns.values(), strict=True):
-        assert vars(replace(read, ids=wrote.ids)) == vars(wrote) | {"depth": read.depth}
-        assert read.ids.dtype == np.int32
-        assert (read.ids == wrote.ids).all()
+        first = wrote.parent is None
+        stands = {"depth": 0, "length": 3, "stem": None} if first else {"depth": 1, "length": 5, "stem": "t1"}
+        assert plain(read) == plain(wrote) | stands | {"root": "t1", "sound": True}
+        assert read.ids.own.dtype == np.int32
+        assert whole(store, read.id) == (wrote.ids.own.tolist(), wrote.text.own)
     session = store.session("s")
     assert (session.head, session.turns, session.title) == ("t2", 2, "hi")
     assert session.info == chat.info
@@ -149,7 +153,7 @@ def test_any_number_of_readers_keep_no_writer_waiting(store: Store) -> None:
     chat = Chat(store, "s1", HYBRID)
     with ExitStack() as planned:
         for _ in range(40):
-            planned.enter_context(store.snapshot()).find(chat.scope, [1, 2, 3])
+            planned.enter_context(store.snapshot()).resume(chat.scope, Line.of([1, 2, 3]))
         chat.say("t1", None, "hi", "hello")
     check_prefix_found(store, chat, "t1")
 
@@ -160,7 +164,7 @@ def test_a_checkpoint_written_ahead_is_only_linked_later(store: Store, spec: Sta
     turn, made = chat.make("t2", "t1", [user("more")], "sure")
     ahead, last = (chat.encode(c) for c in made)
     assert store.keep(ahead).nbytes == ahead.nbytes
-    assert store.find(chat.scope, [*ahead.ids.tolist(), 1], "s") is not None, "it serves already"
+    assert find(store, chat.scope, [*made[0].ids.own.tolist(), 1], "s") is not None, "it serves already"
     assert store.session("s").turns == 1
     done = store.commit([turn], [ahead.without_data(), last], session=chat.info)
     assert [(p.was_there, p.nbytes) for p in done.checkpoints] == [(True, 0), (False, last.nbytes)]
@@ -206,30 +210,30 @@ class TestFind:
     def test_at_least_one_id_is_left_to_feed(self, store: Store, spec: StateSpec) -> None:
         chat = Chat(store, "s", spec)
         chat.say("t1", None, "hi", "hello")
-        fed = chat.turns["t1"].ids[:-1].tolist()
-        at_end = store.find(chat.scope, fed, "s")
+        fed = chat.turns["t1"].ids.own[:-1].tolist()
+        at_end = find(store, chat.scope, fed, "s")
         assert at_end is not None
         assert at_end.position == 12, "the turn's checkpoint at 23 would leave nothing to feed"
-        deeper = store.find(chat.scope, [*fed, 7], "s")
+        deeper = find(store, chat.scope, [*fed, 7], "s")
         assert deeper is not None
         assert deeper.position == 23
 
     def test_nothing_in_common(self, store: Store) -> None:
         chat = Chat(store, "s")
         chat.say("t1", None, "hi", "hello")
-        ids = chat.turns["t1"].ids.tolist()
-        assert store.find(chat.scope, [ids[0] + 1, *ids[1:], 1], "s") is None
-        assert store.find(chat.scope, ids[:5], "s") is None
-        assert store.find(chat.scope, [], "s") is None
-        assert store.find(chat.scope, [3], "s") is None
+        ids = chat.turns["t1"].ids.own.tolist()
+        assert find(store, chat.scope, [ids[0] + 1, *ids[1:], 1], "s") is None
+        assert find(store, chat.scope, ids[:5], "s") is None
+        assert find(store, chat.scope, [], "s") is None
+        assert find(store, chat.scope, [3], "s") is None
 
     def test_scopes_stay_apart(self, store: Store) -> None:
         chat = Chat(store, "s")
         chat.say("t1", None, "hi", "hello")
-        ids = [*chat.turns["t1"].ids.tolist(), 1]
-        assert store.find(replace(chat.scope, lineage="c" * 64), ids, None) is None
-        assert store.find(replace(chat.scope, layout="d" * 32), ids, None) is None
-        other = store.find(replace(chat.scope, build="e" * 64), ids, None)
+        ids = [*chat.turns["t1"].ids.own.tolist(), 1]
+        assert find(store, replace(chat.scope, lineage="c" * 64), ids, None) is None
+        assert find(store, replace(chat.scope, layout="d" * 32), ids, None) is None
+        other = find(store, replace(chat.scope, build="e" * 64), ids, None)
         assert other is not None
         assert other.build == BUILD, "another build of the lineage may resume it"
 
@@ -237,30 +241,30 @@ class TestFind:
         one, two = Chat(store, "s1"), Chat(store, "s2", build="c" * 64)
         one.say("t1", None, "hi", "hello")
         two.say("u1", None, "hi", "hello")
-        ids = [*one.turns["t1"].ids.tolist(), 1]
+        ids = [*one.turns["t1"].ids.own.tolist(), 1]
         for chat in (one, two):
-            found = store.find(chat.scope, ids, None)
+            found = find(store, chat.scope, ids, None)
             assert found is not None
             assert (found.position, found.build) == (23, chat.scope.build)
         two.say("u2", "u1", "more", "sure")
-        found = store.find(one.scope, [*two.turns["u2"].ids.tolist(), 1], None)
+        found = find(store, one.scope, [*two.turns["u2"].ids.own.tolist(), 1], None)
         assert found is not None
-        assert (found.position, found.build) == (46, two.scope.build)
+        assert (found.position, found.build) == (47, two.scope.build)
 
     def test_skipping_one_that_cannot_be_loaded(self, store: Store) -> None:
         chat = Chat(store, "s")
         chat.say("t1", None, "hi", "hello")
-        ids = [*chat.turns["t1"].ids.tolist(), 1]
-        first = store.find(chat.scope, ids, "s")
+        ids = [*chat.turns["t1"].ids.own.tolist(), 1]
+        first = find(store, chat.scope, ids, "s")
         assert first is not None
-        second = store.find(chat.scope, ids, "s", skip={first.id})
+        second = find(store, chat.scope, ids, "s", skip={first.id})
         assert second is not None
         assert second.position == 12
 
     @pytest.mark.parametrize("bad", [[-1, 2], [2**31, 2], [[1, 2]]])
     def test_impossible_ids(self, store: Store, bad: list[Any]) -> None:
         with pytest.raises(ValueError, match="token ids"):
-            store.find(Chat(store, "s").scope, bad, None)
+            find(store, Chat(store, "s").scope, bad, None)
 
     @settings(max_examples=40, deadline=None)
     @given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(1, 320), st.data())
@@ -277,20 +281,21 @@ class TestFind:
             if data.draw(st.booleans()):
                 ids[data.draw(st.integers(0, p - 1))] += 1
             kept.append(ids)
-            new = NewCheckpoint("turn", ids, state_of(spec, ids))
-            turn = NewTurn(f"t{n}", "s", None, (user("x"),), answer("y"), ids, 1, "", "stop", True, START)
+            new = NewCheckpoint("turn", Line.of(ids), state_of(spec, ids))
+            turn = NewTurn(f"t{n}", "s", None, (user("x"),), answer("y"), Line.of(ids), 1, SILENCE, "stop", True, START)
             encoded = encode(new, scope=scope, producer="p", spec=spec)
             store.commit([turn], [encoded], session=SessionInfo("s", "m", LINEAGE, START))
         prompt = base[:length]
         fitting = [len(k) for k in kept if len(k) < length and (k == prompt[: len(k)]).all()]
-        found = store.find(scope, prompt.tolist(), None)
+        found = find(store, scope, prompt.tolist(), None)
         assert (found.position if found else 0) == max(fitting, default=0)
         store.close()
 
     @given(st.integers(1, 1 << 20))
     def test_every_position_has_its_anchor_among_the_anchors(self, position: int) -> None:
-        assert anchor(position) in anchors(position)
-        assert len(anchors(position)) <= 8 * position.bit_length()
+        assert anchor(position) in anchors(1, position)
+        assert anchors(position, position) == [anchor(position)]
+        assert len(anchors(1, position)) <= 8 * position.bit_length()
         assert position - anchor(position) <= position / 8
 
 
@@ -325,11 +330,11 @@ class TestCommit:
         other = {name: a.copy() for name, a in first.state.tensors.items()}
         other["key_1"][0, 0, 0] += 0.001
         first = replace(first, state=State(first.state.position, 0, other))
-        longer = np.concatenate([first.ids, np.array([1, 2, 3], np.int32)])
-        second = replace(second, ids=longer, state=state_of(HYBRID, longer, 12), parent=first)
+        longer = np.concatenate([first.ids.own, np.array([1, 2, 3], np.int32)])
+        second = replace(second, ids=Line.of(longer), state=state_of(HYBRID, longer, 12), parent=first)
         done = store.commit([turn], [two.encode(first), two.encode(second)], session=two.info)
         assert [p.was_there for p in done.checkpoints] == [True, False]
-        found = store.find(two.scope, [*longer.tolist(), 1], None)
+        found = find(store, two.scope, [*longer.tolist(), 1], None)
         assert found is not None
         assert found.position == 15
         assert found.producer != "numpy 1 cpu 2 threads"
@@ -445,24 +450,26 @@ class TestCommit:
 class TestEncode:
     def make(self, **changes: Any) -> NewCheckpoint:
         ids = np.arange(1, 9, dtype=np.int32)
-        return replace(NewCheckpoint("turn", ids, state_of(HYBRID, ids)), **changes)
+        return replace(NewCheckpoint("turn", Line.of(ids), state_of(HYBRID, ids)), **changes)
 
     def test_what_cannot_be(self) -> None:
         scope = Scope(HYBRID.digest(), LINEAGE, BUILD)
         good = self.make()
         broken = dict(good.state.tensors) | {"ssm_0": np.full((2, 4, 8), np.nan, np.float32)}
         for changes, reason in (
-            ({"ids": good.ids[:-1]}, "needs that many ids"),
-            ({"ids": -good.ids}, "token ids"),
+            ({"ids": good.ids.up_to(7)}, "needs that many ids"),
+            ({"ids": good.ids.cut(8), "state": state_of(HYBRID, good.ids.own, 3), "parent": 1}, "not at hand"),
             ({"kind": "other"}, "kind"),
             ({"state": State(8, 0, broken)}, "not finite"),
-            ({"state": state_of(HYBRID, good.ids, 3)}, "needs a parent"),
+            ({"state": state_of(HYBRID, good.ids.own, 3)}, "needs a parent"),
             ({"parent": 3}, "needs no parent"),
             ({"state": State(8, 0, {})}, "differ"),
-            ({"state": state_of(HYBRID, good.ids, 3), "parent": self.make()}, "the parent ends at 8"),
+            ({"state": state_of(HYBRID, good.ids.own, 3), "parent": self.make()}, "the parent ends at 8"),
         ):
             with pytest.raises(ValueError, match=reason):
                 encode(self.make(**changes), scope=scope, producer="p", spec=HYBRID)
+        with pytest.raises(ValueError, match="token ids"):
+            Line.of(-good.ids.own)
         with pytest.raises(StateError, match="layout"):
             encode(good, scope=replace(scope, layout="c" * 32), producer="p", spec=HYBRID)
 
@@ -478,7 +485,9 @@ class TestEncode:
             views[name] = view
         chat = Chat(store, "s")
         turn, _ = chat.make("t1", None, [user("hi")], "hello")
-        done = store.commit([turn], [chat.encode(NewCheckpoint("turn", ids, State(8, 0, views)))], session=chat.info)
+        done = store.commit(
+            [turn], [chat.encode(NewCheckpoint("turn", Line.of(ids), State(8, 0, views)))], session=chat.info
+        )
         number = done.checkpoints[0].id
         assert number is not None
         assert_same(store.load(number, HYBRID), state)
@@ -520,7 +529,9 @@ class TestDtypes:
         big = dict(state.tensors) | {"key_1": np.full((2, 8, 6), 1e6, np.float32)}
         chat = Chat(store, "s", self.spec("float32"))
         turn, _ = chat.make("t1", None, [user("hi")], "hello")
-        done = store.commit([turn], [chat.encode(NewCheckpoint("turn", ids, State(8, 0, big)))], session=chat.info)
+        done = store.commit(
+            [turn], [chat.encode(NewCheckpoint("turn", Line.of(ids), State(8, 0, big)))], session=chat.info
+        )
         assert done.checkpoints[0].id is not None
         with pytest.raises(StoreError, match="too large for float16"):
             store.load(done.checkpoints[0].id, self.spec("float16"))
@@ -534,11 +545,11 @@ class TestImported:
         turn, checkpoints = chat.make("t1", None, [user("hi")], "hello")
         encoded = [replace(chat.encode(c), origin="s") for c in checkpoints]
         store.commit([turn], encoded, session=chat.info)
-        ids = [*turn.ids.tolist(), 1]
+        ids = [*turn.ids.own.tolist(), 1]
         Chat(store, "other").say("x1", None, "unlike", "this")
-        assert store.find(chat.scope, ids, None) is None
-        assert store.find(chat.scope, ids, "other") is None
-        found = store.find(chat.scope, ids, "s")
+        assert find(store, chat.scope, ids, None) is None
+        assert find(store, chat.scope, ids, "other") is None
+        found = find(store, chat.scope, ids, "s")
         assert found is not None
         assert found.origin == "s"
 
@@ -556,7 +567,7 @@ class TestImported:
         store.commit([turn], [replace(chat.encode(c), origin="s") for c in checkpoints], session=chat.info)
         other = Chat(store, "other")
         assert [p.was_there for p in other.say("u1", None, "hi", "hello").checkpoints] == [False, False]
-        found = store.find(chat.scope, [*turn.ids.tolist(), 1], "s")
+        found = find(store, chat.scope, [*turn.ids.own.tolist(), 1], "s")
         assert found is not None
         assert found.origin is None, "of two equally deep ones the one that was computed here"
 
@@ -571,7 +582,7 @@ class TestDelete:
         store.delete("s1")
         check_prefix_found(store, two, "u1")
         check_prefix_found(store, two, "u2")
-        left = store.find(one.scope, [*one.turns["t2"].ids.tolist(), 1], None)
+        left = find(store, one.scope, [*one.turns["t2"].ids.own.tolist(), 1], None)
         assert left is not None
         assert left.position == 23, "the shared beginning; what only s1 had is gone"
         assert [s.id for s in store.sessions()] == ["s2"]
@@ -589,7 +600,7 @@ class TestDelete:
         two.remember(turn, None)
         store.delete("s1")
         check_prefix_found(store, two, "u1")
-        found = store.find(one.scope, [*one.turns["t1"].ids.tolist(), 499], None)
+        found = find(store, one.scope, [*one.turns["t1"].ids.own.tolist(), 499], None)
         assert found is not None
         assert found.position == 23
 
@@ -655,9 +666,9 @@ class TestDelete:
                     f"t{i - 1}" if i else None,
                     (user("q"),),
                     answer("a"),
-                    NO_IDS,
+                    NOTHING,
                     0,
-                    "",
+                    SILENCE,
                     "stop",
                     True,
                     START,
@@ -709,7 +720,7 @@ def test_names_and_contents_of_every_kind(store: Store) -> None:
     (read,) = store.turns("s")
     assert read.messages == tuple(messages)
     assert read.answer.content == text
-    assert read.text == turn.text
+    assert read.text.own == turn.text.own
     assert store.session("s").info.model == text
 
 
@@ -718,11 +729,10 @@ def test_history_that_a_template_rewrote(store: Store) -> None:
     chat = Chat(store, "s")
     chat.say("t1", None, "hi", "hello")
     turn, _ = chat.make("t2", "t1", [user("more")], "sure")
-    other = replace(turn, ids=np.array([3, 1], np.int32), text="<system>something else")
+    other = replace(turn, ids=Line.of([3, 1]), text=Passage("<system>something else"))
     store.commit([other], session=chat.info)
-    read = store.path("t2")[-1]
-    assert read.ids.tolist() == [3, 1]
-    assert read.text == other.text
+    assert whole(store, "t2") == ([3, 1], other.text.own)
+    assert store.path("t2")[-1].stem is None
 
 
 def test_no_row_is_larger_than_a_mebibyte(store: Store) -> None:

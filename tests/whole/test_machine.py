@@ -18,17 +18,17 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import hypothesis
-import numpy as np
 import pytest
 from conftest import TinyArtifacts
 from contract.driving import Case
 from engine.test_engine import Answer, Asked, user
+from engine.test_prompt import read_whole as read_prompt
 from engine.test_rerender import THINKING, with_template
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -44,12 +44,14 @@ from ssmd.engine.request import Rejected
 from ssmd.engine.sampling import SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
-from ssmd.sessions.checkpoint import Ids
 from ssmd.sessions.files.transfer import Local, export_session, import_session
 from ssmd.sessions.fsck.check import examine
 from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.line import Line
+from ssmd.sessions.rows.checkpoints import named_by
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.holding import read_holding
+from ssmd.sessions.rows.lines import read_whole
 from ssmd.sessions.rows.schema import checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.turns import read_tree
@@ -91,8 +93,9 @@ def plain(messages: Talk) -> Talk:
     return trimmed(tuple(told))
 
 
-def states_in(connection: Connection) -> list[tuple[bytes, str]]:
-    return [tuple(row) for row in connection.execute(select(checkpoint.c.ids, checkpoint.c.origin))]
+def states_in(connection: Connection) -> Sequence[Any]:
+    c = checkpoint.c
+    return connection.execute(select(c.id, c.key, c.layout, c.lineage, c.position, c.producer, c.origin)).all()
 
 
 class Sessions(RuleBasedStateMachine):
@@ -341,7 +344,7 @@ class Sessions(RuleBasedStateMachine):
             if err.code != "context_length_exceeded":
                 raise
             return
-        prompt, answer = asked.generation.asked.prompt.ids, asked.answer()
+        (prompt, _), answer = read_prompt(self.store, asked.generation.asked.prompt), asked.answer()
         if fields.get("store", True):
             self.placed(messages, answer, wanted, n)
             self.resumed(answer, prompt, stored, n)
@@ -401,12 +404,12 @@ class Sessions(RuleBasedStateMachine):
         assert self.store.session(session).head in fresh
         self.model[session] = found
 
-    def states(self) -> list[tuple[bytes, str]]:
-        """The ids fed and the origin of all checkpoints."""
+    def states(self) -> Sequence[Any]:
+        """All checkpoints: what names each."""
         with self.store.reading() as connection:
             return states_in(connection)
 
-    def resumed(self, answer: Answer, prompt: Ids, stored: list[tuple[bytes, str]], n: int) -> None:
+    def resumed(self, answer: Answer, prompt: list[int], stored: Sequence[Any], n: int) -> None:
         """It began at the deepest state there was for it, and the next request finds one as deep as can be.
 
         prompt: as it was asked. The turn may have been rerendered since, with reasoning that the echo left out.
@@ -414,12 +417,13 @@ class Sessions(RuleBasedStateMachine):
         session = str(answer.usage.session)
         own = ("", self.store.session(session).info.imported)
         with self.store.reading() as connection:  # of one moment: a rerender may come at any
-            turns, now = read_tree(connection, session)[-n:], states_in(connection)
-        fitting = [len(ids) // 4 for ids, origin in stored if origin in own and prompt[:-1].tobytes().startswith(ids)]
+            turns = [read_whole(connection, t.id)[0] for t in read_tree(connection, session)[-n:]]
+            now = [row for row in states_in(connection) if row.origin in own]
+        begins = Line.of(prompt[:-1])
+        fitting = [row.position for row in stored if row.origin in own and named_by(row, begins)]
         assert answer.usage.cached_tokens == max(fitting, default=0)
-        there = {ids for ids, origin in now if origin in own} if self.quota is None else None
-        for turn in turns:
-            assert there is None or not there.isdisjoint({turn.ids.tobytes(), turn.ids[:-1].tobytes()})
+        for ids in turns if self.quota is None else ():
+            assert any(named_by(row, ids) for row in now if row.position >= len(ids) - 1)
 
     def conversations(self, session: str) -> dict[str, Talk]:
         found: dict[str, Talk] = {}
@@ -449,16 +453,17 @@ class Sessions(RuleBasedStateMachine):
 
     def look_at_checkpoints(self, *, again: bool = False) -> None:
         with self.store.reading() as connection:
-            c = checkpoint.c
             # One view of the store: a rerender may replace a state meanwhile.
-            for row in connection.execute(select(c.id, c.ids, c.producer)).all():
+            for row in states_in(connection):
                 if row.id in self.checked and not (again and row.id % 4 == self.taken % 4):
                     continue
                 state = self.store.load_in(connection, row.id, self.artifact.manifest.spec)
                 if row.id in self.checked:
                     assert fingerprint(state) == self.checked[row.id], "its bits are the same for ever"
                 elif "several runs" not in row.producer:
-                    self.recorder.check(state, np.frombuffer(row.ids, "<i4").tolist(), self.tolerance)
+                    fed = Line.of(self.recorder.fed_to(state))
+                    assert named_by(row, fed), "its key is that of the ids that were fed"
+                    self.recorder.check(state, self.tolerance)
                 self.checked[row.id] = fingerprint(state)
 
 

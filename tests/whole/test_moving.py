@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,9 +17,11 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import Daemon, daemon
 from hostile import Parts, join, seal, split
-from keeping import START
+from keeping import Chat, new_store
+from keeping import answer as said
+from matching import looked_up
 from serving import Answer
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import get_runtime
@@ -26,9 +29,9 @@ from ssmd.sessions.checkpoint import Scope
 from ssmd.sessions.files import sessionfile
 from ssmd.sessions.files.rereading import Rereader
 from ssmd.sessions.files.transfer import Local, export_session, import_session
-from ssmd.sessions.match import Conversation, match
 from ssmd.sessions.rows.database import FILE
-from ssmd.sessions.rows.schema import checkpoint
+from ssmd.sessions.rows.growth import sealed
+from ssmd.sessions.rows.schema import checkpoint, turn
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 from ssmd.text.tokenizer import Tokenizer
@@ -48,6 +51,13 @@ def ask(one: Daemon, messages: Messages, **fields: Any) -> dict[str, Any]:
     answer = one.chat(messages=messages, **{**SAMPLING, **fields})
     assert answer.status == 200, answer.body
     return dict(answer.json)
+
+
+def write(store: Store, *turns: str, **fields: Any) -> None:
+    """Write other values into rows of turns, as if they had been written so."""
+    with store.writing() as connection:
+        for row in connection.execute(select(turn).where(turn.c.id.in_(turns))).mappings().all():
+            connection.execute(update(turn).where(turn.c.id == row["id"]), sealed({**row, **fields}))
 
 
 def text(reply: Mapping[str, Any]) -> str:
@@ -161,9 +171,12 @@ def test_a_session_that_two_models_answer(artifacts: TinyArtifacts, tmp_path: Pa
         assert len(set(seen)) == len(seen) == 2
         raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         shutil.copytree(tmp_path / "a", tmp_path / "control")
-        # Another tokenizer's ids, as the tiny models share one.
-        raw.execute("UPDATE turn SET ids_shared = 0, ids = zeroblob(length(ids)) WHERE seq = 2")
     raw.close()
+    with closing(Store.open(tmp_path / "a")) as store:
+        first, other = store.turns(session)
+        assert (other.parent, other.stem) == (first.id, None)
+        # Another tokenizer's ids, as the tiny models share one.
+        write(store, other.id, ids=bytes(other.ids.own.nbytes))
     messages += [say(text(second), "assistant"), say(QUESTIONS[2])]
     with daemon(artifacts["llama-f32"], tmp_path / "control") as one:
         control = ask(one, messages, session=session)
@@ -171,7 +184,8 @@ def test_a_session_that_two_models_answer(artifacts: TinyArtifacts, tmp_path: Pa
         third = ask(one, messages, session=session)
         parts = split(exported(one, session))
     assert [parts.tensors[f"turn.{i}.ids"]["shape"][0] > 0 for i in range(3)] == [True, False, True]
-    assert [t["text"] + "-" * t["text_shared"] == "" for t in parts.document["turns"]] == [False, True, False]
+    assert [t["text"] == "" for t in parts.document["turns"]] == [False, True, False]
+    assert [t["stem"] for t in parts.document["turns"]] == [None, None, first.id]
     assert third["usage"]["prompt_tokens"] == control["usage"]["prompt_tokens"]
     assert cached(third) == cached(control) == len(ids_of(replies[0]))
     assert logprobs(third) == logprobs(control)
@@ -260,15 +274,26 @@ def test_an_import_takes_no_conversation_over(artifacts: TinyArtifacts, tmp_path
         assert logprobs(theirs) == logprobs(mine), "where there is a state of our own, even the import goes on from it"
 
 
-def test_the_choice_between_equal_conversations() -> None:
-    messages = (Message("user", "hi"), Message("assistant", "hello"))
-    mine = Conversation("mine", "t1", messages, START)
-    theirs = Conversation("theirs", "t2", messages, START + timedelta(days=1), is_head=True, seq=9, imported=True)
-    deeper = replace(theirs, turn="t3", messages=(*messages, Message("user", "a"), Message("assistant", "b")))
-    asked = (*messages, Message("user", "more"))
-    assert match(asked, [theirs, mine]).session == "mine"
-    assert match(asked, [theirs]).session == "theirs"
-    assert match((*deeper.messages, *asked), [deeper, mine]).session == "theirs"
+def test_the_choice_between_equal_conversations(tmp_path: Path) -> None:
+    with closing(new_store(tmp_path / "data")) as store:
+        mine, theirs = Chat(store, "mine"), Chat(store, "theirs").imported_as("theirs")
+        theirs.clock += timedelta(days=1)
+        mine.say("t1", None, "hi", "hello")
+        theirs.say("t2", None, "hi", "hello")
+        theirs.say("t3", "t2", "a", "b")
+        theirs.say("t4", None, "hi", "hello")
+        used = {s.id: (s.last_used_at, s.head) for s in store.sessions()}
+        assert used["theirs"] > used["mine"]
+        assert used["theirs"][1] == "t4"
+        hi, deeper = (Message("user", "hi"), said("hello")), (Message("user", "a"), said("b"))
+        asked = (*hi, Message("user", "more"))
+        found = looked_up(store, asked)
+        assert (found.session, found.parent) == ("mine", "t1")
+        found = looked_up(store, (*hi, *deeper, *asked))
+        assert (found.session, found.parent) == ("theirs", "t3")
+        store.delete("mine")
+        found = looked_up(store, asked)
+        assert (found.session, found.parent) == ("theirs", "t4")
 
 
 @pytest.mark.parametrize("model", ["llama-f32", "granite-f32"])
@@ -371,8 +396,7 @@ def test_a_session_that_fits_no_file(artifacts: TinyArtifacts, tmp_path: Path, m
         assert "too long for one file" in refused.error["message"]
         monkeypatch.undo()
         assert one.store is not None
-        with one.store.writing() as connection:
-            connection.exec_driver_sql("UPDATE turn SET finish = 'no such end!'")
+        write(one.store, *(t.id for t in one.store.turns(path.split("/")[-2])), finish="no such end!")
         refused = one.served.ask("GET", path)
         assert (refused.status, refused.error["code"]) == (507, "storage_error")
         assert "fits into no session file: finish" in refused.error["message"]

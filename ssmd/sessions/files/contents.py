@@ -11,16 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.model.state import State, StateError, StateSpec, TensorSpec
-from ssmd.sessions.checkpoint import CheckpointKind, Ids, NewCheckpoint, Scope
+from ssmd.sessions.checkpoint import CheckpointKind, NewCheckpoint, Scope
 from ssmd.sessions.files import sessionfile
-from ssmd.sessions.files.document import CheckpointEntry
+from ssmd.sessions.files.document import (
+    CheckpointEntry,
+    FirstCheckpointEntry,
+    FirstDocument,
+    FirstTurnEntry,
+    TurnEntry,
+)
 from ssmd.sessions.files.sessionfile import SessionFileReader
+from ssmd.sessions.line import NOTHING, SILENCE, Ids, Line, Passage, regrown
 from ssmd.sessions.rows.encoded import Encoded, encode
 from ssmd.sessions.rows.turns import check_unicode, to_micros
 from ssmd.sessions.turn import NewTurn, StoreError
 from ssmd.text.messages import Message
 
-MAX_REBUILT_BYTES = 256 << 20  # ids and text of all turns, each whole
+_MAX_PARTS = 64  # turns above one of format 1 that its ids may be a part of
+MAX_REBUILT_BYTES = 256 << 20  # ids and text of all turns of format 1, which may share any part of their parent's
 MAX_STATE_FACTOR = 4  # bytes of all states, each with the rows that it cannot share, over the size of the file; and
 # they are never more than sessionfile.MAX_FILE_BYTES: an import takes less than twice that much memory.
 
@@ -38,13 +46,20 @@ class Mark:
 class Contents:
     """A session as a file has it: its own session and turn ids, parents before their children.
 
-    marks: of the checkpoints whose ids are a turn's own.
+    marks: of the checkpoints whose ids are a turn's own. stems: of the turns that go on from another one's ids.
     """
 
     clock: datetime
     turns: list[NewTurn]
     checkpoints: list[Encoded]
     marks: list[Mark]
+    stems: dict[str, str | None]
+
+    def line(self, turn_id: str) -> Line:
+        """All ids of a turn."""
+        known = {t.id: t for t in self.turns}
+        first, *rest = _parts(self.stems, known, turn_id)
+        return first.after(rest[::-1])
 
 
 def read(reader: SessionFileReader, *, spec: StateSpec | None, vocabulary: int | None, states: bool = True) -> Contents:
@@ -54,12 +69,15 @@ def read(reader: SessionFileReader, *, spec: StateSpec | None, vocabulary: int |
     """
     own = _spec(reader, spec)
     _no_strangers(reader, own)
-    turns = _turns(reader, vocabulary)
+    turns, stems = _turns(reader, vocabulary)
     if reader.document.session.head not in {t.id for t in turns}:
         raise reader.error(f"its head {reader.document.session.head!r} is none of its turns")
-    checkpoints = _checkpoints(reader, own, vocabulary) if own and states else []
-    marks = _marks(reader, {t.id: t.ids for t in turns}, vocabulary)
-    return Contents(_moment(reader, reader.document.session.clock), turns, checkpoints, marks)
+    fed = _fed(reader, turns, stems, vocabulary)
+    room = min(MAX_STATE_FACTOR * reader.nbytes, sessionfile.MAX_FILE_BYTES)
+    checkpoints = _checkpoints(reader, own, fed, room) if own and states else []
+    return Contents(
+        _moment(reader, reader.document.session.clock), turns, checkpoints, _marks(reader, fed, turns), stems
+    )
 
 
 def _spec(reader: SessionFileReader, expected: StateSpec | None) -> StateSpec | None:
@@ -77,34 +95,40 @@ def _spec(reader: SessionFileReader, expected: StateSpec | None) -> StateSpec | 
     return expected or spec  # they differ in dtypes at most, and the model's are not on the file's word
 
 
-def _turns(reader: SessionFileReader, vocabulary: int | None) -> list[NewTurn]:
+def _turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[NewTurn], dict[str, str | None]]:
+    """The turns, and the stem of each."""
     turns: dict[str, NewTurn] = {}
+    stems: dict[str, str | None] = {}
     rebuilt = 0
-    nothing = np.empty(0, np.int32)
-    for i, entry in enumerate(reader.document.turns):
+    entries: Sequence[TurnEntry | FirstTurnEntry] = reader.document.turns
+    for i, entry in enumerate(entries):
         if entry.id in turns:
             raise reader.error(f"turn {entry.id!r} stands in it twice")
         if entry.parent is not None and entry.parent not in turns:
             raise reader.error(f"turn {entry.id!r} stands before its parent {entry.parent!r}, or has none")
-        above = turns[entry.parent] if entry.parent is not None else None
-        ids_above, text_above = (above.ids, above.text) if above else (nothing, "")
-        if entry.ids_shared > len(ids_above) or entry.text_shared > len(text_above):
-            raise reader.error(f"turn {entry.id!r} shares more with its parent than that one has")
-        tail = reader.ids(f"turn.{i}.ids", vocabulary)
-        rebuilt += 4 * (entry.ids_shared + len(tail)) + entry.text_shared + len(entry.text)
-        if rebuilt > MAX_REBUILT_BYTES:
-            raise reader.error(f"its turns unfold to more than {MAX_REBUILT_BYTES} bytes")
-        if entry.prompt_tokens > entry.ids_shared + len(tail):
+        own = reader.ids(f"turn.{i}.ids", vocabulary)
+        if isinstance(entry, TurnEntry):
+            stem, ids, text = _grown(reader, turns, entry, own)
+        else:
+            stem, ids, text = _regrown(reader, turns, stems, entry, own)
+            rebuilt += ids.own.nbytes + len(text.own)
+            if rebuilt > MAX_REBUILT_BYTES:
+                raise reader.error(f"its turns unfold to more than {MAX_REBUILT_BYTES} bytes")
+        if entry.prompt_tokens > len(ids) > 0:
             raise reader.error(f"turn {entry.id!r} has a longer prompt than ids")
+        *messages, answer = (Message(m.role, m.content, m.name) for m in entry.said)
+        if answer.role != "assistant":
+            raise reader.error(f"turn {entry.id!r} is answered by the {answer.role}")
+        stems[entry.id] = stem
         turns[entry.id] = NewTurn(
             id=entry.id,
             session=reader.document.session.id,
             parent=entry.parent,
-            messages=tuple(Message(m.role, m.content, m.name) for m in entry.messages),
-            answer=Message(entry.answer.role, entry.answer.content, entry.answer.name),
-            ids=np.concatenate([ids_above[: entry.ids_shared], tail]),
-            prompt_tokens=entry.prompt_tokens,
-            text=text_above[: entry.text_shared] + entry.text,
+            messages=tuple(messages),
+            answer=answer,
+            ids=ids,
+            prompt_tokens=min(entry.prompt_tokens, len(ids)),
+            text=text,
             finish=entry.finish,
             complete=entry.complete,
             created_at=_moment(reader, entry.created_at),
@@ -113,9 +137,47 @@ def _turns(reader: SessionFileReader, vocabulary: int | None) -> list[NewTurn]:
             check_unicode(turns[entry.id])
         except StoreError as err:
             raise reader.error(str(err)) from err
-        if entry.answer.role != "assistant":
-            raise reader.error(f"turn {entry.id!r} is answered by the {entry.answer.role}")
-    return list(turns.values())
+    return list(turns.values()), stems
+
+
+def _grown(
+    reader: SessionFileReader, turns: Mapping[str, NewTurn], entry: TurnEntry, own: Ids
+) -> tuple[str | None, Line, Passage]:
+    """(stem, ids, text) of a turn."""
+    if entry.stem is None:
+        return None, Line(own), Passage(entry.text)
+    above = turns.get(entry.stem)
+    if above is None or not len(above.ids):
+        raise reader.error(f"turn {entry.id!r} stands before its stem {entry.stem!r}, or that has no ids")
+    ids = above.ids.cut(len(above.ids)).then(own)
+    return entry.stem, ids, above.text.cut(len(above.text)).then(entry.text)
+
+
+def _regrown(
+    reader: SessionFileReader,
+    turns: Mapping[str, NewTurn],
+    stems: Mapping[str, str | None],
+    entry: FirstTurnEntry,
+    own: Ids,
+) -> tuple[str | None, Line, Passage]:
+    """(stem, ids, text) of a turn of format 1."""
+    names: list[str] = []
+    at = entry.parent
+    while at is not None and len(turns[at].ids) and len(names) < _MAX_PARTS:
+        names.append(at)
+        if len(turns[at].ids) <= entry.ids_shared and len(turns[at].text) <= entry.text_shared:
+            break  # this is the stem
+        at = stems[at]
+    else:
+        if at is not None and len(names) == _MAX_PARTS:
+            return None, NOTHING, SILENCE  # read again, from its words
+    made = regrown(
+        [(turns[n].ids, turns[n].text, True) for n in names], entry.ids_shared, own, entry.text_shared, entry.text
+    )
+    if made is None:
+        raise reader.error(f"turn {entry.id!r} shares more with its parent than that one has")
+    stem, ids, text = made
+    return None if stem is None else names[stem], ids, text
 
 
 def _moment(reader: SessionFileReader, text: str) -> datetime:
@@ -127,21 +189,15 @@ def _moment(reader: SessionFileReader, text: str) -> datetime:
     return moment
 
 
-def _checkpoints(reader: SessionFileReader, spec: StateSpec, vocabulary: int | None) -> list[Encoded]:
-    """Checked, read and encoded, parents first."""
+def _checkpoints(reader: SessionFileReader, spec: StateSpec, ids: Sequence[_Fed], room: int) -> list[Encoded]:
+    """Checked, read and encoded, parents first. ids: what each of them was fed. room: bytes that all may take."""
     document = reader.document
-    turn_ids = {t.id for t in document.turns}
-    made: list[tuple[CheckpointEntry, NewCheckpoint]] = []
+    made: list[tuple[FirstCheckpointEntry, NewCheckpoint, bytes]] = []
     encoded: list[Encoded] = []
-    room = most = min(MAX_STATE_FACTOR * reader.nbytes, sessionfile.MAX_FILE_BYTES)
-    ids = [reader.ids(f"checkpoint.{i}.ids", vocabulary) for i in range(len(document.checkpoints))]
-    for i in sorted(range(len(ids)), key=lambda i: len(ids[i])):
-        entry = document.checkpoints[i]
-        if entry.turn not in turn_ids:
-            raise reader.error(f"checkpoint {i} belongs to the turn {entry.turn!r}, which is not in it")
-        _rows_are_whole(reader, i, entry, len(ids[i]) if spec.rows else 0)
-        if not len(ids[i]):
-            raise reader.error(f"checkpoint {i} has no ids: before the first token there is no state")
+    most = room
+    for i in sorted(range(len(ids)), key=lambda i: ids[i].position):
+        entry, position = document.checkpoints[i], ids[i].position
+        _rows_are_whole(reader, i, entry, position if spec.rows else 0)
         parent = _parent_among(made, entry, ids[i]) if spec.rows else None
         since = parent.state.position if parent else 0
         chunks = [k for k in entry.rows if document.rows[k].first >= since]
@@ -153,29 +209,89 @@ def _checkpoints(reader: SessionFileReader, spec: StateSpec, vocabulary: int | N
         room -= sum(a.nbytes for a in tensors.values())
         if room < 0:
             raise reader.error(f"its states unfold to more than {most} bytes")
-        checkpoint = NewCheckpoint(entry.kind, ids[i], State(len(ids[i]), since, tensors), parent, turn=entry.turn)
+        line = ids[i].line(since if parent else position)
+        checkpoint = NewCheckpoint(entry.kind, line, State(position, since, tensors), parent, turn=entry.turn)
         scope = Scope(spec.digest(), document.session.lineage, entry.build)
         try:
             encoded.append(encode(checkpoint, scope=scope, producer=entry.producer, spec=spec))
         except ValueError as err:
             raise reader.error(f"checkpoint {i}: {err}") from err
-        made.append((entry, replace(checkpoint, state=State(len(ids[i]), since, {}), parent=None)))  # numbers not kept
+        kept = replace(checkpoint, state=State(position, since, {}), parent=None)  # numbers not kept
+        made.append((entry, kept, line.hash(position)))
     if len({(c.key, c.scope.build) for c in encoded}) != len(encoded):
         raise reader.error("a checkpoint stands in it twice")
     return encoded
 
 
-def _marks(reader: SessionFileReader, turns: Mapping[str, Ids], vocabulary: int | None) -> list[Mark]:
-    marks = []
+@dataclass(frozen=True)
+class _Fed:
+    """The ids that a checkpoint was fed: the first `position` of those that these parts make, the last part first."""
+
+    position: int
+    parts: Sequence[Line]
+
+    def line(self, since: int) -> Line:
+        """The ids, with those from `since` on at hand."""
+        needed: list[Line] = []
+        for part in self.parts:
+            if part.start <= self.position:
+                needed.insert(0, part)
+            if part.start <= since:
+                break
+        if not needed:
+            return NOTHING
+        return needed[-1].after(needed[:-1]).up_to(self.position)
+
+    def hash(self, position: int) -> bytes:
+        """Hash the first ones."""
+        return next(part for part in self.parts if part.start <= position).hash(position)
+
+
+def _fed(
+    reader: SessionFileReader, turns: Sequence[NewTurn], stems: Mapping[str, str | None], vocabulary: int | None
+) -> list[_Fed]:
+    """What each checkpoint was fed."""
+    known = {t.id: t for t in turns}
+    found = []
     for i, entry in enumerate(reader.document.checkpoints):
+        if entry.turn not in known:
+            raise reader.error(f"checkpoint {i} belongs to the turn {entry.turn!r}, which is not in it")
+        if isinstance(entry, CheckpointEntry):
+            parts = _parts(stems, known, entry.turn)
+            if entry.position > len(known[entry.turn].ids):
+                raise reader.error(f"checkpoint {i} at position {entry.position} is not within the ids of its turn")
+            found.append(_Fed(entry.position, parts))
+            continue
         ids = reader.ids(f"checkpoint.{i}.ids", vocabulary)
-        own = turns.get(entry.turn)
-        if own is not None and 0 < len(ids) <= len(own) and np.array_equal(own[: len(ids)], ids):
-            marks.append(Mark(entry.turn, entry.kind, len(ids)))
+        if not len(ids):
+            raise reader.error(f"checkpoint {i} has no ids: before the first token there is no state")
+        found.append(_Fed(len(ids), [Line(ids)]))
+    return found
+
+
+def _parts(stems: Mapping[str, str | None], turns: Mapping[str, NewTurn], turn: str) -> list[Line]:
+    """What a turn's ids consist of, the last part first."""
+    at: str | None = turn
+    parts = []
+    while at is not None:
+        parts.append(turns[at].ids)
+        at = stems[at]
+    return parts
+
+
+def _marks(reader: SessionFileReader, fed: Sequence[_Fed], turns: Sequence[NewTurn]) -> list[Mark]:
+    """Checkpoints of ids with which their turns begin."""
+    ends = {t.id: t.ids for t in turns}
+    marks = []
+    for entry, ids in zip(reader.document.checkpoints, fed, strict=True):
+        own = ends[entry.turn]
+        within = own.start <= ids.position <= len(own) and own.hash(ids.position) == ids.hash(ids.position)
+        if within or (isinstance(entry, CheckpointEntry) and ids.position <= len(own)):
+            marks.append(Mark(entry.turn, entry.kind, ids.position))
     return marks
 
 
-def _rows_are_whole(reader: SessionFileReader, i: int, entry: CheckpointEntry, position: int) -> None:
+def _rows_are_whole(reader: SessionFileReader, i: int, entry: FirstCheckpointEntry, position: int) -> None:
     at = 0
     for k in entry.rows:
         if k >= len(reader.document.rows):
@@ -189,13 +305,13 @@ def _rows_are_whole(reader: SessionFileReader, i: int, entry: CheckpointEntry, p
 
 
 def _parent_among(
-    made: Sequence[tuple[CheckpointEntry, NewCheckpoint]], entry: CheckpointEntry, ids: Ids
+    made: Sequence[tuple[FirstCheckpointEntry, NewCheckpoint, bytes]], entry: FirstCheckpointEntry, ids: _Fed
 ) -> NewCheckpoint | None:
     """The deepest one made so far whose rows are the first of this one's: those need not be stored again."""
-    for other, checkpoint in reversed(made):
-        n = len(checkpoint.ids)
+    for other, checkpoint, hashed in reversed(made):
+        n = checkpoint.state.position
         same = other.build == entry.build and other.rows == entry.rows[: len(other.rows)]
-        if same and n < len(ids) and np.array_equal(checkpoint.ids, ids[:n]):
+        if same and n < ids.position and ids.hash(n) == hashed:
             return checkpoint
     return None
 
@@ -212,7 +328,9 @@ def _joined_rows(reader: SessionFileReader, t: TensorSpec, chunks: Sequence[int]
 def _no_strangers(reader: SessionFileReader, spec: StateSpec | None) -> None:
     """Exactly the tensors that the document speaks of are there."""
     document = reader.document
-    recurrent = ["ids", *(t.name for t in (spec.recurrent if spec else ()))]
+    recurrent = [t.name for t in (spec.recurrent if spec else ())]
+    if isinstance(document, FirstDocument):
+        recurrent.append("ids")
     rows = [t.name for t in (spec.rows if spec else ())]
     # Counted first: a document can speak of far more tensors than a file can hold.
     count = len(document.turns) + len(document.checkpoints) * len(recurrent) + len(document.rows) * len(rows)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ssmd.sessions.turn import ID_PATTERN
 
-FORMAT: Literal[1] = 1
+FORMAT: Literal[2] = 2
 MAX_TURNS = 10_000
 MAX_CHECKPOINTS = 256
 MAX_ROWS = 20_000  # chunks of KV rows
@@ -38,22 +38,50 @@ class MessageEntry(_Strict):
     name: str | None = None
 
 
-class TurnEntry(_Strict):
-    """A turn in the header. Its ids are the first `ids_shared` of its parent's and then those of the tensor
-    turn.<i>.ids; text likewise.
-    """
+class ItemEntry(MessageEntry):
+    """One thing that was said. id: of its own, also over HTTP."""
+
+    id: Id
+    type: Literal["message"]
+
+
+class AnyTurnEntry(_Strict):
+    """What a turn in the header has in every format."""
 
     id: Id
     parent: Id | None
-    messages: Annotated[list[MessageEntry], Field(max_length=100_000)]
-    answer: MessageEntry
-    ids_shared: Count
-    text_shared: Count
     text: str
     prompt_tokens: Count
     finish: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
     complete: bool
     created_at: Short
+
+
+class TurnEntry(AnyTurnEntry):
+    """A turn in the header. Its ids are those of its stem and then the tensor turn.<i>.ids; text likewise."""
+
+    stem: Id | None
+    items: Annotated[list[ItemEntry], Field(max_length=100_000)]
+    answer: Annotated[list[ItemEntry], Field(min_length=1, max_length=1)]
+
+    @property
+    def said(self) -> list[MessageEntry]:
+        return [*self.items, *self.answer]
+
+
+class FirstTurnEntry(AnyTurnEntry):
+    """A turn in the header of format 1. Its ids are the first `ids_shared` of its parent's and then those of the tensor
+    turn.<i>.ids; text likewise.
+    """
+
+    messages: Annotated[list[MessageEntry], Field(max_length=100_000)]
+    answer: MessageEntry
+    ids_shared: Count
+    text_shared: Count
+
+    @property
+    def said(self) -> list[MessageEntry]:
+        return [*self.messages, self.answer]
 
 
 class TensorEntry(_Strict):
@@ -69,8 +97,10 @@ class RowsEntry(_Strict):
     last: Count
 
 
-class CheckpointEntry(_Strict):
-    """A checkpoint in the header. rows: numbers of the chunks that make its KV rows [0, position)."""
+class FirstCheckpointEntry(_Strict):
+    """A checkpoint in the header of format 1: the tensor checkpoint.<i>.ids has its ids. rows: numbers of the chunks
+    that make its KV rows [0, position).
+    """
 
     turn: Id
     kind: Literal["system", "user", "turn"]
@@ -79,13 +109,34 @@ class CheckpointEntry(_Strict):
     rows: Annotated[list[Count], Field(max_length=MAX_ROWS)]
 
 
-class Document(_Strict):
-    """What the header says in JSON, besides where the tensors are. layout: StateSpec.to_json(), empty without state."""
+class CheckpointEntry(FirstCheckpointEntry):
+    """A checkpoint in the header: of the first `position` ids of its turn."""
 
-    format: Literal[1]
+    position: Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+class _Any(_Strict):
     written_by: Short
     session: SessionEntry
-    turns: Annotated[list[TurnEntry], Field(min_length=1, max_length=MAX_TURNS)]
     layout: Annotated[list[TensorEntry], Field(max_length=10_000)]
-    checkpoints: Annotated[list[CheckpointEntry], Field(max_length=MAX_CHECKPOINTS)]
     rows: Annotated[list[RowsEntry], Field(max_length=MAX_ROWS)]
+
+
+class Document(_Any):
+    """What the header says in JSON, besides where the tensors are. layout: StateSpec.to_json(), empty without state."""
+
+    format: Literal[2]
+    turns: Annotated[list[TurnEntry], Field(min_length=1, max_length=MAX_TURNS)]
+    checkpoints: Annotated[list[CheckpointEntry], Field(max_length=MAX_CHECKPOINTS)]
+
+
+class FirstDocument(_Any):
+    """The header of format 1."""
+
+    format: Literal[1]
+    turns: Annotated[list[FirstTurnEntry], Field(min_length=1, max_length=MAX_TURNS)]
+    checkpoints: Annotated[list[FirstCheckpointEntry], Field(max_length=MAX_CHECKPOINTS)]
+
+
+AnyDocument = Document | FirstDocument
+DOCUMENTS: dict[int, type[Document] | type[FirstDocument]] = {2: Document, 1: FirstDocument}

@@ -13,20 +13,22 @@ from sqlalchemy import Connection
 
 from ssmd import __version__
 from ssmd.model.state import DTYPES, StateSpec
-from ssmd.sessions.checkpoint import Ids
+from ssmd.sessions.checkpoint import prefix_keys
 from ssmd.sessions.files.document import (
     FORMAT,
     MAX_CHECKPOINTS,
     CheckpointEntry,
     Document,
-    MessageEntry,
+    ItemEntry,
     RowsEntry,
     SessionEntry,
     TensorEntry,
     TurnEntry,
 )
 from ssmd.sessions.files.sessionfile import SessionFileWriter, dtype_name
+from ssmd.sessions.line import Ids
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
+from ssmd.sessions.rows import growth
 from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.checkpoints import Stored
 from ssmd.sessions.store import Store
@@ -57,8 +59,13 @@ def pack(store: Store, connection: Connection, session: Session, out: BinaryIO, 
     head = next((t for t in tree if t.id == session.head), None)
     if head is None:
         raise StoreError(f"session {session.id!r} is broken: its current turn {session.head!r} is missing")
+    if altered := next((t.id for t in tree if not t.sound), None):
+        raise StoreError(f"turn {altered!r} was altered; `ssmd session check --repair` takes out what is broken")
     lineage = head.lineage or session.info.lineage
-    stored, left_out = _chosen(connection, tree, head, lineage, states)
+    wanted, left_out = _chosen(connection, tree, head, lineage, states)
+    known = {t.id: t for t in tree if t.lineage == lineage}
+    stored = [c for c in wanted if _is_named(c, known)]  # a prompt's may differ from what a rendering made of it later
+    left_out += len(wanted) - len(stored)
     chunks: dict[int, tuple[int, int, str]] = {s[0]: s[1:] for c in stored for s in c.segments}
     numbers = {segment: k for k, segment in enumerate(chunks)}
     spec = stored[0].spec if stored else None
@@ -67,7 +74,6 @@ def pack(store: Store, connection: Connection, session: Session, out: BinaryIO, 
     for i, tail in enumerate(tails):
         shapes[f"turn.{i}.ids"] = ("I32", tail.shape)
     for i, c in enumerate(stored):
-        shapes[f"checkpoint.{i}.ids"] = ("I32", c.ids.shape)
         for t in c.spec.recurrent:
             shapes[f"checkpoint.{i}.{t.name}"] = (dtype_name(DTYPES[c.dtype]), t.shape)
     for k, (first, last, dtype) in enumerate(chunks.values()):
@@ -108,7 +114,6 @@ def _write_state(
         state = store.load_in(connection, c.id, _as_stored(c))
     except StoreError as err:
         raise StoreError(f"{err}; the text alone can be exported without states") from err
-    writer.write(f"checkpoint.{i}.ids", c.ids)
     for t in c.spec.recurrent:
         writer.write(f"checkpoint.{i}.{t.name}", state.tensors[t.name])
     for segment, first, last, dtype in c.segments:
@@ -188,33 +193,39 @@ def _rows_nbytes(spec: StateSpec | None, segments: Iterable[tuple[int, int, int,
 
 
 def _checkpoint_entry(c: Stored, numbers: Mapping[int, int]) -> CheckpointEntry:
-    fields = {"turn": c.turn, "kind": c.kind, "build": c.build, "producer": c.producer}
+    fields = {"turn": c.turn, "kind": c.kind, "position": c.position, "build": c.build, "producer": c.producer}
     return CheckpointEntry.model_validate(fields | {"rows": [numbers[s[0]] for s in c.segments]})
 
 
+def _is_named(c: Stored, turns: Mapping[str, Turn]) -> bool:
+    """Whether a checkpoint is of ids with which its turn begins."""
+    at = turns.get(c.turn)
+    while at is not None and at.ids.start > c.position:
+        at = turns.get(at.stem) if at.stem is not None else None
+    if at is None or c.position > len(at.ids):
+        return False
+    return prefix_keys(c.layout, c.lineage, at.ids, [c.position]) == [c.key]
+
+
 def _turn_entries(tree: Sequence[Turn], lineage: str) -> tuple[list[TurnEntry], list[Ids]]:
-    """The turns, and of each the ids that its parent does not have. Ids of another lineage would mean other text."""
+    """The turns, and of each the ids that its stem does not have. Ids of another lineage would mean other text."""
     entries, tails = [], []
-    seen: dict[str | None, tuple[Ids, str]] = {None: (_NO_IDS, "")}
     for turn in tree:
-        ids, text = (turn.ids, turn.text) if turn.lineage == lineage else (_NO_IDS, "")
-        above_ids, above_text = seen[turn.parent]
-        ids_shared, text_shared = turn_rows.shared_ids(ids, above_ids), turn_rows.shared_text(text, above_text)
-        tails.append(ids[ids_shared:])
+        ours = turn.lineage == lineage
+        items = [growth.as_item(turn.id, i, m) for i, m in enumerate(turn.conversation)]
+        tails.append(turn.ids.own if ours else _NO_IDS)
         entries.append(
             TurnEntry(
                 id=turn.id,
                 parent=turn.parent,
-                messages=[MessageEntry.model_validate(m.to_json()) for m in turn.messages],
-                answer=MessageEntry.model_validate(turn.answer.to_json()),
-                ids_shared=ids_shared,
-                text_shared=text_shared,
-                text=text[text_shared:],
-                prompt_tokens=turn.prompt_tokens if len(ids) else 0,
+                stem=turn.stem if ours else None,
+                items=[ItemEntry.model_validate(item) for item in items[:-1]],
+                answer=[ItemEntry.model_validate(items[-1])],
+                text=turn.text.own if ours else "",
+                prompt_tokens=turn.prompt_tokens if ours else 0,
                 finish=turn.finish,
                 complete=turn.complete,
                 created_at=turn.created_at.isoformat(),
             )
         )
-        seen[turn.id] = (ids, text)
     return entries, tails

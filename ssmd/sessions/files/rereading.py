@@ -10,10 +10,10 @@ import numpy as np
 from ssmd.model.state import State
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
-from ssmd.sessions.checkpoint import Ids, NewCheckpoint, Scope
+from ssmd.sessions.checkpoint import NewCheckpoint, Scope
 from ssmd.sessions.files.contents import Mark
+from ssmd.sessions.line import Ids, Line
 from ssmd.sessions.rows.encoded import Encoded, encode
-from ssmd.sessions.rows.turns import shared_ids
 from ssmd.sessions.turn import NewTurn
 from ssmd.text.tokenizer import Tokenizer
 
@@ -30,23 +30,37 @@ class Rereader:
     scope: Scope
     progress: Callable[[int, int], None] = lambda read, of: None
 
-    def spells(self, turn: NewTurn) -> bool:
-        """Whether the turn's ids stand for its text and nothing else."""
-        return self.tokenizer.spells(turn.ids.tolist(), turn.text)
+    def spelled(self, turns: Iterable[NewTurn], stems: Mapping[str, str | None]) -> set[str]:
+        """Names of the turns whose ids stand for their text and nothing else, parents first in `turns`.
 
-    def compute(self, turns: Mapping[str, NewTurn], marks: Iterable[Mark]) -> list[Encoded]:
-        """Checkpoints at `marks`, parents first, of no origin: they are this program's own.
-
-        A mark that is not within its turn's ids, or beyond the program's context, is passed over. Branches are read
-        from the start. Raises what the program raises.
+        A turn that goes on from a stem adds its part to what that one spells, at a place where text can be cut.
         """
-        wanted: dict[bytes, tuple[Mark, Ids]] = {}
+        found: dict[str, NewTurn] = {}
+        for turn in turns:
+            stem = stems.get(turn.id)
+            if stem is not None:
+                if stem not in found:
+                    continue
+                before = found[stem].text.own
+                if not self.tokenizer.ends_at_control(before + turn.text.own, len(before)):
+                    continue
+            if self.tokenizer.spells(turn.ids.own.tolist(), turn.text.own):
+                found[turn.id] = turn
+        return set(found)
+
+    def compute(self, wanted: Iterable[tuple[Mark, Line]]) -> list[Encoded]:
+        """Checkpoints at marks, each with all ids before it; parents first, of no origin: they are this program's own.
+
+        One beyond the program's context is passed over. Branches are read from the start. Raises what the program
+        raises.
+        """
+        unique: dict[bytes, tuple[Mark, Ids]] = {}
         most = self.program.context
-        for mark in marks:
-            ids = turns[mark.turn].ids[: max(0, mark.position)]
-            if 0 < mark.position == len(ids) and (most is None or len(ids) <= most):
-                wanted.setdefault(ids.astype(">i4").tobytes(), (mark, ids))
-        in_order = [wanted[key] for key in sorted(wanted)]  # what begins alike comes together, the shorter one first
+        for mark, line in wanted:
+            ids = line.own[: max(0, mark.position)]
+            if not line.start and 0 < mark.position == len(ids) and (most is None or len(ids) <= most):
+                unique.setdefault(ids.astype(">i4").tobytes(), (mark, ids))
+        in_order = [unique[key] for key in sorted(unique)]  # what begins alike comes together, the shorter one first
         return self._read(in_order)
 
     def _read(self, wanted: list[tuple[Mark, Ids]]) -> list[Encoded]:
@@ -57,7 +71,7 @@ class Rereader:
         parent: NewCheckpoint | None = None
         try:
             for mark, ids in wanted:
-                if handle is None or shared_ids(fed, ids) < len(fed):
+                if handle is None or _shared(fed, ids) < len(fed):
                     self.program.release(handle) if handle is not None else None
                     handle, fed, parent = self.program.new_state(), fed[:0], None
                 at = len(fed)
@@ -67,7 +81,7 @@ class Rereader:
                     self.progress(read, whole)
                 fed = ids
                 state = self.program.save(handle, since=parent.state.position if parent else 0)
-                checkpoint = NewCheckpoint(mark.kind, ids, state, parent, turn=mark.turn)
+                checkpoint = NewCheckpoint(mark.kind, Line(ids), state, parent, turn=mark.turn)
                 done.append(
                     encode(checkpoint, scope=self.scope, producer=self.program.producer, spec=self.program.spec)
                 )
@@ -81,7 +95,14 @@ class Rereader:
 def _tokens_to_read(in_order: list[Ids]) -> int:
     total, above = 0, np.empty(0, np.int32)
     for ids in in_order:
-        goes_on = shared_ids(above, ids) == len(above)
+        goes_on = _shared(above, ids) == len(above)
         total += len(ids) - (len(above) if goes_on else 0)
         above = ids
     return total
+
+
+def _shared(a: Ids, b: Ids) -> int:
+    """Count the ids with which both begin."""
+    n = min(len(a), len(b))
+    differing = np.flatnonzero(a[:n] != b[:n])
+    return int(differing[0]) if len(differing) else n

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from ssmd.sessions.files.document import FORMAT, Document
+from ssmd.sessions.files.document import DOCUMENTS, FORMAT, AnyDocument, Document
 from ssmd.sessions.turn import StoreError
 
 MAX_FILE_BYTES = 4 << 30
@@ -146,15 +146,17 @@ class SessionFileReader:
             raise self.error("its header is not a JSON object")
         return header
 
-    def _document(self, text: str) -> Document:
+    def _document(self, text: str) -> AnyDocument:
         fields = self._parse(text)
-        if fields.get("format") != FORMAT:
+        said = fields.get("format")
+        kind = DOCUMENTS.get(said) if type(said) is int else None
+        if kind is None:
             raise self.error(
-                f"it has format {str(fields.get('format'))[:20]}, this ssmd reads format {FORMAT}: "
+                f"it has format {str(said)[:20]}, this ssmd reads formats up to {FORMAT}: "
                 "use the version that wrote it, or a newer one"
             )
         try:
-            return Document.model_validate(fields)
+            return kind.model_validate(fields)
         except ValidationError as err:
             first = err.errors(include_input=False, include_url=False)[0]
             raise self.error(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from err

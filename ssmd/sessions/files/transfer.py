@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 from pydantic import ValidationError
 
 from ssmd.model.state import StateSpec
@@ -17,6 +16,7 @@ from ssmd.sessions.files import contents
 from ssmd.sessions.files.packing import Exported, States, pack
 from ssmd.sessions.files.rereading import Rereader
 from ssmd.sessions.files.sessionfile import SessionFileError, SessionFileReader, open_session_file
+from ssmd.sessions.line import NOTHING, SILENCE
 from ssmd.sessions.rows.encoded import Encoded
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo
@@ -118,8 +118,10 @@ def import_session(
         dropped = len(reader.document.checkpoints) - len(found.checkpoints)
     turns, computed = found.turns, list[Encoded]()
     if rereader is not None and rereader.scope.lineage == entry.lineage:
-        turns = [t if rereader.spells(t) else _messages_alone(t) for t in turns]
-        computed = rereader.compute({t.id: t for t in turns}, found.marks or _usual_marks(turns, entry.head))
+        spelled = rereader.spelled(turns, found.stems)
+        marks = [m for m in found.marks or _usual_marks(turns, entry.head) if m.turn in spelled]
+        computed = rereader.compute((m, found.line(m.turn)) for m in marks)
+        turns = [t if t.id in spelled else _messages_alone(t) for t in turns]
         reason = "" if any(len(t.ids) for t in turns) else "its ids do not spell its text"
     elif stranger or not believe:
         turns = [_messages_alone(t) for t in turns]
@@ -161,7 +163,7 @@ def _stranger(reader: SessionFileReader, local: Mapping[str, Local] | None) -> s
 
 
 def _messages_alone(turn: NewTurn) -> NewTurn:
-    return replace(turn, ids=np.empty(0, np.int32), text="", prompt_tokens=0)
+    return replace(turn, ids=NOTHING, text=SILENCE, prompt_tokens=0)
 
 
 def _usual_marks(turns: list[NewTurn], head: str) -> list[contents.Mark]:

@@ -9,16 +9,16 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from sqlalchemy import Connection, text
 
 from ssmd.model.state import StateSpec
-from ssmd.sessions.checkpoint import KINDS, Digested, anchor, as_ids, digest, prefix_keys
-from ssmd.sessions.fsck.findings import Findings, as_they_are, is_count, is_text, is_time, raw_rows
+from ssmd.sessions.checkpoint import KINDS, Digested, digest
+from ssmd.sessions.fsck.findings import Findings, is_count, is_text, is_time, raw_rows
 from ssmd.sessions.fsck.transcript import examine_transcripts
 from ssmd.sessions.rows.blobs import MAX_BLOB_BYTES, dtype_of, is_genuine, recurrent_values
-from ssmd.sessions.rows.holding import stored_bytes
+from ssmd.sessions.rows.holding import stored_bytes, turn_bytes
 from ssmd.sessions.rows.schema import metadata
+from ssmd.sessions.rows.turns import as_they_are
 
 
 def examine(connection: Connection, progress: Callable[[int], None] = lambda _: None) -> Findings:
@@ -96,8 +96,8 @@ def _checkpoints(
         known = None if _blob_problem(row) else (row.first, row.last, row.checksum, len(row.data))
         pieces.setdefault(row.checkpoint, []).append(known or _blob_problem(row))
     columns = (
-        "id key anchor layout lineage build producer origin position kind digest recurrent_nbytes rows_nbytes "
-        "created_at last_used_at ids"
+        "id key anchor layout lineage build producer origin owner position kind digest recurrent_nbytes rows_nbytes "
+        "created_at last_used_at"
     )
     count = 0
     for row in raw_rows(connection, "checkpoint", columns, "id"):
@@ -115,17 +115,10 @@ def _checkpoints(
 def _checkpoint_problem(
     row: Any, spec: StateSpec | None, pieces: list[Any], listed: list[int], segments: dict[int, tuple[Digested, str]]
 ) -> str:
-    if not isinstance(row.ids, bytes) or not is_count(row.position) or len(row.ids) != 4 * row.position:
-        return "its ids are not readable"
+    if not is_count(row.position) or not all(isinstance(k, bytes) and len(k) == 32 for k in (row.key, row.anchor)):
+        return "the name of its ids is not readable"
     if spec is None or not isinstance(row.lineage, str):
         return f"its layout {row.layout!r} is not known"
-    try:
-        ids = as_ids(np.frombuffer(row.ids, "<i4"))
-        keys = prefix_keys(row.layout, row.lineage, ids, [anchor(row.position), row.position])
-    except (ValueError, UnicodeError) as err:
-        return f"its ids are not readable ({err})"
-    if keys != [row.anchor, row.key]:
-        return "its ids are not those that it is named by"
     broken = next((p for p in pieces if isinstance(p, str)), "")
     if broken:
         return f"{broken.replace('its numbers', 'its recurrent values', 1)}"
@@ -148,7 +141,7 @@ def _checkpoint_problem(
         return "it does not consist of the parts that were written"
     if row.recurrent_nbytes != sum(p[3] for p in pieces) or not is_count(row.rows_nbytes):
         return "its size is not the one that was written"
-    if not is_text(row.build, row.producer, row.origin) or not is_time(row.created_at, row.last_used_at):
+    if not is_text(row.build, row.producer, row.origin, row.owner) or not is_time(row.created_at, row.last_used_at):
         return "what made it is not readable"
     if row.kind not in KINDS:
         return f"its kind {row.kind!r} is not known"
@@ -172,6 +165,11 @@ def _links(connection: Connection, found: Findings) -> None:
 
 
 def _total(connection: Connection, found: Findings) -> None:
+    words = connection.execute(text("SELECT coalesce(sum(nbytes), 0) FROM turn")).scalar_one()
+    if words != turn_bytes(connection) and not found.damages:
+        found.add(
+            "the total", f"{turn_bytes(connection)} bytes of text are counted, not {words}", "it is counted again"
+        )
     sizes = "SELECT (SELECT coalesce(sum(recurrent_nbytes), 0) FROM checkpoint) + "
     sizes += "(SELECT coalesce(sum(nbytes), 0) FROM segment)"
     really, said = connection.execute(text(sizes)).scalar_one(), stored_bytes(connection)

@@ -4,7 +4,6 @@ changed."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -12,8 +11,10 @@ from typing import Any
 from sqlalchemy import Connection, literal_column, select, text
 from sqlalchemy.sql.expression import TableClause, table
 
+from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.match import Chain
-from ssmd.sessions.rows.sessions import LAST_MOMENT
+from ssmd.sessions.rows import turns
+from ssmd.text.messages import Message
 
 AT_ONCE = 8  # rows that may hold 8 MiB each
 
@@ -32,7 +33,9 @@ class Damage:
 
 @dataclass(frozen=True)
 class Told:
-    """A turn that can be read. length: messages down to its answer; ids, text: how many it has; created_at: or 0."""
+    """A turn that can be read. said: its messages; length: of the conversation down to its answer; ids, text: its own,
+    if they can be; created_at: or 0.
+    """
 
     parent: str | None
     session: str
@@ -40,8 +43,10 @@ class Told:
     depth: int
     length: int
     chain: Chain
-    ids: int
-    text: int
+    said: tuple[Message, ...]
+    stem: str | None
+    ids: Line
+    text: Passage
     created_at: int
     lineage: str
 
@@ -61,8 +66,8 @@ class Findings:
 
     torn: the file's own structure is damaged. checkpoints, segments, replies: ids of those that go. turns: `seq` of
     those that go, sessions: `rowid`. broken: the names of turns that go, each with the one above it. told: the others,
-    parents first. unread: those of them that lose ids and text, and keep their messages. values: columns of turns to be
-    set. homes: sessions whose row is to be set right, or made anew. owners: turns that get another owner.
+    parents first. unread: those of them that lose ids and text, and keep their messages. reworded: those whose hashes
+    are made anew. homes: sessions whose row is to be set right, or made anew. owners: turns that get another owner.
     """
 
     damages: list[Damage] = field(default_factory=list)
@@ -74,7 +79,7 @@ class Findings:
     broken: dict[str, str | None] = field(default_factory=dict)
     told: dict[str, Told] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reworded: set[str] = field(default_factory=set)
     sessions: set[int] = field(default_factory=set)
     homes: dict[str, Home] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
@@ -88,20 +93,6 @@ class Findings:
 
     def add(self, what: str, problem: str, loss: str) -> None:
         self.damages.append(Damage(what, problem, loss))
-
-    def set_values(self, turn: str, **values: Any) -> None:
-        self.values.setdefault(turn, {}).update(values)
-
-
-@contextmanager
-def as_they_are(connection: Connection) -> Iterator[None]:
-    """Text that is no UTF-8 is read all the same, and then seen to be broken."""
-    raw: Any = connection.connection.dbapi_connection
-    raw.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
-    try:
-        yield
-    finally:
-        raw.text_factory = str
 
 
 def raw_columns(name: str, columns: str) -> Any:
@@ -121,7 +112,7 @@ def is_count(*values: object) -> bool:
 
 def is_time(*values: object) -> bool:
     """Whether all values are times: microseconds since 1970, before the year 9999."""
-    return all(isinstance(v, int) and 0 <= v < LAST_MOMENT for v in values)
+    return all(turns.is_moment(v) for v in values)
 
 
 def is_text(*values: object) -> bool:

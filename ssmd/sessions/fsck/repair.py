@@ -14,12 +14,12 @@ from typing import Any
 from sqlalchemy import Connection, delete, func, insert, literal_column, select, text, update
 
 from ssmd.sessions.fsck.check import examine
-from ssmd.sessions.fsck.findings import Damage, Findings, Home, as_they_are, is_moment, is_text, is_time
+from ssmd.sessions.fsck.findings import Damage, Findings, Home, is_moment, is_text, is_time
 from ssmd.sessions.fsck.salvage import salvage
-from ssmd.sessions.rows import database, erasure
+from ssmd.sessions.rows import database, erasure, growth
 from ssmd.sessions.rows.holding import batches, count_again
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, metadata, reply, segment, session, total, turn
-from ssmd.sessions.rows.turns import from_micros
+from ssmd.sessions.rows.turns import as_they_are, from_micros
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
@@ -121,8 +121,8 @@ def _apply(connection: Connection, found: Findings) -> None:
     for numbers in batches(sorted(found.segments)):
         connection.execute(delete(checkpoint_segment).where(checkpoint_segment.c.segment.in_(numbers)))
         connection.execute(delete(segment).where(segment.c.id.in_(numbers)))
-    for name, values in found.values.items():
-        connection.execute(update(turn).where(t.id == name).values(values))
+    for name in [n for n in found.told if n in found.unread or n in found.reworded]:
+        growth.restate(connection, name, found.told[name].said, keep=name not in found.unread)
     _sweep(connection)
     erasure.owe(connection)
 
@@ -153,6 +153,7 @@ def _mend_session(connection: Connection, found: Findings, name: str, home: Home
         "title": "",
         "pinned": False,
         "imported": "",
+        "owner": "",
     }
     if row is not None:
         made |= {k: getattr(row, k) for k, v in made.items() if _plausible(k, getattr(row, k), v)}
@@ -187,4 +188,6 @@ def _sweep(connection: Connection) -> None:
     rows = select(func.coalesce(func.sum(segment.c.nbytes), 0)).scalar_subquery()
     connection.execute(delete(total))
     connection.execute(insert(total).values(name="checkpoints", nbytes=select(stored + rows).scalar_subquery()))
+    words = select(func.coalesce(func.sum(turn.c.nbytes), 0)).scalar_subquery()
+    connection.execute(insert(total).values(name="turns", nbytes=words))
     count_again(connection, list(connection.scalars(select(session.c.id))))

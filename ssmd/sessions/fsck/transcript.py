@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
-from sqlalchemy import Connection, literal_column, text
+from sqlalchemy import Connection, literal_column
+from sqlalchemy import text as sql
 
+from ssmd.sessions.checkpoint import prefix_keys
 from ssmd.sessions.fsck.findings import (
     AT_ONCE,
     Findings,
@@ -20,7 +21,10 @@ from ssmd.sessions.fsck.findings import (
     raw_columns,
     raw_rows,
 )
+from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage, anchor
 from ssmd.sessions.match import Chain
+from ssmd.sessions.rows.schema import turn as turn_table
+from ssmd.sessions.rows.turns import said_in, seal, turn_of
 from ssmd.text.messages import Message
 
 
@@ -33,25 +37,21 @@ def examine_transcripts(connection: Connection, found: Findings) -> None:
 
 
 def _turns(connection: Connection, found: Findings) -> None:
-    columns = (
-        "seq id session parent depth length chain messages answer ids_shared ids text_shared text prompt_tokens "
-        "lineage finish complete created_at"
-    )
     count = 0
-    for row in raw_rows(connection, "turn", columns, "seq"):
+    for row in raw_rows(connection, "turn", " ".join(c.name for c in turn_table.columns), "seq"):
         count += 1
         above = found.told.get(row.parent) if row.parent is not None else None
+        said: tuple[Message, ...] = ()
         problem = ""
-        messages: tuple[Message, ...] = ()
         if not is_text(row.id, row.session):
             problem = "its name is not readable"
         elif row.parent is not None and above is None:
             problem = "what was said before it is not there any more"
         else:
             try:
-                parsed = json.loads(row.messages), json.loads(row.answer)
-                messages = tuple(Message.from_json(m) for m in (*parsed[0], parsed[1]))
-                json.dumps([m.to_json() for m in messages], ensure_ascii=False).encode()
+                messages, answer = said_in(row.items, row.answer)
+                said = (*messages, answer)
+                json.dumps([m.to_json() for m in said], ensure_ascii=False).encode()
             except (ValueError, TypeError, AttributeError) as err:
                 problem = f"what was said in it is not readable ({err})"
         if problem:
@@ -59,7 +59,7 @@ def _turns(connection: Connection, found: Findings) -> None:
             found.broken[row.id] = row.parent
             found.add(_name(row), problem, "it goes, and what was said after it")
             continue
-        _told(row, above, messages, found)
+        _told(row, above, said, found)
     found.counted = (0, count, found.counted[2])
 
 
@@ -67,68 +67,66 @@ def _name(row: Any) -> str:
     return f"turn {row.id!r} of session {row.session!r}"
 
 
-def _told(row: Any, above: Told | None, messages: tuple[Message, ...], found: Findings) -> None:
+def _told(row: Any, above: Told | None, said: tuple[Message, ...], found: Findings) -> None:
     """A turn whose messages can be read: is the rest right too?"""
     depth, length = (above.depth + 1, above.length) if above else (0, 0)
-    chain = (above.chain if above else Chain()).then(messages)
-    length += len(messages)
-    if (row.depth, row.length, row.chain) != (depth, length, chain.digest()):
-        found.set_values(row.id, depth=depth, length=length, chain=chain.digest())
+    chain = (above.chain if above else Chain()).then(said)
+    length += len(said)
+    try:
+        sound = seal(row._mapping) == row.checksum and is_text(row.owner)
+    except (TypeError, ValueError):
+        sound = False
+    turn = turn_of(row) if sound else None
+    ids, text, stem = (turn.ids, turn.text, turn.stem) if turn else (NOTHING, SILENCE, None)
+    if (row.depth, row.length, row.chain, row.whole) != (depth, length, chain.said, chain.whole):
+        found.reworded.add(row.id)
         found.add(_name(row), "its words are not those that were hashed", "they are kept as they can be read now")
-    rest = {
-        "finish": (is_text(row.finish), "stop"),
-        "complete": (row.complete in (0, 1), True),
-        "created_at": (is_time(row.created_at), above.created_at if above else 0),
-        "lineage": (row.lineage is None or is_text(row.lineage), None),
-    }
-    if wrong := {column: value for column, (fits, value) in rest.items() if not fits}:
-        found.set_values(row.id, **wrong)
-        found.add(_name(row), f"its {', '.join(wrong)} cannot be read", "it is kept without")
-    n_ids = n_text = 0
-    fits = isinstance(row.ids, bytes) and len(row.ids) % 4 == 0 and is_text(row.text)
-    fits = fits and is_count(row.ids_shared, row.text_shared, row.prompt_tokens)
-    if fits and row.ids_shared <= (above.ids if above else 0) and row.text_shared <= (above.text if above else 0):
-        n_ids, n_text = row.ids_shared + len(row.ids) // 4, row.text_shared + len(row.text)
-        fits = not row.ids or int(np.frombuffer(row.ids, "<i4").min()) >= 0
-    else:
-        fits = False
-    if not fits:
-        _unread(row, "its tokens are not readable", found)
-        n_ids = n_text = 0
+    if not sound:
+        found.unread.add(row.id)
+        found.add(_name(row), "it was altered", "its words are kept, and are read again")
+    elif stem is not None and not _goes_on(found.told.get(stem), ids, text):
+        ids, text, stem = NOTHING, SILENCE, None
+        found.unread.add(row.id)
+        found.add(_name(row), "its tokens go on from others than those that are there", "its words are read again")
     created_at = row.created_at if is_time(row.created_at) else 0
     lineage = row.lineage if is_text(row.lineage) else ""
     found.told[row.id] = Told(
-        row.parent, row.session, row.seq, depth, length, chain, n_ids, n_text, created_at, lineage
+        *(row.parent, row.session, row.seq, depth, length, chain, said, stem, ids, text, created_at, lineage)
     )
 
 
-def _unread(row: Any, problem: str, found: Findings) -> None:
-    found.unread.add(row.id)
-    found.set_values(row.id, ids_shared=0, ids=b"", text_shared=0, text="", prompt_tokens=0)
-    found.add(_name(row), problem, "its words are kept, and are read again")
+def _goes_on(stem: Told | None, ids: Line, text: Passage) -> bool:
+    if stem is None or len(stem.ids) != ids.start or len(stem.text) != text.start:
+        return False
+    return stem.ids.hash(ids.start) == ids.before and stem.text.hash(text.start) == text.before
 
 
 def _turn_ids(connection: Connection, found: Findings) -> None:
-    """A turn's ids begin with those of the checkpoints that it links to, which are named by a hash of theirs.
+    """A checkpoint is named by a hash of the ids that it was fed: those with which the turns begin that link to it.
 
     Those of a prompt may differ in its last tokens: a template may write them in another way once the answer follows.
     """
+    columns = "id kind position key anchor layout lineage"
     joined = (
-        raw_columns("turn_checkpoint", "checkpoint")
-        .add_columns(*(literal_column(f"t.{c}").label(c) for c in ("id", "ids", "ids_shared", "session")))
-        .add_columns(literal_column("c.ids").label("fed"))
-        .join(text("turn t"), text("t.id = turn_checkpoint.turn"))
-        .join(text("checkpoint c"), text("c.id = turn_checkpoint.checkpoint"))
-        .where(literal_column("c.kind") != "user")
+        raw_columns("turn_checkpoint", "turn")
+        .add_columns(*(literal_column(f"c.{c}").label(c) for c in columns.split()))
+        .join(sql("checkpoint c"), sql("c.id = turn_checkpoint.checkpoint"))
     )
     for row in connection.execute(joined.execution_options(yield_per=AT_ONCE)):
-        told = found.told.get(row.id)
-        if told is None or not told.ids or row.checkpoint in found.checkpoints or row.id in found.unread:
+        told = found.told.get(row.turn)
+        if told is None or row.id in found.checkpoints or not is_text(row.layout, row.lineage):
             continue
-        own, fed = np.frombuffer(row.ids, "<i4"), np.frombuffer(row.fed, "<i4")[row.ids_shared :]
-        n = min(len(own), len(fed))
-        if not np.array_equal(own[:n], fed[:n]):
-            _unread(row, "its tokens are not those that were fed", found)
+        while told.ids.start > row.position and told.stem is not None:
+            told = found.told[told.stem]
+        line, at = told.ids, row.position
+        if not line.start <= at <= len(line) or (not len(line.own) and line.start != at):
+            continue
+        named = prefix_keys(row.layout, row.lineage, line, [anchor(at), at]) == [row.anchor, row.key]
+        if not named and row.kind != "user":
+            found.checkpoints.add(row.id)
+            found.add(
+                f"checkpoint {row.id}", "its ids are not those that it is named by", "it goes, its turns are read again"
+            )
 
 
 class _Tree:
@@ -184,8 +182,8 @@ class _Tree:
 
 def _sessions(connection: Connection, found: Findings) -> None:
     columns = (
-        "rowid id created_at last_used_at model lineage clock head turns title pinned imported base root own_nbytes "
-        "shared_nbytes retained"
+        "rowid id created_at last_used_at model lineage clock owner head turns title pinned imported base root "
+        "own_nbytes shared_nbytes retained"
     )
     rows = list(raw_rows(connection, "session", columns, "rowid"))
     tree = _Tree(found)
@@ -228,7 +226,7 @@ def _session_problem(row: Any, home: Home) -> tuple[str, str] | None:
     """(problem, loss)"""
     numbers = is_time(row.created_at, row.last_used_at) and is_count(row.turns) and row.pinned in (0, 1)
     numbers = numbers and all(n is None or is_count(n) for n in (row.own_nbytes, row.shared_nbytes))
-    texts = is_text(row.id, row.model, row.lineage, row.title, row.imported) and is_moment(row.clock)
+    texts = is_text(row.id, row.model, row.lineage, row.title, row.imported, row.owner) and is_moment(row.clock)
     if not texts or not numbers or row.retained not in (0, 1, 2):
         return "what is known about it is not readable", "its turns are kept, the rest is made anew"
     if (row.base, row.root) != (home.base, home.root):

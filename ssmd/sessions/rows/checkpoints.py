@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from sqlalchemy import Connection, bindparam, delete, false, func, insert, or_, select, update
 
 from ssmd.model.state import StateSpec
-from ssmd.sessions.checkpoint import Found, Ids, Scope, anchors, as_ids, digest, prefix_keys
+from ssmd.sessions.checkpoint import Found, Scope, digest, prefix_keys
+from ssmd.sessions.line import Line, anchors
 from ssmd.sessions.rows.blobs import dtype_of
 from ssmd.sessions.rows.encoded import Encoded
 from ssmd.sessions.rows.holding import add_stored_bytes
@@ -40,7 +40,9 @@ class Placed:
 _c = checkpoint.c
 _NEAR = (
     select(_c.position)
-    .where(_c.anchor.in_(bindparam("anchors", expanding=True)), _c.position <= bindparam("last"))
+    .where(
+        _c.anchor.in_(bindparam("anchors", expanding=True)), _c.position.between(bindparam("first"), bindparam("last"))
+    )
     .distinct()
 )
 # Values stand beside them, not in them: SQLAlchemy keeps a statement that it has compiled, and what is in it.
@@ -53,13 +55,16 @@ _FITTING = (
 )
 
 
-def find(connection: Connection, scope: Scope, ids: Ids, session: str | None, skip: Collection[int]) -> Found | None:
-    """The deepest checkpoint whose ids are a real beginning of `ids`; of equally deep ones the build's own."""
-    last = len(ids) - 1
-    marks = prefix_keys(scope.layout, scope.lineage, ids, anchors(last))
+def find(connection: Connection, scope: Scope, ids: Line, session: str | None, skip: Collection[int]) -> Found | None:
+    """The deepest checkpoint whose ids are a real beginning of `ids`; of equally deep ones the build's own.
+
+    Only from ids.start on: where the ids that are to be fed after it are at hand.
+    """
+    first, last = max(1, ids.start), len(ids) - 1
+    marks = prefix_keys(scope.layout, scope.lineage, ids, anchors(first, last))
     if not marks:
         return None
-    positions = sorted(connection.scalars(_NEAR, {"anchors": marks, "last": last}))
+    positions = sorted(connection.scalars(_NEAR, {"anchors": marks, "first": first, "last": last}))
     keys = prefix_keys(scope.layout, scope.lineage, ids, positions)
     batch = 16  # the match is mostly among the deepest
     while keys:
@@ -81,7 +86,9 @@ class Stored:
     position: int
     build: str
     producer: str
-    ids: Ids
+    key: bytes
+    layout: str
+    lineage: str
     dtype: str  # of its recurrent data
     segments: tuple[tuple[int, int, int, str], ...]
     spec: StateSpec
@@ -122,7 +129,9 @@ def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Stored:
         position=row.position,
         build=row.build,
         producer=row.producer,
-        ids=as_ids(np.frombuffer(row.ids, "<i4")),
+        key=row.key,
+        layout=row.layout,
+        lineage=row.lineage,
         dtype="float32" if any(dtype_of(d) != "float16" for d in dtypes) else "float16",
         segments=tuple((s.id, s.first, s.last, dtype_of(s.dtype) or "float32") for s in segments),
         spec=StateSpec.from_json(row.tensors),
@@ -190,7 +199,6 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
         "rows_nbytes": enc.rows_nbytes,
         "created_at": now,
         "last_used_at": now,
-        "ids": enc.ids.tobytes(),
     }
     new_id = connection.execute(insert(checkpoint), values).inserted_primary_key
     assert new_id is not None
@@ -262,18 +270,28 @@ def linked_to(connection: Connection, turns: Any) -> list[int]:
     return list(connection.scalars(select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.turn.in_(turns))))
 
 
-def unlink_strangers(connection: Connection, turn: str, ids: Ids) -> list[int]:
+def unlink_strangers(connection: Connection, turn: str, ids: Line) -> list[int]:
     """Let a turn go of states of its end whose ids are no beginning of `ids`, which it has now; which those are.
 
     The state of its prompt stays, for another answer: that may differ from what later prompts make of it.
     """
     link = turn_checkpoint.c
-    mine = select(_c.id, _c.ids).join(turn_checkpoint, link.checkpoint == _c.id)
+    mine = select(_c.id, _c.key, _c.layout, _c.lineage, _c.position).join(turn_checkpoint, link.checkpoint == _c.id)
     linked = connection.execute(mine.where(link.turn == turn, _c.kind == "turn"))
-    whole = ids.tobytes()
-    strangers = [row.id for row in linked if not whole.startswith(row.ids)]
+    # What lies before its own ids is of a turn above, which it was resumed from.
+    strangers = [row.id for row in linked if row.position >= ids.start and not named_by(row, ids)]
     connection.execute(delete(turn_checkpoint).where(link.turn == turn, link.checkpoint.in_(strangers)))
     return strangers
+
+
+def named_by(row: Any, ids: Line) -> bool:
+    """Whether a checkpoint's key is that of a beginning of these ids, as far as they are at hand.
+
+    row: with `position`, `key`, `layout` and `lineage`.
+    """
+    if not ids.start <= row.position <= len(ids):
+        return False
+    return bool(prefix_keys(row.layout, row.lineage, ids, [row.position]) == [row.key])
 
 
 def sweep(connection: Connection, candidates: Collection[int]) -> None:

@@ -129,6 +129,20 @@ def sparing(engine: Engine, file: Path) -> Iterator[Connection]:
             connection.exec_driver_sql("PRAGMA secure_delete=ON")
 
 
+@contextlib.contextmanager
+def migrating(engine: Engine, file: Path) -> Iterator[Connection]:
+    """A write transaction that may make tables anew: rows that point at them are looked at when it ends."""
+    with errors(file), engine.connect() as connection:
+        raw: Any = connection.connection.dbapi_connection
+        raw.execute("PRAGMA foreign_keys=OFF")  # dropping a table would take what points at it along
+        try:
+            connection = connection.execution_options(ssmd_write=True)
+            with connection.begin():
+                yield connection
+        finally:
+            raw.execute("PRAGMA foreign_keys=ON")
+
+
 def settle(engine: Engine, file: Path, *, idle: bool) -> None:
     """Move the log into the file; after a removal also erase what is left of it, and give its space back to the disk.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ssmd.model.state import StateError, StateSpec
-from ssmd.sessions.checkpoint import KINDS, CheckpointKind, Ids, NewCheckpoint, Scope, anchor, as_ids, prefix_keys
+from ssmd.sessions.checkpoint import KINDS, CheckpointKind, NewCheckpoint, Scope, prefix_keys
+from ssmd.sessions.line import anchor
 from ssmd.sessions.rows.blobs import Blob, cut
 
 
@@ -17,7 +18,7 @@ class Encoded:
     producer: str
     kind: CheckpointKind
     spec: StateSpec
-    ids: Ids
+    position: int
     key: bytes
     anchor: bytes
     parent: int | bytes | None
@@ -27,10 +28,6 @@ class Encoded:
     turn: str | None
     pieces: tuple[Blob, ...]
     segments: tuple[Blob, ...]
-
-    @property
-    def position(self) -> int:
-        return len(self.ids)
 
     @property
     def recurrent_nbytes(self) -> int:
@@ -65,7 +62,7 @@ def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: Stat
     not one of `spec` at this position, or not finite; ValueError if ids and position disagree.
     """
     state, parent = checkpoint.state, checkpoint.parent
-    ids = as_ids(checkpoint.ids)
+    ids = checkpoint.ids
     if checkpoint.kind not in KINDS:
         raise ValueError(f"checkpoint kind {checkpoint.kind!r}, expected one of {KINDS}")
     if not 1 <= state.position == len(ids):
@@ -82,7 +79,7 @@ def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: Stat
     above: int | bytes | None = None
     parent_key = None
     if isinstance(parent, NewCheckpoint):
-        (above,) = prefix_keys(scope.layout, scope.lineage, as_ids(parent.ids), [parent.state.position])
+        (above,) = prefix_keys(scope.layout, scope.lineage, parent.ids, [parent.state.position])
     else:
         above = parent
     if spec.rows and parent is not None:
@@ -93,7 +90,7 @@ def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: Stat
         producer=producer,
         kind=checkpoint.kind,
         spec=spec,
-        ids=ids,
+        position=state.position,
         key=key,
         anchor=anchor_key,
         parent=above,

@@ -13,7 +13,7 @@ from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, t
 from ssmd.sessions.rows.schema import session as session_table
 
 _BATCH = 500  # values in one statement
-_CHECKPOINTS = "checkpoints"
+_CHECKPOINTS, _TURNS_TOTAL = "checkpoints", "turns"
 Value = TypeVar("Value", int, str)
 
 
@@ -172,15 +172,37 @@ def shared_among(connection: Connection, checkpoints: Sequence[int], session_id:
 
 def stored_bytes(connection: Connection) -> int:
     """Bytes of all checkpoints: every piece and every segment once."""
-    found = connection.execute(select(total.c.nbytes).where(total.c.name == _CHECKPOINTS)).scalar()
+    return _total(connection, _CHECKPOINTS)
+
+
+def turn_bytes(connection: Connection) -> int:
+    """Bytes of what was said in all turns, with its ids and its text."""
+    return _total(connection, _TURNS_TOTAL)
+
+
+def _total(connection: Connection, name: str) -> int:
+    found = connection.execute(select(total.c.nbytes).where(total.c.name == name)).scalar()
     return int(found or 0)
 
 
 def add_stored_bytes(connection: Connection, nbytes: int) -> None:
     """Whoever writes or deletes pieces and segments says so here, in the same transaction."""
+    _add(connection, _CHECKPOINTS, nbytes)
+
+
+def add_turn_bytes(connection: Connection, nbytes: int) -> None:
+    """Whoever writes, changes or deletes turns says so here, in the same transaction."""
+    _add(connection, _TURNS_TOTAL, nbytes)
+
+
+def nbytes_of_turns(connection: Connection, which: Any) -> int:
+    """Bytes of the turns for which a condition holds."""
+    return int(connection.execute(select(func.coalesce(func.sum(_t.nbytes), 0)).where(which)).scalar_one())
+
+
+def _add(connection: Connection, name: str, nbytes: int) -> None:
     if nbytes:
-        mine = total.c.name == _CHECKPOINTS
-        connection.execute(update(total).where(mine).values(nbytes=total.c.nbytes + nbytes))
+        connection.execute(update(total).where(total.c.name == name).values(nbytes=total.c.nbytes + nbytes))
 
 
 def count_again(connection: Connection, sessions: Collection[str]) -> None:

@@ -14,9 +14,8 @@ from ssmd.sessions.rows import holding, tree
 from ssmd.sessions.rows.schema import reply as reply_table
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
-from ssmd.sessions.rows.turns import to_micros
+from ssmd.sessions.rows.turns import as_they_are, to_micros, turn_of
 from ssmd.sessions.turn import NewTurn
-from ssmd.text.messages import Message
 
 
 def find_reply(connection: Connection, key: ReplyKey) -> Reply | None:
@@ -26,11 +25,12 @@ def find_reply(connection: Connection, key: ReplyKey) -> Reply | None:
     row = connection.execute(query.order_by(r.complete, r.id.desc()).limit(1)).one_or_none()
     if row is None:
         return None
-    query = select(t.id, t.session, t.answer).where(t.id.in_(row.turns))
-    turns = {turn.id: turn for turn in connection.execute(query)}
+    with as_they_are(connection):
+        found = connection.execute(select(turn_table).where(t.id.in_(row.turns))).all()
+    turns = {turn.id: turn for turn in map(turn_of, found) if turn.sound}
     if set(turns) != set(row.turns):
         return None
-    texts = tuple(Message.from_json(turns[turn].answer).content for turn in row.turns)
+    texts = tuple(turns[turn].answer.content for turn in row.turns)
     return Reply(row.body, turns[row.turns[0]].session, tuple(row.turns), texts, row.complete, row.answer)
 
 
@@ -73,6 +73,7 @@ def replace_turns(connection: Connection, session_id: str, turns: Sequence[str])
     if not gone:
         return False
     linked = checkpoint_rows.linked_to(connection, gone)
+    holding.add_turn_bytes(connection, -holding.nbytes_of_turns(connection, t.id.in_(gone)))
     connection.execute(delete(turn_table).where(t.id.in_(gone)))
     left = select(func.count()).where(tree.belongs(session_id)).scalar_subquery()
     connection.execute(update(session_table).where(session_table.c.id == session_id).values(turns=left))

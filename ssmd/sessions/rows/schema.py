@@ -1,7 +1,8 @@
 """The tables of the session store. docs/state-layout.md explains them; `migrations/` makes them.
 
-Times are microseconds since 1970 (UTC). Text of messages, ids and rendered text is stored as what a turn adds to its
-parent; KV rows as what a checkpoint adds to its parent.
+Times are microseconds since 1970 (UTC). Messages are stored as what a turn adds to its parent, ids and rendered text as
+what it adds to its stem, KV rows as what a checkpoint adds to its parent. Whatever a client may say stands as bytes: no
+text holds a NUL, which not every database takes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ session = Table(
     Column("model", Text, nullable=False),
     Column("lineage", String(64), nullable=False),
     Column("clock", String(40), nullable=False),  # ISO 8601: what the session's templates see as now
-    Column("head", String(64), nullable=False),  # a turn; no foreign key, as the two would point at each other
+    Column("owner", String(64), nullable=False, server_default=text("''")),  # the name of the key it came with
+    Column("head", String(64)),  # a turn; no foreign key, as the two would point at each other. NULL: none yet
     Column("turns", Integer, nullable=False),
     Column("title", Text, nullable=False),
     Column("pinned", Boolean, nullable=False),
@@ -61,21 +63,34 @@ turn = Table(
     Column("seq", Integer, primary_key=True, autoincrement=True),  # the order of writing, whatever the clock says
     Column("id", String(64), nullable=False, unique=True),
     Column("session", ForeignKey("session.id", ondelete="CASCADE"), nullable=False, index=True),
+    Column("owner", String(64), nullable=False, server_default=text("''")),
     Column("parent", ForeignKey("turn.id", ondelete="CASCADE"), index=True),
+    Column("root", String(64), nullable=False),  # the first turn above it, or itself
+    Column("stem", String(64)),  # the turn above it whose ids and text its own go on from; NULL: they stand alone
     Column("depth", Integer, nullable=False),
     Column("length", Integer, nullable=False),  # messages of the conversation, its answer included
-    Column("chain", LargeBinary(32), nullable=False, index=True),  # match.Chain of those messages
-    Column("messages", JSON, nullable=False),
-    Column("answer", JSON, nullable=False),
-    Column("ids_shared", Integer, nullable=False),  # so many of the parent's ids come first
+    Column("chain", LargeBinary(32), nullable=False, index=True),  # match.Chain.said of those messages
+    Column("whole", LargeBinary(32), nullable=False),  # match.Chain.whole
+    Column("items", LargeBinary, nullable=False),  # JSON: what was said to the model since the parent's answer
+    Column("answer", LargeBinary),  # the items that it answered; NULL: nothing yet
+    Column("ids_start", Integer, nullable=False),  # so many ids come first, those of its stem
     Column("ids", LargeBinary, nullable=False),  # then these, int32 little-endian
-    Column("text_shared", Integer, nullable=False),  # characters
-    Column("text", Text, nullable=False),
+    Column("ids_before", LargeBinary, nullable=False),  # line.Line.before
+    Column("ids_anchored", LargeBinary, nullable=False),  # line.Line.anchored
+    Column("text_start", Integer, nullable=False),  # characters
+    Column("text", LargeBinary, nullable=False),  # UTF-8
+    Column("text_before", LargeBinary, nullable=False),  # line.Passage.before
     Column("prompt_tokens", Integer, nullable=False),
+    Column("cut", Integer, nullable=False, server_default=text("0")),  # messages left out after the system prompt
+    Column("settled_messages", Integer),  # turn.Settled
+    Column("settled_characters", Integer),
+    Column("template", String(64), nullable=False, server_default=text("''")),
     Column("lineage", String(64)),  # of the model whose ids and text these are; null: not known
     Column("finish", String(32), nullable=False),
     Column("complete", Boolean, nullable=False),
     Column("created_at", BigInteger, nullable=False),
+    Column("nbytes", BigInteger, nullable=False),  # of items, ids and text
+    Column("checksum", LargeBinary(16), nullable=False),  # xxh3-128 of all but seq, session and owner
     sqlite_autoincrement=True,
 )
 
@@ -90,13 +105,14 @@ checkpoint = Table(
     "checkpoint",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=True),
-    Column("key", LargeBinary(32), nullable=False),  # H(layout, lineage, all ids); with `build` the checkpoint's key
+    Column("key", LargeBinary(32), nullable=False),  # H(layout, lineage, all ids fed); with `build` its key
     Column("anchor", LargeBinary(32), nullable=False),  # H(layout, lineage, ids to a rounded-down position)
     Column("layout", ForeignKey("layout.digest"), nullable=False),
     Column("lineage", String(64), nullable=False),
     Column("build", String(64), nullable=False),
     Column("producer", Text, nullable=False),
     Column("origin", String(64), nullable=False),  # session of an import, '' if the state was computed here
+    Column("owner", String(64), nullable=False, server_default=text("''")),
     Column("position", Integer, nullable=False),
     Column("parent", ForeignKey("checkpoint.id", ondelete="SET NULL"), index=True),
     Column("kind", String(8), nullable=False),
@@ -105,8 +121,7 @@ checkpoint = Table(
     Column("rows_nbytes", BigInteger, nullable=False),  # the segments that came with it
     Column("created_at", BigInteger, nullable=False),
     Column("last_used_at", BigInteger, nullable=False),
-    Column("ids", LargeBinary, nullable=False),  # all ids fed, int32 little-endian
-    UniqueConstraint("key", "build", "origin"),
+    UniqueConstraint("key", "build", "origin", "owner"),
     Index("ix_checkpoint_anchor_position", "anchor", "position"),
     sqlite_autoincrement=True,  # an id that was deleted never comes back as another checkpoint
 )
@@ -167,6 +182,6 @@ reply = Table(
 total = Table(
     "total",
     metadata,
-    Column("name", String(16), primary_key=True),  # 'checkpoints': bytes of all pieces and segments
+    Column("name", String(16), primary_key=True),  # 'checkpoints': bytes of all pieces and segments; 'turns'
     Column("nbytes", BigInteger, nullable=False),
 )

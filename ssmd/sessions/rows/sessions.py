@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select, update
@@ -13,22 +13,23 @@ from ssmd.sessions.rows import erasure, holding, retention, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn
-from ssmd.sessions.rows.turns import from_micros, to_micros
+from ssmd.sessions.rows.turns import LAST_MOMENT, as_they_are, from_micros, is_moment, is_unicode, to_micros
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, UnknownSession, check_id
 from ssmd.text.messages import Message
 
-LAST_MOMENT = 253_370_764_800_000_000  # the year 9999: what says it is later was damaged
 _TITLE_CHARACTERS = 80
+_NO_CLOCK = datetime(1970, 1, 1, tzinfo=UTC)
 _s = session_table.c
 _SESSIONS = select(
-    *(_s.id, _s.model, _s.lineage, _s.clock, _s.pinned, _s.imported, _s.created_at, _s.last_used_at),
+    *(_s.id, _s.model, _s.lineage, _s.clock, _s.pinned, _s.imported, _s.owner, _s.created_at, _s.last_used_at),
     *(_s.head, _s.turns, _s.title, _s.own_nbytes, _s.shared_nbytes, _s.base),
 )
 
 
 def session_row(connection: Connection, session_id: str) -> Any:
     """Read one row of _SESSIONS. Raises UnknownSession."""
-    row = connection.execute(_SESSIONS.where(_s.id == session_id)).one_or_none()
+    with as_they_are(connection):
+        row = connection.execute(_SESSIONS.where(_s.id == session_id)).one_or_none()
     if row is None:
         raise UnknownSession(f"there is no session {session_id!r}; `ssmd session list` shows those there are")
     return row
@@ -51,32 +52,42 @@ def read_sessions(connection: Connection, limit: int | None = None, after: str |
         last = session_row(connection, after)
         used = _s.last_used_at
         asked = asked.where((used < last.last_used_at) | ((used == last.last_used_at) & (_s.id > last.id)))
-    return [_session(connection, row) for row in connection.execute(asked).all()]
+    with as_they_are(connection):
+        rows = connection.execute(asked).all()
+    return [_session(connection, row) for row in rows]
 
 
 def read_newest(connection: Connection) -> Session | None:
     """Read the session used last, if there is one."""
-    row = connection.execute(_SESSIONS.order_by(_s.last_used_at.desc()).limit(1)).one_or_none()
+    with as_they_are(connection):
+        row = connection.execute(_SESSIONS.order_by(_s.last_used_at.desc()).limit(1)).one_or_none()
     return None if row is None else _session(connection, row)
 
 
 def _session(connection: Connection, row: Any) -> Session:
     """Make a Session of a row of _SESSIONS. Taken apart in one go, as there may be 10,000: by name it takes twice as
-    long.
+    long. What of it cannot be read is told as nothing, so that one row that was altered hides no other.
     """
     *about, created_at, last_used_at, head, turns, title, own, shared, base = row
     info = _info(about)
-    if own is None or shared is None:
+    if not isinstance(own, int) or not isinstance(shared, int):
         own, shared = holding.read_holding(connection, info.id).sizes()
-    return Session(
-        info, from_micros(created_at), from_micros(last_used_at), head, turns, title, own + shared, own, base
-    )
+    if not (isinstance(turns, int) and is_unicode(title)):
+        turns, title = turns if isinstance(turns, int) else 0, ""
+    created, used = (from_micros(t if is_moment(t) else 0) for t in (created_at, last_used_at))
+    return Session(info, created, used, head or "", turns, title, own + shared, own, base)
 
 
 def _info(row: Sequence[Any]) -> SessionInfo:
-    """From the first columns of _SESSIONS."""
-    name, model, lineage, clock, pinned, imported, *_ = row
-    return SessionInfo(name, model, lineage, datetime.fromisoformat(clock), pinned, imported or None, known=True)
+    """From the first columns of _SESSIONS. A clock that cannot be read is the beginning of time."""
+    name, model, lineage, clock, pinned, imported, owner, *_ = row
+    try:
+        now = datetime.fromisoformat(clock)
+    except (ValueError, TypeError):
+        now = _NO_CLOCK
+    if now.tzinfo is None:
+        now = _NO_CLOCK
+    return SessionInfo(name, model, lineage, now, bool(pinned), imported or None, owner, known=True)
 
 
 def touch_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo) -> None:
@@ -85,11 +96,12 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
     there = connection.execute(select(_s.turns).where(_s.id == info.id)).one_or_none()
     if there is not None:
         values = {
-            "turns": there.turns + len(turns),
+            "turns": there.turns + len(turns) if isinstance(there.turns, int) else len(turns),
             "last_used_at": after_all(connection, now),
             "head": turns[0].id,
             "model": info.model,
             "lineage": info.lineage,
+            "clock": info.clock.isoformat(),  # as it was, but if that could not be read
         }
         connection.execute(update(session_table).where(_s.id == info.id).values(values))
         return
@@ -120,6 +132,7 @@ def insert_session(connection: Connection, turns: Sequence[NewTurn], info: Sessi
         "title": _title(turns[0].messages),
         "pinned": info.pinned,
         "imported": info.imported or "",
+        "owner": info.owner,
         "own_nbytes": 0,
         "shared_nbytes": 0,
     }
@@ -144,6 +157,7 @@ def remove_session(connection: Connection, session_id: str) -> None:
     linked = checkpoint_rows.linked_to(connection, mine)
     holding.count_again(connection, holding.sole_sharers(connection, sorted(set(linked)), session_id))
     # Parents let go of their children first: SQLite follows a chain of 1,000 cascades, and then fails.
+    holding.add_turn_bytes(connection, -holding.nbytes_of_turns(connection, turn.c.session == session_id))
     connection.execute(update(turn).where(turn.c.session == session_id).values(parent=None))
     connection.execute(delete(turn).where(turn.c.session == session_id))
     connection.execute(delete(session_table).where(_s.id == session_id))
@@ -153,4 +167,5 @@ def remove_session(connection: Connection, session_id: str) -> None:
 
 def _title(messages: Sequence[Message]) -> str:
     first = next((m.content for m in messages if m.role == "user"), "")
-    return " ".join(first.split())[:_TITLE_CHARACTERS].encode("utf-8", "replace").decode()
+    shown = " ".join(first.replace("\0", "\ufffd").split())[:_TITLE_CHARACTERS]
+    return shown.encode("utf-8", "replace").decode()

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keeping import LINEAGE, SPECS, VOCABULARY, Chat, assert_same, new_store, state_of, user
+from keeping import LINEAGE, SPECS, VOCABULARY, Chat, assert_same, find, new_store, plain, state_of, user, whole
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from sqlalchemy import func, select
@@ -28,6 +28,7 @@ from ssmd.model.state import StateSpec
 from ssmd.sessions.files import contents, document, packing, sessionfile
 from ssmd.sessions.files.sessionfile import SessionFileError
 from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows import blobs as blobs_module
 from ssmd.sessions.rows.schema import segment
 from ssmd.sessions.store import Store
@@ -69,8 +70,9 @@ def local(spec: StateSpec) -> dict[str, Local]:
 
 def assert_same_turns(a: Store, b: Store, session: str) -> None:
     for x, y in zip(a.turns(session), b.turns(session), strict=True):
-        assert vars(replace(x, ids=y.ids)) == vars(y)
-        assert (x.ids == y.ids).all()
+        assert plain(x) == plain(y)
+        assert (x.ids.start, x.ids.before, x.ids.anchored) == (y.ids.start, y.ids.before, y.ids.anchored)
+        assert whole(a, x.id) == whole(b, y.id)
 
 
 def test_there_and_on(store: Store, there: Store, spec: StateSpec, tmp_path: Path) -> None:
@@ -85,13 +87,13 @@ def test_there_and_on(store: Store, there: Store, spec: StateSpec, tmp_path: Pat
     read = there.session("s")
     assert read.head == "t3"
     assert read.info == replace(chat.info, imported="s")
-    ids = chat.turns["t3"].ids
+    ids = chat.turns["t3"].ids.own
     for prompt, position in (([*ids.tolist(), 1], len(ids) - 1), (ids[:-5].tolist(), len(ids) - 12)):
-        found = there.find(chat.scope, prompt, "s")
+        found = find(there, chat.scope, prompt, "s")
         assert found is not None
         assert (found.position, found.origin, found.producer) == (position, "s", "numpy 1 cpu 2 threads")
         assert_same(there.load(found.id, spec), state_of(spec, ids[:position]))
-    assert there.find(chat.scope, [*ids.tolist(), 1], None) is None, "an import serves nobody else"
+    assert find(there, chat.scope, [*ids.tolist(), 1], None) is None, "an import serves nobody else"
 
 
 def test_it_goes_on_after_a_second_journey(store: Store, there: Store, tmp_path: Path) -> None:
@@ -101,10 +103,10 @@ def test_it_goes_on_after_a_second_journey(store: Store, there: Store, tmp_path:
     export_session(store, "s", tmp_path / "1.ssmd")
     import_session(there, tmp_path / "1.ssmd", local=local(spec))
     chat = Chat(there, "s", spec).imported_as("s")
-    path = there.path("t3")
-    found = there.find(chat.scope, [*path[-1].ids.tolist(), 1], "s")
+    ids, _ = whole(there, "t3")
+    found = find(there, chat.scope, [*ids, 1], "s")
     assert found is not None
-    chat.remember(path[-1], found.id)
+    chat.remember(there.path("t3")[-1], found.id)
     turn, checkpoints = chat.make("t4", "t3", [user("again")], "yes")
     encoded = [replace(chat.encode(c), origin="s") for c in checkpoints]
     there.commit([turn], encoded, session=chat.info)
@@ -115,10 +117,12 @@ def test_it_goes_on_after_a_second_journey(store: Store, there: Store, tmp_path:
     assert store.session("s").turns == 4, "which nothing was added to"
     last = store.path(store.session(result.session).head)[-1]
     assert last.answer.content == "yes"
-    found = store.find(chat.scope, [*last.ids.tolist(), 1], result.session)
+    ids, _ = whole(store, last.id)
+    assert ids == turn.ids.own.tolist()
+    found = find(store, chat.scope, [*ids, 1], result.session)
     assert found is not None
     assert found.origin == result.session
-    assert_same(store.load(found.id, spec), state_of(spec, last.ids[:-1]))
+    assert_same(store.load(found.id, spec), state_of(spec, turn.ids.own[:-1]))
 
 
 def test_every_branch_goes_on(store: Store, there: Store, spec: StateSpec, tmp_path: Path) -> None:
@@ -130,8 +134,8 @@ def test_every_branch_goes_on(store: Store, there: Store, spec: StateSpec, tmp_p
     result = import_session(there, tmp_path / "chat.ssmd", local=local(spec))
     assert result.checkpoints == 5
     for name in ("t3", "t4"):
-        ids = chat.turns[name].ids
-        found = there.find(chat.scope, [*ids.tolist(), 1], "s")
+        ids = chat.turns[name].ids.own
+        found = find(there, chat.scope, [*ids.tolist(), 1], "s")
         assert found is not None
         assert found.position == len(ids) - 1
         assert_same(there.load(found.id, spec), state_of(spec, ids[:-1]))
@@ -140,6 +144,21 @@ def test_every_branch_goes_on(store: Store, there: Store, spec: StateSpec, tmp_p
             rows = connection.scalar(select(func.sum(segment.c.last - segment.c.first)))
         paths = [len(chat.turns[name].ids) - 1 for name in ("t3", "t4")]
         assert rows == sum(paths) - (len(chat.turns["t1"].ids) - 1)
+
+
+@pytest.mark.parametrize("position", [1, 23, 24, 25, 47, 48, 49, 72])
+def test_a_state_of_any_part_of_its_turn(store: Store, there: Store, tmp_path: Path, position: int) -> None:
+    """Also of what its turn goes on from, and just of that."""
+    spec = SPECS["recurrent"]
+    chat = talk(store, spec)
+    export_session(store, "s", tmp_path / "chat.ssmd")
+    file = rewrite(tmp_path / "chat.ssmd", doc=_set("checkpoints", 0, "position", position))
+    assert import_session(there, file, local=local(spec)).checkpoints == 2
+    found = find(there, chat.scope, [*chat.turns["t3"].ids.own[:position], 499], "s")
+    assert found is not None
+    assert found.position == position
+    assert export_session(there, "s", tmp_path / "again.ssmd", states="all").left_out == 0
+    assert check(there.file.parent).damages == ()
 
 
 def test_branches_whose_parting_has_no_state_any_more(store: Store, there: Store, tmp_path: Path) -> None:
@@ -158,8 +177,8 @@ def test_branches_whose_parting_has_no_state_any_more(store: Store, there: Store
     assert 2 < done.checkpoints < 24
     result = import_session(there, tmp_path / "chat.ssmd", local=local(spec))
     assert result.checkpoints == done.checkpoints
-    ids = chat.turns["b11"].ids
-    found = there.find(chat.scope, [*ids.tolist(), 1], "s")
+    ids = chat.turns["b11"].ids.own
+    found = find(there, chat.scope, [*ids.tolist(), 1], "s")
     assert found is not None
     assert_same(there.load(found.id, spec), state_of(spec, ids[:-1]))
 
@@ -222,8 +241,13 @@ def test_any_safetensors_library_reads_it(store: Store, spec: StateSpec, tmp_pat
         assert [t["id"] for t in said["turns"]] == ["t1", "t2", "t2b", "t3"]
         assert said["layout"] == spec.to_json()
         number = next(i for i, c in enumerate(said["checkpoints"]) if c["kind"] == "turn")
-        ids = file.get_tensor(f"checkpoint.{number}.ids")
-        assert (ids == chat.turns["t3"].ids[:-1]).all()
+        tails = {t["id"]: file.get_tensor(f"turn.{i}.ids") for i, t in enumerate(said["turns"])}
+        assert {t["id"]: t["stem"] for t in said["turns"]} == {"t1": None, "t2": "t1", "t2b": "t1", "t3": "t2"}
+        ids = np.concatenate([tails["t1"], tails["t2"], tails["t3"]])
+        assert (ids == chat.turns["t3"].ids.own).all()
+        assert said["checkpoints"][number]["turn"] == "t3"
+        ids = ids[: said["checkpoints"][number]["position"]]
+        assert len(ids) == len(chat.turns["t3"].ids) - 1
         expected = state_of(spec, ids)
         for t in spec.tensors:
             if t.recurrent:
@@ -386,10 +410,21 @@ def _drop(*path: Any) -> Callable[[Any], None]:
     return change
 
 
+def _double(*path: Any) -> Callable[[Any], None]:
+    def change(where: Any) -> None:
+        for k in path:
+            where = where[k]
+        where.append(where[0])
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_set("format", 2), "has format 2, this ssmd reads format 1"),
+        (_set("format", 3), "has format 3, this ssmd reads formats up to 2"),
+        (_set("format", True), "has format True"),
+        (_set("format", 1), "format|turns|items"),
         (_set("format", "1"), "format"),
         (_drop("format"), "format"),
         (_set("more", 1), "more"),
@@ -407,10 +442,13 @@ def _drop(*path: Any) -> Callable[[Any], None]:
         (_set("turns", 1, "parent", "t3"), "before its parent"),
         (_set("turns", 1, "parent", "t2"), "before its parent"),
         (_set("turns", 0, "parent", "nobody"), "before its parent"),
-        (_set("turns", 1, "ids_shared", 10_000), "shares more"),
-        (_set("turns", 1, "ids_shared", -1), "ids_shared"),
-        (_set("turns", 1, "ids_shared", True), "ids_shared"),
-        (_set("turns", 1, "text_shared", 10_000), "shares more"),
+        (_set("turns", 1, "stem", "nobody"), "before its stem"),
+        (_set("turns", 1, "stem", "t2"), "before its stem"),
+        (_set("turns", 1, "stem", "t3"), "before its stem"),
+        (_set("turns", 1, "stem", "../x"), "turns.1.stem"),
+        (_set("turns", 1, "stem", 7), "turns.1.stem"),
+        (_drop("turns", 1, "stem"), "turns.1.stem"),
+        (_set("turns", 1, "ids_shared", 3), "ids_shared"),
         (_set("turns", 1, "prompt_tokens", 10_000), "longer prompt"),
         (_set("turns", 1, "prompt_tokens", 1.5), "prompt_tokens"),
         (_set("turns", 1, "prompt_tokens", 10**40), "prompt_tokens"),
@@ -418,10 +456,14 @@ def _drop(*path: Any) -> Callable[[Any], None]:
         (_set("turns", 1, "created_at", "1970-01-01T00:00:00+23:59"), "no time"),
         (_set("turns", 1, "created_at", "9998-12-31T23:59:00-23:59"), "no time"),
         (_set("turns", 3, "text", "\ud800"), "text"),
-        (_set("turns", 1, "messages", 0, "role", "dog"), "role"),
-        (_set("turns", 1, "messages", 0, "content", None), "content"),
-        (_set("turns", 1, "messages", 0, "image", "x"), "image"),
-        (_set("turns", 1, "answer", "role", "user"), "answered by the user"),
+        (_set("turns", 1, "items", 0, "role", "dog"), "role"),
+        (_set("turns", 1, "items", 0, "content", None), "content"),
+        (_set("turns", 1, "items", 0, "image", "x"), "image"),
+        (_set("turns", 1, "items", 0, "type", "call"), "type"),
+        (_set("turns", 1, "items", 0, "id", "a/b"), "items.0.id"),
+        (_set("turns", 1, "answer", 0, "role", "user"), "answered by the user"),
+        (_set("turns", 1, "answer", []), "answer"),
+        (_double("turns", 1, "answer"), "answer"),
         (_set("turns", 1, "finish", "<b>"), "finish"),
         (_set("layout", []), "no layout|checkpoints and no layout"),
         (_set("layout", 0, "shape", [12, 4]), "layout"),
@@ -433,6 +475,11 @@ def _drop(*path: Any) -> Callable[[Any], None]:
         (_set("layout", 1, "name", "conv_0"), "repeat"),
         (_set("checkpoints", 0, "turn", "nobody"), "belongs to the turn 'nobody'"),
         (_set("checkpoints", 0, "kind", "other"), "kind"),
+        (_set("checkpoints", 0, "position", 0), "position"),
+        (_set("checkpoints", 0, "position", 10_000), "not within the ids of its turn"),
+        (_set("checkpoints", 0, "position", 70), "KV rows up to"),
+        (_set("checkpoints", 0, "position", True), "position"),
+        (_drop("checkpoints", 0, "position"), "position"),
         (_set("checkpoints", 0, "build", "zz"), "build"),
         (_set("checkpoints", 0, "rows", []), "KV rows up to 0"),
         (_set("checkpoints", 0, "rows", 0, 999), "chunk 999"),
@@ -489,15 +536,15 @@ def test_the_same_checkpoint_twice(good: Path, there: Store) -> None:
     refused(there, rewrite(good, doc=double, tensors=copy), "stands in it twice")
 
 
-def test_a_checkpoint_of_no_tokens(good: Path, there: Store) -> None:
-    def more(said: Any) -> None:
-        said["checkpoints"].append(said["checkpoints"][0] | {"rows": []})
+def test_a_checkpoint_of_a_turn_without_ids(good: Path, there: Store) -> None:
+    def bare(said: Any) -> None:
+        for turn in said["turns"]:
+            turn |= {"stem": None, "prompt_tokens": 0, "text": ""}
 
-    def copy(arrays: dict[str, Any]) -> None:
-        arrays |= {n.replace("checkpoint.0", "checkpoint.2"): a for n, a in arrays.items() if "checkpoint.0" in n}
-        arrays["checkpoint.2.ids"] = np.empty(0, np.int32)
+    def empty(arrays: dict[str, Any]) -> None:
+        arrays |= {n: np.empty(0, np.int32) for n in arrays if n.startswith("turn.")}
 
-    refused(there, rewrite(good, doc=more, tensors=copy), "checkpoint 2 has no ids")
+    refused(there, rewrite(good, doc=bare, tensors=empty), "not within the ids of its turn")
 
 
 def _tensor(name: str, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
@@ -522,12 +569,13 @@ def _poke(value: float) -> Callable[[Any], Any]:
         (_tensor("checkpoint.1.ssm_2", _poke(np.inf)), "not finite"),
         (_tensor("rows.0.key_1", _poke(-np.inf)), "not finite"),
         (_tensor("turn.0.ids", _poke(VOCABULARY)), "the vocabulary is 0 to 499"),
-        (_tensor("checkpoint.0.ids", _poke(-1)), "vocabulary"),
+        (_tensor("turn.3.ids", _poke(-1)), "vocabulary"),
         (_tensor("turn.1.ids", lambda a: a.astype(np.float32)), "not a list of ids"),
         (_tensor("turn.1.ids", lambda a: a.reshape(1, -1)), "not a list of ids"),
         (_tensor("turn.1.ids", lambda a: a.astype(np.int64)), "dtype 'I64'"),
-        (_tensor("checkpoint.0.ids", lambda a: a[:-1]), "KV rows up to"),
-        (_tensor("checkpoint.0.ids", lambda a: a[:0]), "KV rows up to"),
+        (_tensor("turn.3.ids", lambda a: a[:-2]), "not within the ids of its turn"),
+        (_tensor("turn.1.ids", lambda a: a[:-2]), "not within the ids of its turn"),
+        (_tensor("turn.0.ids", lambda a: a[:0]), "no ids"),
         (_tensor("checkpoint.0.ssm_0", lambda a: a[:1]), "shape"),
         (_tensor("checkpoint.0.ssm_0", lambda a: a.astype(np.int32)), "not one of numbers"),
         (_tensor("rows.0.key_1", lambda a: a[:, :-1]), "shape"),
@@ -596,10 +644,12 @@ def test_too_large(good: Path, there: Store, monkeypatch: pytest.MonkeyPatch) ->
     refused(there, good, "larger than 1000 bytes")
 
 
-def test_turns_that_unfold_without_end(good: Path, there: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn may share all of its parent's ids: a small file can ask for much memory."""
-    monkeypatch.setattr(contents, "MAX_REBUILT_BYTES", 500)
-    refused(there, good, "unfold to more than 500 bytes")
+def test_turns_that_unfold_without_end(there: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In format 1 each turn may share any part of its parent's ids: a small file can ask for much memory."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "good.ssmd").write_bytes((Path(__file__).parents[2] / "data" / "session-file-1.ssmd").read_bytes())
+    monkeypatch.setattr(contents, "MAX_REBUILT_BYTES", 200)
+    refused(there, tmp_path / "good.ssmd", "unfold to more than 200 bytes")
 
 
 def test_states_that_unfold_without_end(good: Path, there: Store) -> None:
@@ -611,7 +661,7 @@ def test_states_that_unfold_without_end(good: Path, there: Store) -> None:
     def copy(arrays: dict[str, Any]) -> None:
         for i in range(60):
             arrays |= {
-                n.replace("checkpoint.0", f"checkpoint.{i + 2}"): a[:1] if n.endswith("x") else a
+                n.replace("checkpoint.0", f"checkpoint.{i + 2}"): a
                 for n, a in list(arrays.items())
                 if n.startswith("checkpoint.0.")
             }
@@ -629,7 +679,7 @@ def test_another_lineage_comes_as_text_and_says_so(good: Path, store: Store, the
     assert there.bytes_stored() == 0
     for a, b in zip(store.turns("s"), there.turns("s"), strict=True):
         assert (a.id, a.parent, a.messages, a.answer, a.finish) == (b.id, b.parent, b.messages, b.answer, b.finish)
-        assert (len(b.ids), b.text, b.prompt_tokens) == (0, "", 0)
+        assert (len(b.ids), len(b.text), b.prompt_tokens, b.stem) == (0, 0, 0, None)
 
 
 def test_another_lineage_is_checked_all_the_same(good: Path, there: Store) -> None:

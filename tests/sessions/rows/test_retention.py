@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keeping import ATTENTION, HYBRID, RECURRENT, START, Chat, assert_same, new_store, state_of, user
+from keeping import ATTENTION, FED, HYBRID, RECURRENT, START, Chat, assert_same, find, new_store, state_of, user
 from sqlalchemy import event, func, select
 
 from ssmd.model.state import StateSpec, TensorSpec
-from ssmd.sessions.checkpoint import as_ids
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.holding import read_holding
 from ssmd.sessions.rows.schema import checkpoint, piece, segment
@@ -61,10 +60,8 @@ def check_sound(store: Store, spec: StateSpec) -> None:
     """Every checkpoint loads, nothing lies about loose, and all that is counted is right."""
     assert store.bytes_stored() == really_stored(store)
     with store.reading() as connection:
-        rows = connection.execute(select(checkpoint.c.id, checkpoint.c.ids)).all()
-        for row in rows:
-            ids = as_ids([int.from_bytes(row.ids[i : i + 4], "little") for i in range(0, len(row.ids), 4)])
-            assert_same(store.load_in(connection, row.id, spec), state_of(spec, ids))
+        for row in connection.execute(select(checkpoint.c.id, checkpoint.c.key)).all():
+            assert_same(store.load_in(connection, row.id, spec), state_of(spec, FED[row.key]))
         for session in store.sessions():
             own, shared = read_holding(connection, session.id).sizes()
             assert (session.own_nbytes, session.nbytes) == (own, own + shared), session.id
@@ -78,7 +75,7 @@ def check_sound(store: Store, spec: StateSpec) -> None:
 
 def resumed_at(store: Store, chat: Chat, turn: str) -> int:
     """The position from which a continuation of the turn would start."""
-    found = store.find(chat.scope, [*chat.turns[turn].ids.tolist(), 1], chat.info.id)
+    found = find(store, chat.scope, [*chat.turns[turn].ids.own.tolist(), 1], chat.info.id)
     return 0 if found is None else found.position
 
 
@@ -189,7 +186,7 @@ class TestQuota:
         with pytest.raises(AssertionError):
             assert resumed_at(store, a, "a-2")
         turn, checkpoints = a.make("a-3", "a-2", [user("more")], "sure")
-        first = replace(checkpoints[0], parent=None, state=state_of(HYBRID, checkpoints[0].ids))
+        first = replace(checkpoints[0], parent=None, state=state_of(HYBRID, checkpoints[0].ids.own))
         second = replace(checkpoints[1], parent=first)
         store.commit([turn], [a.encode(first), a.encode(second)], session=a.info)
         a.remember(turn, None)
@@ -531,7 +528,7 @@ def test_whatever_happens(
             parent = rng.choice([None, *list(chat.turns)[-3:]]) if step[2] == 0 else next(reversed(chat.turns), None)
             new, checkpoints = chat.make(f"{name}{n}", parent, [user(f"q{n}" if step[2] else "same")], "a", step[3])
             if parent is not None and chat.ends[parent][0] not in held(name) and spec.rows:
-                first = replace(checkpoints[0], parent=None, state=state_of(spec, checkpoints[0].ids))
+                first = replace(checkpoints[0], parent=None, state=state_of(spec, checkpoints[0].ids.own))
                 checkpoints = [first, replace(checkpoints[1], parent=first)]
             placed = store.commit([new], [chat.encode(c) for c in checkpoints], session=chat.info).checkpoints
             chat.remember(new, placed[-1].id)

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keeping import ATTENTION, HYBRID, RECURRENT, Chat, assert_same, new_store, state_of, user
+from keeping import ATTENTION, FED, HYBRID, LINEAGE, RECURRENT, Chat, assert_same, new_store, state_of, user
 from sessions.rows.test_retention import WIDE, check_sound, really_stored, resumed_at, talk
 from sqlalchemy import func, select
 
 from ssmd.model.state import StateSpec
-from ssmd.sessions.checkpoint import NewCheckpoint, as_ids
+from ssmd.sessions.checkpoint import NewCheckpoint, prefix_keys
 from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, ReplyKey
 from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.holding import read_holding, write_sizes
@@ -167,19 +168,20 @@ class Histories:
     def chat_of(self, session: str) -> Chat:
         """As it stands in the store now."""
         chat = self.chats[session]
-        chat.turns = {t.id: t for t in self.store.turns(session)}
-        chat.ends = {t.id: (self._end(t.id, t.ids[:-1]), t.ids[:-1]) for t in chat.turns.values()}
+        chat.turns, chat.ends = {}, {}
+        for t in self.store.turns(session):
+            whole, _ = self.store.whole(t.id)
+            chat.remember(t, self._end(t.id, whole.up_to(len(whole) - 1)))
         chat.info = self.store.session(session).info
         chat.clock += timedelta(seconds=1)
         return chat
 
-    def _end(self, turn_id: str, ids: Any) -> int | None:
+    def _end(self, turn_id: str, ids: Line) -> int | None:
         c = checkpoint.c
         mine = select(c.id).join(turn_checkpoint, turn_checkpoint.c.checkpoint == c.id)
+        keys = prefix_keys(self.spec.digest(), LINEAGE, ids, [len(ids)])
         with self.store.reading() as connection:
-            return connection.scalars(
-                mine.where(turn_checkpoint.c.turn == turn_id, c.ids == as_ids(ids).tobytes())
-            ).first()
+            return connection.scalars(mine.where(turn_checkpoint.c.turn == turn_id, c.key.in_(keys))).first()
 
     def made(self, chat: Chat, text: str, tokens: int = 12, *, parent: str | None = None) -> tuple[Any, list[Any]]:
         self.number += 1
@@ -187,7 +189,7 @@ class Histories:
             parent = self.rng.choice(list(chat.turns)[-4:])
         new, checkpoints = chat.make(f"t{self.number}", parent, [user(text)], "a", tokens)
         if parent is not None and chat.ends[parent][0] is None and self.spec.rows:
-            first = replace(checkpoints[0], parent=None, state=state_of(self.spec, checkpoints[0].ids))
+            first = replace(checkpoints[0], parent=None, state=state_of(self.spec, checkpoints[0].ids.own))
             checkpoints = [first, replace(checkpoints[1], parent=first)]
         return new, checkpoints
 
@@ -256,9 +258,11 @@ class Histories:
         chat = self.chat_of(self.some().info.id)
         one = self.rng.choice(list(chat.turns.values()))
         other = self.rng.sample(range(500), tokens)
-        ids = as_ids([*one.ids[: one.prompt_tokens - 1].tolist(), *other, 1])
-        saved = NewCheckpoint("turn", ids[:-1], state_of(self.spec, ids[:-1]))
-        self.store.rewrite(one.id, ids, "repaired", chat.encode(saved))
+        ids = Line.of([*one.ids.own[: one.prompt_tokens - 1].tolist(), *other, 1])
+        saved = NewCheckpoint("turn", ids.up_to(len(ids) - 1), state_of(self.spec, ids.own[:-1]))
+        before = one.text.own.rpartition("<assistant>")[0] if self.rng.random() < 0.5 else ""
+        done = self.store.rewrite(one.id, ids, Passage(f"{before}repaired"), chat.encode(saved))
+        assert done is None or self.store.whole(one.id)[0].own.tolist() == ids.own.tolist()
         self.again()
 
     def quota(self, tokens: int) -> None:
@@ -302,9 +306,8 @@ class Histories:
             self.pinned[name] = now
         assert {s.id for s in store.sessions()} == set(self.chats)
         with store.reading() as connection:
-            for row in connection.execute(select(checkpoint.c.id, checkpoint.c.ids)).all():
-                ids = as_ids([int.from_bytes(row.ids[i : i + 4], "little") for i in range(0, len(row.ids), 4)])
-                assert_same(store.load_in(connection, row.id, self.spec), state_of(self.spec, ids))
+            for row in connection.execute(select(checkpoint.c.id, checkpoint.c.key)).all():
+                assert_same(store.load_in(connection, row.id, self.spec), state_of(self.spec, FED[row.key]))
             for session in store.sessions():
                 own, shared = read_holding(connection, session.id).sizes()
                 assert (session.own_nbytes, session.nbytes) == (own, own + shared), session.id

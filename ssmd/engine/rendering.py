@@ -1,0 +1,185 @@
+"""How a conversation reads to the model: its text and its ids, as a continuation of what is stored where that holds.
+
+Where a template is proven to keep what it wrote (text/jinja/appending.py), only what a request adds to the turn that it
+continues is rendered and tokenised, and nothing of the turns above is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+import numpy as np
+
+from ssmd.engine.request import Rejected
+from ssmd.model.artifact import Manifest
+from ssmd.sessions.line import Line, Passage
+from ssmd.sessions.turn import Settled, Turn
+from ssmd.text.messages import Message
+from ssmd.text.template import ChatTemplate, Rendered, TemplateError
+from ssmd.text.tokenizer import Tokenizer
+
+_VERSION = 1  # of what is made of messages before a template sees them
+_MAX_TRIED = 64  # turns above the last one whose text may be what a prompt goes on from
+Above = Callable[[Turn], Turn | None]  # the turn above one, None at the root or if it cannot be read
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A conversation as the model reads it. stem: the turn whose text and ids end where those at hand begin."""
+
+    text: Passage
+    ids: Line
+    stem: str | None
+    settled: Settled | None = None
+
+
+class Renderer:
+    """Renders for one program's template and tokenizer. Used from many threads."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._lineage = manifest.lineage
+        self._tokenizer = tokenizer
+        self._template = template
+        self._knows_developer = "developer" in template.source  # else it is what OpenAI made of it: a system message
+        parts = (
+            _VERSION,
+            manifest.files["tokenizer.json"].sha256,
+            manifest.special_tokens.model_dump(),
+            template.source,
+        )
+        self._identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def tells_time(self) -> bool:
+        """Whether what is rendered may depend on the clock."""
+        return "strftime_now" in self._template.source
+
+    def render(self, messages: Sequence[Message], now: datetime) -> Rendered:
+        """The whole text. Raises Rejected if the template refuses the messages."""
+        try:
+            return self._template.render_settled([self._shown(m) for m in messages], now=now)
+        except TemplateError as err:
+            raise Rejected(f"the model's chat template refuses these messages: {err}", param="messages") from err
+
+    def _shown(self, message: Message) -> Message:
+        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        return replace(message, role=role, content=self._tokenizer.escape(message.content))
+
+    def encode(self, text: str) -> Line:
+        """The ids of a whole text."""
+        return Line(np.array(self._tokenizer.encode(text), "<i4"))
+
+    def whole(
+        self, messages: Sequence[Message], now: datetime, turn: Turn | None = None, above: Above | None = None
+    ) -> Shown:
+        """All of a conversation, with stored ids for the deepest turn whose text it continues.
+
+        Generated text need not tokenise back into the ids that were sampled: those are what the state saw. turn: the
+        one that it continues. Raises Rejected.
+        """
+        rendered = self.render(messages, now)
+        return replace(self.ids_of(rendered.text, turn, above), settled=self._settled(rendered, 0))
+
+    def ids_of(self, text: str, turn: Turn | None, above: Above | None) -> Shown:
+        """A whole text with its ids: stored ones for the deepest turn that it goes on from, beginning at `turn`."""
+        for _ in range(_MAX_TRIED):
+            if turn is None or above is None:
+                break
+            if self._goes_on(text, turn):
+                start = turn.text.start
+                passage = Passage(text[start:], start, turn.text.before)
+                return Shown(passage, turn.ids.then(self._tokenizer.encode(text[len(turn.text) :])), turn.stem)
+            turn = above(turn)
+        return Shown(Passage(text), self.encode(text), None)
+
+    def _goes_on(self, text: str, turn: Turn) -> bool:
+        """Whether the whole text begins with a turn's, which can be told apart there, and has ids of this model."""
+        start, end = turn.text.start, len(turn.text)
+        if (
+            not turn.text.own or not len(turn.ids) or turn.lineage != self._lineage
+        ):  # imported as text, or another model's
+            return False
+        if not text.startswith(turn.text.own, start) or Passage(text).hash(start) != turn.text.before:
+            return False
+        return self._tokenizer.ends_at_control(text, end)
+
+    def after(self, turn: Turn, first: Message, new: Sequence[Message], now: datetime) -> Shown | None:
+        """The end of a conversation that goes on from a turn: the turn's own text and what these messages add to it.
+
+        first: of the conversation. None where the template is not known to have left alone what it wrote before, or the
+        text does not go on from the turn's.
+        """
+        rendered = self._after(turn, first, new, now)
+        if rendered is None:
+            return None
+        text, base = rendered.text, turn.text.start
+        end = len(turn.text) - base
+        if not text.startswith(turn.text.own) or not self._tokenizer.ends_at_control(text, end):
+            return None
+        ids = turn.ids.then(self._tokenizer.encode(text[end:]))
+        return Shown(Passage(text, base, turn.text.before), ids, turn.stem, self._settled(rendered, base))
+
+    def _after(self, turn: Turn, first: Message, new: Sequence[Message], now: datetime) -> Rendered | None:
+        """What is rendered from the beginning of the turn's own text on; `settled` counts from there."""
+        settled = turn.settled
+        if settled is None or settled.template != self._identity or turn.lineage != self._lineage:
+            return None
+        own = turn.length - turn.cut - len(turn.conversation)  # messages shown before those of the turn
+        base = settled.characters - turn.text.start
+        if not turn.sound or base < 0 or settled.messages < max(own, 1) or first.role == "assistant":
+            return None
+        tail = [*turn.conversation[settled.messages - own :], *new]
+        try:
+            rendered = self._template.render_after(
+                self._shown(first), settled.messages, [self._shown(m) for m in tail], now=now
+            )
+        except TemplateError as err:
+            raise Rejected(f"the model's chat template refuses these messages: {err}", param="messages") from err
+        if rendered is None:
+            return None
+        moved = rendered.settled and replace(rendered.settled, characters=rendered.settled.characters + base)
+        return Rendered(turn.text.own[:base] + rendered.text, moved)
+
+    def _settled(self, rendered: Rendered, base: int) -> Settled | None:
+        found = rendered.settled
+        return None if found is None else Settled(found.messages, found.characters + base, self._identity)
+
+    def beginning(self, messages: Sequence[Message], now: datetime) -> str:
+        """What is rendered for these messages whatever the user says next, up to the last control token."""
+        a, b = (self.render([*messages, Message("user", probe)], now).text for probe in ("a", "b"))
+        return a[: self._tokenizer.last_cut(a, _common(a, b))]
+
+    def rest(self, turn: Turn, first: Message, now: datetime) -> Passage | None:
+        """What every request begins with that goes on from a turn, from where its own text begins; None if unknown."""
+        a, b = (self._after(turn, first, [Message("user", probe)], now) for probe in ("a", "b"))
+        if a is None or b is None or turn.settled is None or turn.settled.characters <= turn.text.start:
+            return None
+        end = self._tokenizer.last_cut(a.text, _common(a.text, b.text))
+        return Passage(a.text[:end], turn.text.start, turn.text.before)
+
+    def agrees(self, text: Passage, turn: Turn) -> bool:
+        """Whether a turn's text is a beginning of this one, from the same place on, and can be told apart there."""
+        if text.start != turn.text.start or text.before != turn.text.before:
+            return False
+        return text.own.startswith(turn.text.own) and self._tokenizer.ends_at_control(text.own, len(turn.text.own))
+
+    def apart(self, stem: Turn, turn: Turn) -> bool:
+        """Whether the ids of a turn's own text do not depend on the text of its stem, which stands before it."""
+        before = stem.text.own
+        return bool(before) and self._tokenizer.ends_at_control(before + turn.text.own, len(before))
+
+
+def _common(a: str, b: str) -> int:
+    """Count the characters with which both begin."""
+    least, most = 0, min(len(a), len(b))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if a[least:middle] == b[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least

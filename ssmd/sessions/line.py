@@ -1,0 +1,201 @@
+"""Token ids and rendered text of a conversation of which only the end is at hand: what came before is known by a hash.
+
+A conversation only grows at its end, so what a request needs of the part that stays is where it ends and what it hashes
+to. Hashes are chains over blocks of a fixed size: they are carried on from any place, however that was reached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+EMPTY = bytes(32)  # the hash of nothing
+_IDS_BLOCK = 128  # bytes
+_TEXT_BLOCK = 512
+_ANCHOR_BITS = 4
+
+
+def as_ids(ids: Sequence[int] | NDArray[Any]) -> Ids:
+    """Token ids as little-endian int32. Raises ValueError on one that no vocabulary can hold."""
+    wide = np.asarray(ids, dtype=np.int64)
+    if wide.ndim != 1 or (wide.size and (wide.min() < 0 or wide.max() > 0x7FFFFFFF)):
+        raise ValueError("token ids must be a flat list of numbers from 0 to 2147483647")
+    return np.ascontiguousarray(wide.astype("<i4"))
+
+
+def anchor(position: int) -> int:
+    """Round a position down to its four leading bits.
+
+    Stored beside each checkpoint is the key of its ids up to here. Some 8 anchors for every doubling of the length
+    are enough to ask the database for the checkpoints that share nearly all of their ids with a prompt, however many
+    others there are.
+    """
+    shift = max(0, position.bit_length() - _ANCHOR_BITS)
+    return position >> shift << shift
+
+
+def anchors(first: int, last: int) -> list[int]:
+    """List the anchors of the positions first..last, ascending: the first of them may be less than `first`."""
+    found: list[int] = []
+    at = anchor(max(1, first))
+    while at <= last:
+        found.append(at)
+        at += 1 << max(0, at.bit_length() - _ANCHOR_BITS)
+    return found
+
+
+def advance(hashed: bytes, data: bytes, block: int) -> bytes:
+    """Carry a hash on over more bytes: 32 bytes that stand for whole blocks, then those of the block not yet full."""
+    chain, rest = hashed[:32], hashed[32:] + data
+    full = len(rest) - len(rest) % block
+    for at in range(0, full, block):
+        chain = hashlib.blake2b(chain + rest[at : at + block], digest_size=32, person=b"ssmd.line.1").digest()
+    return chain + rest[full:]
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """The token ids of a conversation, of which `own` are at hand.
+
+    start: how many come before those. before, anchored: hashes of the first `start` ids, and of the first
+    anchor(start). Its length counts all.
+    """
+
+    own: Ids
+    start: int = 0
+    before: bytes = EMPTY
+    anchored: bytes = EMPTY
+
+    @staticmethod
+    def of(ids: Sequence[int] | NDArray[Any]) -> Line:
+        """The line of all its ids. Raises ValueError on one that no vocabulary can hold."""
+        return Line(as_ids(ids))
+
+    def __len__(self) -> int:
+        return self.start + len(self.own)
+
+    def since(self, position: int) -> Ids:
+        """The ids from a position on. Raises ValueError if they are not at hand."""
+        if position < self.start:
+            raise ValueError(f"ids from {position} on are not at hand, those from {self.start} on are")
+        return self.own[position - self.start :]
+
+    def up_to(self, position: int) -> Line:
+        """The line's first `position` ids."""
+        if position < self.start:
+            raise ValueError(f"a line from {self.start} on cannot end at {position}")
+        return Line(self.own[: position - self.start], self.start, self.before, self.anchored)
+
+    def then(self, ids: Sequence[int] | NDArray[Any]) -> Line:
+        """The line with more ids at its end."""
+        return Line(np.concatenate([self.own, as_ids(ids)]), self.start, self.before, self.anchored)
+
+    def hashes(self, positions: Sequence[int]) -> list[bytes]:
+        """Hash the first p ids, for each p of the ascending `positions`: anchor(start), or from `start` on."""
+        data, found = self.own.tobytes(), []
+        running, at = self.before, self.start
+        for p in positions:
+            if p < self.start:
+                if p != anchor(self.start):
+                    raise ValueError(f"ids before {self.start} are not at hand")
+                found.append(self.anchored)
+                continue
+            running = advance(running, data[4 * (at - self.start) : 4 * (p - self.start)], _IDS_BLOCK)
+            at = p
+            found.append(running)
+        return found
+
+    def hash(self, position: int) -> bytes:
+        """Hash the first `position` ids."""
+        return self._end[1] if position == len(self) else self.hashes([position])[0]
+
+    @cached_property
+    def _end(self) -> tuple[bytes, bytes]:
+        """Hashes of the first anchor(len) ids, and of all: any number of lines may go on from here."""
+        anchored, before = self.hashes([anchor(len(self)), len(self)])
+        return anchored, before
+
+    def cut(self, position: int) -> Line:
+        """The same line, with the ids from `position` on at hand."""
+        anchored, before = self._end if position == len(self) else self.hashes([anchor(position), position])
+        return Line(self.since(position), position, before, anchored)
+
+    def after(self, earlier: Sequence[Line]) -> Line:
+        """The same line, with the ids of earlier parts at hand too: each ends where the next one's own begin."""
+        if not earlier:
+            return self
+        for part, then in pairwise([*earlier, self]):
+            if len(part) != then.start:
+                raise ValueError(f"a line up to {len(part)} is not the part before {then.start}")
+        first = earlier[0]
+        own = np.concatenate([*(part.own for part in earlier), self.own])
+        return Line(own, first.start, first.before, first.anchored)
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """The rendered text of a conversation, of which `own` is at hand.
+
+    start: how many characters come before that. before: a hash of those. Its length counts all.
+    """
+
+    own: str
+    start: int = 0
+    before: bytes = EMPTY
+
+    def __len__(self) -> int:
+        return self.start + len(self.own)
+
+    def then(self, text: str) -> Passage:
+        """The passage with more text at its end."""
+        return Passage(self.own + text, self.start, self.before)
+
+    def hash(self, position: int) -> bytes:
+        """Hash the first `position` characters. Raises ValueError if they are not at hand."""
+        if position < self.start:
+            raise ValueError(f"text before {self.start} is not at hand")
+        return self._end if position >= len(self) else self._hashed(position)
+
+    @cached_property
+    def _end(self) -> bytes:
+        """The hash of all: any number of passages may go on from here."""
+        return self._hashed(len(self))
+
+    def _hashed(self, position: int) -> bytes:
+        return advance(self.before, self.own[: position - self.start].encode(), _TEXT_BLOCK)
+
+    def cut(self, position: int) -> Passage:
+        """The same passage, with the text from `position` on at hand."""
+        return Passage(self.own[position - self.start :], position, self.hash(position))
+
+
+NOTHING = Line(np.empty(0, np.int32))
+SILENCE = Passage("")
+
+
+def regrown(
+    parts: Sequence[tuple[Line, Passage, bool]], ids_shared: int, own: Ids, text_shared: int, text: str
+) -> tuple[int | None, Line, Passage] | None:
+    """(stem, line, passage) of what was written as the first ids and characters of a parent, and then its own.
+
+    parts: what the parent's consist of, the last part first, and whether each may be the stem; stem: the part whose end
+    is the last that both keep, None if they keep none. None if it shares more than the parent has.
+    """
+    if ids_shared > (len(parts[0][0]) if parts else 0) or text_shared > (len(parts[0][1]) if parts else 0):
+        return None
+    ids, words = [own], [text]
+    for i, (line, passage, may) in enumerate(parts):
+        if may and len(line) <= ids_shared and len(passage) <= text_shared:
+            found = line.cut(len(line)).then(np.concatenate(ids))
+            return i, found, passage.cut(len(passage)).then("".join(words))
+        ids.insert(0, line.own[: max(0, ids_shared - line.start)])
+        words.insert(0, passage.own[: max(0, text_shared - passage.start)])
+    return None, Line.of(np.concatenate(ids)), Passage("".join(words))

@@ -1,0 +1,150 @@
+"""Which stored turn a request continues: looked up by its chain, in time that does not grow with the conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, select
+
+from ssmd.sessions.match import Echo, continues
+from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.schema import turn as turn_table
+from ssmd.sessions.rows.turns import as_they_are, is_unicode, read_path, read_turn
+from ssmd.sessions.turn import Turn, UnknownSession
+from ssmd.text.messages import Message
+
+_MAX_TRIED = 64  # stored conversations that are compared with a request
+_MAX_FORKS = 1000  # that have its beginning from elsewhere, those used last
+_FEW, _MANY = 8, 500  # answers looked up at once, the last ones first: mostly the very last is the one
+
+
+@dataclass(frozen=True)
+class Echoed:
+    """A stored turn that a request continues. length: of its conversation, in messages.
+
+    stored: those messages, None if the request says them as they were said.
+    """
+
+    session: str
+    turn: str
+    length: int
+    stored: tuple[Message, ...] | None
+
+
+def _queries() -> tuple[Any, Any]:
+    """Turns by `:chains`, the best first: of their owners; and those of `:turns` that forks began with."""
+    t, s = turn_table.c, session_table.c
+    columns = select(t.id, t.seq, t.depth, t.root, t.length, t.chain, t.whole, s.id.label("session"), s.last_used_at)
+    columns = columns.add_columns((s.head == t.id).label("is_head"), (s.imported != "").label("imported"))
+    chains: Any = bindparam("chains", expanding=True)
+    order = (t.length.desc(), s.imported != "", s.last_used_at.desc(), (s.head == t.id).desc(), t.seq.desc())
+    owned = columns.join(session_table, s.id == t.session).where(t.chain.in_(chains))
+    owned = owned.order_by(*order).limit(_MAX_TRIED)
+
+    roots: Any = bindparam("roots", expanding=True)
+    turns: Any = bindparam("turns", expanding=True)
+    forks = select(s.id, s.base).where(s.root.in_(roots)).order_by(s.last_used_at.desc()).limit(_MAX_FORKS).subquery()
+    ends = select(forks.c.base, t.id, t.parent, t.depth).join(forks, t.id == forks.c.base).distinct()
+    walk = ends.cte("walk", recursive=True)  # once for all forks that begin at one turn, as far as need be
+    walk = walk.union_all(
+        select(walk.c.base, t.id, t.parent, t.depth).where(t.id == walk.c.parent, walk.c.depth > bindparam("least"))
+    )
+    inherited = columns.select_from(walk).join(turn_table, t.id == walk.c.id).join(forks, forks.c.base == walk.c.base)
+    inherited = inherited.join(session_table, s.id == forks.c.id).where(t.id.in_(turns))
+    return owned, inherited
+
+
+_OWNED, _INHERITED = _queries()  # built once: putting a statement together takes longer than running it
+_OF_ONE = _OWNED.where(session_table.c.id == bindparam("session"))
+_ANYWHERE = select(turn_table.c.id, turn_table.c.depth, turn_table.c.root).where(
+    turn_table.c.chain.in_(bindparam("chains", expanding=True))
+)
+
+
+def read_echoed(connection: Connection, messages: Sequence[Message], session: str | None) -> Echoed | None:
+    """The stored conversation that a request continues; with a `session` only one of that session's."""
+    echo = Echo.of(messages)
+    places = {chain.said: i for i, chain in enumerate(echo.chains)}
+    for chains in _batches([chain.said for chain in echo.chains]):
+        rows = [row for row in _rows(connection, chains, session) if is_unicode(row.id)]
+        # Of equal chains only a few differ from the echo, in reasoning that it changed.
+        rows.sort(key=lambda r: (places[r.chain], not r.imported, _time(r), r.is_head, r.seq), reverse=True)
+        for row in rows:
+            length = echo.lengths[places[row.chain]]
+            if echo.chains[places[row.chain]].whole == row.whole:
+                return Echoed(row.session, row.id, length, None)
+            path = read_path(connection, row.id)
+            stored = tuple(m for turn in path for m in turn.conversation)
+            if len(stored) != length or not all(turn.sound for turn in path):  # the chain says that the words are so
+                return Echoed(row.session, row.id, length, tuple(messages[:length]))
+            if continues(messages, stored):
+                return Echoed(row.session, row.id, length, stored)
+    return None
+
+
+def read_heard(
+    connection: Connection, messages: Sequence[Message], turn: Turn
+) -> tuple[Turn | None, int, dict[str, Sequence[Message]]]:
+    """(turn, length, heard): what a request that echoes an altered turn says of it, and of those above it that are so.
+
+    heard: their messages by their ids, those above first. If it cannot be told which are whose, the turn is the first
+    sound one above, and nothing is heard; None if it is not one that the request echoes. length: messages of the turn's
+    conversation.
+    """
+    echo = Echo.of(messages)
+    lengths = {chain.said: length for chain, length in zip(echo.chains, echo.lengths, strict=True)}
+    altered: dict[str, int] = {}
+    at: Turn | None = turn
+    while at is not None and (not at.sound or _said(connection, at, lengths) != at.length):
+        if at.sound or at.id in altered:  # what is said to stand above it does not
+            return None, 0, {}
+        altered[at.id] = _said(connection, at, lengths)
+        try:
+            at = None if at.parent is None else read_turn(connection, at.parent)
+        except UnknownSession:
+            return None, 0, {}
+    end = first = 0 if at is None else at.length
+    heard: dict[str, Sequence[Message]] = {}
+    for name in reversed(altered):
+        if altered[name] <= end:
+            return at, first, {}
+        heard[name] = messages[end : altered[name]]
+        end = altered[name]
+    return turn, end, heard
+
+
+def _said(connection: Connection, turn: Turn, lengths: Mapping[bytes, int]) -> int:
+    """How many messages of a request a turn's conversation is; -1 if it is not one that the request begins with."""
+    chains = connection.scalars(select(turn_table.c.chain).where(turn_table.c.id == turn.id))
+    return lengths.get(chains.one(), -1)
+
+
+def _batches(chains: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """The last ones first."""
+    end, most = len(chains), _FEW
+    while end > 0:
+        yield list(chains[max(0, end - most) : end])
+        end, most = end - most, _MANY
+
+
+def _rows(connection: Connection, chains: list[bytes], session: str | None) -> list[Any]:
+    with as_they_are(connection):
+        given: dict[str, Any] = {"chains": chains}
+        if session is None:
+            owned = list(connection.execute(_OWNED, given))
+            found: Sequence[Any] = owned
+        else:
+            owned = list(connection.execute(_OF_ONE, given | {"session": session}))
+            found = connection.execute(_ANYWHERE, given).all()
+        if not found:
+            return owned
+        given = {"turns": [r.id for r in found], "roots": list({r.root for r in found if is_unicode(r.root)})}
+        given["least"] = min(r.depth if isinstance(r.depth, int) else 0 for r in found)
+        inherited = connection.execute(_INHERITED, given).all()
+    return owned + [row for row in inherited if session in (None, row.session)]
+
+
+def _time(row: Any) -> int:
+    return row.last_used_at if isinstance(row.last_used_at, int) else 0

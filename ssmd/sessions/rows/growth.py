@@ -1,0 +1,288 @@
+"""How conversations grow in the database: turns written as what they add, rewritten while nothing goes on from them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, insert, select, update
+
+from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage
+from ssmd.sessions.match import Chain
+from ssmd.sessions.rows import tree
+from ssmd.sessions.rows.holding import add_turn_bytes
+from ssmd.sessions.rows.schema import turn as turn_table
+from ssmd.sessions.rows.turns import as_they_are, check_unicode, is_moment, is_unicode, seal, to_micros, turn_of
+from ssmd.sessions.turn import NewTurn, Settled, StoreError, UnknownSession, check_id
+from ssmd.text.messages import Message
+
+_MAX_STEMS = 64  # turns above a new one that are looked at for the one that it goes on from
+_LEAST_NBYTES = 512  # of a row, beside what was said
+_t = turn_table.c
+_ONE = select(turn_table).where(_t.id == bindparam("turn"))
+
+
+@dataclass(frozen=True)
+class _Above:
+    """What a new turn needs to know of one above it. chain: down to its answer; depth: turns with itself."""
+
+    id: str
+    session: str
+    root: str
+    parent: str | None
+    stem: str | None
+    depth: int
+    length: int
+    chain: Chain
+    ids: Line
+    text: Passage
+    lineage: str
+
+
+class _Path:
+    """Turns above those that are to be written, read as they are asked for."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._known: dict[str, _Above] = {}
+
+    def of(self, turn_id: str) -> _Above:
+        """Raises UnknownSession if the turn is not there."""
+        if turn_id not in self._known:
+            row = None
+            if is_unicode(turn_id):
+                with as_they_are(self._connection):
+                    row = self._connection.execute(_ONE, {"turn": turn_id}).one_or_none()
+            if row is None:
+                raise UnknownSession(f"there is no turn {turn_id!r}")
+            turn = turn_of(row)
+            if not turn.sound:
+                raise StoreError(f"turn {turn_id!r} was altered; see `ssmd session check`")
+            self.add(
+                _Above(
+                    id=turn.id,
+                    session=turn.session,
+                    root=turn.root,
+                    parent=turn.parent,
+                    stem=turn.stem,
+                    depth=turn.depth + 1,
+                    length=turn.length,
+                    chain=Chain(row.chain, row.whole),
+                    ids=turn.ids,
+                    text=turn.text,
+                    lineage=turn.lineage,
+                )
+            )
+        return self._known[turn_id]
+
+    def add(self, turn: _Above) -> None:
+        self._known[turn.id] = turn
+
+    def stem(self, parent: str | None, ids: Line, text: Passage, lineage: str) -> _Above | None:
+        """The deepest turn above, if one is found soon, whose ids and text these go on from."""
+        at = parent
+        for _ in range(_MAX_STEMS):
+            if at is None:
+                break
+            try:
+                above = self.of(at)
+            except StoreError:  # altered, or gone
+                break
+            n, c = len(above.ids), len(above.text)
+            fits = n > 0 and above.lineage == lineage and ids.start <= n <= len(ids) and text.start <= c <= len(text)
+            if fits and ids.hash(n) == above.ids.hash(n) and text.hash(c) == above.text.hash(c):
+                return above
+            at = above.parent  # not its stem: another model's turn, or one read anew, has none that these may have
+        return None
+
+
+def insert_turns(connection: Connection, turns: Sequence[NewTurn], lineage: str, owner: str = "") -> None:
+    """Write turns; a parent is stored already or comes earlier in `turns`. Raises StoreError.
+
+    lineage: of those turns that do not say theirs.
+    """
+    path = _Path(connection)
+    rows = []
+    for turn in turns:
+        check_id("turn", turn.id)
+        above = None
+        if turn.parent is not None:
+            try:
+                above = path.of(turn.parent)
+            except UnknownSession as err:
+                raise StoreError(f"turn {turn.id!r}: {err}; was its session removed meanwhile?") from err
+            if above.session != turn.session and not _inherits(connection, turn.session, turn.parent):
+                raise StoreError(f"turn {turn.id!r} of session {turn.session!r} has a parent in {above.session!r}")
+        check_unicode(turn)
+        row, end = _row(turn, above, path, turn.lineage or lineage)
+        path.add(end)
+        rows.append(row | {"owner": owner})
+    connection.execute(insert(turn_table), rows)
+    add_turn_bytes(connection, sum(row["nbytes"] for row in rows))
+
+
+def _inherits(connection: Connection, session_id: str, turn_id: str) -> bool:
+    path = tree.inherited(session_id)
+    return connection.execute(select(_t.id).where(_t.id == turn_id, _t.id.in_(path))).first() is not None
+
+
+def _row(turn: NewTurn, above: _Above | None, path: _Path, lineage: str) -> tuple[dict[str, Any], _Above]:
+    """The row of a new turn, and what turns below it need to know of it."""
+    chain = (above.chain if above else Chain()).then(turn.conversation)
+    depth, length = (above.depth, above.length) if above else (0, 0)
+    length += len(turn.conversation)
+    items = [as_item(turn.id, i, m) for i, m in enumerate(turn.conversation)]
+    row: dict[str, Any] = {
+        "id": turn.id,
+        "session": turn.session,
+        "parent": turn.parent,
+        "root": above.root if above else turn.id,
+        "depth": depth,
+        "length": length,
+        "chain": chain.said,
+        "whole": chain.whole,
+        "items": as_json(items[:-1]),
+        "answer": as_json(items[-1:]),
+        "lineage": lineage,
+        "cut": turn.cut,
+        "finish": turn.finish,
+        "complete": turn.complete,
+        "created_at": to_micros(turn.created_at),
+    }
+    row |= _grown(path, turn.parent, turn.ids, turn.text, lineage, turn.prompt_tokens, turn.settled)
+    kept = row["ids_start"] or row["ids"]
+    end = _Above(
+        id=turn.id,
+        session=turn.session,
+        root=row["root"],
+        parent=turn.parent,
+        stem=row["stem"],
+        depth=depth + 1,
+        length=length,
+        chain=chain,
+        ids=turn.ids if kept else NOTHING,
+        text=turn.text if kept else SILENCE,
+        lineage=lineage,
+    )
+    return sealed(row), end
+
+
+def _grown(
+    path: _Path,
+    parent: str | None,
+    ids: Line,
+    text: Passage,
+    lineage: str,
+    prompt_tokens: int,
+    settled: Settled | None,
+) -> dict[str, Any]:
+    """The columns of a turn that say what its ids and text are: those of its stem, and then its own."""
+    stem = path.stem(parent, ids, text, lineage) if len(ids) else None
+    if stem is not None:
+        ids, text = ids.cut(len(stem.ids)), text.cut(len(stem.text))
+    elif ids.start or text.start or not len(ids):  # what they went on from was rewritten meanwhile: read again then
+        ids, text, prompt_tokens, settled = NOTHING, SILENCE, 0, None
+    return {
+        "stem": stem.id if stem else None,
+        "ids_start": ids.start,
+        "ids": ids.own.tobytes(),
+        "ids_before": ids.before,
+        "ids_anchored": ids.anchored,
+        "text_start": text.start,
+        "text": text.own.encode(),
+        "text_before": text.before,
+        "prompt_tokens": min(prompt_tokens, len(ids)),
+        "settled_messages": settled.messages if settled else None,
+        "settled_characters": settled.characters if settled else None,
+        "template": settled.template if settled else "",
+    }
+
+
+def sealed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a turn with its size and its checksum."""
+    size = len(row["items"]) + len(row["answer"] or b"") + len(row["ids"]) + len(row["text"]) + _LEAST_NBYTES
+    whole = dict(row) | {"nbytes": size}
+    return whole | {"checksum": seal(whole)}
+
+
+def as_item(turn_id: str, index: int, message: Message) -> dict[str, Any]:
+    """A message as it is stored: an item with an id of its own, which follows from its place."""
+    name = hashlib.blake2b(f"{turn_id} {index}".encode(), digest_size=12).hexdigest()
+    return {"id": f"item_{name}", "type": "message", **message.to_json()}
+
+
+def as_json(items: Iterable[Mapping[str, Any]]) -> bytes:
+    """Items as they are stored."""
+    return json.dumps(list(items), ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def rewrite(connection: Connection, turn_id: str, ids: Line, text: Passage) -> None:
+    """Replace a turn's ids and text. Only for one that no other continues: those are stored as additions to it."""
+    path = _Path(connection)
+    old = path.of(turn_id)
+    row = dict(connection.execute(_ONE, {"turn": turn_id}).one()._mapping)
+    settled = None
+    if row["settled_messages"] is not None and text.start <= row["settled_characters"] <= len(text):
+        settled = Settled(row["settled_messages"], row["settled_characters"], row["template"])
+    changed = _grown(path, old.parent, ids, text, old.lineage, min(row["prompt_tokens"], len(ids)), settled)
+    _write(connection, row, changed)
+
+
+def heal(connection: Connection, turn_id: str, said: Sequence[Message]) -> None:
+    """Write down anew what was said in a turn that was altered, and no ids: they are read again.
+
+    said: its messages, the answer last, by which it was found. Raises StoreError if the one above it is no better.
+    """
+    with as_they_are(connection):
+        row = connection.execute(_ONE, {"turn": turn_id}).one_or_none()
+    if row is not None and not turn_of(row).sound:
+        restate(connection, turn_id, said, keep=False)
+
+
+def restate(connection: Connection, turn_id: str, said: Sequence[Message], *, keep: bool) -> None:
+    """Write a turn with these messages, where the one above it leads it; with its ids and text if it is to `keep` them.
+
+    Raises StoreError if the one above it was altered itself.
+    """
+    with as_they_are(connection):
+        row = connection.execute(_ONE, {"turn": turn_id}).one()
+    above = _Path(connection).of(row.parent) if row.parent is not None else None
+    chain = (above.chain if above else Chain()).then(said)
+    items = [as_item(turn_id, i, m) for i, m in enumerate(said)]
+    changed = {} if keep else _grown(_Path(connection), None, NOTHING, SILENCE, "", 0, None)
+    changed |= {
+        "root": above.root if above else turn_id,
+        "depth": above.depth if above else 0,
+        "length": (above.length if above else 0) + len(said),
+        "chain": chain.said,
+        "whole": chain.whole,
+        "items": as_json(items[:-1]),
+        "answer": as_json(items[-1:]),
+        "owner": row.owner if is_unicode(row.owner) else "",
+        "lineage": row.lineage if is_unicode(row.lineage) else None,
+        "cut": row.cut if keep else 0,
+        "finish": row.finish if is_unicode(row.finish) else "stop",
+        "complete": bool(row.complete),
+        "created_at": row.created_at if is_moment(row.created_at) else 0,
+    }
+    _write(connection, dict(row._mapping), changed)
+
+
+def _write(connection: Connection, row: dict[str, Any], changed: Mapping[str, Any]) -> None:
+    before = _nbytes_counted(row)
+    new = sealed({**row, **changed})
+    values = {name: new[name] for name in (*changed, "nbytes", "checksum")}
+    connection.execute(update(turn_table).where(_t.id == row["id"]).values(values))
+    add_turn_bytes(connection, new["nbytes"] - before)
+
+
+def _nbytes_counted(row: Mapping[str, Any]) -> int:
+    """How many bytes of a stored turn are in the total: what the row says, unless that is what was altered of it."""
+    with contextlib.suppress(TypeError, ValueError):
+        if (again := sealed(row))["checksum"] == row["checksum"]:
+            return int(again["nbytes"])
+    return row["nbytes"] if isinstance(row["nbytes"], int) else 0

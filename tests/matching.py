@@ -1,0 +1,74 @@
+"""Who continues what, decided by looking at everything: what the store must look up.
+
+A turn is continued by a request whose first messages are the turn's whole conversation, each the `same_as` the stored
+one. The deepest such turn wins, then a session that began here over an imported one, then the session used last, then
+that session's head, then the turn written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from ssmd.sessions.match import known
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import conversation
+from ssmd.text.messages import Message
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A stored turn with all the messages that lead to it. messages: root first, its answer last."""
+
+    session: str
+    turn: str
+    messages: tuple[Message, ...]
+    last_used_at: datetime
+    is_head: bool = False
+    seq: int = 0
+    imported: bool = False
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a request continues. session: None if a new one is to be opened. parent: None for a branch at the root.
+
+    messages: the whole conversation to render. new: those since the parent's answer.
+    """
+
+    session: str | None
+    parent: str | None
+    messages: tuple[Message, ...]
+    new: tuple[Message, ...]
+
+
+def match(messages: Sequence[Message], stored: Iterable[Conversation], session: str | None = None) -> Match:
+    """Decide who continues what among `stored`; with a `session` only that one's conversations count."""
+    fitting = [c for c in stored if session in (None, c.session) and _continues(messages, c)]
+    if not fitting:
+        return Match(session, None, tuple(messages), tuple(messages))
+    best = max(fitting, key=lambda c: (len(c.messages), not c.imported, c.last_used_at, c.is_head, c.seq))
+    new = tuple(messages[len(best.messages) :])
+    shown = (s if s.content.strip() == m.content.strip() else m for s, m in zip(best.messages, messages, strict=False))
+    return Match(best.session, best.turn, (*shown, *new), new)
+
+
+def _continues(messages: Sequence[Message], stored: Conversation) -> bool:
+    n = len(stored.messages)
+    return n < len(messages) and all(s.same_as(m) for s, m in zip(stored.messages, messages[:n], strict=True))
+
+
+def looked_up(store: Store, messages: Sequence[Message], session: str | None = None) -> Match:
+    """What the store finds that a request continues. That it says so of the stored words is checked here."""
+    found = store.echoed(messages, session)
+    if found is None:
+        return Match(session, None, tuple(messages), tuple(messages))
+    stored = conversation(store.path(found.turn))
+    assert found.length == len(stored)
+    echoes = messages[: found.length]
+    assert found.stored in (None, stored)
+    if found.stored is None:
+        assert [m.content.strip() for m in stored] == [m.content.strip() for m in echoes]
+    new = tuple(messages[found.length :])
+    return Match(found.session, found.turn, (*known(stored, echoes), *new), new)
