@@ -117,6 +117,11 @@ class Settings(BaseSettings):
     quota: int = Field(
         8 << 30, ge=0, description="bytes of all checkpoints together, or a size such as 8GiB; what is above goes"
     )
+    truncation: Literal["auto", "disabled"] = Field(
+        "disabled",
+        description="a conversation that outgrows the model's context is refused, or (auto) its oldest turns are left "
+        "out; a request may say so itself",
+    )
     offline: bool = Field(False, description="fetch nothing, whatever is missing; HF_HUB_OFFLINE=1 asks for the same")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
 

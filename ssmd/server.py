@@ -45,7 +45,7 @@ def create_app(engine: Engine, store: Store | None, settings: Settings, *, stall
     """The ASGI app. `stall_s`: how long a client may leave its answer unread before it is given up."""
     api_key = "" if settings.api_key is None else settings.api_key.get_secret_value()
     routes = [
-        *chat.routes(engine, stall_s, api_key),
+        *chat.routes(engine, stall_s, api_key, truncate=settings.truncation == "auto"),
         *models.routes(engine),
         *health.routes(engine),
         *metrics.routes(engine, store),

@@ -18,17 +18,18 @@ from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Rejected, To
 from ssmd.model.artifact import Manifest
 
 
-def routes(engine: Engine, stall_s: float, api_key: str = "") -> list[Route]:
-    """The endpoint, for `server.create_app`."""
-    front = Front(engine, partial(_read, engine), stall_s, api_key)
+def routes(engine: Engine, stall_s: float, api_key: str = "", *, truncate: bool = False) -> list[Route]:
+    """The endpoint, for `server.create_app`. truncate: as the setting `truncation` has it."""
+    front = Front(engine, partial(_read, engine, truncate), stall_s, api_key)
     return [Route("/v1/chat/completions", front, methods=["POST"])]
 
 
-def _read(engine: Engine, fields: dict[str, Any]) -> Asking:
+def _read(engine: Engine, truncate: bool, fields: dict[str, Any]) -> Asking:
     """What a body asks for. Raises Rejected."""
     body, manifest = read_chat(fields), engine.artifact.manifest
     check_served(engine, body.model)
-    return Asking(to_request(body, manifest.vocabulary), bool(body.stream), partial(ChatAnswer, body, manifest))
+    request = to_request(body, manifest.vocabulary, truncate=truncate)
+    return Asking(request, bool(body.stream), partial(ChatAnswer, body, manifest))
 
 
 class ChatAnswer(Answer):

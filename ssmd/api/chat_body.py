@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -75,6 +75,7 @@ class ChatBody(StrictModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     session: Id | None = None
     store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     # Accepted and without effect: they are for the books of whoever runs a hosted service.
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     prompt_cache_key: ShortText | None = None
@@ -107,8 +108,8 @@ def read_chat(fields: dict[str, Any]) -> ChatBody:
     return validate(ChatBody, known)
 
 
-def to_request(body: ChatBody, vocabulary: int) -> Request:
-    """What the engine is asked. `vocabulary`: number of token ids. Raises Rejected."""
+def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Request:
+    """What the engine is asked. `vocabulary`: number of token ids. `truncate`: if it does not say. Raises Rejected."""
     if body.stream_options is not None and not body.stream:
         raise Rejected(
             "stream_options is only possible with stream: true", code="invalid_value", param="stream_options"
@@ -145,6 +146,7 @@ def to_request(body: ChatBody, vocabulary: int) -> Request:
         n=body.n or 1,
         session=body.session,
         store=body.store is not False,
+        truncate=truncate if body.truncation is None else body.truncation == "auto",
     )
 
 

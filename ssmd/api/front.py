@@ -214,4 +214,6 @@ def own_usage(usage: Usage) -> dict[str, Any]:
         "tbt_ms": None if usage.tbt_ms is None else round(usage.tbt_ms, 3),
         "prefill_ms": round(usage.prefill_ms, 3),
         "restore_ms": round(usage.restore_ms, 3),
+        "context_left": usage.context_left,
+        "cut_messages": usage.cut_messages,
     }
