@@ -45,7 +45,8 @@ def test_a_whole_answer(tiny: Daemon) -> None:
     usage = body["usage"]
     assert usage["completion_tokens"] == 12
     assert usage["total_tokens"] == usage["prompt_tokens"] + 12
-    assert usage["ssmd"].keys() == {"session", "resume", "stored", "ttft_ms", "tbt_ms", "prefill_ms", "restore_ms"}
+    times = {"ttft_ms", "tbt_ms", "prefill_ms", "restore_ms"}
+    assert usage["ssmd"].keys() == {"session", "resume", "stored", *times, "context_left", "cut_messages"}
     assert usage["ssmd"]["stored"] is True
     assert answer.headers["x-ssmd-session"] == usage["ssmd"]["session"]
     assert answer.headers["x-request-id"].startswith("req_")

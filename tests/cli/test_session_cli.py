@@ -93,10 +93,10 @@ def chat(ssmd: Ssmd) -> Iterator[Chat]:
 def test_list(ssmd: Ssmd, chat: Chat) -> None:
     Chat(chat.store, "ses_2").say("u1", None, "later", "yes")
     shown = ssmd("list").stdout
-    assert shown.index("ses_1") < shown.index("ses_2"), "the fixture's clock ran further: it was used last"
+    assert shown.index("ses_2") < shown.index("ses_1"), "it was used last, though the fixture's clock ran further"
     assert "[red]markup[/red]" in shown
     assert "made-up" in shown
-    first, second = ssmd.json("list")
+    second, first = ssmd.json("list")
     assert (first["id"], first["turns"], first["title"]) == ("ses_1", 3, "What is [red]markup[/red]?")
     assert second["id"] == "ses_2"
     assert first["bytes"] + second["bytes"] == chat.store.bytes_stored()
@@ -196,7 +196,7 @@ def test_check(ssmd: Ssmd, chat: Chat) -> None:
     assert ssmd("check").stdout == "1 sessions, 3 turns, 6 checkpoints: all sound\n"
     raw = sqlite3.connect(ssmd.data / FILE)
     raw.execute("UPDATE piece SET data = x'00' WHERE checkpoint = 4")
-    raw.execute("UPDATE turn SET messages = '\x1b[2J' WHERE id = 't2b'")
+    raw.execute("UPDATE turn SET items = CAST('\x1b[2J' AS BLOB) WHERE id = 't2b'")
     raw.commit()
     raw.close()
     found = ssmd("check", code=1).stdout

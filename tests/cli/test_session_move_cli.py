@@ -128,10 +128,10 @@ def test_a_file_cannot_steer_the_terminal(ssmd: Ssmd, chats: Store, tmp_path: Pa
 def test_a_newer_format(ssmd: Ssmd, chats: Store) -> None:
     ssmd("export", "ses_1", "x.ssmd")
     parts = split(Path("x.ssmd").read_bytes())
-    Path("x.ssmd").write_bytes(seal(join(replace(parts, document=parts.document | {"format": 2}))))
+    Path("x.ssmd").write_bytes(seal(join(replace(parts, document=parts.document | {"format": 3}))))
     done = ssmd("import", "x.ssmd", code=1)
     assert done.stderr.splitlines()[-1] == (
-        "error: x.ssmd cannot be imported: it has format 2, this ssmd reads format 1: "
+        "error: x.ssmd cannot be imported: it has format 3, this ssmd reads formats up to 2: "
         "use the version that wrote it, or a newer one"
     )
 

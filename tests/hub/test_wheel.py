@@ -402,7 +402,7 @@ def test_offline_nothing_is_asked(
     code, out, [said] = command(tmp_path, *arguments, **where, **variable)
     assert (code, out) == (1, "")
     assert said.startswith("error: SmolLM2's weights are not here and --offline, ")
-    assert said.endswith(": ssmd pull smollm2")
+    assert said.endswith(": ssmd pull smollm2 --from FOLDER")
     assert not server.asked
 
 

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from ssmd.build.builder import Target
 from ssmd.build.stripping import Label, StripError, strip, written
 from ssmd.families.registry import family_of
+from ssmd.families.rotation import rotated
 from ssmd.families.weights import given
 from ssmd.model.artifact import Artifact
 from ssmd.model.random_source import SeededSource
@@ -131,7 +132,7 @@ def built(source: Source, plan: Target, folder: Path) -> dict[str, bytes]:
 
     family = family_of(source.config)
     config = family.parse(source.config)
-    bound = {n: binding(source) for n, binding in family.bindings(config).items()}
+    bound = {n: binding(source) for n, binding in rotated(family.bindings(config)).items()}
     OPENVINO.write(author(family, config, bound, plan.context), plan, fresh(folder), lambda _: nullcontext())
     return contents(folder)
 
