@@ -42,7 +42,7 @@ QUESTIONS = ("Who is there?", "And now?", "Tell me a story.", "Why?", "Grüße! 
 Talk = tuple[Message, ...]
 
 
-@pytest.fixture(scope="module", params=["llama-f32", "granite-f32"])
+@pytest.fixture(scope="module", params=[pytest.param("llama-f32", marks=pytest.mark.full), "granite-f32"])
 def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
     with program_of(artifacts, request.param) as loaded:
         yield loaded
