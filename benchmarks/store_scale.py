@@ -102,7 +102,8 @@ def measure(store: Store, forks: int) -> None:
     ids = [*chat.turns["long49"].ids.own.tolist(), 7, 7]
 
     def matched() -> None:
-        echoed = store.echoed(messages)
+        with store.snapshot() as stored:
+            echoed = stored.echoed(messages)
         assert echoed is not None
         assert echoed.turn == "long49"
 

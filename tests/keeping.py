@@ -17,7 +17,9 @@ from ssmd.model.state import State, StateSpec, TensorSpec
 from ssmd.sessions.checkpoint import Found, NewCheckpoint, Scope
 from ssmd.sessions.line import Ids, Line, Passage
 from ssmd.sessions.rows.database import FILE
+from ssmd.sessions.rows.echoes import Echoed
 from ssmd.sessions.rows.encoded import Encoded, encode
+from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Committed, Store
 from ssmd.sessions.turn import NewTurn, SessionInfo
 from ssmd.text.messages import Message
@@ -87,10 +89,45 @@ def new_store(folder: Path) -> Store:
     return Store.open(folder)
 
 
+def grown(store: Store | Snapshot, turn: str) -> tuple[Line, Passage]:
+    """All ids and all text of a turn, put together from the turns above that it grew from."""
+    turns = {t.id: t for t in store.path(turn)}
+    pieces = [turns[turn]]
+    while (stem := pieces[0].stem) is not None:
+        ids, text, (above, before) = pieces[0].ids, pieces[0].text, (turns[stem].ids, turns[stem].text)
+        assert (len(above), above.hash(len(above))) == (ids.start, ids.before)
+        assert (len(before), before.hash(len(before))) == (text.start, text.before)
+        pieces.insert(0, turns[stem])
+    assert all(t.sound for t in pieces)
+    line = pieces[-1].ids.after([t.ids for t in pieces[:-1]])
+    passage = Passage("".join(t.text.own for t in pieces))
+    assert (line.start, passage.start) == (0, 0)
+    return line, passage
+
+
+def echo_of(store: Store, messages: Sequence[Message], session: str | None = None) -> Echoed | None:
+    """The stored conversation that a request continues."""
+    with store.snapshot() as stored:
+        return stored.echoed(messages, session)
+
+
+def resume(
+    store: Store,
+    scope: Scope,
+    ids: Line,
+    stem: str | None = None,
+    session: str | None = None,
+    *,
+    skip: Collection[int] = (),
+) -> tuple[Found | None, Line, str | None]:
+    """The deepest checkpoint for a prompt, with all ids that are to be fed after it."""
+    with store.snapshot() as stored:
+        return stored.resume(scope, ids, stem, session, skip=skip)
+
+
 def whole(store: Store, turn: str) -> tuple[list[int], str]:
     """All ids of a turn, and all of its text."""
-    ids, text = store.whole(turn)
-    assert (ids.start, text.start) == (0, 0)
+    ids, text = grown(store, turn)
     return ids.own.tolist(), text.own
 
 
@@ -103,7 +140,7 @@ def find(
     store: Store, scope: Scope, ids: Sequence[int] | Ids, session: str | None = None, *, skip: Collection[int] = ()
 ) -> Found | None:
     """The deepest checkpoint for a prompt of these ids."""
-    return store.resume(scope, Line.of(ids), None, session, skip=skip)[0]
+    return resume(store, scope, Line.of(ids), None, session, skip=skip)[0]
 
 
 def user(text: str) -> Message:
@@ -181,7 +218,7 @@ class Chat:
     def remember(self, turn: NewTurn, checkpoint: int | None) -> None:
         """Go on from a turn, of which no more than its own part may be at hand."""
         if turn.ids.start:
-            ids, text = self.store.whole(turn.id)
+            ids, text = grown(self.store, turn.id)
             turn = replace(turn, ids=ids, text=text)
         self.turns[turn.id] = turn
         self.ends[turn.id] = (checkpoint, turn.ids.own[:-1])

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from keeping import echo_of
+
 from ssmd.sessions.match import known
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import conversation
@@ -61,7 +63,7 @@ def _continues(messages: Sequence[Message], stored: Conversation) -> bool:
 
 def looked_up(store: Store, messages: Sequence[Message], session: str | None = None) -> Match:
     """What the store finds that a request continues. That it says so of the stored words is checked here."""
-    found = store.echoed(messages, session)
+    found = echo_of(store, messages, session)
     if found is None:
         return Match(session, None, tuple(messages), tuple(messages))
     stored = conversation(store.path(found.turn))

@@ -93,7 +93,8 @@ class Restorer:
                     if isinstance(err, DamagedState):
                         self._damaged(found.id)
                 tried.append(found.id)
-                found, ids, stem = self._store.resume(self._scope, ids, stem, session, skip=tried)
+                with self._store.snapshot() as stored:
+                    found, ids, stem = stored.resume(self._scope, ids, stem, session, skip=tried)
         except StoreError as err:
             log.error("nothing else can be looked up, the prompt is read whole: %s", err)
         return None if ids.start else Loaded(None, None, ids)

@@ -11,27 +11,23 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine, select
 
 from ssmd.model.state import Part, State, StateSpec
-from ssmd.sessions.checkpoint import Found, Scope
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import damage, database, erasure, growth, holding, lines, migrate, retention, room, tree
+from ssmd.sessions.rows import commits, damage, database, erasure, holding, migrate, retention, room, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.blobs import joined
 from ssmd.sessions.rows.checkpoints import Placed
 from ssmd.sessions.rows.database import DiskFull
-from ssmd.sessions.rows.echoes import Echoed
 from ssmd.sessions.rows.encoded import Encoded
 from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.schema import session as session_table
-from ssmd.sessions.rows.schema import turn
 from ssmd.sessions.rows.snapshot import Snapshot
-from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn
+from ssmd.sessions.turn import NewTurn, Session, SessionInfo, Turn
 from ssmd.text.messages import Message
 
-_LEAST_TEXT_BYTES = 1 << 30
 _COUNTED_WHEN_IDLE = 100  # sessions; some milliseconds each
 
 
@@ -124,28 +120,11 @@ class Store:
         answered with if it comes again; the turns that it replaces are removed. heard: what was said in turns
         that were found altered, as the client says it again; those above come first.
         """
-        if not turns:
-            raise StoreError("a commit needs at least one turn")
-        for t in turns:
-            if t.session != session.id:
-                raise StoreError(f"turn {t.id!r} is of session {t.session!r}, the commit of {session.id!r}")
-        strangers = {c.turn for c in checkpoints} - {t.id for t in turns} - {None}
-        if strangers:
-            raise StoreError(f"checkpoints belong to turns {sorted(map(str, strangers))} that are not of this commit")
+        commits.check(session, turns, checkpoints)
 
         def write(some: Sequence[Encoded]) -> list[Placed]:
             with database.writing(self._engine, self.file) as connection:
-                for turn_id, said in (heard or {}).items():
-                    growth.heal(connection, turn_id, said)
-                session_rows.touch_session(connection, turns, session)
-                growth.insert_turns(connection, turns, session.lineage, session.owner)
-                self._bound_text(connection)
-                placed = retention.place(connection, some, [t.id for t in turns], session.id, self.quota)
-                if reply is not None:
-                    reply_rows.insert_reply(connection, reply, turns)
-                    if reply_rows.replace_turns(connection, session.id, reply.key.replaces):
-                        erasure.owe(connection)
-                return placed
+                return commits.write(connection, session, turns, some, self.quota, reply, heard or {})
 
         full = None if self._has_room(checkpoints) else database.disk_full(self.file)
         if full is None:
@@ -190,7 +169,7 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             loose = set(checkpoint_rows.unlinked(connection, unused_s)) - set(keep)
             checkpoint_rows.sweep(connection, loose)
-            if loose:  # their ids are text
+            if loose:  # states tell what was said
                 erasure.owe(connection)
         return len(loose)
 
@@ -206,16 +185,7 @@ class Store:
         """
         self._check_room([checkpoint])
         with database.writing(self._engine, self.file) as connection:
-            if not turn_rows.is_leaf(connection, turn_id):
-                return None
-            growth.rewrite(connection, turn_id, ids, text)
-            session_id = connection.execute(select(turn.c.session).where(turn.c.id == turn_id)).scalar_one()
-            strangers = checkpoint_rows.unlink_strangers(connection, turn_id, ids)
-            holding.count_again(
-                connection, {session_id, *holding.sole_sharers(connection, strangers, session_id)} if strangers else ()
-            )
-            checkpoint_rows.sweep(connection, strangers)
-            return retention.place(connection, [checkpoint], [turn_id], session_id, self.quota)[0]
+            return commits.rewrite(connection, turn_id, ids, text, checkpoint, self.quota)
 
     def adopt(
         self, session: SessionInfo, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded], *, head: str
@@ -223,42 +193,12 @@ class Store:
         """Write a whole session from elsewhere in one transaction; parents stand before their children in `turns`."""
         self._check_room(checkpoints)
         with database.writing(self._engine, self.file) as connection:
-            if turn_rows.taken(connection, session.id, [t.id for t in turns]):
-                raise StoreError(f"session {session.id!r}, or one of its turns, is stored here already")
-            now = datetime.now(UTC)
-            session_rows.insert_session(connection, turns, session, head=head, now=turn_rows.to_micros(now))
-            growth.insert_turns(connection, turns, session.lineage, session.owner)
-            self._bound_text(connection)
-            return Committed(tuple(retention.place(connection, checkpoints, [head], session.id, self.quota)))
-
-    def _bound_text(self, connection: Connection) -> None:
-        """Raises StoreError if turns take more room than they may have, which is the quota's, at least 1 GiB."""
-        if self.quota is None:
-            return
-        bound, nbytes = max(self.quota, _LEAST_TEXT_BYTES), holding.turn_bytes(connection)
-        if nbytes > bound:
-            raise StoreError(
-                f"what was said takes {nbytes} of {bound} bytes; remove sessions with `ssmd session rm`, "
-                "or raise the quota"
-            )
+            return Committed(tuple(commits.adopt(connection, session, turns, checkpoints, self.quota, head=head)))
 
     def taken(self, session_id: str, turn_ids: Sequence[str] = ()) -> bool:
         """Whether one of these ids is in use, the session's also as the origin of checkpoints that outlived it."""
         with self.reading() as connection:
             return turn_rows.taken(connection, session_id, turn_ids)
-
-    def resume(
-        self,
-        scope: Scope,
-        ids: Line,
-        stem: str | None = None,
-        session: str | None = None,
-        *,
-        skip: Collection[int] = (),
-    ) -> tuple[Found | None, Line, str | None]:
-        """The deepest usable checkpoint for a prompt and the ids to be fed after it, as Snapshot.resume."""
-        with self.snapshot() as stored:
-            return stored.resume(scope, ids, stem, session, skip=skip)
 
     @contextmanager
     def parts(self, checkpoint_id: int, spec: StateSpec) -> Iterator[tuple[int, Iterator[Part]]]:
@@ -274,11 +214,6 @@ class Store:
         """The whole state of a checkpoint, in the dtypes of `spec`; every stored byte was verified."""
         with self.reading() as connection:
             return self.load_in(connection, checkpoint_id, spec)
-
-    def echoed(self, messages: Sequence[Message], session: str | None = None) -> Echoed | None:
-        """The stored conversation that a request continues, as Snapshot.echoed. Raises UnknownSession."""
-        with self.snapshot() as stored:
-            return stored.echoed(messages, session)
 
     def reply(self, key: ReplyKey) -> Reply | None:
         """What the request of this key was answered with, if its turns are still there and its time is not over."""
@@ -354,11 +289,6 @@ class Store:
         """Read the turns from the root to this one. Raises UnknownSession."""
         with self.snapshot() as stored:
             return stored.path(turn_id)
-
-    def whole(self, turn_id: str) -> tuple[Line, Passage]:
-        """All ids and all text of a turn. Raises UnknownSession, and StoreError if some were altered."""
-        with self.reading() as connection:
-            return lines.read_whole(connection, turn_id)
 
     def fork(self, session_id: str, turn_id: str | None = None) -> Session:
         """A new session that begins at a turn of this one, by default its head; nothing is copied.

@@ -17,6 +17,7 @@ from daemon import soon
 from engine.test_engine import SAMPLING, Answer, Asked, ask, user
 from engine.test_prompt import read_whole
 from engine.test_rerender import done, endless, engine_of, with_template
+from keeping import grown
 from keeping import whole as whole_of
 from sqlalchemy import delete, event, select, update
 
@@ -355,4 +356,4 @@ def test_models_that_take_turns_go_on_each_from_its_own(artifacts: TinyArtifacts
         assert above == [None, 0, None, 2, 1, 4, 3, 6]
         assert len({t.lineage for t in turns}) == 2
         for t in turns:
-            assert len(store.whole(t.id)[0]) > t.prompt_tokens > 0
+            assert len(grown(store, t.id)[0]) > t.prompt_tokens > 0

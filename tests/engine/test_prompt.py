@@ -12,6 +12,7 @@ import pytest
 from conftest import TinyArtifacts
 from engine.test_engine import LONG_SYSTEM, SAMPLING, Asked, answered, ask, user
 from engine.test_rerender import engine_of
+from keeping import grown
 from sqlalchemy import event, text, update
 
 from ssmd.engine.engine import Engine
@@ -63,7 +64,7 @@ def read_whole(store: Store, prompt: Prompt) -> tuple[list[int], str]:
     """All ids and all text of a prompt that was just planned; what is not at hand is what the store holds above it."""
     ids, text = prompt.ids, prompt.text
     for turn in () if prompt.parent is None else store.path(prompt.parent)[::-1]:
-        line, passage = store.whole(turn.id)
+        line, passage = grown(store, turn.id)
         if ids.start and len(line) >= ids.start and line.hash(ids.start) == ids.before:
             ids = ids.after([line.up_to(ids.start)])
         if text.start and len(passage) >= text.start and passage.hash(text.start) == text.before:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from keeping import LINEAGE, assert_same, ids_of, state_of, user
+from keeping import LINEAGE, assert_same, grown, ids_of, state_of, user
 from sqlalchemy import select
 from storewriter import SPEC
 
@@ -100,7 +100,7 @@ def check(folder: Path, ledger: Ledger) -> int:
             rows = connection.execute(select(checkpoint.c.id, checkpoint.c.position, checkpoint.c.key)).all()
             links = connection.execute(select(turn_checkpoint.c.checkpoint, turn_checkpoint.c.turn)).all()
             segments = connection.execute(select(segment.c.id)).all()
-        lines = {t: store.whole(t)[0] for turns in ledger.turns.values() for t in turns}
+        lines = {t: grown(store, t)[0] for turns in ledger.turns.values() for t in turns}
         turn_of = {link.checkpoint: link.turn for link in links}
         for row in rows:
             ids = fed(lines[turn_of[row.id]], row) if row.id in turn_of else fed_ahead(lines, row)

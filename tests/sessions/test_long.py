@@ -9,7 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from keeping import LINEAGE, PRODUCER, RECURRENT, START, VOCABULARY, answer, assert_same, new_store, state_of, user
+from keeping import (
+    LINEAGE,
+    PRODUCER,
+    RECURRENT,
+    START,
+    VOCABULARY,
+    answer,
+    assert_same,
+    echo_of,
+    grown,
+    new_store,
+    resume,
+    state_of,
+    user,
+)
 
 from ssmd.sessions.checkpoint import NewCheckpoint, Scope
 from ssmd.sessions.files.transfer import Local, export_session, import_session
@@ -40,7 +54,7 @@ def talk(turns: int, session: str) -> list[NewTurn]:
 
 def end_of(store: Store, turn: str) -> Encoded:
     """The state at the end of a turn."""
-    ids, _ = store.whole(turn)
+    ids, _ = grown(store, turn)
     fed = ids.up_to(len(ids) - 1)
     made = NewCheckpoint("turn", fed, state_of(RECURRENT, fed.own), turn=turn)
     return encode(made, scope=SCOPE, producer=PRODUCER, spec=RECURRENT)
@@ -63,7 +77,7 @@ def test_each_turn_is_stored_as_what_it_adds(kept: Store) -> None:
     turns = kept.turns("long")
     assert [t.stem for t in turns] == [None, *(t.id for t in turns[:-1])]
     assert {len(t.ids.own) for t in turns} == {TOKENS}
-    ids, text = kept.whole(turns[-1].id)
+    ids, text = grown(kept, turns[-1].id)
     assert len(ids) == len(ids.own) == TURNS * TOKENS
     assert text.own.count("<user>") == TURNS
 
@@ -77,31 +91,31 @@ def test_it_moves_whole(kept: Store, tmp_path: Path) -> None:
     came = import_session(other, file, local=HERE)
     assert (came.turns, came.checkpoints, came.text_only) == (TURNS, 1, "")
     head = other.session("long").head
-    (ids, text), (their_ids, their_text) = kept.whole(head), other.whole(head)
+    (ids, text), (their_ids, their_text) = grown(kept, head), grown(other, head)
     assert np.array_equal(ids.own, their_ids.own)
     assert text.own == their_text.own
     said = conversation(kept.path(head))
     assert conversation(other.path(head)) == said
     for store in (kept, other):
-        echoed = store.echoed([*said, user("more")])
+        echoed = echo_of(store, [*said, user("more")])
         assert echoed is not None
         assert (echoed.turn, echoed.length, echoed.stored) == (head, 2 * TURNS, None)
         turn = store.path(head)[-1]
-        found, ids, _ = store.resume(SCOPE, turn.ids.then([1, 2, 3]), turn.stem, "long")
+        found, ids, _ = resume(store, SCOPE, turn.ids.then([1, 2, 3]), turn.stem, "long")
         assert found is not None
         assert (found.position, ids.start) == (TURNS * TOKENS - 1, (TURNS - 1) * TOKENS)
-        assert_same(store.load(found.id, RECURRENT), state_of(RECURRENT, store.whole(head)[0].own[:-1]))
+        assert_same(store.load(found.id, RECURRENT), state_of(RECURRENT, grown(store, head)[0].own[:-1]))
     other.close()
 
 
 def test_ids_that_must_be_fed_are_read_back(kept: Store) -> None:
     """Without a state at its end a turn is read from the beginning: all ids, in a few reads."""
     turn = kept.path(kept.session("long").head)[-1]
-    found, _, _ = kept.resume(SCOPE, turn.ids.then([1]), turn.stem, "long")
+    found, _, _ = resume(kept, SCOPE, turn.ids.then([1]), turn.stem, "long")
     assert found is not None
-    nothing, ids, stem = kept.resume(SCOPE, turn.ids.then([1]), turn.stem, "long", skip=[found.id])
+    nothing, ids, stem = resume(kept, SCOPE, turn.ids.then([1]), turn.stem, "long", skip=[found.id])
     assert (nothing, stem, ids.start, len(ids.own)) == (None, None, 0, TURNS * TOKENS + 1)
-    assert np.array_equal(ids.own[:-1], kept.whole(turn.id)[0].own)
+    assert np.array_equal(ids.own[:-1], grown(kept, turn.id)[0].own)
 
 
 def test_a_turn_goes_on_from_the_end(kept: Store) -> None:

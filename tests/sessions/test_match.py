@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keeping import START, Chat, answer, new_store, user
+from keeping import START, Chat, answer, echo_of, new_store, user
 from matching import Conversation, Match, looked_up, match
 from sqlalchemy import event
 
@@ -106,7 +106,7 @@ def test_decision(
     there = _write(store, there)
     if session is not None and session not in {c.session for c in there}:
         with pytest.raises(UnknownSession, match=session):
-            store.echoed(messages, session)
+            echo_of(store, messages, session)
     else:
         assert looked_up(store, messages, session) == match(messages, there, session)
     store.close()
@@ -220,7 +220,7 @@ def test_the_store_looks_up_the_match(
         everything, chats = _grow(store, turns)
         if session is not None and session not in chats:
             with pytest.raises(UnknownSession, match=session):
-                store.echoed(request, session)
+                echo_of(store, request, session)
             return
         assert looked_up(store, request, session) == match(request, everything, session)
     finally:

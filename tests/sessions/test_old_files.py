@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from keeping import HYBRID, LINEAGE, VOCABULARY, assert_same, find
+from keeping import HYBRID, LINEAGE, VOCABULARY, assert_same, find, grown
 
 from ssmd.model.state import State
 from ssmd.sessions.checkpoint import Scope
@@ -35,7 +35,7 @@ def from_file(folder: Path) -> Store:
 
 def head_state(store: Store) -> State:
     """The state at the end of the session's current turn."""
-    ids, _ = store.whole(store.session("ses_old").head)
+    ids, _ = grown(store, store.session("ses_old").head)
     found = find(store, Scope(HYBRID.digest(), LINEAGE, "c" * 64), ids.own, "ses_old")
     assert found is not None
     assert found.position == len(ids) - 1

@@ -33,7 +33,7 @@ from engine.test_rerender import THINKING, with_template
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from keeping import _empty_database
+from keeping import _empty_database, grown
 from recording import Recorder, fingerprint
 from sqlalchemy import Connection, select
 
@@ -51,9 +51,9 @@ from ssmd.sessions.line import Line
 from ssmd.sessions.rows.checkpoints import named_by
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.holding import read_holding
-from ssmd.sessions.rows.lines import read_whole
 from ssmd.sessions.rows.schema import checkpoint
 from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.rows.turns import read_tree
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
@@ -417,7 +417,7 @@ class Sessions(RuleBasedStateMachine):
         session = str(answer.usage.session)
         own = ("", self.store.session(session).info.imported)
         with self.store.reading() as connection:  # of one moment: a rerender may come at any
-            turns = [read_whole(connection, t.id)[0] for t in read_tree(connection, session)[-n:]]
+            turns = [grown(Snapshot(connection), t.id)[0] for t in read_tree(connection, session)[-n:]]
             now = [row for row in states_in(connection) if row.origin in own]
         begins = Line.of(prompt[:-1])
         fitting = [row.position for row in stored if row.origin in own and named_by(row, begins)]

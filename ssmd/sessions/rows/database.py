@@ -131,7 +131,7 @@ def sparing(engine: Engine, file: Path) -> Iterator[Connection]:
 
 @contextlib.contextmanager
 def migrating(engine: Engine, file: Path) -> Iterator[Connection]:
-    """A write transaction that may make tables anew: rows that point at them are looked at when it ends."""
+    """A write transaction that may make tables anew: what points at them is left alone."""
     with errors(file), engine.connect() as connection:
         raw: Any = connection.connection.dbapi_connection
         raw.execute("PRAGMA foreign_keys=OFF")  # dropping a table would take what points at it along

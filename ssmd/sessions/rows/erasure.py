@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from sqlalchemy import Connection
 
-TEXT_TABLES = ("session", "turn", "reply", "checkpoint")  # a checkpoint holds the ids that were fed
+TEXT_TABLES = ("session", "turn", "reply")
 PAGES_AT_ONCE = 2048  # 32 MiB: one to two seconds, in which nothing else can be written
 IDLE_WAIT_MS = 200  # for those that read, when nobody waits for it
 _LEAF, _INTERIOR = 0x0D, 0x05  # pages of a table's b-tree: https://www.sqlite.org/fileformat2.html#b_tree_pages

@@ -8,11 +8,11 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, literal, select
 
 from ssmd.sessions.checkpoint import Found, Scope
-from ssmd.sessions.line import Line, Passage
+from ssmd.sessions.line import Line
 from ssmd.sessions.rows.checkpoints import find
 from ssmd.sessions.rows.schema import turn as turn_table
-from ssmd.sessions.rows.turns import as_they_are, read_turn, turn_of
-from ssmd.sessions.turn import StoreError, Turn
+from ssmd.sessions.rows.turns import as_they_are, turn_of
+from ssmd.sessions.turn import StoreError
 
 _MOST = 4096  # turns read at once
 _t = turn_table.c
@@ -61,24 +61,3 @@ def _before(connection: Connection, ids: Line, stem: str, most: int) -> tuple[Li
             raise StoreError(f"the tokens of turn {turn.id!r} are not those that were written")
         start, before = turn.ids.start, turn.ids.before
     return ids.after([turn.ids for turn in reversed(turns)]), turns[-1].stem
-
-
-def read_whole(connection: Connection, turn_id: str) -> tuple[Line, Passage]:
-    """All ids and all text of a turn. Raises UnknownSession, and StoreError if some were altered."""
-    turn = read_turn(connection, turn_id)
-    if not turn.sound:
-        raise StoreError(f"the tokens of turn {turn_id!r} are not those that were written")
-    pieces = [turn]
-    while pieces[-1].stem is not None:
-        pieces.append(_stem_of(connection, pieces[-1]))
-    pieces.reverse()
-    return turn.ids.after([p.ids for p in pieces[:-1]]), Passage("".join(p.text.own for p in pieces))
-
-
-def _stem_of(connection: Connection, turn: Turn) -> Turn:
-    assert turn.stem is not None
-    stem = read_turn(connection, turn.stem)
-    same = stem.sound and len(stem.ids) == turn.ids.start and stem.ids.hash(turn.ids.start) == turn.ids.before
-    if not same or len(stem.text) != turn.text.start:
-        raise StoreError(f"the tokens of turn {turn.id!r} are not those that were written")
-    return stem

@@ -23,9 +23,7 @@ from ssmd.sessions.turn import StoreError
 
 FILE = "reserve"
 RESERVE_BYTES = 8 << 20
-FOR_REMOVAL = (
-    4 << 20
-)  # of it: for removing sessions and letting states go, which both write first; the rest is for text
+FOR_REMOVAL = 4 << 20  # of it: to remove sessions and let states go, which both write first; the rest is for text
 _STEP = 1 << 20  # that is given up at once, as others may take what is free
 LOW_BYTES = 256 << 20  # with less the log is kept short, as moving it into the file takes room too
 _AMPLE = 4  # times the reserve must be free for one to be made
@@ -55,7 +53,7 @@ class Room:
         self._wanted = False
 
     def free(self) -> int:
-        """Bytes that may still be written; "many" where the system does not say."""
+        """Bytes that may still be written; where the system does not say, more than any disk has."""
         try:
             return shutil.disk_usage(self._file.parent).free
         except OSError:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from keeping import FED, HYBRID, Chat, assert_same, new_store, state_of, user
+from keeping import FED, HYBRID, Chat, assert_same, echo_of, new_store, state_of, user
 from sqlalchemy import select
 
 from ssmd.model.state import StateSpec, TensorSpec
@@ -216,7 +216,7 @@ def test_text_whose_tokens_are_lost_is_whole(data: Path) -> None:
     assert [len(t.ids) for t in path] == [24, 0, 0]
     assert [t.text.own for t in path][1:] == ["", ""]
     echoed = [m for t in path for m in t.conversation] + [user("more")]
-    found = store.echoed(echoed)
+    found = echo_of(store, echoed)
     assert found is not None
     assert (found.session, found.turn, found.stored) == ("a", "a3", None)
     store.close()

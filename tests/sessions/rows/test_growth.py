@@ -13,7 +13,21 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keeping import HYBRID, LINEAGE, START, Chat, answer, assert_same, new_store, plain, state_of, user, whole
+from keeping import (
+    HYBRID,
+    LINEAGE,
+    START,
+    Chat,
+    answer,
+    assert_same,
+    echo_of,
+    new_store,
+    plain,
+    resume,
+    state_of,
+    user,
+    whole,
+)
 from sqlalchemy import LargeBinary, String
 
 from ssmd.sessions.checkpoint import NewCheckpoint
@@ -205,16 +219,16 @@ class TestResume:
         """As far as the checkpoint, and no further."""
         end = chat.turns["t3"].ids
         prompt = end.cut(len(end)).then([1, 2, 3])
-        found, line, stem = store.resume(chat.scope, prompt, "t3", "s")
+        found, line, stem = resume(store, chat.scope, prompt, "t3", "s")
         assert found is not None
         assert (found.position, line.start, stem) == (71, 48, "t2"), "one id before the end of t3 is to be fed too"
         assert line.own.tolist() == [*end.own[48:].tolist(), 1, 2, 3]
         assert_same(store.load(found.id, HYBRID), state_of(HYBRID, end.own[:71]))
-        deeper, line, stem = store.resume(chat.scope, prompt, "t3", "s", skip={found.id})
+        deeper, line, stem = resume(store, chat.scope, prompt, "t3", "s", skip={found.id})
         assert deeper is not None
         assert (deeper.position, line.start, stem) == (60, 48, "t2")
         skip = {found.id, deeper.id}
-        deepest, line, stem = store.resume(chat.scope, prompt, "t3", "s", skip=skip)
+        deepest, line, stem = resume(store, chat.scope, prompt, "t3", "s", skip=skip)
         assert deepest is not None
         assert (deepest.position, line.start) == (47, 0), "more is read at once, the further it has to look"
         assert stem is None
@@ -222,7 +236,7 @@ class TestResume:
     def test_without_a_state_all_ids_are_read(self, store: Store, chat: Chat) -> None:
         store.collect(0)
         end = chat.turns["t3"].ids
-        found, line, stem = store.resume(chat.scope, end.cut(len(end)).then([1]), "t3", "s")
+        found, line, stem = resume(store, chat.scope, end.cut(len(end)).then([1]), "t3", "s")
         assert (found, line.start, line.own.tolist(), stem) == (None, 0, [*end.own.tolist(), 1], None)
 
     @settings(max_examples=30, deadline=None)
@@ -237,8 +251,8 @@ class TestResume:
         end = chat.turns[f"t{turn}"].ids
         more = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
         skip = data.draw(st.sets(st.integers(1, 14)))
-        found, line, stem = store.resume(chat.scope, end.cut(len(end)).then(more), f"t{turn}", "s", skip=skip)
-        expected, _, _ = store.resume(chat.scope, end.then(more), None, "s", skip=skip)
+        found, line, stem = resume(store, chat.scope, end.cut(len(end)).then(more), f"t{turn}", "s", skip=skip)
+        expected, _, _ = resume(store, chat.scope, end.then(more), None, "s", skip=skip)
         assert found == expected
         assert line.start <= (found.position if found else 0)
         assert [*end.own.tolist(), *more][line.start :] == line.own.tolist()
@@ -251,14 +265,14 @@ class TestResume:
         alter(store, f"UPDATE turn SET ids = zeroblob(length(ids)) WHERE id = '{turn}'")
         end = chat.turns["t3"].ids
         with pytest.raises(StoreError, match=f"the tokens of turn '{turn}' are not those that were written"):
-            store.resume(chat.scope, end.cut(len(end)).then([1]), "t3", "s")
+            resume(store, chat.scope, end.cut(len(end)).then([1]), "t3", "s")
 
     def test_a_stem_that_is_gone(self, store: Store, chat: Chat) -> None:
         end = chat.turns["t3"].ids
         prompt = end.cut(len(end)).then([1])
         store.delete("s")
         with pytest.raises(StoreError, match="no turn 't3' any more"):
-            store.resume(chat.scope, prompt, "t3", "s")
+            resume(store, chat.scope, prompt, "t3", "s")
 
 
 def alter(store: Store, *statements: str) -> None:
@@ -342,7 +356,7 @@ def _go_on(store: Store, chat: Chat, request: list[Message]) -> None:
     assert whole(store, "after") == ([1, 2, 3], "whole")
     if all(t.sound for t in path):
         assert conversation(path) == (*request, answer("then"))
-        echoed = store.echoed([*request, answer("then"), user("again")])
+        echoed = echo_of(store, [*request, answer("then"), user("again")])
         assert echoed is not None
         assert echoed.turn == "after"
 

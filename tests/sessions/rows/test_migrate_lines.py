@@ -15,7 +15,7 @@ from alembic import command
 from alembic.config import Config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keeping import FED, HYBRID, LINEAGE, START, Chat, assert_same, find, new_store, state_of, user, whole
+from keeping import FED, HYBRID, LINEAGE, START, Chat, assert_same, echo_of, find, new_store, state_of, user, whole
 
 from ssmd.sessions.fsck.repair import check, repair
 from ssmd.sessions.line import as_ids
@@ -100,7 +100,7 @@ def test_turns_that_share_any_part_of_their_parents(
         assert [m.content for m in conversation(path)] == [w for t in path for w in (f"ask {t.id}", f"say {t.id}")]
         assert turn.root == path[0].id
         assert turn.length == 2 * len(path)
-        echoed = store.echoed([*conversation(path), user("next")])
+        echoed = echo_of(store, [*conversation(path), user("next")])
         assert echoed is not None
         assert (echoed.session, echoed.turn, echoed.stored) == ("s", turn.id, None)
         if turn.stem is not None:
@@ -182,10 +182,10 @@ def test_states_and_forks(moved: tuple[Chat, dict[int, int]]) -> None:
             assert found is not None
             assert found.position == position == numbers[found.id], "numbers of states stay where they are"
             assert_same(store.load(found.id, HYBRID), state_of(HYBRID, turn.ids.own[:position]))
-        echoed = store.echoed([*conversation(store.path(name)), user("next")], "s")
+        echoed = echo_of(store, [*conversation(store.path(name)), user("next")], "s")
         assert echoed is not None
         assert echoed.turn == name
-    in_fork = store.echoed([*conversation(store.path("t3")), user("next")], "f")
+    in_fork = echo_of(store, [*conversation(store.path("t3")), user("next")], "f")
     assert in_fork is not None
     assert in_fork.turn == "t2"
     assert check(store.file.parent).damages == ()

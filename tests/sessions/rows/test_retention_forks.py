@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keeping import ATTENTION, FED, HYBRID, LINEAGE, RECURRENT, Chat, assert_same, new_store, state_of, user
+from keeping import ATTENTION, FED, HYBRID, LINEAGE, RECURRENT, Chat, assert_same, grown, new_store, state_of, user
 from sessions.rows.test_retention import WIDE, check_sound, really_stored, resumed_at, talk
 from sqlalchemy import func, select
 
@@ -170,7 +170,7 @@ class Histories:
         chat = self.chats[session]
         chat.turns, chat.ends = {}, {}
         for t in self.store.turns(session):
-            whole, _ = self.store.whole(t.id)
+            whole, _ = grown(self.store, t.id)
             chat.remember(t, self._end(t.id, whole.up_to(len(whole) - 1)))
         chat.info = self.store.session(session).info
         chat.clock += timedelta(seconds=1)
@@ -262,7 +262,7 @@ class Histories:
         saved = NewCheckpoint("turn", ids.up_to(len(ids) - 1), state_of(self.spec, ids.own[:-1]))
         before = one.text.own.rpartition("<assistant>")[0] if self.rng.random() < 0.5 else ""
         done = self.store.rewrite(one.id, ids, Passage(f"{before}repaired"), chat.encode(saved))
-        assert done is None or self.store.whole(one.id)[0].own.tolist() == ids.own.tolist()
+        assert done is None or grown(self.store, one.id)[0].own.tolist() == ids.own.tolist()
         self.again()
 
     def quota(self, tokens: int) -> None:
