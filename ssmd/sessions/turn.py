@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from ssmd.sessions.line import Line, Passage
+from ssmd.sessions.match import Chain
 from ssmd.text.messages import Message
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -122,14 +123,15 @@ class Turn(NewTurn):
     """A stored turn. stem: the turn above it whose ids and text its own go on from; None if they stand alone. root: the
     first turn above it, or itself.
 
-    depth: turns above it. length: messages of the conversation up to its answer. sound: False if what is stored of it
-    was altered: ids and text are empty then, and what was said is as far as it can be read.
+    depth: turns above it. length: messages of the conversation up to its answer. chain: of that. sound: False if what
+    is stored of it was altered: ids and text are empty then, and what was said is as far as it can be read.
     """
 
     stem: str | None
     root: str
     depth: int
     length: int
+    chain: Chain
     sound: bool = True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,10 +97,10 @@ def read_heard(
     lengths = {chain.said: length for chain, length in zip(echo.chains, echo.lengths, strict=True)}
     altered: dict[str, int] = {}
     at: Turn | None = turn
-    while at is not None and (not at.sound or _said(connection, at, lengths) != at.length):
+    while at is not None and (not at.sound or lengths.get(at.chain.said) != at.length):
         if at.sound or at.id in altered:  # what is said to stand above it does not
             return None, 0, {}
-        altered[at.id] = _said(connection, at, lengths)
+        altered[at.id] = lengths.get(at.chain.said, -1)
         try:
             at = None if at.parent is None else read_turn(connection, at.parent)
         except UnknownSession:
@@ -113,12 +113,6 @@ def read_heard(
         heard[name] = messages[end : altered[name]]
         end = altered[name]
     return turn, end, heard
-
-
-def _said(connection: Connection, turn: Turn, lengths: Mapping[bytes, int]) -> int:
-    """How many messages of a request a turn's conversation is; -1 if it is not one that the request begins with."""
-    chains = connection.scalars(select(turn_table.c.chain).where(turn_table.c.id == turn.id))
-    return lengths.get(chains.one(), -1)
 
 
 def _batches(chains: Sequence[bytes]) -> Iterator[list[bytes]]:

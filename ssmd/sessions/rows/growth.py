@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, insert, select, update
@@ -16,8 +16,17 @@ from ssmd.sessions.match import Chain
 from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.holding import add_turn_bytes
 from ssmd.sessions.rows.schema import turn as turn_table
-from ssmd.sessions.rows.turns import as_they_are, check_unicode, is_moment, is_unicode, seal, to_micros, turn_of
-from ssmd.sessions.turn import NewTurn, Settled, StoreError, UnknownSession, check_id
+from ssmd.sessions.rows.turns import (
+    as_they_are,
+    check_unicode,
+    is_moment,
+    is_unicode,
+    read_turn,
+    seal,
+    to_micros,
+    turn_of,
+)
+from ssmd.sessions.turn import NewTurn, Settled, StoreError, Turn, UnknownSession, check_id
 from ssmd.text.messages import Message
 
 _MAX_STEMS = 64  # turns above a new one that are looked at for the one that it goes on from
@@ -26,63 +35,26 @@ _t = turn_table.c
 _ONE = select(turn_table).where(_t.id == bindparam("turn"))
 
 
-@dataclass(frozen=True)
-class _Above:
-    """What a new turn needs to know of one above it. chain: down to its answer; depth: turns with itself."""
-
-    id: str
-    session: str
-    root: str
-    parent: str | None
-    stem: str | None
-    depth: int
-    length: int
-    chain: Chain
-    ids: Line
-    text: Passage
-    lineage: str
-
-
 class _Path:
     """Turns above those that are to be written, read as they are asked for."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._known: dict[str, _Above] = {}
+        self._known: dict[str, Turn] = {}
 
-    def of(self, turn_id: str) -> _Above:
+    def of(self, turn_id: str) -> Turn:
         """Raises UnknownSession if the turn is not there."""
         if turn_id not in self._known:
-            row = None
-            if is_unicode(turn_id):
-                with as_they_are(self._connection):
-                    row = self._connection.execute(_ONE, {"turn": turn_id}).one_or_none()
-            if row is None:
-                raise UnknownSession(f"there is no turn {turn_id!r}")
-            turn = turn_of(row)
+            turn = read_turn(self._connection, turn_id)
             if not turn.sound:
                 raise StoreError(f"turn {turn_id!r} was altered; see `ssmd session check`")
-            self.add(
-                _Above(
-                    id=turn.id,
-                    session=turn.session,
-                    root=turn.root,
-                    parent=turn.parent,
-                    stem=turn.stem,
-                    depth=turn.depth + 1,
-                    length=turn.length,
-                    chain=Chain(row.chain, row.whole),
-                    ids=turn.ids,
-                    text=turn.text,
-                    lineage=turn.lineage,
-                )
-            )
+            self.add(turn)
         return self._known[turn_id]
 
-    def add(self, turn: _Above) -> None:
+    def add(self, turn: Turn) -> None:
         self._known[turn.id] = turn
 
-    def stem(self, parent: str | None, ids: Line, text: Passage, lineage: str) -> _Above | None:
+    def stem(self, parent: str | None, ids: Line, text: Passage, lineage: str) -> Turn | None:
         """The deepest turn above, if one is found soon, whose ids and text these go on from."""
         at = parent
         for _ in range(_MAX_STEMS):
@@ -130,10 +102,10 @@ def _inherits(connection: Connection, session_id: str, turn_id: str) -> bool:
     return connection.execute(select(_t.id).where(_t.id == turn_id, _t.id.in_(path))).first() is not None
 
 
-def _row(turn: NewTurn, above: _Above | None, path: _Path, lineage: str) -> tuple[dict[str, Any], _Above]:
-    """The row of a new turn, and what turns below it need to know of it."""
+def _row(turn: NewTurn, above: Turn | None, path: _Path, lineage: str) -> tuple[dict[str, Any], Turn]:
+    """The row of a new turn, and the turn as those below it see it."""
     chain = (above.chain if above else Chain()).then(turn.conversation)
-    depth, length = (above.depth, above.length) if above else (0, 0)
+    depth, length = (above.depth + 1, above.length) if above else (0, 0)
     length += len(turn.conversation)
     items = [as_item(turn.id, i, m) for i, m in enumerate(turn.conversation)]
     row: dict[str, Any] = {
@@ -155,18 +127,15 @@ def _row(turn: NewTurn, above: _Above | None, path: _Path, lineage: str) -> tupl
     }
     row |= _grown(path, turn.parent, turn.ids, turn.text, lineage, turn.prompt_tokens, turn.settled)
     kept = row["ids_start"] or row["ids"]
-    end = _Above(
-        id=turn.id,
-        session=turn.session,
-        root=row["root"],
-        parent=turn.parent,
+    given = {f.name: getattr(turn, f.name) for f in fields(NewTurn)}
+    given |= {"ids": turn.ids if kept else NOTHING, "text": turn.text if kept else SILENCE, "lineage": lineage}
+    end = Turn(
+        **given,
         stem=row["stem"],
-        depth=depth + 1,
+        root=row["root"],
+        depth=depth,
         length=length,
         chain=chain,
-        ids=turn.ids if kept else NOTHING,
-        text=turn.text if kept else SILENCE,
-        lineage=lineage,
     )
     return sealed(row), end
 
@@ -256,7 +225,7 @@ def restate(connection: Connection, turn_id: str, said: Sequence[Message], *, ke
     changed = {} if keep else _grown(_Path(connection), None, NOTHING, SILENCE, "", 0, None)
     changed |= {
         "root": above.root if above else turn_id,
-        "depth": above.depth if above else 0,
+        "depth": above.depth + 1 if above else 0,
         "length": (above.length if above else 0) + len(said),
         "chain": chain.said,
         "whole": chain.whole,

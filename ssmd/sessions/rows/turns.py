@@ -14,6 +14,7 @@ import xxhash
 from sqlalchemy import Connection, bindparam, exists, select
 
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage
+from ssmd.sessions.match import Chain
 from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.schema import checkpoint as checkpoint_table
 from ssmd.sessions.rows.schema import session as session_table
@@ -155,6 +156,7 @@ def turn_of(row: Any) -> Turn:
         root=row.root,
         depth=row.depth,
         length=row.length,
+        chain=Chain(row.chain, row.whole),
     )
 
 
@@ -178,6 +180,7 @@ def _unsound(row: Any, messages: tuple[Message, ...], answer: Message) -> Turn:
         root="",
         depth=count(row.depth),
         length=count(row.length),
+        chain=Chain(row.chain, row.whole),
         sound=False,
     )
 
