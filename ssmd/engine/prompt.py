@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from ssmd.engine import truncation
 from ssmd.engine.rendering import Renderer, Shown
 from ssmd.engine.request import Rejected, Request
 from ssmd.model.artifact import Manifest
@@ -36,8 +37,6 @@ from ssmd.text.template import ChatTemplate
 from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-TRUNCATED = 0.6  # of the context that a prompt may take up once its oldest messages were left out
-LEAST_ROOM = 0.05  # of the context that must be left for an answer, or all that it may take
 SYSTEM_CHECKPOINT_TOKENS = 64  # a shorter beginning fits the bucket of what follows it: feeding it again is free
 
 
@@ -192,22 +191,17 @@ class Planner:
         return _Place(info, parent, length, request.messages[:length], heard)
 
     def _more_cut(self, request: Request, place: _Place, cut: int, shown: Shown) -> int:
-        """How many messages to leave out if the prompt leaves too little room for an answer: so many that it takes up
-        TRUNCATED of the context, and not again at every turn. `cut`, where there is room, or nothing to leave out.
-        """
+        """How many messages to leave out, at least `cut`, so that there is room for an answer."""
         if not request.truncate or self._context is None:
             return cut
-        if self._context - len(shown.ids) >= min(request.max_tokens, int(self._context * LEAST_ROOM)):
-            return cut
-        head = system_prompt(request.messages)
-        # Each a user's message to begin with, and the last of them stays whatever it takes.
-        ends = [i - head for i, m in enumerate(request.messages) if m.role == "user" and i - head > cut]
-        least, most = 0, len(ends) - 1
-        while least < most:
-            middle = (least + most) // 2
-            fits = len(self._reread(request, place, ends[middle]).ids) <= self._context * TRUNCATED
-            least, most = (least, middle) if fits else (middle + 1, most)
-        return ends[least] if ends else cut
+        return truncation.cut_to_fit(
+            request.messages,
+            cut,
+            len(shown.ids),
+            context=self._context,
+            max_tokens=request.max_tokens,
+            tokens_with=lambda more: len(self._reread(request, place, more).ids),
+        )
 
     def _show(self, request: Request, place: _Place, cut: int, stored: Snapshot) -> Shown:
         """What the model is to read. Raises Rejected: the template refuses it."""

@@ -11,8 +11,8 @@ from engine.test_engine import SAMPLING, Answer, ask, user
 from engine.test_rerender import engine_of
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.prompt import LEAST_ROOM, TRUNCATED
 from ssmd.engine.request import Rejected
+from ssmd.engine.truncation import LEAST_ROOM, TRUNCATED
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
 from ssmd.sessions.store import Store
