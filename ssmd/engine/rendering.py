@@ -99,9 +99,7 @@ class Renderer:
     def _goes_on(self, text: str, turn: Turn) -> bool:
         """Whether the whole text begins with a turn's, which can be told apart there, and has ids of this model."""
         start, end = turn.text.start, len(turn.text)
-        if (
-            not turn.text.own or not len(turn.ids) or turn.lineage != self._lineage
-        ):  # imported as text, or another model's
+        if not turn.text.own or not len(turn.ids) or turn.lineage != self._lineage:  # only words, or another model's
             return False
         if not text.startswith(turn.text.own, start) or Passage(text).hash(start) != turn.text.before:
             return False
@@ -126,19 +124,15 @@ class Renderer:
     def _after(self, turn: Turn, first: Message, new: Sequence[Message], now: datetime) -> Rendered | None:
         """What is rendered from the beginning of the turn's own text on; `settled` counts from there."""
         settled = turn.settled
-        if settled is None or settled.template != self._identity or turn.lineage != self._lineage:
+        if settled is None or settled.template != self._identity or turn.lineage != self._lineage or not turn.sound:
             return None
         own = turn.length - turn.cut - len(turn.conversation)  # messages shown before those of the turn
         base = settled.characters - turn.text.start
-        if not turn.sound or base < 0 or settled.messages < max(own, 1) or first.role == "assistant":
+        if not 0 <= base <= len(turn.text.own) or settled.messages < max(own, 1) or first.role == "assistant":
             return None
         tail = [*turn.conversation[settled.messages - own :], *new]
-        try:
-            rendered = self._template.render_after(
-                self._shown(first), settled.messages, [self._shown(m) for m in tail], now=now
-            )
-        except TemplateError as err:
-            raise Rejected(f"the model's chat template refuses these messages: {err}", param="messages") from err
+        shown = [self._shown(m) for m in tail]
+        rendered = self._template.render_after(self._shown(first), settled.messages, shown, now=now)
         if rendered is None:
             return None
         moved = rendered.settled and replace(rendered.settled, characters=rendered.settled.characters + base)
