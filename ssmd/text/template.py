@@ -13,7 +13,6 @@ import jinja2
 
 from ssmd.model.artifact import SpecialTokens
 from ssmd.text.jinja.appending import AppendingSandbox, Flow, Said
-from ssmd.text.jinja.compiling import NotAppendable
 from ssmd.text.jinja.meter import MAX_DEPTH, Meter
 from ssmd.text.jinja.sandbox import Offered, Sandbox
 from ssmd.text.messages import Message
@@ -124,7 +123,7 @@ class ChatTemplate:
         """The template for texts that only grow, None if this one's may not."""
         try:
             return _appending.from_string(self.source)
-        except NotAppendable:
+        except Exception:  # NotAppendable, and what Python's compiler makes of source that nests a little deeper so
             return None
 
     def render_json(

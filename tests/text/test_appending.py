@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 import pytest
@@ -231,3 +232,17 @@ def test_a_conversation_of_one_message_has_nothing_settled() -> None:
     one = [Message("user", "x")]
     assert template(tiny.TEMPLATE).render_settled(one, now=NOW).settled is None
     assert template(tiny.TEMPLATE).render_settled([], now=NOW).settled is None
+
+
+def test_what_nests_too_deep_to_be_led_is_rendered_whole() -> None:
+    """It compiled as it is, and with what leads it, deeper in the stack, it does not: that is nobody's error."""
+
+    def deeper(frames: int) -> Rendered:
+        return deeper(frames - 1) if frames else one.render_settled(said, now=NOW)
+
+    said, depth = turns("a", "b"), 0
+    with suppress(TemplateError):
+        while depth := depth + 1:
+            nested = "(" * depth + "loop.last" + ")" * depth
+            one = ChatTemplate(f"{{% for m in messages %}}{{{{ m.content if {nested} }}}}{{% endfor %}}", SPECIAL)
+    assert deeper(30) == Rendered("b", None)
