@@ -22,8 +22,8 @@ from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_openvino.graph import reason
 
 log = logging.getLogger(__name__)
-# What tells drivers and devices apart between which no blob can be exchanged.
 _WEIGHTLESS = "ENABLE_WEIGHTLESS"  # the plugin's name for it
+# What tells drivers and devices apart between which no blob can be exchanged.
 _IDENTITY = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "NPU_DRIVER_VERSION", "NPU_COMPILER_VERSION")
 
 

@@ -67,7 +67,7 @@ class Metrics(Collector):
         self._waiting = self._running = 0
         self._checkpoint_bytes = self._stored_bytes = self._checkpoints = self._left_out = 0
         self._not_stored = dict.fromkeys(REASONS, 0)
-        self._healed = {"checkpoints": 0}
+        self._healed = {"checkpoints": 0, "turns": 0}
         self._quota_bytes: int | None = None
         self._program: str | None = None
         self._last: dict[str, Any] | None = None
@@ -136,9 +136,9 @@ class Metrics(Collector):
             self._not_stored[reason] += n
 
     def healed(self, what: str, n: int) -> None:
-        """Count what was found damaged in the store and taken out, such as "checkpoints"."""
+        """Count what was found damaged in the store: "checkpoints" taken out, or "turns" written anew."""
         with self._lock:
-            self._healed[what] = self._healed.get(what, 0) + n
+            self._healed[what] += n
 
     def damages(self) -> dict[str, int]:
         """What `healed` counted."""
@@ -166,9 +166,9 @@ class Metrics(Collector):
         `program` · `ttft_ms`, `tbt_ms`: {last, p50, p95} of the last 256 requests and 4,096 gaps · `tokens_per_s` of
         the last request · `prompt_tokens` = `fed_tokens` + `cached_tokens` · `generated_tokens` · `queue`: {waiting,
         running} · `requests`: {ok, <error code>: n} · `checkpoints`: {count, bytes, left_out, ms: {last, p50, p95}} ·
-        `turns_not_stored`: {<reason>: n} · `healed`: {checkpoints: n} that were damaged and taken out ·
-        `stored_bytes`, `quota_bytes` of checkpoints · `last`: the last request's {prompt_tokens, cached_tokens,
-        generated_tokens, ttft_ms, prefill_ms, restore_ms, tokens_per_s}
+        `turns_not_stored`: {<reason>: n} · `healed`: {checkpoints: n, turns: n} that were damaged: taken out, or
+        written anew · `stored_bytes`, `quota_bytes` of checkpoints · `last`: the last request's {prompt_tokens,
+        cached_tokens, generated_tokens, ttft_ms, prefill_ms, restore_ms, tokens_per_s}
         """
         with self._lock:
             return {
@@ -204,7 +204,7 @@ class Metrics(Collector):
             lost = CounterMetricFamily("ssmd_turns_not_stored", "Turns that were not stored", labels=["reason"])
             for reason, n in self._not_stored.items():
                 lost.add_metric([reason], n)
-            healed = CounterMetricFamily("ssmd_healed", "What was found damaged and taken out", labels=["what"])
+            healed = CounterMetricFamily("ssmd_healed", "What was damaged: taken out, or written anew", labels=["what"])
             for what, n in self._healed.items():
                 healed.add_metric([what], n)
             program = GaugeMetricFamily("ssmd_program_info", "The program that is loaded", labels=["program"])

@@ -1,7 +1,7 @@
 """Fields of a config.json that no family reads: those that say nothing, and those that would say too much.
 
 Together with what a family reads they are all that transformers 5.23 reads of its config class, in the class itself and
-in its modeling: tests/authoring/test_fields.py walks both and tries every field.
+in its modeling: tests/authoring/test_configs.py walks both and tries every field.
 """
 
 from __future__ import annotations

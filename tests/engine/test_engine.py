@@ -578,7 +578,7 @@ def test_a_damaged_checkpoint_is_read_again(
     assert answer.text == right.text
     soon(lambda: not held)
     caplog.clear()
-    assert engine.metrics.damages() == {"checkpoints": 3}, "of the system prompt, the prompt and the turn"
+    assert engine.metrics.damages() == {"checkpoints": 3, "turns": 0}, "of the system prompt, the prompt and the turn"
     again = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."))
     assert again.usage.resume == "exact"
     assert again.text == right.text

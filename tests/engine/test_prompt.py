@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
+from daemon import soon
 from engine.test_engine import LONG_SYSTEM, SAMPLING, Asked, answered, ask, user
 from engine.test_rerender import engine_of
 from keeping import grown
@@ -147,6 +148,7 @@ def test_turns_that_cannot_be_read_do_not_keep_a_request_from_its_answer(served:
     healed, below = store.turns(session)
     assert (healed.sound, healed.conversation, len(healed.ids)) == (True, turn.conversation, 0)
     assert (below.parent, below.stem, below.sound) == (turn.id, None, True)
+    soon(lambda: engine.metrics.damages() == {"checkpoints": 0, "turns": 1})
 
 
 def test_a_session_goes_on_though_its_states_cannot_be_looked_up(served: tuple[Engine, Store]) -> None:
