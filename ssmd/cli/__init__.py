@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from typing import Annotated
 
 import typer
@@ -67,5 +69,6 @@ def _root(
 
 
 def main() -> None:
+    os.umask(os.umask(0) | stat.S_IWOTH)  # what every user may write would be refused by the next command
     with plain_errors():
         app()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import commands
 import pytest
+from conftest import TinyArtifacts
 from test_server import environment
 
 COMMANDS = (
@@ -92,3 +94,12 @@ def test_it_cannot_be_made(sealed: Path, tmp_path: Path, command: str) -> None:
 def test_a_model_that_cannot_be_fetched(tmp_path: Path, name: str, advice: str) -> None:
     """What needs no PyTorch is not to be built."""
     assert refused(tmp_path, f"pull {name}", tmp_path / "data").endswith(advice)
+
+
+def test_what_is_made_with_a_umask_of_0_is_not_refused(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """By the next command, as a folder that every user may write."""
+    env = environment(tmp_path)
+    for command in (f"pull m --from {artifacts.source('llama-f32')} --runtime wgpu", "show m", "session gc"):
+        done = commands.ssmd(*command.split(), env=env, before="import os; os.umask(0)")
+        assert done.returncode == 0, done.stderr
+    assert not [path for path in (tmp_path / "data").rglob("*") if path.stat().st_mode & stat.S_IWOTH]
