@@ -17,6 +17,7 @@ from typing import Any
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.execution import execute, shown, told
 from ssmd.runtime.hoststate.graph import GraphError
+from ssmd.runtime.protocol import RuntimeUnavailable
 from ssmd_coreml import library
 from ssmd_coreml.backend import COMPUTE_UNITS, compiled_path
 from ssmd_coreml.package import Package
@@ -28,7 +29,9 @@ COMMAND = (sys.executable, "-m", "ssmd_coreml.doctor")
 
 def look(artifacts: Sequence[Artifact], say: Callable[[str], None], device: str | None = None) -> dict[str, Any]:
     """What is found out about each artifact, for a report that can be sent; `ok` in it says whether nothing was wrong.
-    `say` gets lines of text. `device`: a compute unit, instead of all."""
+    `say` gets lines of text. `device`: a compute unit, instead of all. Raises RuntimeUnavailable for another."""
+    if device not in (None, *DEVICES):
+        raise RuntimeUnavailable(f"Core ML has no device {device!r}; there are: {', '.join(DEVICES)}")
     runtime = CoreMLRuntime(probe=False)
     why_not = runtime.devices()[0].why_not
     report: dict[str, Any] = {"system": why_not or "executed here", "artifacts": []}

@@ -19,15 +19,20 @@ from ssmd.runtime.trial import CrashError, last_line
 from ssmd.runtime.verify import verify
 
 DECODED, REPEATS = 32, 5  # tokens and prefills that are timed
+SAID = 200  # characters that are told of what is no JSON, such as a driver's last words
 
 
 def told(command: Sequence[str], *arguments: str) -> dict[str, Any]:
-    """What a process prints last, an object of JSON; `problem` in it where it fails or is killed."""
+    """What a process prints last, an object of JSON; `problem` in it where it fails, is killed, or says none."""
     try:
-        found: dict[str, Any] = json.loads(last_line([*command, *arguments]))
+        said = last_line([*command, *arguments])
     except CrashError as err:
         return {"problem": str(err)}
-    return found
+    try:
+        found = json.loads(said)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"problem": f"it said {said[:SAID]!r}"}
 
 
 def execute(artifact: Artifact, device: str, runtime: Runtime) -> dict[str, Any]:

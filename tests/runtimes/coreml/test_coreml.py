@@ -474,6 +474,8 @@ def test_the_doctor_here(artifacts: TinyArtifacts) -> None:
     assert sum(decode["operations"].values()) == sum(n for op, n in model.operations.items() if op != "const")
     assert decode["constant_bytes"] == model.weight_bytes
     assert "executed" not in found
+    with pytest.raises(RuntimeUnavailable, match="Core ML has no device 'npu'; there are: gpu, cpu, ane"):
+        doctor.look([], lines.append, "npu")
 
 
 def test_the_doctor_where_it_executes(artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch) -> None:

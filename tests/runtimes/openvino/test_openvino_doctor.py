@@ -14,10 +14,13 @@ from typing import Any
 
 import commands
 import npu_on_cpu
+import numpy as np
 import pytest
 from conftest import TinyArtifacts
+from flat_programs import altered
+from safetensors.numpy import load_file, save_file
 
-from ssmd.model.artifact import Artifact
+from ssmd.model.artifact import GOLDEN, Artifact
 from ssmd_openvino import doctor, library
 from ssmd_openvino.runtime import WEIGHTS
 
@@ -90,9 +93,9 @@ def test_on_the_processor_by_its_name(models: Path, granite: Artifact, cache: Pa
 def test_what_fails_is_told_and_the_rest_goes_on(
     granite: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiler that is killed at one model, and an artifact whose golden values are not met."""
+    """A compiler that is killed at one model, and a driver whose own words come last."""
     kill = f"import os, sys\nif sys.argv[-1] == 'decode.xml': os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
-    run = "from ssmd_openvino.doctor import main; main()"
+    run = "from ssmd_openvino.doctor import main; main()\nif 'prefill_64.xml' in sys.argv: print('[1] freed')"
     monkeypatch.setattr(doctor, "COMMAND", (sys.executable, "-c", kill + run))
     lines: list[str] = []
     report = doctor.look([granite], lines.append, "cpu")
@@ -100,9 +103,19 @@ def test_what_fails_is_told_and_the_rest_goes_on(
     seen = found["ways"]["whole"]
     assert "SIGKILL" in seen["models"]["decode"]["problem"]
     assert seen["models"]["prefill_16"]["compile_s"] > 0
+    assert seen["models"]["prefill_64"] == {"problem": "it said '[1] freed'"}
     assert seen["executed"]["passed"]
     assert not report["ok"]
     assert any(line.startswith("  decode: ") and "SIGKILL" in line for line in lines)
+
+
+def test_golden_values_that_are_not_met_are_told(granite: Artifact, tmp_path: Path) -> None:
+    other = altered(granite, tmp_path / "other")
+    golden = load_file(other.file(GOLDEN))
+    save_file({**golden, "logits": np.ascontiguousarray(golden["logits"][:, ::-1])}, other.file(GOLDEN))
+    lines: list[str] = []
+    assert not doctor.look([altered(granite, tmp_path / "other")], lines.append, "cpu")["ok"]
+    assert "cpu: golden values FAILED (worst step " in lines[-1]
 
 
 def test_where_there_is_an_npu_each_way_is_measured(
