@@ -21,6 +21,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from daemon_process import conditions
 
@@ -64,7 +65,8 @@ class Compiler:
             self._fetch(version, folder)
         source, self._program = Path(__file__).with_suffix(".c"), self._libraries / "npu_compile.exe"
         subprocess.run(["x86_64-w64-mingw32-gcc", "-O2", "-o", str(self._program), str(source)], check=True)
-        self._env = {**os.environ, "WINEPREFIX": str(folder / "wine"), "WINEDEBUG": "-all"}
+        env = {**os.environ, "WINEPREFIX": str(folder / "wine"), "WINEDEBUG": "-all"}
+        self._there: dict[str, Any] = {"env": env, "cwd": self._libraries}
 
     @staticmethod
     def _fetch(version: str, folder: Path) -> None:
@@ -87,15 +89,7 @@ class Compiler:
         command = ["wine", str(self._program), *files, *(f"{k}={v}" for k, v in properties.items())]
         before = _processor_s()
         try:
-            done = subprocess.run(
-                command,
-                env=self._env,
-                cwd=self._libraries,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-                check=False,
-            )
+            done = subprocess.run(command, **self._there, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
             return Compiled(why_not=f"not done after {LIMIT_S} s")
         said = done.stdout.strip().rpartition("\n")[2]

@@ -31,13 +31,11 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"[!-~]{1,200}")
 _SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 _BUSY = (408, 429, 500, 502, 503, 504)
+OTHERWISE = "ssmd build FOLDER"  # of a checkpoint that came by other means; cli/making.py knows better of some models
 
 
 class HubError(RuntimeError):
     """The hub does not give what was asked for, or cannot be believed; the message says what to do."""
-
-
-OTHERWISE = "ssmd build FOLDER"
 
 
 class HubUnreachable(HubError):

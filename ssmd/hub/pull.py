@@ -25,8 +25,6 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 RECORD = "pulled.json"  # in the folder: from where, which commit, the files' hashes
 REVISIONS = "revisions.json"  # beside the folders: which commit a branch or tag stood for when it was pulled
-
-
 OFFLINE = "--offline, SSMD_OFFLINE or HF_HUB_OFFLINE"  # which of them is the caller's to know
 MAX_SHARDS = 2000  # the largest models have some 200
 

@@ -218,7 +218,7 @@ def test_a_blob_without_weights_takes_them_from_the_artifact(
     given: list[dict[str, Any]] = []
     core = library.openvino().Core
 
-    class Watched(core):  # type: ignore[misc, valid-type]
+    class Watched(core):  # type: ignore[misc, valid-type] # whose base comes at run time
         def import_model(self, blob: bytes, device: str, config: dict[str, Any]) -> Any:
             given.append(config)
             return super().import_model(blob, device, config)

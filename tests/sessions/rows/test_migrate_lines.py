@@ -133,7 +133,7 @@ def moved(tmp_path: Path) -> tuple[Chat, dict[int, int]]:
     ):
         new.row_factory = sqlite3.Row
         for row in new.execute("SELECT * FROM session"):
-            fields = {k: row[k] for k in row.keys() if k != "owner"}  # noqa: SIM118
+            fields = {k: row[k] for k in row.keys() if k != "owner"}  # noqa: SIM118 - a Row iterates values
             insert(raw, "session", fields | ({"id": "f"} if row["base"] else {}))
         for row in new.execute("SELECT * FROM turn ORDER BY seq"):
             turn = chat.turns[row["id"]]
@@ -155,7 +155,7 @@ def moved(tmp_path: Path) -> tuple[Chat, dict[int, int]]:
         for table in ("layout", "segment", "checkpoint_segment", "piece", "turn_checkpoint", "total"):
             if table == "turn_checkpoint":
                 for row in new.execute("SELECT * FROM checkpoint"):
-                    fields = {k: row[k] for k in row.keys() if k != "owner"}  # noqa: SIM118
+                    fields = {k: row[k] for k in row.keys() if k != "owner"}  # noqa: SIM118 - a Row iterates values
                     old_key = bytes(30) + row["id"].to_bytes(2, "big")
                     insert(raw, "checkpoint", fields | {"ids": FED[row["key"]].tobytes(), "key": old_key})
                     numbers[row["id"]] = row["position"]
