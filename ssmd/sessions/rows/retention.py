@@ -33,6 +33,7 @@ from ssmd.sessions.rows.thinning import NEWEST, Ledger
 
 EVERYTHING, THINNED, NOTHING = 0, 1, 2  # session.retained: what retention has left of it since its last turn
 PART_BYTES = 256 << 20  # that a collection frees in one transaction: as much goes through the log
+_AHEAD, _MOST_AHEAD = 1 / 16, 32 << 20  # of the quota, and bytes, that a commit thins out beyond what it needs
 _COUNT_AT_ONCE = 4  # a session of so few turns is counted within its commit
 
 
@@ -100,23 +101,27 @@ def collect(connection: Connection, quota: int | None, *, dry_run: bool) -> Coll
     return Collected(quota, freed.nbytes, len(freed.checkpoints), freed.sessions, before - freed.nbytes)
 
 
-def make_room(connection: Connection, needed: int, keep: Collection[int] = (), *, dry_run: bool = False) -> Freed:
+def make_room(
+    connection: Connection, needed: int, keep: Collection[int] = (), *, ahead: int = 0, dry_run: bool = False
+) -> Freed:
     """Let checkpoints go until `needed` bytes are free, or nothing but pinned sessions and `keep` is left.
 
     Takes time that grows with what goes, not with the store: sessions remember what was taken from them already.
-    dry_run: only links are removed, and the caller rolls back.
+    ahead: so many bytes more are thinned out at once, as looking through a session takes time that grows with its
+    turns. dry_run: only links are removed, and the caller rolls back.
     """
     freed = Freed()
     s = session_table.c
     for level in (EVERYTHING, THINNED):
         ready = select(s.id).where(s.pinned.is_(False), s.retained == level).order_by(s.last_used_at, s.id)
         passed: list[str] = []  # those that `keep` holds back
-        while freed.nbytes < needed:
+        wanted = needed + ahead if level == EVERYTHING else needed
+        while freed.nbytes < wanted:
             first = connection.scalars(ready.limit(len(passed) + 1))
             session_id = next((one for one in first if one not in passed), None)
             if session_id is None:
                 break
-            if not _take(connection, session_id, level, needed - freed.nbytes, keep, freed):
+            if not _take(connection, session_id, level, wanted - freed.nbytes, keep, freed):
                 passed.append(session_id)
     if not dry_run:
         _remove(connection, freed)
@@ -183,7 +188,8 @@ def place(
         over = stored_bytes(connection) + _incoming(connection, fitting) - quota
         if over > 0:
             # Before they are written, so that they take the pages that become free.
-            _try_to_make_room(connection, over, {enc.parent for enc in fitting if isinstance(enc.parent, int)})
+            parents = {enc.parent for enc in fitting if isinstance(enc.parent, int)}
+            _try_to_make_room(connection, over, parents, ahead=_ahead(quota))
     placed = checkpoint_rows.insert_checkpoints(connection, fitting, turns)
     _book(connection, session_id, fitting, placed, [*turns, *(enc.turn for enc in new if enc.turn is not None)])
     if quota is not None and stored_bytes(connection) > quota:
@@ -198,9 +204,13 @@ def place_ahead(connection: Connection, new: Encoded, quota: int | None) -> Plac
     if quota is not None:
         over = stored_bytes(connection) + _incoming(connection, [new]) - quota
         keep = {new.parent} if isinstance(new.parent, int) else ()
-        if new.nbytes > quota or (over > 0 and not _try_to_make_room(connection, over, keep)):
+        if new.nbytes > quota or (over > 0 and not _try_to_make_room(connection, over, keep, ahead=_ahead(quota))):
             return Placed(None, why_not=f"the quota of {quota} bytes has no room for it yet")
     return checkpoint_rows.insert_checkpoints(connection, [new], [])[0]
+
+
+def _ahead(quota: int) -> int:
+    return min(int(quota * _AHEAD), _MOST_AHEAD)
 
 
 def _incoming(connection: Connection, new: Iterable[Encoded]) -> int:
@@ -214,14 +224,14 @@ def _incoming(connection: Connection, new: Iterable[Encoded]) -> int:
     return nbytes
 
 
-def _try_to_make_room(connection: Connection, needed: int, keep: Collection[int]) -> bool:
+def _try_to_make_room(connection: Connection, needed: int, keep: Collection[int], *, ahead: int = 0) -> bool:
     """All of it or nothing."""
     s = session_table.c
     pinned = connection.execute(select(func.sum(s.own_nbytes)).where(s.pinned.is_(True))).scalar() or 0
     if needed > stored_bytes(connection) - pinned:
         return False
     attempt = connection.begin_nested()
-    freed = make_room(connection, needed, keep, dry_run=True)
+    freed = make_room(connection, needed, keep, ahead=ahead, dry_run=True)
     if freed.nbytes < needed:
         attempt.rollback()
         return False

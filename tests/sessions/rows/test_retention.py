@@ -151,6 +151,21 @@ class TestQuota:
         assert resumed_at(store, chat, "c-0") == 23
         check_sound(store, RECURRENT)
 
+    def test_a_little_ahead_but_for_what_is_resumed_from(self, store: Store) -> None:
+        """Looking through a session takes time that grows with its turns: not every commit at the quota does."""
+        a, b = talk(store, "a", 60, WIDE), talk(store, "b", 1, WIDE)
+        full = store.quota = store.bytes_stored()
+        looked = []
+        for i in range(60, 80):
+            before = store.bytes_stored()
+            go_on(a, i)
+            looked.append(store.bytes_stored() < before)
+            assert really_stored(store) <= full
+        assert 1 <= sum(looked) <= 8
+        assert resumed_at(store, a, "a-79") == len(a.turns["a-79"].ids) - 1
+        assert resumed_at(store, b, "b-0") == len(b.turns["b-0"].ids) - 1
+        check_sound(store, WIDE)
+
     def test_then_the_least_recently_used(self, store: Store) -> None:
         chats = {name: Chat(store, name, WIDE) for name in "abcde"}
         said = dict.fromkeys(chats, 0)
