@@ -10,8 +10,10 @@ import pytest
 from conftest import BUILT, FAMILIES, FOREIGN, RUNTIMES, params
 from contract.driving import decode, feed
 from evaluated import runtime_of
+from numpy.typing import NDArray
 
 from ssmd.model.artifact import Artifact
+from ssmd.model.state import State
 from ssmd.runtime.protocol import Program
 from ssmd_wgpu.device import adapters
 
@@ -38,15 +40,30 @@ def programs(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> I
         program.close()
 
 
+@pytest.fixture(scope="module")
+def moved(programs: dict[str, Program]) -> dict[str, tuple[State, NDArray[np.float32]]]:
+    """By runtime: its state after 90 tokens, and its logits (30, V) of those that follow."""
+    found = {}
+    for runtime, program in programs.items():
+        ids, handle = ids_of(program), program.new_state()
+        feed(program, handle, ids[:90], (64, 16, 10))
+        found[runtime] = program.save(handle), decode(program, handle, ids[90:])
+    return found
+
+
+def ids_of(program: Program) -> list[int]:
+    ids: list[int] = np.random.default_rng(5).integers(0, program.vocabulary, 120).tolist()
+    return ids
+
+
 @pytest.mark.parametrize(("origin", "target"), PAIRS)
-def test_a_state_goes_on_elsewhere(programs: dict[str, Program], origin: str, target: str) -> None:
-    one, other = programs[origin], programs[target]
-    ids: list[int] = np.random.default_rng(5).integers(0, one.vocabulary, 120).tolist()
-    here = one.new_state()
-    feed(one, here, ids[:90], (64, 16, 10))
-    there = other.restore(one.save(here))
+def test_a_state_goes_on_elsewhere(
+    programs: dict[str, Program], moved: dict[str, tuple[State, NDArray[np.float32]]], origin: str, target: str
+) -> None:
+    other, (state, expected) = programs[target], moved[origin]
+    there = other.restore(state)
     assert other.position(there) == 90
-    expected, found = (decode(p, h, ids[90:]) for p, h in ((one, here), (other, there)))
+    found = decode(other, there, ids_of(other)[90:])
     assert np.abs(found - expected).max() <= TOLERANCE * expected.std()
 
 

@@ -12,6 +12,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -283,9 +284,9 @@ def test_modes_and_existing_paths(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def good(store: Store, tmp_path: Path) -> Path:
-    talk(store, SPECS["hybrid"])
-    export_session(store, "s", tmp_path / "good.ssmd")
+def good(tmp_path: Path) -> Path:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "good.ssmd").write_bytes(_example())
     return tmp_path / "good.ssmd"
 
 
@@ -374,18 +375,14 @@ def test_any_altered_byte_is_refused(tmp_path_factory: pytest.TempPathFactory, d
         there.close()
 
 
-_made: list[bytes] = []
-
-
+@cache
 def _example() -> bytes:
-    if not _made:
-        with tempfile.TemporaryDirectory() as name:
-            store = new_store(Path(name) / "here")
-            talk(store, SPECS["hybrid"])
-            export_session(store, "s", Path(name) / "x.ssmd")
-            store.close()
-            _made.append((Path(name) / "x.ssmd").read_bytes())
-    return _made[0]
+    with tempfile.TemporaryDirectory() as name:
+        store = new_store(Path(name) / "here")
+        talk(store, SPECS["hybrid"])
+        export_session(store, "s", Path(name) / "x.ssmd")
+        store.close()
+        return (Path(name) / "x.ssmd").read_bytes()
 
 
 def _set(*path: Any) -> Callable[[Any], None]:
@@ -671,9 +668,11 @@ def test_states_that_unfold_without_end(good: Path, there: Store) -> None:
         refused(there, rewrite(good, doc=double, tensors=copy), "states unfold")
 
 
-def test_another_lineage_comes_as_text_and_says_so(good: Path, store: Store, there: Store) -> None:
+def test_another_lineage_comes_as_text_and_says_so(store: Store, there: Store, tmp_path: Path) -> None:
+    talk(store, SPECS["hybrid"])
+    export_session(store, "s", tmp_path / "good.ssmd")
     others = {"c" * 64: Local("granite", SPECS["hybrid"], 9), "d" * 64: Local("smollm2", SPECS["attention"], 9)}
-    done = import_session(there, good, local=others)
+    done = import_session(there, tmp_path / "good.ssmd", local=others)
     assert re.search(r"lineage aaaaaaaaaaaa \(model 'made-up'\).*granite \(cccc.*smollm2 \(dddd", done.text_only)
     assert (done.turns, done.checkpoints, done.dropped, done.nbytes) == (4, 0, 2, 0)
     assert there.bytes_stored() == 0

@@ -6,10 +6,11 @@ import os
 import random
 import re
 import sqlite3
+import tempfile
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,34 @@ from ssmd.sessions.rows.schema import checkpoint
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
-FLIPS = int(os.environ.get("SSMD_FLIPS", "60"))
+FLIPS = [24, pytest.param(240, marks=pytest.mark.full)]
+if "SSMD_FLIPS" in os.environ:
+    FLIPS = [int(os.environ["SSMD_FLIPS"])]
 WORDS = "the words of {}"
+
+
+@cache
+def sound() -> bytes:
+    """The database file of two sessions of three turns, with a branch each; b's beginning is a's."""
+    with tempfile.TemporaryDirectory() as place:
+        store = new_store(Path(place) / "data")
+        a, b = Chat(store, "a"), Chat(store, "b")
+        for chat in (a, b):
+            name = chat.info.id
+            chat.say(f"{name}1", None, "hi", "hello")  # equal in both: one checkpoint serves both
+            chat.say(f"{name}2", f"{name}1", WORDS.format(f"{name}2"), "sure")
+            chat.say(f"{name}3", f"{name}2", WORDS.format(f"{name}3"), "yes")
+            chat.say(f"{name}2b", f"{name}1", WORDS.format(f"{name}2b"), "no")
+        store.settle()
+        store.close()
+        return store.file.read_bytes()
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Two sessions of three turns, one with a branch; b's beginning is a's."""
     folder = tmp_path / "data"
-    store = new_store(folder)
-    a, b = Chat(store, "a"), Chat(store, "b")
-    for chat in (a, b):
-        name = chat.info.id
-        chat.say(f"{name}1", None, "hi", "hello")  # equal in both: one checkpoint serves both
-        chat.say(f"{name}2", f"{name}1", WORDS.format(f"{name}2"), "sure")
-        chat.say(f"{name}3", f"{name}2", WORDS.format(f"{name}3"), "yes")
-        chat.say(f"{name}2b", f"{name}1", WORDS.format(f"{name}2b"), "no")
-    store.settle()
-    store.close()
+    folder.mkdir(mode=0o700)
+    (folder / FILE).write_bytes(sound())
     return folder
 
 
@@ -275,7 +286,8 @@ class TestTheFile:
         assert turns(data) == ALL
         assert len(checkpoints(data)) >= 13
 
-    def test_bits_flipped_anywhere(self, data: Path) -> None:
+    @pytest.mark.parametrize("times", FLIPS)
+    def test_bits_flipped_anywhere(self, data: Path, times: int) -> None:
         """Whatever it hits: found or harmless, and repaired or refused with advice; what is left is sound."""
         whole = (data / FILE).read_bytes()
         rng = random.Random(20261121)
@@ -286,12 +298,13 @@ class TestTheFile:
             at = rng.choice([rng.randrange(PAGE_BYTES), *rng.sample(used, 4)])
             self.flip(data, at, 1 << rng.randrange(8))
 
-        for _ in range(FLIPS):
+        for _ in range(times):
             outcomes[self.survive(data, whole, flip)] += 1
-        assert outcomes["repaired"] > FLIPS // 8, outcomes
+        assert outcomes["repaired"] > times // 8, outcomes
         assert outcomes["harmless"] > 0
 
-    def test_torn_pages(self, data: Path) -> None:
+    @pytest.mark.parametrize("times", FLIPS)
+    def test_torn_pages(self, data: Path, times: int) -> None:
         """A sector that was never written, or one of other data."""
         whole = (data / FILE).read_bytes()
         rng = random.Random(20261122)
@@ -303,9 +316,9 @@ class TestTheFile:
                 file.seek(rng.choice(used))
                 file.write(rng.choice([b"\0" * 512, rng.randbytes(512)]))
 
-        for _ in range(FLIPS):
+        for _ in range(times):
             outcomes[self.survive(data, whole, tear)] += 1
-        assert outcomes["repaired"] > FLIPS // 4, outcomes
+        assert outcomes["repaired"] > times // 4, outcomes
 
     def survive(self, data: Path, whole: bytes, damage: Callable[[], None]) -> str:
         for file in data.iterdir():
