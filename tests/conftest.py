@@ -1,5 +1,5 @@
 """Tiny artifacts for all tests: each is restored from what the repository keeps of it, or built, when a test first asks
-for it, and stays in .cache for the next run."""
+for it, and stays in .cache for the next run. And an empty store for those that want one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kept
 import pytest
@@ -25,6 +25,9 @@ import tiny
 
 from ssmd.cli.making import converter_of
 from ssmd.config import Settings
+
+if TYPE_CHECKING:
+    from ssmd.sessions.store import Store
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "artifacts"
@@ -248,3 +251,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             _run("-m", "hatchling", "build", "-t", "wheel", "-d", str(folder))
     [built] = folder.glob("*.whl")
     return built
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """An empty store, in the folder `data`."""
+    from keeping import new_store
+
+    opened = new_store(tmp_path / "data")
+    yield opened
+    opened.close()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import TinyArtifacts
 from daemon import Daemon, daemon, soon
-from engine.test_engine import SAMPLING, Answer, Asked, answered, ask, user
+from engine.test_engine import SAMPLING, Answer, Asked, answered, ask, program_of, user
 from engine.test_prompt import read_whole
 from engine.test_rerender import TRIMMING, done, endless, engine_of, with_template
 from keeping import whole as whole_of
@@ -21,7 +21,7 @@ from sqlalchemy import update
 from ssmd.engine.sampling import Sampler
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
-from ssmd.runtime.protocol import Program, get_runtime
+from ssmd.runtime.protocol import Program
 from ssmd.sessions.rows import database
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.store import Store
@@ -34,10 +34,8 @@ QUESTION, NEXT = user("Tell me a story about a river and a bridge."), user("And 
 
 @pytest.fixture(scope="module", params=["llama-f32", "granite-f32"])
 def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
-    artifact = Artifact.open(artifacts[request.param])
-    program = get_runtime("litert").load(artifact, threads=1)
-    yield artifact, program
-    program.close()
+    with program_of(artifacts, request.param) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")

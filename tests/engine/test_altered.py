@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from conftest import TinyArtifacts
-from engine.test_engine import Asked, user
-from engine.test_growing import QUESTIONS, SYSTEM, Talk, first_token, program_of, talked, told
+from engine.test_engine import Asked, program_of, user
+from engine.test_growing import QUESTIONS, SYSTEM, Talk, first_token, talked, told
 from engine.test_rerender import engine_of
 from keeping import whole as whole_of
 from sqlalchemy import LargeBinary, String

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,19 @@ def ask(engine: Engine, *messages: Message, **fields: object) -> Answer:
     return Asked(engine, *messages, **fields).answer()  # type: ignore[arg-type]  # as above
 
 
-@pytest.fixture(scope="module", params=["granite-int8", "llama-f32"])
-def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
-    artifact = Artifact.open(artifacts[request.param])
-    program = get_runtime("litert").load(artifact)
+@contextmanager
+def program_of(artifacts: TinyArtifacts, name: str, threads: int | None = 1) -> Iterator[tuple[Artifact, Program]]:
+    """A tiny artifact and its program."""
+    artifact = Artifact.open(artifacts[name])
+    program = get_runtime("litert").load(artifact, threads=threads)
     yield artifact, program
     program.close()
+
+
+@pytest.fixture(scope="module", params=["granite-int8", "llama-f32"])
+def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
+    with program_of(artifacts, request.param, threads=None) as loaded:
+        yield loaded
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import TinyArtifacts
 from daemon import soon
-from engine.test_engine import SAMPLING, Answer, Asked, ask, user
+from engine.test_engine import SAMPLING, Answer, Asked, ask, program_of, user
 from engine.test_prompt import read_whole
 from engine.test_rerender import done, endless, engine_of, with_template
 from keeping import grown
@@ -29,7 +29,7 @@ from ssmd.engine.request import Request
 from ssmd.engine.sampling import Sampler
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
-from ssmd.runtime.protocol import Handle, Program, get_runtime
+from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.rows.checkpoints import sweep
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, piece, segment, turn_checkpoint
 from ssmd.sessions.rows.schema import turn as turn_table
@@ -47,14 +47,6 @@ Talk = tuple[Message, ...]
 def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
     with program_of(artifacts, request.param) as loaded:
         yield loaded
-
-
-@contextmanager
-def program_of(artifacts: TinyArtifacts, name: str) -> Iterator[tuple[Artifact, Program]]:
-    artifact = Artifact.open(artifacts[name])
-    program = get_runtime("litert").load(artifact, threads=1)
-    yield artifact, program
-    program.close()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import TinyArtifacts
 from daemon import soon
-from engine.test_engine import LONG_SYSTEM, SAMPLING, Asked, answered, ask, user
+from engine.test_engine import LONG_SYSTEM, SAMPLING, Asked, answered, ask, program_of, user
 from engine.test_rerender import engine_of
 from keeping import grown
 from sqlalchemy import event, text, update
@@ -20,7 +20,7 @@ from ssmd.engine.engine import Engine
 from ssmd.engine.prompt import Prompt
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
-from ssmd.runtime.protocol import Program, get_runtime
+from ssmd.runtime.protocol import Program
 from ssmd.sessions.line import Passage
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
@@ -31,10 +31,8 @@ from ssmd.text.messages import Message
 
 @pytest.fixture(scope="module")
 def loaded(artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
-    artifact = Artifact.open(artifacts["llama-f32"])
-    program = get_runtime("litert").load(artifact, threads=1)
-    yield artifact, program
-    program.close()
+    with program_of(artifacts, "llama-f32") as loaded:
+        yield loaded
 
 
 @pytest.fixture

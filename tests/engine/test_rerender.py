@@ -14,7 +14,7 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import soon
 from daemon_process import DaemonProcess
-from engine.test_engine import SAMPLING, Answer, Asked, answered, ask, user
+from engine.test_engine import SAMPLING, Answer, Asked, answered, ask, program_of, user
 from keeping import whole as whole_of
 
 from ssmd.engine.engine import Engine
@@ -23,7 +23,7 @@ from ssmd.engine.persistence import Persistence
 from ssmd.engine.sampling import Sampler, SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
-from ssmd.runtime.protocol import Program, get_runtime
+from ssmd.runtime.protocol import Program
 from ssmd.sessions.line import Passage
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
@@ -51,10 +51,8 @@ def engine_of(artifact: Artifact, program: Program, data: Path) -> Iterator[tupl
 
 @pytest.fixture(scope="module", params=MODELS)
 def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
-    artifact = Artifact.open(artifacts[request.param])
-    program = get_runtime("litert").load(artifact, threads=1)
-    yield artifact, program
-    program.close()
+    with program_of(artifacts, request.param) as loaded:
+        yield loaded
 
 
 def with_template(artifact: Artifact, folder: Path, source: str) -> Artifact:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from conftest import TinyArtifacts
-from engine.test_engine import SAMPLING, Answer, ask, user
+from engine.test_engine import SAMPLING, Answer, ask, program_of, user
 from engine.test_rerender import engine_of
 
 from ssmd.engine.engine import Engine
 from ssmd.engine.request import Rejected
 from ssmd.engine.truncation import LEAST_ROOM, TRUNCATED
 from ssmd.model.artifact import Artifact
-from ssmd.runtime.protocol import Program, get_runtime
+from ssmd.runtime.protocol import Program
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 
@@ -24,10 +24,8 @@ TURNS = 20  # past the first cut
 
 @pytest.fixture(scope="module", params=["llama-f32", "granite-f32"])
 def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
-    artifact = Artifact.open(artifacts[request.param])
-    program = get_runtime("litert").load(artifact)
-    yield artifact, program
-    program.close()
+    with program_of(artifacts, request.param) as loaded:
+        yield loaded
 
 
 @pytest.fixture
@@ -121,9 +119,6 @@ def test_who_does_not_ask_for_it_is_refused(served: tuple[Engine, Store]) -> Non
 
 
 def test_where_nothing_bounds_it(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    artifact = Artifact.open(artifacts["mamba-f32"])
-    program = get_runtime("litert").load(artifact)
-    with engine_of(artifact, program, tmp_path / "data") as (engine, _):
+    with program_of(artifacts, "mamba-f32") as loaded, engine_of(*loaded, tmp_path / "data") as (engine, _):
         usage = ask(engine, SYSTEM, user("Hello?"), truncate=True).usage
-        assert (usage.context_left, usage.cut_messages) == (None, 0)
-    program.close()
+    assert (usage.context_left, usage.cut_messages) == (None, 0)

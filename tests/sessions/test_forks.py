@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,13 +23,6 @@ from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.turns import to_micros
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Session, StoreError, UnknownSession, UnknownTurn, conversation
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = new_store(tmp_path / "data")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

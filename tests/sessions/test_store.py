@@ -7,7 +7,6 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -48,13 +47,6 @@ from ssmd.sessions.rows.schema import checkpoint, metadata, piece, segment
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, UnknownSession
 from ssmd.text.messages import Message
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = new_store(tmp_path / "data")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(params=list(SPECS))

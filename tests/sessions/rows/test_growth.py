@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -38,13 +37,6 @@ from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, Settled, StoreError, Turn, conversation
 from ssmd.text.messages import Message
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = new_store(tmp_path / "data")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

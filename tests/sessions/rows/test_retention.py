@@ -6,7 +6,6 @@ import math
 import os
 import random
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
@@ -28,13 +27,6 @@ from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, UnknownSession
 
 WIDE = StateSpec((TensorSpec("ssm_0", "ssm", 0, (100, 1000)),))  # 400 kB for each checkpoint
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = new_store(tmp_path / "data")
-    yield opened
-    opened.close()
 
 
 def talk(store: Store, session: str, turns: int, spec: StateSpec = HYBRID) -> Chat:

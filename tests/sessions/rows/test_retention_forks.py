@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +25,6 @@ from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.holding import read_holding, write_sizes
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, turn, turn_checkpoint
 from ssmd.sessions.store import Store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = new_store(tmp_path / "data")
-    yield opened
-    opened.close()
 
 
 def held(store: Store, session: str) -> set[int]:
