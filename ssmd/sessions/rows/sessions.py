@@ -71,11 +71,10 @@ def _session(connection: Connection, row: Any) -> Session:
     *about, created_at, last_used_at, head, turns, title, own, shared, base = row
     info = _info(about)
     if not isinstance(own, int) or not isinstance(shared, int):
-        own, shared = holding.read_holding(connection, info.id).sizes()
-    if not (isinstance(turns, int) and is_unicode(title)):
-        turns, title = turns if isinstance(turns, int) else 0, ""
+        own, shared = holding.read_holding(connection, info.id).sizes() if info.id else (0, 0)
+    turns, title, head = turns if isinstance(turns, int) else 0, _text(title), _text(head)
     created, used = (from_micros(t if is_moment(t) else 0) for t in (created_at, last_used_at))
-    return Session(info, created, used, head or "", turns, title, own + shared, own, base)
+    return Session(info, created, used, head, turns, title, own + shared, own, _text(base) or None)
 
 
 def _info(row: Sequence[Any]) -> SessionInfo:
@@ -87,7 +86,13 @@ def _info(row: Sequence[Any]) -> SessionInfo:
         now = _NO_CLOCK
     if now.tzinfo is None:
         now = _NO_CLOCK
-    return SessionInfo(name, model, lineage, now, bool(pinned), imported or None, owner, known=True)
+    origin = _text(imported) or None
+    return SessionInfo(_text(name), _text(model), _text(lineage), now, bool(pinned), origin, _text(owner), known=True)
+
+
+def _text(value: Any) -> str:
+    """A text as it is, anything else as nothing."""
+    return value if isinstance(value, str) and (value.isascii() or is_unicode(value)) else ""
 
 
 def touch_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo) -> None:
