@@ -11,7 +11,7 @@ from ssmd.sessions.rows.blobs import is_genuine
 from ssmd.sessions.rows.checkpoints import sweep
 from ssmd.sessions.rows.holding import batches, count_again
 from ssmd.sessions.rows.parts import DamagedState, read_parts, segments_of
-from ssmd.sessions.rows.schema import checkpoint_segment, segment, turn, turn_checkpoint
+from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, turn, turn_checkpoint
 
 
 def drop(connection: Connection, checkpoint_id: int, spec: StateSpec) -> int:
@@ -29,12 +29,13 @@ def drop(connection: Connection, checkpoint_id: int, spec: StateSpec) -> int:
             if not isinstance(row.data, bytes) or not is_genuine(row.data, row.checksum):
                 altered.append(row.id)
     c = checkpoint_segment.c
+    listing = select(checkpoint.c.id).join(checkpoint_segment, c.checkpoint == checkpoint.c.id)
     doomed = {checkpoint_id}
     for some in batches(altered):
-        doomed.update(connection.scalars(select(c.checkpoint).where(c.segment.in_(some))))
+        doomed.update(connection.scalars(listing.where(c.segment.in_(some))))
     sharing = set(doomed)
     for some in batches(listed):
-        sharing.update(connection.scalars(select(c.checkpoint).where(c.segment.in_(some))))
+        sharing.update(connection.scalars(listing.where(c.segment.in_(some))))
     sessions: set[str] = set()
     link = turn_checkpoint.c
     for some in batches(sorted(sharing)):

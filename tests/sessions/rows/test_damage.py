@@ -60,6 +60,15 @@ def test_rows_that_others_stand_on(chat: Chat) -> None:
     assert left(chat) == {"t1", "u2"}
 
 
+def test_a_note_that_it_is_a_part_of_nothing(chat: Chat) -> None:
+    number, _ = chat.ends["t2"]
+    assert number is not None
+    listed = "segment IN (SELECT segment FROM checkpoint_segment WHERE checkpoint = ?)"
+    alter(chat.store, f"UPDATE checkpoint_segment SET checkpoint = 'text' WHERE checkpoint = 1 AND {listed}", number)
+    alter(chat.store, "UPDATE piece SET data = x'' WHERE checkpoint = ?", number)
+    assert chat.store.drop_damaged(number, HYBRID) == 1
+
+
 def test_values_that_are_its_own(chat: Chat) -> None:
     number, _ = chat.ends["t2"]
     assert number is not None
