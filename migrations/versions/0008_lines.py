@@ -6,6 +6,7 @@ by hashes that can be carried on, without their ids; everything has an owner; an
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 import sqlalchemy as sa
 from alembic import op
 
-from ssmd.sessions.checkpoint import prefix_keys
+from ssmd.sessions.checkpoint import bound, prefix_keys
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage, anchor, regrown
 from ssmd.sessions.match import Chain
 from ssmd.sessions.rows.growth import as_item, as_json, sealed
@@ -152,7 +153,8 @@ def _moved(connection: sa.Connection) -> Iterator[dict[str, Any]]:
             continue  # nobody can tell whose it is
         above = known.get(old.parent) if old.parent is not None else None
         named = is_unicode(old.lineage or "") and is_unicode(old.finish) and is_moment(old.created_at)
-        sound = named and (old.parent is None or above is not None)
+        counted = isinstance(old.depth, int) and isinstance(old.length, int)
+        sound = named and counted and (old.parent is None or above is not None)
         try:
             said = [Message.from_json(m) for m in (*json.loads(old.messages), json.loads(old.answer))]
             as_json(m.to_json() for m in said)
@@ -170,8 +172,8 @@ def _moved(connection: sa.Connection) -> Iterator[dict[str, Any]]:
             "parent": old.parent,
             "root": above.root if above else old.id,
             "stem": moved.stem,
-            "depth": old.depth,
-            "length": old.length,
+            "depth": old.depth if counted else 0,
+            "length": old.length if counted else 0,
             "chain": chain.said,
             "whole": chain.whole,
             "items": asked,
@@ -261,20 +263,29 @@ def _checkpoints(connection: sa.Connection) -> None:
             row = connection.execute(sa.text("SELECT * FROM checkpoint WHERE id = :id"), {"id": name}).one()
         fields = dict(row._mapping)
         try:
-            ids = Line.of(np.frombuffer(fields.pop("ids"), "<i4"))
+            data = fields.pop("ids")
+            ids = Line.of(np.frombuffer(data, "<i4"))
             if not all(is_unicode(value) for value in fields.values() if isinstance(value, str)):
                 raise ValueError("not Unicode")
-        except (ValueError, TypeError):  # a state of nobody knows what
+            if row.key != _named(row.layout, row.lineage, data):
+                raise ValueError("not its ids")
+            position = len(ids)
+            fields["anchor"], fields["key"] = prefix_keys(row.layout, row.lineage, ids, [anchor(position), position])
+            fields["digest"] = bound(row.digest, (fields["key"], row.build, row.origin))
+            connection.execute(sa.insert(made), fields)
+        except (ValueError, TypeError, sa.exc.IntegrityError):  # a state of nobody knows what
             for table in ("turn_checkpoint", "checkpoint_segment", "piece"):
                 gone = f"DELETE FROM {table} WHERE checkpoint = :id"  # noqa: S608 - names of our own
                 connection.execute(sa.text(gone), {"id": name})
-            continue
-        position = len(ids)
-        fields["anchor"], fields["key"] = prefix_keys(row.layout, row.lineage, ids, [anchor(position), position])
-        connection.execute(sa.insert(made), fields)
     connection.execute(
         sa.text("UPDATE checkpoint_2 SET parent = NULL WHERE parent NOT IN (SELECT id FROM checkpoint_2)")
     )
     _replace(connection, "checkpoint", autoincrement=True)
     op.create_index("ix_checkpoint_parent", "checkpoint", ["parent"])
     op.create_index("ix_checkpoint_anchor_position", "checkpoint", ["anchor", "position"])
+
+
+def _named(layout: str, lineage: str, ids: bytes) -> bytes:
+    """The key that a checkpoint of these ids had."""
+    scope = json.dumps([layout, lineage]).encode()
+    return hashlib.blake2b(scope + ids, digest_size=32, person=b"ssmd.prefix.1").digest()

@@ -65,10 +65,20 @@ def prefix_keys(layout: str, lineage: str, line: Line, positions: Sequence[int])
 Digested = tuple[int, int, bytes]  # of a blob: first, last, checksum
 
 
-def digest(position: int, segments: Sequence[Digested], pieces: Sequence[Digested]) -> bytes:
-    """What a checkpoint is made of: sha256 over its position and (first, last, checksum) of all segments and pieces."""
+Name = tuple[bytes, str, str]  # of a checkpoint: key, build, origin
+
+
+def digest(name: Name, position: int, segments: Sequence[Digested], pieces: Sequence[Digested]) -> bytes:
+    """What a checkpoint is made of, and whose: sha256 over its name, its position and (first, last, checksum) of all
+    segments and pieces.
+    """
     running = hashlib.sha256(f"ssmd checkpoint 1 {position}\n".encode())
-    for name, parts in (("rows", segments), ("recurrent", pieces)):
+    for kind, parts in (("rows", segments), ("recurrent", pieces)):
         for first, last, checksum in parts:
-            running.update(f"{name} {first} {last} {checksum.hex()}\n".encode())
-    return running.digest()
+            running.update(f"{kind} {first} {last} {checksum.hex()}\n".encode())
+    return bound(running.digest(), name)
+
+
+def bound(parts: bytes, name: Name) -> bytes:
+    """Tie parts to the name that they are found by: under another one they are the state of other ids."""
+    return hashlib.sha256(b"ssmd checkpoint 2 %b %b" % (parts, repr(tuple(name)).encode())).digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import resource
@@ -23,6 +24,7 @@ from sqlalchemy import event, text
 from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.files.transfer import export_session
 from ssmd.sessions.rows.database import FILE
+from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
@@ -222,6 +224,27 @@ def test_a_result_left_half_read(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("value", ["x'ff00'", "CAST(x'ff' AS TEXT)", "-7"])
+def test_an_altered_session_hides_no_other(value: str, tmp_path: Path) -> None:
+    """Whatever stands in its row: what cannot be read is told as nothing, and can be written as JSON."""
+    store = new_store(tmp_path / "data")
+    for name in ("s", "other"):
+        Chat(store, name).say(f"{name}1", None, f"hi {name}", "hello")
+    for column in (c.name for c in session_table.columns):
+        with raw(tmp_path / "data") as connection:
+            connection.execute("PRAGMA foreign_keys=OFF")
+            (before,) = connection.execute(f"SELECT {column} FROM session WHERE id = 's'").fetchone()
+            connection.execute(f"UPDATE session SET {column} = {value} WHERE id = 's'")
+        told = {s.title: s for s in store.sessions()}
+        assert told["hi other"].id == "other", column
+        for one in told.values():
+            json.dumps([one.id, one.info.model, one.info.lineage, one.info.owner, one.head, one.base]).encode()
+        with raw(tmp_path / "data") as connection:
+            connection.execute("PRAGMA foreign_keys=OFF")
+            connection.execute(f"UPDATE session SET {column} = ? WHERE id <> 'other'", (before,))
+    store.close()
+
+
 class TestAltered:
     """Bytes that changed on disk are noticed, named, and never fed to a model."""
 
@@ -262,6 +285,9 @@ class TestAltered:
             ("DELETE FROM checkpoint_segment WHERE checkpoint = 4 AND segment = 2", "not what was written"),
             ("UPDATE checkpoint SET position = 45 WHERE id = 4", "not what was written"),
             ("UPDATE checkpoint SET digest = x'00' WHERE id = 4", "does not consist of the parts"),
+            ("UPDATE checkpoint SET key = zeroblob(32) WHERE id = 4", "does not consist of the parts"),
+            ("UPDATE checkpoint SET origin = 'ses_other' WHERE id = 4", "does not consist of the parts"),
+            ("UPDATE checkpoint SET build = 'other' WHERE id = 4", "does not consist of the parts"),
             ("DELETE FROM checkpoint WHERE id = 4", "not stored any more"),
         ],
     )

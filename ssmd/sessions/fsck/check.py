@@ -137,7 +137,7 @@ def _checkpoint_problem(
             at = last
         if at != end or (parts and parts[-1][1] != end):
             return f"its {name} from {at} on are missing"
-    if digest(row.position, rows, [p[:3] for p in pieces]) != row.digest:
+    if digest((row.key, row.build, row.origin), row.position, rows, [p[:3] for p in pieces]) != row.digest:
         return "it does not consist of the parts that were written"
     if row.recurrent_nbytes != sum(p[3] for p in pieces) or not is_count(row.rows_nbytes):
         return "its size is not the one that was written"

@@ -157,7 +157,8 @@ def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Se
         rows = _rows_of(connection, parent.id) if parent is not None and enc.since else []
         segments = [(r.first, r.last, r.checksum) for r in rows]
         segments += [(b.first, b.last, b.checksum) for b in enc.segments]
-        own = digest(enc.position, segments, [(b.first, b.last, b.checksum) for b in enc.pieces])
+        name = (enc.key, enc.scope.build, enc.origin or "")
+        own = digest(name, enc.position, segments, [(b.first, b.last, b.checksum) for b in enc.pieces])
         there = _same_key(connection, enc)
         if there is not None:
             if there.digest != own:

@@ -44,7 +44,8 @@ def read_parts(connection: Connection, checkpoint_id: int, spec: StateSpec) -> t
     used again when the iterator has ended or was closed.
     """
     c = checkpoint.c
-    head = connection.execute(select(c.position, c.layout, c.digest).where(c.id == checkpoint_id)).one_or_none()
+    columns = (c.position, c.layout, c.digest, c.key, c.build, c.origin)
+    head = connection.execute(select(*columns).where(c.id == checkpoint_id)).one_or_none()
     if head is None:
         raise StoreError(f"checkpoint {checkpoint_id} is not stored any more")
     if head.layout != spec.digest():
@@ -79,7 +80,7 @@ def _parts(connection: Connection, checkpoint_id: int, head: Any, spec: StateSpe
             yield from recurrent_parts(values, spec, head.position)
         except StateError as err:
             raise DamagedState(f"checkpoint {checkpoint_id}: recurrent values cannot be read: {err}") from err
-    if digest(head.position, segments, pieces) != head.digest:
+    if digest((head.key, head.build, head.origin), head.position, segments, pieces) != head.digest:
         raise DamagedState(f"checkpoint {checkpoint_id} does not consist of the parts that were written")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 from collections.abc import Mapping
@@ -60,6 +61,23 @@ def insert_turn(raw: sqlite3.Connection, turn: Old, depth: int, **more: Any) -> 
     row |= {"ids": as_ids(ids).tobytes(), "text_shared": text_shared, "text": text, "prompt_tokens": 1}
     row |= {"lineage": LINEAGE, "finish": "stop", "complete": True, "created_at": NOW}
     insert(raw, "turn", row | more)
+
+
+def old_key(layout: str, lineage: str, ids: bytes) -> bytes:
+    scope = json.dumps([layout, lineage]).encode()
+    return hashlib.blake2b(scope + ids, digest_size=32, person=b"ssmd.prefix.1").digest()
+
+
+def old_digest(new: sqlite3.Connection, row: sqlite3.Row) -> bytes:
+    """Of what the checkpoint is made of, and nothing else."""
+    running = hashlib.sha256(f"ssmd checkpoint 1 {row['position']}\n".encode())
+    listed = "segment JOIN checkpoint_segment l ON l.segment = segment.id WHERE l.checkpoint"
+    for kind, of in (("rows", listed), ("recurrent", "piece WHERE checkpoint")):
+        for first, last, checksum in new.execute(
+            f"SELECT first, last, checksum FROM {of} = ? ORDER BY first", (row["id"],)
+        ):
+            running.update(f"{kind} {first} {last} {checksum.hex()}\n".encode())
+    return running.digest()
 
 
 @settings(max_examples=25, deadline=None)
@@ -156,8 +174,9 @@ def moved(tmp_path: Path) -> tuple[Chat, dict[int, int]]:
             if table == "turn_checkpoint":
                 for row in new.execute("SELECT * FROM checkpoint"):
                     fields = {k: row[k] for k in row.keys() if k != "owner"}  # noqa: SIM118 - a Row iterates values
-                    old_key = bytes(30) + row["id"].to_bytes(2, "big")
-                    insert(raw, "checkpoint", fields | {"ids": FED[row["key"]].tobytes(), "key": old_key})
+                    ids = FED[row["key"]].tobytes()
+                    named = {"key": old_key(row["layout"], row["lineage"], ids), "digest": old_digest(new, row)}
+                    insert(raw, "checkpoint", fields | named | {"ids": ids})
                     numbers[row["id"]] = row["position"]
             if table == "total":
                 raw.execute("DELETE FROM total")
@@ -214,6 +233,7 @@ DAMAGE = [
     "UPDATE turn SET lineage = CAST(x'ff' AS TEXT) WHERE id = 't2'",
     "UPDATE turn SET id = CAST(x'ff' AS TEXT) WHERE id = 't3'",
     "UPDATE turn SET created_at = 'x' WHERE id = 't2'",
+    "UPDATE turn SET depth = CAST(x'ff' AS TEXT) WHERE id = 't2'",
 ]
 
 
@@ -244,18 +264,36 @@ def test_a_damaged_store_is_moved_too(tmp_path: Path, change: str) -> None:
     store.close()
 
 
-def test_a_damaged_state_is_left_behind(tmp_path: Path) -> None:
+DAMAGED_STATES = [
+    "ids = x'616263'",
+    "ids = x''",
+    "ids = (SELECT ids FROM checkpoint WHERE id = 5)",  # those of another one, whose state it then seems to be
+    "key = zeroblob(32)",
+    "layout = x'00'",
+    "lineage = x''",
+    "lineage = CAST(x'ff' AS TEXT)",
+    "digest = 'text'",
+    "digest = 7",
+]
+
+
+@pytest.mark.parametrize("change", DAMAGED_STATES)
+def test_a_damaged_state_is_left_behind(tmp_path: Path, change: str) -> None:
     with closing(old_database(tmp_path / "data")) as raw, raw:
-        insert_session(raw, "s", "t1")
-        insert_turn(raw, ("t1", "s", None, 0, [1, 2, 3], 0, "x"), 0)
+        insert_session(raw, "s", "t1", turns=2)
         insert(raw, "layout", {"digest": HYBRID.digest(), "tensors": json.dumps(HYBRID.to_json())})
-        row = {"id": 5, "key": bytes(32), "anchor": bytes(32), "layout": HYBRID.digest(), "lineage": LINEAGE}
-        row |= {"build": "b" * 64, "producer": "p", "origin": "", "position": 2, "parent": None, "kind": "turn"}
-        row |= {"digest": bytes(32), "recurrent_nbytes": 0, "rows_nbytes": 0, "created_at": NOW, "last_used_at": NOW}
-        insert(raw, "checkpoint", row | {"ids": b"abc"})
-        insert(raw, "turn_checkpoint", {"turn": "t1", "checkpoint": 5})
+        for number, parent in ((5, None), (6, "t5")):
+            insert_turn(raw, (f"t{number}", "s", parent, 0, [1, 2, number], 0, "x"), number - 5)
+            ids = as_ids([1, number]).tobytes()
+            row = {"id": number, "key": old_key(HYBRID.digest(), LINEAGE, ids), "layout": HYBRID.digest()}
+            row |= {"lineage": LINEAGE, "anchor": bytes(32), "build": "b" * 64, "producer": "p", "origin": ""}
+            row |= {"position": 2, "parent": None, "kind": "turn", "digest": bytes(32), "recurrent_nbytes": 0}
+            row |= {"rows_nbytes": 0, "created_at": NOW, "last_used_at": NOW, "ids": ids}
+            insert(raw, "checkpoint", row)
+            insert(raw, "turn_checkpoint", {"turn": f"t{number}", "checkpoint": number})
+        raw.execute(f"UPDATE checkpoint SET {change} WHERE id = 6")
     store = Store.open(tmp_path / "data")
-    assert store.resumable("s") == set()
+    assert store.resumable("s") == {"t5"}
     store.close()
     with closing(sqlite3.connect(tmp_path / "data" / FILE)) as raw:
         assert raw.execute("PRAGMA foreign_key_check").fetchall() == []
