@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from ssmd.families import (
@@ -26,7 +27,6 @@ from ssmd.families.neutral import NEUTRAL, check
 from ssmd.families.weights import Binding, given
 from ssmd.model.formats import unread
 from ssmd.model.plan import Plan, first_problem
-from ssmd.model.state import StateError
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,10 @@ class Family:
         with _said():
             plan = self.describe(config)
             plan.spec("float32")  # which MLPs alone do not make
+            with np.errstate(all="ignore"):
+                tables = plan.tables(2) or ()
+            if not all(np.isfinite(table).all() for table in tables):
+                raise FamilyError("config.json: the numbers of RoPE are too large or too small to compute with")
         return plan
 
     def tables(self, config: Any, context: int) -> dict[str, Binding]:
@@ -74,10 +78,12 @@ class Family:
 
 @contextmanager
 def _said() -> Iterator[None]:
-    """Raise FamilyError where a part of a plan refuses a size, or the whole has no state."""
+    """Raise FamilyError where a part of a plan refuses a size or a number, or the whole has no state."""
     try:
         yield
-    except (ValidationError, StateError) as err:
+    except FamilyError:
+        raise
+    except (ValueError, OverflowError) as err:
         why = first_problem(err) if isinstance(err, ValidationError) else str(err)
         raise FamilyError(f"config.json makes no model that can be: {why}") from err
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ssmd.families import qwen3
 from ssmd.families.fields import FamilyError, Fields
+from ssmd.families.registry import family_of
 from ssmd.families.rope import rope_of
 from ssmd.model.rope import LinearScaling, Rope, YarnScaling
 
@@ -175,3 +176,24 @@ def test_yarn_reaches_further() -> None:
 )
 def test_refused_by_field(fields: dict[str, Any], named: str) -> None:
     check_refused(fields, named)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"factor": 1e308},
+        {"factor": 10**400},
+        {"factor": 1e-308},
+        {"attention_factor": 1e308},
+        {"beta_fast": 1e308},
+        {"beta_slow": 1e-308},
+        {"rope_theta": 1e-308, "rope_type": "default"},
+        {"rope_type": "linear", "factor": 1e-308},
+    ],
+)
+def test_numbers_that_nothing_can_be_computed_with_are_refused(numbers: dict[str, Any]) -> None:
+    scaling = {**YARN, "rope_theta": 10_000.0, **numbers}
+    config = {"model_type": "llama", "vocab_size": 384, **tiny.LLAMA, "rope_scaling": scaling}
+    family = family_of(config)
+    with pytest.raises(FamilyError, match=r"^config\.json"):
+        family.plan(family.parse(config))
