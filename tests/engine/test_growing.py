@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -188,21 +189,22 @@ def test_a_plan_is_that_of_the_whole_conversation(loaded: tuple[Artifact, Progra
         talk = talked(engine, talk, *QUESTIONS[2:], **endlessly)
         turns = {t.length: t.id for t in store.turns(session)}
         assert len(turns) == 4 + len(QUESTIONS[2:]) == len(store.turns(session))
-        for length, turn in turns.items():
+        for number, (length, turn) in enumerate(turns.items()):
             history = talk[:length]
             fork = store.fork(session, turn).id
             spaced = tuple(replace(m, content=f" {m.content}\n") if m.role == "assistant" else m for m in history)
             plain = tuple(replace(m, content=m.said) if m.role == "assistant" else m for m in history)
-            for echo in (history, spaced, plain):
-                for tail in ((user("Next."),), (user("Next."), Message("assistant", "It is")), (SYSTEM, user("Next."))):
-                    for fields in ({}, {"session": session}, {"session": fork}, {"store": False}):
-                        prompt = plan(engine, (*echo, *tail), **fields)
-                        assert prompt.parent == turn
-                        if "session" in fields:
-                            assert prompt.info is not None
-                            assert prompt.info.id == fields["session"]
-                        scratch = from_scratch(engine, store, prompt, (*echo, *tail))
-                        assert read_whole(store, prompt) == scratch
+            tails = ((user("Next."),), (user("Next."), Message("assistant", "It is")), (SYSTEM, user("Next.")))
+            named: tuple[dict[str, Any], ...] = ({}, {"session": session}, {"session": fork}, {"store": False})
+            ways = list(product((history, spaced, plain), tails, named))
+            for echo, tail, fields in ways[number % 3 :: 3]:  # each at two turns or three
+                prompt = plan(engine, (*echo, *tail), **fields)
+                assert prompt.parent == turn
+                if "session" in fields:
+                    assert prompt.info is not None
+                    assert prompt.info.id == fields["session"]
+                scratch = from_scratch(engine, store, prompt, (*echo, *tail))
+                assert read_whole(store, prompt) == scratch
 
 
 def lose(store: Store, count: int, how: str) -> None:
