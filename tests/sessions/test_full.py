@@ -6,12 +6,12 @@ import errno
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 from conftest import TinyArtifacts
 from daemon_process import DaemonProcess
@@ -51,8 +51,7 @@ def fill(disk: Path) -> None:
 
 
 def ssmd(data: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ssmd", "session", *args, "--data-dir", str(data)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return commands.ssmd("session", *args, "--data-dir", str(data), env=os.environ)
 
 
 def free(disk: Path) -> int:

@@ -9,13 +9,12 @@ import random
 import shutil
 import sqlite3
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import commands
 import numpy as np
 import pytest
 from cli.test_session_cli import Ssmd
@@ -110,6 +109,7 @@ def test_removed_while_the_daemon_runs(artifact: Path, tmp_path: Path, tokenizer
         path = [("system", SECRET * 3), ("user", SECRET), ("assistant", answer), ("user", "why under the third stair?")]
         second, _ = chat(one.served, one.model, *path)
         gone = (SECRET, answer, second, "why under the third stair?")
+        quiet(one)  # an answer that its own text does not spell is read once more, which adds a state
         with one.store.reading() as connection:
             query = (
                 "SELECT p.data, t.session FROM piece p JOIN turn_checkpoint tc ON tc.checkpoint = p.checkpoint "
@@ -139,8 +139,8 @@ def test_removed_by_the_command(artifact: Path, tmp_path: Path) -> None:
     with daemon(artifact, tmp_path / "data") as one:
         _, session = chat(one.served, one.model, ("user", SECRET))
         assert session is not None
-        command = [sys.executable, "-m", "ssmd", "session", "rm", session]
-        done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
+        quiet(one)  # who reads meanwhile puts the erasing off
+        done = commands.ssmd("session", "rm", session, env=environment(tmp_path))
         assert done.returncode == 0, done.stderr
         assert traces(tmp_path, SECRET) == []
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
 
+import commands
 import pytest
 from conftest import TinyArtifacts
 from daemon_process import DaemonProcess, Reply
@@ -231,7 +231,7 @@ def assert_whole(turns: Sequence[Turn], told: Sequence[tuple[str, str]], kills: 
         assert above, f"{asked!r} -> {answered!r} is not stored where it belongs"
 
 
-@pytest.mark.parametrize("model", ["llama-f32", "granite-int8"])
+@pytest.mark.parametrize("model", ["granite-int8", pytest.param("llama-f32", marks=pytest.mark.full)])
 def test_kill_at_random_instants_under_load(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
     chance = random.Random(model)
     daemon = DaemonProcess(artifacts[model], tmp_path / "data")
