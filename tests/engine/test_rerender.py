@@ -276,7 +276,7 @@ def test_a_turn_removed_meanwhile(loaded: tuple[Artifact, Program], tmp_path: Pa
         assert len(store.sessions()) == 1
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("llama-f32", marks=pytest.mark.full), "granite-int8"])
 def test_killed_after_the_rerender(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
     question = {"role": "user", "content": QUESTION.content}
     fields = {"max_tokens": 40, "temperature": 1, "seed": 7, "logit_bias": {"0": -100, "2": -100}}

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from keeping import LINEAGE, assert_same, grown, ids_of, state_of, user
 from sqlalchemy import select
 from storewriter import SPEC
@@ -22,8 +23,10 @@ from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.schema import checkpoint, segment, turn_checkpoint
 from ssmd.sessions.store import Store
 
-KILLS = int(os.environ.get("SSMD_KILLS", "30"))
-KILLS_A_STORE = 10
+KILLS = [15, pytest.param(100, marks=pytest.mark.full)]
+if "SSMD_KILLS" in os.environ:
+    KILLS = [int(os.environ["SSMD_KILLS"])]
+KILLS_A_STORE = 5
 MOST_COMMITS = 500  # of a writer before it is killed
 HERE = Path(__file__).parents[1]
 
@@ -127,20 +130,21 @@ def check(folder: Path, ledger: Ledger) -> int:
     return len(rows)
 
 
-def test_killed_at_random_instants(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", KILLS)
+def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
     rng = random.Random(20261121)
     seen = 0
-    for kill in range(KILLS):
+    for kill in range(kills):
         folder = tmp_path / f"store{kill // KILLS_A_STORE}"
         if kill % KILLS_A_STORE == 0:
             ledger = Ledger()
         writer = start(folder, f"w{kill}", seed=kill)
         assert writer.stdout is not None
         opened = ""
-        if kill % 5:
+        if kill % KILLS_A_STORE not in (0, 3):
             opened = writer.stdout.readline()
             time.sleep(rng.uniform(0, 0.4))
-        else:  # anywhere, while it makes or migrates the database too
+        else:  # anywhere, while it makes or opens the database too
             time.sleep(rng.uniform(0, 1.2))
         writer.send_signal(signal.SIGKILL)
         # Not communicate(), which passes over what readline has read ahead.

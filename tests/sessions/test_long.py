@@ -1,4 +1,4 @@
-"""A conversation of 5,000 turns: what a request reads and writes of it, and moving it. Counted, not timed."""
+"""A conversation of thousands of turns: what a request reads and writes of it, and moving it. Counted, not timed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from ssmd.sessions.rows.encoded import Encoded, encode
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, conversation
 
-TURNS, TOKENS = 5000, 100
+TURNS = [2000, pytest.param(5000, marks=pytest.mark.full)]
+TOKENS = 100
 SCOPE = Scope(RECURRENT.digest(), LINEAGE, "b" * 64)
 HERE = {LINEAGE: Local("made-up", RECURRENT, VOCABULARY)}
 
@@ -60,12 +61,17 @@ def end_of(store: Store, turn: str) -> Encoded:
     return encode(made, scope=SCOPE, producer=PRODUCER, spec=RECURRENT)
 
 
+@pytest.fixture(scope="module", params=TURNS)
+def turns(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+def kept(turns: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """Two conversations, `short` of 50 turns and `long`; each with the state at its end."""
     store = new_store(tmp_path_factory.mktemp("long") / "data")
-    for session, turns in (("short", 50), ("long", TURNS)):
-        made = talk(turns, session)
+    for session, count in (("short", 50), ("long", turns)):
+        made = talk(count, session)
         store.adopt(SessionInfo(session, "made-up", LINEAGE, START), made, [], head=made[-1].id)
         last = store.path(made[-1].id)[-1]
         assert store.rewrite(last.id, last.ids, last.text, end_of(store, last.id)) is not None
@@ -73,23 +79,23 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     store.close()
 
 
-def test_each_turn_is_stored_as_what_it_adds(kept: Store) -> None:
-    turns = kept.turns("long")
-    assert [t.stem for t in turns] == [None, *(t.id for t in turns[:-1])]
-    assert {len(t.ids.own) for t in turns} == {TOKENS}
-    ids, text = grown(kept, turns[-1].id)
-    assert len(ids) == len(ids.own) == TURNS * TOKENS
-    assert text.own.count("<user>") == TURNS
+def test_each_turn_is_stored_as_what_it_adds(kept: Store, turns: int) -> None:
+    stored = kept.turns("long")
+    assert [t.stem for t in stored] == [None, *(t.id for t in stored[:-1])]
+    assert {len(t.ids.own) for t in stored} == {TOKENS}
+    ids, text = grown(kept, stored[-1].id)
+    assert len(ids) == len(ids.own) == turns * TOKENS
+    assert text.own.count("<user>") == turns
 
 
-def test_it_moves_whole(kept: Store, tmp_path: Path) -> None:
+def test_it_moves_whole(kept: Store, turns: int, tmp_path: Path) -> None:
     """What is written can be read."""
     file = tmp_path / "long.ssmd"
     done = export_session(kept, "long", file)
-    assert (done.turns, done.checkpoints, done.left_out) == (TURNS, 1, 0)
+    assert (done.turns, done.checkpoints, done.left_out) == (turns, 1, 0)
     other = new_store(tmp_path / "there")
     came = import_session(other, file, local=HERE)
-    assert (came.turns, came.checkpoints, came.text_only) == (TURNS, 1, "")
+    assert (came.turns, came.checkpoints, came.text_only) == (turns, 1, "")
     head = other.session("long").head
     (ids, text), (their_ids, their_text) = grown(kept, head), grown(other, head)
     assert np.array_equal(ids.own, their_ids.own)
@@ -99,27 +105,27 @@ def test_it_moves_whole(kept: Store, tmp_path: Path) -> None:
     for store in (kept, other):
         echoed = echo_of(store, [*said, user("more")])
         assert echoed is not None
-        assert (echoed.turn, echoed.length, echoed.stored) == (head, 2 * TURNS, None)
+        assert (echoed.turn, echoed.length, echoed.stored) == (head, 2 * turns, None)
         turn = store.path(head)[-1]
         found, ids, _ = resume(store, SCOPE, turn.ids.then([1, 2, 3]), turn.stem, "long")
         assert found is not None
-        assert (found.position, ids.start) == (TURNS * TOKENS - 1, (TURNS - 1) * TOKENS)
+        assert (found.position, ids.start) == (turns * TOKENS - 1, (turns - 1) * TOKENS)
         assert_same(store.load(found.id, RECURRENT), state_of(RECURRENT, grown(store, head)[0].own[:-1]))
     other.close()
 
 
-def test_ids_that_must_be_fed_are_read_back(kept: Store) -> None:
+def test_ids_that_must_be_fed_are_read_back(kept: Store, turns: int) -> None:
     """Without a state at its end a turn is read from the beginning: all ids, in a few reads."""
     turn = kept.path(kept.session("long").head)[-1]
     found, _, _ = resume(kept, SCOPE, turn.ids.then([1]), turn.stem, "long")
     assert found is not None
     nothing, ids, stem = resume(kept, SCOPE, turn.ids.then([1]), turn.stem, "long", skip=[found.id])
-    assert (nothing, stem, ids.start, len(ids.own)) == (None, None, 0, TURNS * TOKENS + 1)
+    assert (nothing, stem, ids.start, len(ids.own)) == (None, None, 0, turns * TOKENS + 1)
     assert np.array_equal(ids.own[:-1], grown(kept, turn.id)[0].own)
 
 
 def test_a_turn_goes_on_from_the_end(kept: Store) -> None:
-    """The same row, whether 50 turns stand above it or 5,000."""
+    """The same row, whether 50 turns stand above it or thousands."""
     for session in ("short", "long"):
         head = kept.path(kept.session(session).head)[-1]
         ids, text = head.ids.then([7] * TOKENS), head.text.then("<user>more</><assistant>yes")

@@ -31,9 +31,9 @@ TEMPLATE_TOKENS = (
 KILLS = int(os.environ.get("SSMD_KILLS", "6"))
 
 SAMPLING = {"temperature": 1.0, "seed": 7}  # greedy, a random model says one token for ever
-MODELS = (  # of the last two tests/contract/test_resume.py and test_portable.py say as much
-    *("llama-f32", "granite-int8"),
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("granite-f32", "openvino-granite-int8")),
+MODELS = (  # of the others tests/contract/test_resume.py, test_portable.py and tests/engine say as much
+    "granite-int8",
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("llama-f32", "granite-f32", "openvino-granite-int8")),
 )
 
 
@@ -123,8 +123,7 @@ def test_a_reply_cut_by_a_stop_string_continues_from_cache(
 
 def ssmd(data_dir: Path, *args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "SSMD_DATA_DIR": str(data_dir)}
-    command = [sys.executable, "-m", "ssmd", *args]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = commands.ssmd(*args, env=environment)
     assert done.returncode == code, done.stderr
     return done
 
