@@ -170,13 +170,14 @@ def first_model(model: str | None, settings: Settings) -> str | None:
 
     if model not in (None, smollm2.NAME):
         return model
-    there = installed(settings.models_dir)
+    there, npu = installed(settings.models_dir), settings.runtime == "npu"
     fitting = [i for i in there if i.manifest is None or is_for(i.manifest, settings.runtime)]
+    if not (npu or settings.device):  # then the processor is meant, and what is for an NPU does not stand in
+        fitting = [i for i in fitting if i.manifest is None or i.manifest.device_class != "npu"]
     if there if model is None else [i for i in fitting if i.name == model]:
         return model
     if model is None and smollm2_here(settings) is None:
         return model  # which gets an error that says what there is
-    npu = settings.runtime == "npu"
     if not _some_runtime(settings.runtime, settings.device or ("npu" if npu else None)):
         if npu:  # before anything is fetched
             why = catalog.unusable("npu", settings.device or "npu")

@@ -25,6 +25,7 @@ import mirror
 import numpy as np
 import pytest
 import tiny
+from conftest import TinyArtifacts
 from huggingface_hub import constants
 from mirror import Mirror
 from test_server import environment
@@ -434,6 +435,19 @@ def test_nothing_is_fetched_for_an_npu_that_is_not_here(what: tuple[str], server
     assert said.startswith("error: runtime npu: no Intel NPU here (there is no /dev/accel/accel*)")
     assert said.endswith("the processor runs what is built for it: add --device cpu")
     assert not server.asked
+
+
+@pytest.mark.parametrize("runtime", ["auto", "openvino"])
+def test_what_was_pulled_for_an_npu_does_not_stand_in_for_the_processor(
+    runtime: str, artifacts: TinyArtifacts, tmp_path: Path
+) -> None:
+    """SmolLM2 is made for that, too, on the spot."""
+    models = tmp_path / "data" / "models" / "smollm2"
+    models.mkdir(parents=True)
+    (models / "openvino-npu-f16").symlink_to(artifacts["npu-granite-f16"])
+    code, _, [said] = command(tmp_path, "run", "smollm2", "Hello", "--runtime", runtime, SSMD_OFFLINE="1")
+    assert code == 1
+    assert said.startswith("error: SmolLM2's weights are not here")
 
 
 def test_a_revision_is_that_of_the_hub(server: Mirror, tmp_path: Path) -> None:
