@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "artifacts"
+SOURCES = ROOT / ".cache" / "sources"
 ONE_EACH = (
     *("llama", "granite", "granite-groups", "qwen3", "mamba", "falcon-mamba", "lfm2"),
     *("mamba2-groups", "bamba-last", "falcon-h1-norm", "nemotron-h-biases"),
@@ -123,15 +124,16 @@ def params(names: Iterable[str]) -> list[Any]:
 class TinyArtifacts(Mapping[str, Path]):
     """`artifacts["granite-int8"]` is the folder of an artifact; names are those of BUILT. Read only: copy to alter.
 
-    `folder` is a models directory with those that were asked for.
+    `folder` is a models directory with those that were asked for, `sources` what they are built from.
     """
 
     folder: Path
+    sources: Path
 
     def __getitem__(self, name: str) -> Path:
         made = BUILT[name]
         path = self.folder / made.folder
-        with self._locked(made.variant):  # two processes at once make it once
+        with _locked(self.folder / f".lock-{made.variant}"):  # two processes at once make it once
             if not path.exists():
                 source = self._source(made.variant)
                 path.parent.mkdir(exist_ok=True)
@@ -145,19 +147,12 @@ class TinyArtifacts(Mapping[str, Path]):
 
     def _source(self, variant: str) -> Path:
         """Those that most tests ask for are written together: what takes long is to import transformers."""
-        source = self.folder / ".source" / variant
-        with self._locked("sources"):
+        source = self.sources / variant
+        with _locked(self.sources / ".lock"):
             if not _whole(source):
                 wanted = ONE_EACH if variant in ONE_EACH else (variant,)
                 _run("tests/tiny.py", str(source.parent), *(v for v in wanted if not _whole(source.parent / v)))
         return source
-
-    @contextmanager
-    def _locked(self, what: str) -> Iterator[None]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f".lock-{what}").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def bytes_are_of_here(self, name: str) -> bool:
         """Whether the artifact was built by this processor or one like it, so that a build here has its very bytes."""
@@ -172,8 +167,15 @@ class TinyArtifacts(Mapping[str, Path]):
 
     def source(self, name: str) -> Path:
         """The source checkpoint that artifact `name` was built from."""
-        self[name]
-        return self.folder / ".source" / BUILT[name].variant
+        return self._source(BUILT[name].variant)
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _whole(source: Path) -> bool:
@@ -193,14 +195,19 @@ def artifacts() -> TinyArtifacts:
 def opened() -> TinyArtifacts:
     """Those of today's code."""
     made = sorted((name, made.key) for name, made in BUILT.items())
-    folder = CACHE / hashlib.sha256(repr(made).encode()).hexdigest()[:16]
-    _forget(keep=folder)
-    return TinyArtifacts(folder)
+    folder, sources = CACHE / _digest(made), SOURCES / _digest(kept.made_of_sources())
+    for newest in (folder, sources):
+        _forget(keep=newest)
+    return TinyArtifacts(folder, sources)
+
+
+def _digest(of: object) -> str:
+    return hashlib.sha256(repr(of).encode()).hexdigest()[:16]
 
 
 def _forget(keep: Path) -> None:
     """Remove all but the newest sets."""
-    sets = sorted((p for p in CACHE.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime, reverse=True)
+    sets = sorted((p for p in keep.parent.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime, reverse=True)
     for old in sets[6:]:
         if old != keep:
             shutil.rmtree(old, ignore_errors=True)

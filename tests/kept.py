@@ -85,6 +85,11 @@ def _made_by(package: str, family: str) -> str:
     return digest.hexdigest()
 
 
+def made_of_sources() -> tuple[object, ...]:
+    """What the sources are made of."""
+    return code_of(Path(tiny.__file__).read_text("utf-8")), [(p, _version(p)) for p in PACKAGES[1:]]
+
+
 def files(package: str, family: str) -> set[Path]:
     """The code that a key sees."""
     patterns = (*CODE, *(f"runtimes/ssmd_{package}/{name}.py" for name in RUNTIME_CODE))

@@ -95,7 +95,7 @@ def test_golden_values_are_those_of_the_graph(artifact: Artifact) -> None:
 
 def test_manifest(artifact: Artifact, artifacts: TinyArtifacts) -> None:
     manifest = artifact.manifest
-    source = Source.open(artifacts.folder / ".source" / manifest.name)
+    source = Source.open(artifacts.source(f"{manifest.name}-f32"))
     family = family_of(source.config)
     assert manifest.family == family.name
     assert manifest.lineage == source.lineage
@@ -179,7 +179,7 @@ def test_artifacts_of_one_source_share_a_lineage_and_a_layout(artifacts: TinyArt
 
 def test_weights_are_stored_once(artifact: Artifact, artifacts: TinyArtifacts) -> None:
     """Every large constant of all signatures together is one parameter, in its quantized size."""
-    source = Source.open(artifacts.folder / ".source" / artifact.manifest.name)
+    source = Source.open(artifacts.source(f"{artifact.manifest.name}-f32"))
     family = family_of(source.config)
     shapes = [bind(source).shape for bind in family.bindings(family.parse(source.config)).values()]
     large = [s for s in shapes if len(s) == 2 and np.prod(s) >= MIN_WEIGHT_ELEMENTS]

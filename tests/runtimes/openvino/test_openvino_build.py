@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+from conftest import TinyArtifacts
 from typer.testing import CliRunner
 
 from ssmd.build import builder
@@ -57,10 +58,10 @@ def test_int8_is_for_weights_alone(artifacts: Mapping[str, Path]) -> None:
     assert artifact.manifest.conversion == {}
 
 
-def test_every_weight_stands_in_the_file_once(artifacts: Mapping[str, Path]) -> None:
+def test_every_weight_stands_in_the_file_once(artifacts: TinyArtifacts) -> None:
     """Of float32: the file is as large as the parameters of the source, and some masks."""
     artifact = Artifact.open(artifacts["openvino-granite-f32"])
-    source = Source.open(artifact.path.parent.parent / ".source" / "granite")
+    source = Source.open(artifacts.source("openvino-granite-f32"))
     parameters = sum(4 * math.prod(tensor.shape) for tensor in source.tensors.values())
     assert parameters * 0.99 < artifact.file(WEIGHTS).stat().st_size < parameters * 1.06
 
