@@ -18,6 +18,7 @@ NOW = datetime(2026, 11, 21, 9, 5, tzinfo=UTC)
 SPECIAL = SpecialTokens()
 MESSAGES = [Message("user", "What is the capital of France?")]
 LONG = "x" * 10_000
+LIMIT_S = 0.25  # a quarter of what templates have; those that are stopped by it go on for all of it
 
 
 def grown(start: str, step: str, end: str = "{{ n.x }}") -> str:
@@ -106,8 +107,9 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", sorted(BOMBS))
-def test_a_bomb_is_stopped(name: str) -> None:
+def test_a_bomb_is_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU seconds of this thread, so that other work on the machine does not count."""
+    monkeypatch.setattr(meter, "CPU_LIMIT_S", LIMIT_S)
     template = ChatTemplate(BOMBS[name], SPECIAL)
     start = time.thread_time()
     try:
@@ -116,7 +118,7 @@ def test_a_bomb_is_stopped(name: str) -> None:
         assert str(err)  # noqa: PT017 - refusing is one of two good outcomes
     else:
         assert len(text) < 2 << 20
-    assert time.thread_time() - start < 2.5
+    assert time.thread_time() - start < 1.5 + LIMIT_S
 
 
 def test_long_conversations_have_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
