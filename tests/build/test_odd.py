@@ -3,11 +3,13 @@ programs give them."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import commands
 import numpy as np
 import oracle
 import pytest
@@ -65,5 +67,5 @@ def test_a_config_that_says_two_things(tmp_path: Path, runtime: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert golden_error(artifact, model) < RELATIVE
     if runtime != "wgpu" or pytest.importorskip("ssmd_wgpu.device").adapters():
-        done = subprocess.run([sys.executable, "-m", "ssmd", "verify", str(artifact)], capture_output=True, check=False)
+        done = commands.ssmd("verify", str(artifact), env=os.environ)
         assert done.returncode == 0, done.stdout + done.stderr

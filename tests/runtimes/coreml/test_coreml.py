@@ -6,15 +6,16 @@ Programs run through the evaluator of packages (tests/mil), which was written fr
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import commands
 import evaluated
 import numpy as np
 import oracle
@@ -283,8 +284,7 @@ def test_here_it_says_what_to_do(artifacts: TinyArtifacts) -> None:
     assert all(NOT_HERE in d.why_not and "serve them on a Mac with macOS 15" in d.why_not for d in devices)
     with pytest.raises(RuntimeUnavailable, match="Core ML cannot execute here"):
         get_runtime("coreml").load(Artifact.open(artifacts["coreml-granite-f16"]))
-    command = [sys.executable, "-m", "ssmd", "serve", str(artifacts["coreml-granite-f16"]), "--runtime", "coreml"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = commands.ssmd("serve", str(artifacts["coreml-granite-f16"]), "--runtime", "coreml", env=os.environ)
     assert done.returncode == 1
     assert "Core ML cannot execute here" in done.stderr
     assert "Traceback" not in done.stderr
@@ -504,9 +504,9 @@ def test_the_doctor_where_it_executes(artifacts: TinyArtifacts, monkeypatch: pyt
 def test_the_doctor_exits_with_1_for_a_broken_artifact(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "m" / "coreml-gpu-int8"
     shutil.copytree(artifacts["coreml-granite-int8"], folder)
-    command = [sys.executable, "-m", "ssmd", "doctor", "coreml", "--models-dir", str(tmp_path / "models")]
-    assert subprocess.run(command, capture_output=True, text=True, check=False).returncode == 0
+    command = ("doctor", "coreml", "--models-dir", str(tmp_path / "models"))
+    assert commands.ssmd(*command, env=os.environ).returncode == 0
     (folder / MODEL / "Manifest.json").write_text("{}")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = commands.ssmd(*command, env=os.environ)
     assert done.returncode == 1
     assert "has 2 bytes" in done.stderr
