@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -29,6 +29,15 @@ class PackedPlan(Plan):
     """A plan, and for how many positions (`context`) RoPE's tables stand in the file of weights."""
 
     context: Size
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, fields: Any) -> Any:
+        """Older files say of no RoPE how it is stretched: there was one way."""
+        match fields:
+            case {"rope": {"scaling": {"low_freq_factor": _} as scaling} as rope} if "kind" not in scaling:
+                return {**fields, "rope": {**rope, "scaling": {**scaling, "kind": "llama3"}}}
+        return fields
 
     @model_validator(mode="after")
     def _fits_shaders(self) -> Self:

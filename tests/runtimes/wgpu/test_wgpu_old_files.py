@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny
 
 from ssmd.families.registry import family_of
 from ssmd.model.artifact import Artifact
@@ -30,6 +31,17 @@ def test_a_plan_of_format_1_says_what_the_family_says_today(name: str, tmp_path:
     config = PLANS[name]["config"]
     family = family_of(config)
     assert PackedPlan.open(file) == packed_plan(family, family.parse(config), 512).model_copy(update={"rope": None})
+
+
+def test_a_plan_whose_rope_is_stretched_as_there_was_one_way(tmp_path: Path) -> None:
+    """It did not say which."""
+    config = {"vocab_size": 384, **PLANS["llama-untied"]["config"], "rope_scaling": tiny.LLAMA3_ROPE}
+    family = family_of(config)
+    plan = packed_plan(family, family.parse(config), 512)
+    fields = json.loads(plan.model_dump_json())
+    assert fields["rope"]["scaling"].pop("kind") == "llama3"
+    (tmp_path / "plan.json").write_text(json.dumps(fields))
+    assert PackedPlan.open(tmp_path / "plan.json") == plan
 
 
 @pytest.mark.skipif(not adapters(), reason="no adapter: apt install mesa-vulkan-drivers libvulkan1")
