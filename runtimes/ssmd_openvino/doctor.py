@@ -83,7 +83,7 @@ def _read(artifact: Artifact, device: str) -> dict[str, Any]:
         "device": device,
         "buckets": list(manifest.buckets),
         "tiers": list(manifest.tiers),
-        "weights_bytes": manifest.files[WEIGHTS].size,
+        "weights_bytes": manifest.files[WEIGHTS].size if artifact.has(WEIGHTS) else 0,
         "conversion": manifest.conversion,
         "builders": manifest.builders,
     }

@@ -148,8 +148,8 @@ def ways(core: Any, device: str) -> dict[str, bool]:
 
 def _costs(artifact: Artifact, folder: Path, weightless: bool) -> str:
     """What a first load compiles and keeps."""
-    sizes = artifact.manifest.files
-    models, weights = sum(name.endswith(".xml") for name in sizes), sizes[WEIGHTS].size
+    models = sum(name.endswith(".xml") for name in artifact.manifest.files)
+    weights = artifact.file(WEIGHTS).stat().st_size
     each = "without their weights" if weightless else f"with all weights in each, {show_size(models * weights)} or more"
     return f"{models} models, kept in {folder}, {each}"
 

@@ -20,9 +20,9 @@ from conftest import TinyArtifacts
 from flat_programs import altered
 from safetensors.numpy import load_file, save_file
 
-from ssmd.model.artifact import GOLDEN, Artifact
+from ssmd.model.artifact import GOLDEN, Artifact, ArtifactError
 from ssmd_openvino import doctor, library
-from ssmd_openvino.runtime import WEIGHTS
+from ssmd_openvino.runtime import WEIGHTS, OpenVINORuntime
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +116,19 @@ def test_golden_values_that_are_not_met_are_told(granite: Artifact, tmp_path: Pa
     lines: list[str] = []
     assert not doctor.look([altered(granite, tmp_path / "other")], lines.append, "cpu")["ok"]
     assert "cpu: golden values FAILED (worst step " in lines[-1]
+
+
+def test_an_artifact_without_weights_does_not_end_the_look(
+    granite: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    altered(granite, tmp_path / "bare").file(WEIGHTS).unlink()
+    bare = altered(granite, tmp_path / "bare")
+    report = doctor.look([bare], lambda line: None, "cpu")
+    seen = report["artifacts"][0]["ways"]["whole"]
+    assert all("has no file 'model.bin'" in one["problem"] for one in (*seen["models"].values(), seen["executed"]))
+    npu_on_cpu.play(monkeypatch)
+    with pytest.raises(ArtifactError, match=r"has no file 'model\.bin'"):
+        OpenVINORuntime().load(bare)
 
 
 def test_where_there_is_an_npu_each_way_is_measured(
