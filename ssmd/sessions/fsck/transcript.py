@@ -23,6 +23,7 @@ from ssmd.sessions.fsck.findings import (
 )
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage, anchor
 from ssmd.sessions.match import Chain
+from ssmd.sessions.rows.replies import said_in_reply
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.turns import said_in, seal, turn_of
 from ssmd.text.messages import Message
@@ -239,12 +240,9 @@ def _session_problem(row: Any, home: Home) -> tuple[str, str] | None:
 
 def _replies(connection: Connection, found: Findings) -> None:
     for row in raw_rows(connection, "reply", "id key body turn turns complete expires_at answer", "id"):
-        try:
-            turns, answer = json.loads(row.turns), json.loads(row.answer)
-            names = [row.turn, *turns] if is_text(row.turns, row.answer) and isinstance(turns, list) else []
-        except (ValueError, TypeError):
-            names, answer = [], None
-        fits = all(isinstance(h, bytes) and len(h) == 32 for h in (row.key, row.body)) and isinstance(answer, dict)
+        said = said_in_reply(row)
+        names = [row.turn, *said[0]] if said else []
+        fits = all(isinstance(h, bytes) and len(h) == 32 for h in (row.key, row.body))
         fits = fits and row.complete in (0, 1) and is_count(row.expires_at) and is_text(*names) and len(names) > 1
         problem = "" if fits else "it is not readable"
         if fits and not (row.turn == names[1] and all(n in found.told for n in names)):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+import xxhash
+from sqlalchemy import Connection, String, delete, func, insert, select, type_coerce, update
 
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
@@ -19,19 +21,40 @@ from ssmd.sessions.turn import NewTurn
 
 
 def find_reply(connection: Connection, key: ReplyKey) -> Reply | None:
-    """The reply under a key. Of several, those that broke off come first: theirs is the client that asks again."""
+    """The reply under a key. Of several, those that broke off come first: theirs is the client that asks again.
+
+    None too if it was altered: the request is answered anew then.
+    """
     r, t = reply_table.c, turn_table.c
-    query = select(r.body, r.turns, r.complete, r.answer).where(r.key == key.digest, r.expires_at > _now())
-    row = connection.execute(query.order_by(r.complete, r.id.desc()).limit(1)).one_or_none()
-    if row is None:
-        return None
+    columns = (type_coerce(c, String).label(c.name) for c in (r.turns, r.complete, r.answer))
+    query = select(r.key, r.body, *columns).where(r.key == key.digest, r.expires_at > _now())
     with as_they_are(connection):
-        found = connection.execute(select(turn_table).where(t.id.in_(row.turns))).all()
+        row = connection.execute(query.order_by(r.complete, r.id.desc()).limit(1)).one_or_none()
+        said = None if row is None else said_in_reply(row)
+        if row is None or said is None:
+            return None
+        names, answer = said
+        found = connection.execute(select(turn_table).where(t.id.in_(names))).all()
     turns = {turn.id: turn for turn in map(turn_of, found) if turn.sound}
-    if set(turns) != set(row.turns):
+    if set(turns) != set(names):
         return None
-    texts = tuple(turns[turn].answer.content for turn in row.turns)
-    return Reply(row.body, turns[row.turns[0]].session, tuple(row.turns), texts, row.complete, row.answer)
+    texts = tuple(turns[turn].answer.content for turn in names)
+    return Reply(row.body, turns[names[0]].session, tuple(names), texts, bool(row.complete), answer)
+
+
+def said_in_reply(row: Any) -> tuple[list[str], dict[str, Any]] | None:
+    """(turns, answer) of a row whose columns stand as they are in the database; None if it was altered."""
+    try:
+        turns, answer = json.loads(row.turns), json.loads(row.answer)
+        sealed = answer.pop("seal")
+        return (turns, answer) if sealed == _seal(row.key, row.body, turns, row.complete, answer) else None
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def _seal(key: bytes, body: bytes, turns: Sequence[str], complete: bool, answer: Mapping[str, Any]) -> str:
+    said = [key.hex(), body.hex(), turns, int(complete), answer]
+    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
 
 
 def insert_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTurn]) -> None:
@@ -40,14 +63,15 @@ def insert_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTur
     connection.execute(delete(reply_table).where(r.expires_at <= now))
     if reply.key.named:
         connection.execute(delete(reply_table).where(r.key == reply.key.digest))
+    names, answer = [turn.id for turn in turns], dict(reply.answer)
     row = {
         "key": reply.key.digest,
         "body": reply.key.body,
-        "turn": turns[0].id,
-        "turns": [turn.id for turn in turns],
+        "turn": names[0],
+        "turns": names,
         "complete": reply.complete,
         "expires_at": now + to_micros(datetime.fromtimestamp(0, UTC) + reply.key.lasts),
-        "answer": dict(reply.answer),
+        "answer": answer | {"seal": _seal(reply.key.digest, reply.key.body, names, reply.complete, answer)},
     }
     connection.execute(insert(reply_table).values(row))
 

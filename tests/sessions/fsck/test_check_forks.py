@@ -195,13 +195,23 @@ REPLIES = [
     "UPDATE reply SET expires_at = 'never'",
     "UPDATE reply SET answer = CAST(x'7bff7d' AS TEXT)",
     "UPDATE reply SET answer = '[]'",
+    "UPDATE reply SET answer = '{'",
+    "UPDATE reply SET answer = json_set(answer, '$.id', 'other')",
+    "UPDATE reply SET body = zeroblob(32)",
 ]
+
+
+STRAY = ("UPDATE reply SET turn = 'nobody'", "UPDATE reply SET turn = 't4'", "UPDATE reply SET expires_at = 'never'")
 
 
 @pytest.mark.parametrize("change", REPLIES)
 def test_replies(data: Path, change: str) -> None:
     alter(data, change)
     assert any(re.fullmatch("reply 1", d.what) for d in check(data).damages)
+    if change not in STRAY:
+        store = Store.open(data)
+        assert store.reply(KEY) is None, "before it is repaired, too"
+        store.close()
     repair(data)
     assert check(data).damages == ()
     store = Store.open(data)
