@@ -382,7 +382,7 @@ def test_softplus_is_replaced_as_a_whole_where_it_is_one(build: Build, whole: bo
     assert np.abs(ran(model, {"x": x})["y"] - expected).max() < SHARES[32] * LARGE
 
 
-@pytest.mark.parametrize("passes", ["cumba", "reduba", "cumba,reduba"])
+@pytest.mark.parametrize("passes", ["cumba", "reduba", pytest.param("cumba,reduba", marks=pytest.mark.full)])
 def test_sums_of_a_naive_mamba2_become_products(traced: Traced, plain: Plain, passes: str) -> None:
     model = traced("mamba2-groups", naive=True, length=64)
     report = xamba.apply(model, Passes.parse(passes))
@@ -398,8 +398,8 @@ def test_sums_of_a_naive_mamba2_become_products(traced: Traced, plain: Plain, pa
 @pytest.mark.parametrize(
     ("variant", "activations", "tried"),
     [
-        ("granite", {"Swish": 10, "SoftPlus": 3}, (8, 16, 32, 64)),
-        ("llama", {"Swish": 3}, (8, 16, 32, 64)),
+        ("granite", {"Swish": 10, "SoftPlus": 3}, (8, 16, 64)),
+        pytest.param("llama", {"Swish": 3}, (8, 16, 32, 64), marks=pytest.mark.full),
         ("mamba", {"Swish": 6, "SoftPlus": 3}, (8, 64)),
     ],
 )
@@ -424,7 +424,9 @@ def test_actiba_replaces_every_activation_and_more_segments_err_less(
     assert errors[-1][0] < 0.03, errors
 
 
-@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize(
+    "segments", [pytest.param(n, marks=[] if n in (4, 32, 256) else [pytest.mark.full]) for n in SEGMENTS]
+)
 def test_every_number_of_segments_compiles_within_a_model(traced: Traced, plain: Plain, segments: int) -> None:
     """Beside its neighbours, which the CPU plugin merges with it into one kernel, if it can."""
     model = traced("falcon-h1-out-bias")
