@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ssmd.api import idempotency
 from ssmd.config import Settings
 from ssmd.engine import writer as writer_module
 from ssmd.engine.persistence import Persistence
+from ssmd.runtime.protocol import Handle, Logits
 from ssmd.server import create_app
 from ssmd.sessions.rows.schema import reply
 from ssmd.sessions.store import Committed, Store
@@ -176,14 +177,23 @@ def test_a_retry_without_a_name(tiny: Daemon) -> None:
         assert "idempotent-replayed" not in ask(tiny, "retry", {"x-stainless-retry-count": odd}).headers
 
 
-def test_a_retry_of_a_refused_request_runs(tiny: Daemon) -> None:
+def test_a_retry_of_a_refused_request_runs(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer that an earlier request of the same body got is not what it asked for."""
     first = ask(tiny, "busy")
+    decode, go_on = tiny.engine.program.decode, threading.Event()
+
+    def slowly(handles: Sequence[Handle], tokens: Sequence[int]) -> Logits:
+        """None of 400 tokens ends before all are there, however busy the machine is."""
+        go_on.wait(0.02)
+        return decode(handles, tokens)
+
+    monkeypatch.setattr(tiny.engine.program, "decode", slowly)
     lines = [tiny.served.connect(request(tiny.body(f"load {i}", max_tokens=400, stream=True))) for i in range(2)]
     soon(lambda: tiny.engine.metrics.snapshot()["queue"]["running"] == 2)
     lines += [tiny.served.connect(request(tiny.body(f"wait {i}", stream=True))) for i in range(2)]
     soon(lambda: tiny.engine.metrics.snapshot()["queue"]["waiting"] == 2)
     assert ask(tiny, "busy").status == 503
+    go_on.set()
     for line in lines:
         line.close()
     soon(lambda: idle(tiny))
