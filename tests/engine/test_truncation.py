@@ -15,6 +15,7 @@ from ssmd.engine.request import Rejected
 from ssmd.engine.truncation import LEAST_ROOM, TRUNCATED
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
+from ssmd.sessions.files.transfer import export_session, import_session
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 
@@ -102,6 +103,21 @@ def test_a_cut_is_kept_over_a_restart(loaded: tuple[Artifact, Program], tmp_path
         again = ask(engine, *talk[:-1], max_tokens=16, truncate=True)
         assert (again.usage.cut_messages, again.fed) == (answer.usage.cut_messages, 1), "the same question once more"
         assert again.text == answer.text
+
+
+def test_a_cut_moves_along(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
+    """To another machine: in a file, with the state of what is left."""
+    with engine_of(*loaded, tmp_path / "data") as (engine, store):
+        talk, answer = next((t, a) for t, a in talked(engine, 60) if a.usage.cut_messages)
+        assert answer.usage.session is not None
+        export_session(store, answer.usage.session, tmp_path / "chat.ssmd")
+    talk = (*talk, Message("assistant", answer.text))
+    with engine_of(*loaded, tmp_path / "other") as (engine, store):
+        import_session(store, tmp_path / "chat.ssmd")
+        for _, later in talked(engine, 2, talk, at=100):
+            assert later.usage.cut_messages == answer.usage.cut_messages
+            assert later.usage.resume == "exact"
+            assert later.fed < 64
 
 
 def test_who_does_not_ask_for_it_is_refused(served: tuple[Engine, Store]) -> None:

@@ -99,6 +99,7 @@ def _turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[NewT
     """The turns, and the stem of each."""
     turns: dict[str, NewTurn] = {}
     stems: dict[str, str | None] = {}
+    lengths: dict[str | None, int] = {None: 0}  # of conversations, in messages
     rebuilt = 0
     entries: Sequence[TurnEntry | FirstTurnEntry] = reader.document.turns
     for i, entry in enumerate(entries):
@@ -119,6 +120,10 @@ def _turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[NewT
         *messages, answer = (Message(m.role, m.content, m.name) for m in entry.said)
         if answer.role != "assistant":
             raise reader.error(f"turn {entry.id!r} is answered by the {answer.role}")
+        cut = entry.cut if isinstance(entry, TurnEntry) else 0
+        if cut >= lengths[entry.parent] + max(1, len(messages)):
+            raise reader.error(f"turn {entry.id!r} leaves out {cut} messages, more than were said before it")
+        lengths[entry.id] = lengths[entry.parent] + len(messages) + 1
         stems[entry.id] = stem
         turns[entry.id] = NewTurn(
             id=entry.id,
@@ -132,6 +137,7 @@ def _turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[NewT
             finish=entry.finish,
             complete=entry.complete,
             created_at=_moment(reader, entry.created_at),
+            cut=cut,
         )
         try:
             check_unicode(turns[entry.id])

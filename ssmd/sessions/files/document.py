@@ -58,9 +58,13 @@ class AnyTurnEntry(_Strict):
 
 
 class TurnEntry(AnyTurnEntry):
-    """A turn in the header. Its ids are those of its stem and then the tensor turn.<i>.ids; text likewise."""
+    """A turn in the header. Its ids are those of its stem and then the tensor turn.<i>.ids; text likewise.
+
+    cut: messages after the system prompt that neither speaks of.
+    """
 
     stem: Id | None
+    cut: Count = 0
     items: Annotated[list[ItemEntry], Field(max_length=100_000)]
     answer: Annotated[list[ItemEntry], Field(min_length=1, max_length=1)]
 

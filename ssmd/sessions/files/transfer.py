@@ -163,7 +163,7 @@ def _stranger(reader: SessionFileReader, local: Mapping[str, Local] | None) -> s
 
 
 def _messages_alone(turn: NewTurn) -> NewTurn:
-    return replace(turn, ids=NOTHING, text=SILENCE, prompt_tokens=0)
+    return replace(turn, ids=NOTHING, text=SILENCE, prompt_tokens=0, cut=0)
 
 
 def _usual_marks(turns: list[NewTurn], head: str) -> list[contents.Mark]:

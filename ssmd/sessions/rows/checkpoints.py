@@ -108,7 +108,8 @@ def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) ->
     numbers = sorted(own)
     for at in range(0, len(numbers), _BATCH):
         rows += connection.execute(columns.where(_c.id.in_(numbers[at : at + _BATCH])))
-    deepest = sorted(rows, key=lambda r: (r.position, r.id), reverse=True)
+    # By turn first: the turns after a cut are shorter than those before it.
+    deepest = sorted(rows, key=lambda r: (depth[own[r.id]], r.position, r.id), reverse=True)
     chosen: dict[str, Any] = {}
     for row in deepest:
         if row.layout == deepest[0].layout:

@@ -446,6 +446,8 @@ def _double(*path: Any) -> Callable[[Any], None]:
         (_set("turns", 1, "stem", 7), "turns.1.stem"),
         (_drop("turns", 1, "stem"), "turns.1.stem"),
         (_set("turns", 1, "ids_shared", 3), "ids_shared"),
+        (_set("turns", 1, "cut", 5), "leaves out 5 messages"),
+        (_set("turns", 1, "cut", -1), "turns.1.cut"),
         (_set("turns", 1, "prompt_tokens", 10_000), "longer prompt"),
         (_set("turns", 1, "prompt_tokens", 1.5), "prompt_tokens"),
         (_set("turns", 1, "prompt_tokens", 10**40), "prompt_tokens"),
