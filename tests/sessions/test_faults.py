@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from keeping import ATTENTION, HYBRID, Chat, assert_same, find, new_store, state_of
+from keeping import ATTENTION, HYBRID, Chat, assert_same, find, new_store, state_of, user
 from sqlalchemy import event, text
 
 from ssmd.model.state import StateSpec, TensorSpec
@@ -26,7 +26,7 @@ from ssmd.sessions.files.transfer import export_session
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import StoreError
+from ssmd.sessions.turn import StoreError, conversation
 
 WIDE = StateSpec((TensorSpec("ssm_0", "ssm", 0, (100, 1000)),))  # 400 kB for each checkpoint
 
@@ -242,6 +242,21 @@ def test_an_altered_session_hides_no_other(value: str, tmp_path: Path) -> None:
         with raw(tmp_path / "data") as connection:
             connection.execute("PRAGMA foreign_keys=OFF")
             connection.execute(f"UPDATE session SET {column} = ? WHERE id <> 'other'", (before,))
+    store.close()
+
+
+def test_a_fork_without_a_name_continues_nothing(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "data")
+    chat = Chat(store, "s")
+    chat.say("t1", None, "hi", "hello")
+    fork = store.fork("s")
+    said = [*conversation(store.path("t1")), user("next")]
+    with store.snapshot() as stored:
+        assert getattr(stored.echoed(said), "session", None) == fork.id, "it was used last"
+    with raw(tmp_path / "data") as connection:
+        connection.execute("UPDATE session SET id = zeroblob(8) WHERE base IS NOT NULL")
+    with store.snapshot() as stored:
+        assert getattr(stored.echoed(said), "session", None) == "s"
     store.close()
 
 

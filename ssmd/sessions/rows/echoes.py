@@ -68,7 +68,7 @@ def read_echoed(connection: Connection, messages: Sequence[Message], session: st
     echo = Echo.of(messages)
     places = {chain.said: i for i, chain in enumerate(echo.chains)}
     for chains in _batches([chain.said for chain in echo.chains]):
-        rows = [row for row in _rows(connection, chains, session) if is_unicode(row.id)]
+        rows = [row for row in _rows(connection, chains, session) if is_unicode(row.id) and is_unicode(row.session)]
         # Of equal chains only a few differ from the echo, in reasoning that it changed.
         rows.sort(key=lambda r: (places[r.chain], not r.imported, _time(r), r.is_head, r.seq), reverse=True)
         for row in rows:
