@@ -40,6 +40,7 @@ from sqlalchemy import func, select
 from ssmd.model.state import State, StateError, StateSpec, TensorSpec
 from ssmd.sessions.checkpoint import NewCheckpoint, Scope
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage, anchor, anchors
+from ssmd.sessions.match import Chain
 from ssmd.sessions.rows import blobs as blobs_module
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.encoded import encode
@@ -78,7 +79,8 @@ def test_a_conversation_comes_back(store: Store, spec: StateSpec) -> None:
     for read, wrote in zip(store.path("t2"), chat.turns.values(), strict=True):
         first = wrote.parent is None
         stands = {"depth": 0, "length": 3, "stem": None} if first else {"depth": 1, "length": 5, "stem": "t1"}
-        assert plain(read) == plain(wrote) | stands | {"root": "t1", "sound": True}
+        chain = (Chain() if first else store.path("t1")[0].chain).then(wrote.conversation)
+        assert plain(read) == plain(wrote) | stands | {"root": "t1", "sound": True, "chain": chain}
         assert read.ids.own.dtype == np.int32
         assert whole(store, read.id) == (wrote.ids.own.tolist(), wrote.text.own)
     session = store.session("s")

@@ -13,7 +13,7 @@ from ssmd.sessions.rows import erasure, holding, retention, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn
-from ssmd.sessions.rows.turns import LAST_MOMENT, as_they_are, from_micros, is_moment, is_unicode, to_micros
+from ssmd.sessions.rows.turns import LAST_MOMENT, as_text, as_they_are, from_micros, is_moment, to_micros
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, UnknownSession, check_id
 from ssmd.text.messages import Message
 
@@ -72,9 +72,9 @@ def _session(connection: Connection, row: Any) -> Session:
     info = _info(about)
     if not isinstance(own, int) or not isinstance(shared, int):
         own, shared = holding.read_holding(connection, info.id).sizes() if info.id else (0, 0)
-    turns, title, head = turns if isinstance(turns, int) else 0, _text(title), _text(head)
+    turns, title, head = turns if isinstance(turns, int) else 0, as_text(title), as_text(head)
     created, used = (from_micros(t if is_moment(t) else 0) for t in (created_at, last_used_at))
-    return Session(info, created, used, head, turns, title, own + shared, own, _text(base) or None)
+    return Session(info, created, used, head, turns, title, own + shared, own, as_text(base) or None)
 
 
 def _info(row: Sequence[Any]) -> SessionInfo:
@@ -86,13 +86,9 @@ def _info(row: Sequence[Any]) -> SessionInfo:
         now = _NO_CLOCK
     if now.tzinfo is None:
         now = _NO_CLOCK
-    origin = _text(imported) or None
-    return SessionInfo(_text(name), _text(model), _text(lineage), now, bool(pinned), origin, _text(owner), known=True)
-
-
-def _text(value: Any) -> str:
-    """A text as it is, anything else as nothing."""
-    return value if isinstance(value, str) and (value.isascii() or is_unicode(value)) else ""
+    origin = as_text(imported) or None
+    name, model, lineage, owner = map(as_text, (name, model, lineage, owner))
+    return SessionInfo(name, model, lineage, now, bool(pinned), origin, owner, known=True)
 
 
 def touch_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo) -> None:

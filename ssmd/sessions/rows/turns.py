@@ -59,6 +59,11 @@ def is_unicode(value: object) -> bool:
         return False
 
 
+def as_text(value: object) -> str:
+    """A text as it is, anything else as nothing."""
+    return value if isinstance(value, str) and (value.isascii() or is_unicode(value)) else ""
+
+
 @contextlib.contextmanager
 def as_they_are(connection: Connection) -> Iterator[None]:
     """Text that is no UTF-8 is read all the same, and then seen to be broken."""
@@ -117,11 +122,12 @@ def _read(connection: Connection, query: Any, turn_id: str) -> list[Turn]:
 def read_tree(connection: Connection, session_id: str) -> list[Turn]:
     """All turns of a session, in the order of writing: parents before their children.
 
-    Those that a fork began with are told as its own.
+    Those that a fork began with are told as its own, and names that were altered to what is no text as nothing.
     """
     with as_they_are(connection):
         rows = connection.execute(select(turn_table).where(tree.belongs(session_id)).order_by(_t.seq)).all()
-    return [replace(turn_of(row), session=session_id) for row in rows]
+    turns = map(turn_of, rows)
+    return [replace(t, id=as_text(t.id), parent=as_text(t.parent) or None, session=session_id) for t in turns]
 
 
 def turn_of(row: Any) -> Turn:

@@ -317,6 +317,16 @@ def test_whatever_was_altered_the_words_go_on(tmp_path: Path, turn: str, column:
         store.close()
 
 
+@pytest.mark.parametrize("value", ["x'ff'", "CAST(x'ff' AS TEXT)"])
+@pytest.mark.parametrize("column", ["id", "parent"])
+def test_a_tree_is_told_whatever_its_turns_are_called(store: Store, chat: Chat, column: str, value: str) -> None:
+    """Lists of turns are written as JSON, in UTF-8."""
+    alter(store, f"UPDATE turn SET {column} = {value} WHERE id = 't2'")
+    told = [(t.id, t.parent) for t in store.turns("s")]
+    assert told[1] == {"id": ("", "t1"), "parent": ("t2", None)}[column]
+    assert told[0] == ("t1", None)
+
+
 def _go_on(store: Store, chat: Chat, request: list[Message]) -> None:
     """As the engine does: look up, hear what was altered, commit."""
     heard: Any = {}
