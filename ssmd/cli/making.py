@@ -47,8 +47,11 @@ def hint(manifest: Manifest, name: str) -> str:
     why = unusable(manifest)
     if not why:
         return f"try: ssmd run {name}"
-    there = f"; on the processor: ssmd run {name} --runtime npu --device cpu" if manifest.device_class == "npu" else ""
-    return f"it does not run here: {why}{there}"
+    if manifest.device_class == "npu":
+        why = why.removeprefix("npu: ")
+        there = f"on the processor: ssmd run {name} --runtime npu --device cpu"
+        return f"Core ML and the NPU cannot execute here: {why}; {there}"
+    return f"it does not run here: {why}"
 
 
 def name_of(text: str) -> str:

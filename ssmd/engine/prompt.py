@@ -134,9 +134,11 @@ class Planner:
 
     def _prompt(self, request: Request, place: _Place, cut: int, shown: Shown, found: Found | None) -> Prompt:
         if self._context is not None and len(shown.ids) >= self._context:
+            more = 'shorten them, start a new conversation, or let the oldest go with truncation: "auto"'
+            if request.truncate:
+                more = "that is without all that truncation leaves out: shorten the system prompt or the last message"
             raise Rejected(
-                f"this model's context is {self._context} tokens and the messages come to {len(shown.ids)}; "
-                'shorten them, start a new conversation, or let the oldest go with truncation: "auto"',
+                f"this model's context is {self._context} tokens and the messages come to {len(shown.ids)}; {more}",
                 code="context_length_exceeded",
                 param="messages",
             )

@@ -349,7 +349,7 @@ def test_pull_for_an_npu_needs_none(artifacts: TinyArtifacts, shelf: Path, tmp_p
     assert re.match(r"for the NPU: 3 models over .* of weights; the first load there compiles each", first)
     made = Artifact.open(tmp_path / "models" / "mine" / "openvino-npu-f16")
     assert last.startswith(f"{made.path}: ")
-    assert "it does not run here: npu: no Intel NPU here" in last
+    assert "Core ML and the NPU cannot execute here: no Intel NPU here" in last
     assert last.endswith("on the processor: ssmd run mine --runtime npu --device cpu")
     program = get_runtime("openvino").load(made, device="cpu")
     try:
