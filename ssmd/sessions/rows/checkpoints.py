@@ -18,6 +18,7 @@ from ssmd.sessions.rows.holding import add_stored_bytes
 from ssmd.sessions.rows.parts import segments_of
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, layout, piece, segment, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.turns import as_they_are
 from ssmd.sessions.turn import StoreError
 
 _BATCH = 500  # keys in one statement
@@ -69,7 +70,9 @@ def find(connection: Connection, scope: Scope, ids: Line, session: str | None, s
     batch = 16  # the match is mostly among the deepest
     while keys:
         wanted = {"keys": keys[-batch:], "session": session or "", "build": scope.build}
-        for row in connection.execute(_FITTING, wanted):
+        with as_they_are(connection):  # one that was altered is found out when it is loaded
+            rows = connection.execute(_FITTING, wanted).all()
+        for row in rows:
             if row.id not in skip:
                 return Found(row.id, row.position, row.build, row.producer, row.origin or None)
         keys, batch = keys[:-batch], _BATCH

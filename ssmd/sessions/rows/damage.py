@@ -50,8 +50,8 @@ def drop(connection: Connection, checkpoint_id: int, spec: StateSpec) -> int:
 
 def _is_sound(connection: Connection, checkpoint_id: int, spec: StateSpec) -> bool:
     """Whether it can be read. Raises StoreError if it is not there any more."""
-    _, parts = read_parts(connection, checkpoint_id, spec)
     try:
+        _, parts = read_parts(connection, checkpoint_id, spec)
         with contextlib.closing(parts):
             for _ in parts:
                 pass

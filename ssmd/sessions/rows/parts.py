@@ -26,6 +26,7 @@ from ssmd.sessions.rows.blobs import (
     rows_part,
 )
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, piece, segment
+from ssmd.sessions.rows.turns import as_they_are
 from ssmd.sessions.turn import StoreError
 
 Array = NDArray[Any]
@@ -45,11 +46,12 @@ def read_parts(connection: Connection, checkpoint_id: int, spec: StateSpec) -> t
     """
     c = checkpoint.c
     columns = (c.position, c.layout, c.digest, c.key, c.build, c.origin)
-    head = connection.execute(select(*columns).where(c.id == checkpoint_id)).one_or_none()
+    with as_they_are(connection):
+        head = connection.execute(select(*columns).where(c.id == checkpoint_id)).one_or_none()
     if head is None:
         raise StoreError(f"checkpoint {checkpoint_id} is not stored any more")
     if head.layout != spec.digest():
-        raise StoreError(f"checkpoint {checkpoint_id} is of layout {head.layout}, the program's is {spec.digest()}")
+        raise DamagedState(f"checkpoint {checkpoint_id} is of layout {head.layout}, the program's is {spec.digest()}")
     return head.position, _parts(connection, checkpoint_id, head, spec)
 
 

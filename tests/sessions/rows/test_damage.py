@@ -8,10 +8,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from keeping import HYBRID, Chat, assert_same, new_store, state_of
+from keeping import HYBRID, Chat, assert_same, find, new_store, state_of
 
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows.database import FILE
+from ssmd.sessions.rows.parts import DamagedState
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
@@ -67,6 +68,29 @@ def test_a_note_that_it_is_a_part_of_nothing(chat: Chat) -> None:
     alter(chat.store, f"UPDATE checkpoint_segment SET checkpoint = 'text' WHERE checkpoint = 1 AND {listed}", number)
     alter(chat.store, "UPDATE piece SET data = x'' WHERE checkpoint = ?", number)
     assert chat.store.drop_damaged(number, HYBRID) == 1
+
+
+@pytest.mark.parametrize("change", ["build = CAST(x'ff' AS TEXT)", "build = x'00'", "layout = 'other'"])
+def test_a_row_that_names_nothing(chat: Chat, change: str) -> None:
+    number, ids = chat.ends["t3"]
+    assert number is not None
+    alter(chat.store, f"UPDATE checkpoint SET {change} WHERE id = ?", number)
+    found = find(chat.store, chat.scope, [*ids, 1], "s")
+    assert found is not None
+    assert found.id == number, "nobody is kept from reading by what it says"
+    with pytest.raises(DamagedState):
+        chat.store.load(number, HYBRID)
+    assert chat.store.drop_damaged(number, HYBRID) == 1
+    assert left(chat) == {"t1", "t2", "u2"}
+
+
+def test_a_producer_that_cannot_be_read(chat: Chat) -> None:
+    """Then it is not the one at hand; the state is good."""
+    number, ids = chat.ends["t3"]
+    alter(chat.store, "UPDATE checkpoint SET producer = CAST(x'70ff' AS TEXT) WHERE id = ?", number)
+    found = find(chat.store, chat.scope, [*ids, 1], "s")
+    assert found is not None
+    assert (found.id, found.producer) == (number, "p\udcff")
 
 
 def test_values_that_are_its_own(chat: Chat) -> None:
