@@ -10,10 +10,9 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -112,7 +111,7 @@ class Front:
             http = HttpRequest(scope, receive)
             raw = await read_body(http)
             watcher = asyncio.create_task(delivery.watch(receive))
-            asking, head = await self._begin(raw, http.headers, delivery)
+            asking, head = await self._begin(raw, http, delivery)
             answer = asking.answer(head)
             if asking.stream:
                 await self._stream(answer, head, delivery, send)
@@ -134,10 +133,13 @@ class Front:
             if head is not None and not ended:
                 head.cancel()
 
-    async def _begin(self, raw: bytes, headers: Headers, delivery: Delivery) -> tuple[Asking, Head]:
+    async def _begin(self, raw: bytes, http: HttpRequest, delivery: Delivery) -> tuple[Asking, Head]:
         """Everything that takes time before the request waits in the engine's queue, or is answered as before."""
-        mark, asking = await asyncio.to_thread(self._look_at, raw, headers)
-        request = asking.request
+        mark = await asyncio.to_thread(self._repeats.mark, http.headers, raw)
+        if not mark.repeats:
+            self._check(mark)
+        asking = await asyncio.to_thread(self._look_at, raw)
+        request = replace(asking.request, client=_client(http))
         if not (request.store and self._engine.keeps):
             return asking, _head(await asyncio.to_thread(self._engine.submit, request, delivery))
         attempt, reply = await self._repeats.enter(mark, delivery)
@@ -154,9 +156,17 @@ class Front:
         attempt.follow(delivery, generation.asked.id)
         return asking, _head(generation)
 
-    def _look_at(self, raw: bytes, headers: Headers) -> tuple[Mark, Asking]:
+    def _check(self, mark: Mark) -> None:
+        """Refuse before it is read what cannot be taken in. Raises Rejected."""
+        try:
+            self._engine.check()
+        except Rejected:
+            self._repeats.remember_failure(mark.key.digest)
+            raise
+
+    def _look_at(self, raw: bytes) -> Asking:
         """Read a body, in a thread: a long conversation has megabytes. Raises Rejected."""
-        return self._repeats.mark(headers, raw), self._read(parse_object(raw))
+        return self._read(parse_object(raw))
 
     async def _stream(self, answer: Answer, head: Head, delivery: Delivery, send: Send) -> None:
         event = await delivery.next()
@@ -197,6 +207,12 @@ async def _whole(answer: Answer, delivery: Delivery) -> Mapping[str, Any]:
         logprobs = tuple(entry for delta in mine for entry in delta.logprobs)
         choices.append(WholeChoice("".join(delta.text for delta in mine), logprobs, reason))
     return answer.whole(choices, event.usage)
+
+
+def _client(http: HttpRequest) -> str:
+    """Who asks, as far as a server can tell: the address, of which one computer may have all that begin alike."""
+    host = "" if http.client is None else http.client.host
+    return ":".join(host.split(":")[:4]) if "." not in host else host
 
 
 def _head(generation: Generation) -> Head:

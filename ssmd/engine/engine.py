@@ -31,6 +31,7 @@ from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 BUCKET_WHILE_OTHERS_DECODE = 64
+SPARE_LANES = 1  # for who has none, while others have them all
 
 
 class Engine:
@@ -44,7 +45,7 @@ class Engine:
         *,
         metrics: Metrics,
         max_running: int = 4,
-        max_queue: int = 64,
+        max_queue: int = 512,
     ) -> None:
         manifest = artifact.manifest
         self.artifact = artifact
@@ -90,16 +91,20 @@ class Engine:
             self._warm_up = WarmUp([once(self._planner.warm_up), self._persistence.warm_up(tokens)])
         self._worker.start()
 
+    def check(self) -> None:
+        """Check that a request would be taken in now. Raises Rejected."""
+        self._queue.check()
+
     def submit(self, request: Request, deliver: Callable[[Event], None]) -> Generation:
         """Plan the prompt and queue it. Blocks for template, tokenizer and look-up; raises Rejected.
 
         `deliver` is called from the worker's and the writer's threads: deltas, then one Done or Failed.
         """
         started = time.perf_counter()
-        self._queue.check()
+        self.check()
         prompt = self._planner.plan(request)
         asked = Asked(request, prompt, deliver, started)
-        generation = Generation(asked, self._persistence.begin(asked))
+        generation = Generation(asked, self._persistence.begin(asked), self._queue.leave)
         self._queue.put(generation)
         return generation
 
@@ -135,7 +140,7 @@ class Engine:
                 log.exception("the worker failed at a piece of work")
         self._warm_up.cancel()
         cut = unavailable("the server was shut down", "shutting_down")
-        waiting = [self._queue.take() for _ in range(len(self._queue))]
+        waiting = [g for _ in range(len(self._queue)) if (g := self._queue.take()) is not None]
         for generation in [*self._running, *waiting]:
             generation.progress.error = cut
             self._cancel(generation)
@@ -149,13 +154,15 @@ class Engine:
             self._persistence.work()
 
     def _awake(self) -> bool:
-        return bool(self._queue or self._running or self._queue.closing) or self._persistence.has_work()
+        busy = self._queue or self._queue.any_departed or self._running or self._queue.closing
+        return bool(busy) or self._persistence.has_work()
 
     def _admit(self) -> None:
+        while (gone := self._queue.departed()) is not None:
+            self._finish(gone)
         if not self._queue:  # as at nearly every token
             return
-        while self._queue and self._choices_in_use() < self._max_running:
-            generation = self._queue.take()
+        while (generation := self._next()) is not None:
             if generation.cancelled:
                 self._finish(generation)
                 continue
@@ -164,10 +171,25 @@ class Engine:
             self._running.append(generation)
         self.metrics.queue(len(self._queue), len(self._running))
 
+    def _next(self) -> Generation | None:
+        """The request to admit now, if there is one and room for it."""
+        room = self._room()
+        return None if room is None else self._queue.take(room)
+
+    def _room(self) -> frozenset[str] | None:
+        """Clients that have no room, None if nobody has: for one that has nothing running there is a lane more."""
+        in_use = self._choices_in_use()
+        if in_use < self._max_running:
+            return frozenset()
+        if in_use < self._max_running + SPARE_LANES:
+            return frozenset(g.asked.request.client for g in self._running)
+        return None
+
     def _something_to_do(self) -> bool:
         restored = any(g.kept.ready() for g in self._running)
-        admissible = bool(self._queue) and self._choices_in_use() < self._max_running
-        return restored or self._queue.closing or admissible
+        room = self._room()
+        admissible = room is not None and self._queue.waits(room)
+        return restored or self._queue.closing or self._queue.any_departed or admissible
 
     def _choices_in_use(self) -> int:
         return sum(max(1, sum(choice.end is None for choice in g.progress.choices)) for g in self._running)

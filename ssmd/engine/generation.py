@@ -117,9 +117,11 @@ class Kept:
 class Generation:
     """A submitted request. Who submitted it may cancel it; the rest is between the engine and its persistence."""
 
-    def __init__(self, asked: Asked, kept: Kept) -> None:
+    def __init__(self, asked: Asked, kept: Kept, leave: Callable[[Generation], None]) -> None:
+        """`leave`: called when it was cancelled; it may be waiting still."""
         self.asked = asked
         self.kept = kept
+        self._leave = leave
         self.progress = Progress(asked.started)
         self.cancelled = False
 
@@ -131,6 +133,7 @@ class Generation:
     def cancel(self) -> None:
         """Stop generating; the text sent so far is stored, marked incomplete. Idempotent, from any thread."""
         self.cancelled = True
+        self._leave(self)
 
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:

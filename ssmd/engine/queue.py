@@ -2,49 +2,101 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 from ssmd.engine.generation import Generation
 from ssmd.engine.request import Rejected
 
-RETRY_AFTER_S = 5
+RETRY_AFTER_S = 5  # where nothing is known of the queue's speed
+_MOST_RETRY_AFTER_S = 60
+_PART_FREE = 8  # who was refused comes back when one place in so many is free
+_TIMED = 32  # requests whose leaving the queue tells how fast it moves
 
 
 class Queue:
-    """Thread-safe. `draining`: nobody is taken in any more; `closing`: the worker is to stop."""
+    """Thread-safe. Clients take turns: who asks much waits for the others, not they for him.
+
+    `draining`: nobody is taken in any more; `closing`: the worker is to stop.
+    """
 
     def __init__(self, limit: int) -> None:
         """`limit`: how many may wait."""
         self.draining = self.closing = False
         self._limit = limit
         self._changed = threading.Condition()
-        self._waiting: deque[Generation] = deque()
+        self._waiting: dict[str, deque[Generation]] = {}  # by client, whose turn it is first
+        self._count = 0
+        self._departed: deque[Generation] = deque()
+        self._taken: deque[float] = deque(maxlen=_TIMED)  # when, since the queue was last empty
         self.unfinished = 0  # taken in and not yet told the end
 
     def __len__(self) -> int:
         """How many wait."""
-        return len(self._waiting)
+        return self._count
 
     def check(self) -> None:
         """Check that a request would be taken in now. Raises Rejected."""
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
-        if len(self._waiting) >= self._limit:
-            raise unavailable(f"{self._limit} requests are waiting already; try again later", "queue_full")
+        if self._count >= self._limit:
+            raise unavailable(
+                f"{self._limit} requests are waiting already; try again later", "queue_full", self._retry_after_s()
+            )
 
     def put(self, generation: Generation) -> None:
         """Take a request in, to wait for the worker. Raises Rejected."""
         with self._changed:
             self.check()
-            self._waiting.append(generation)
+            self._waiting.setdefault(generation.asked.request.client, deque()).append(generation)
+            self._count += 1
             self.unfinished += 1
             self._changed.notify_all()
 
-    def take(self) -> Generation:
-        """The one that waits longest; there must be one. The worker's alone."""
-        return self._waiting.popleft()
+    def waits(self, without: frozenset[str]) -> bool:
+        """Whether one waits that is of none of these clients."""
+        return any(client not in without for client in tuple(self._waiting))
+
+    def take(self, without: frozenset[str] = frozenset()) -> Generation | None:
+        """The next one, if there is one: of the client whose turn it is, but for these. The worker's alone."""
+        with self._changed:
+            client = next((client for client in self._waiting if client not in without), None)
+            if client is None:
+                return None
+            mine = self._waiting.pop(client)
+            found = mine.popleft()
+            if mine:
+                self._waiting[client] = mine  # behind all others
+            self._count -= 1
+            self._taken.append(time.monotonic())
+            if not self._count:
+                self._taken.clear()
+            return found
+
+    def leave(self, generation: Generation) -> None:
+        """Give up a place: nobody waits for the answer any more. Nothing, if the worker has it already."""
+        with self._changed:
+            mine = self._waiting.get(generation.asked.request.client, deque())
+            if generation not in mine:
+                return
+            mine.remove(generation)
+            if not mine:
+                del self._waiting[generation.asked.request.client]
+            self._count -= 1
+            self._departed.append(generation)
+            self._changed.notify_all()
+
+    @property
+    def any_departed(self) -> bool:
+        """Whether `departed` has one."""
+        return bool(self._departed)
+
+    def departed(self) -> Generation | None:
+        """One of those that gave up their places, to be told its end. The worker's alone."""
+        return self._departed.popleft() if self._departed else None
 
     def told(self) -> None:
         """Note that a request that was taken in has been told its end."""
@@ -70,6 +122,14 @@ class Queue:
             self.closing = True
             self._changed.notify_all()
 
+    def _retry_after_s(self) -> int:
+        """After how long some places are free, by how long the last ones took."""
+        taken = list(self._taken)
+        if len(taken) < 2:
+            return RETRY_AFTER_S
+        each_s = (time.monotonic() - taken[0]) / len(taken)
+        return min(_MOST_RETRY_AFTER_S, max(1, math.ceil(each_s * self._limit / _PART_FREE)))
 
-def unavailable(message: str, code: str) -> Rejected:
-    return Rejected(message, status=503, code=code, retry_after_s=RETRY_AFTER_S)
+
+def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> Rejected:
+    return Rejected(message, status=503, code=code, retry_after_s=retry_after_s)

@@ -38,7 +38,8 @@ class Rejected(Exception):
 class Request:
     """What a client asks. `messages` is always the whole conversation. `max_tokens` is per choice.
 
-    truncate: leave the oldest out where there is no room for them. key: how to know it again.
+    truncate: leave the oldest out where there is no room for them. key: how to know it again. client: who asks; all
+    clients that wait take turns.
     """
 
     messages: tuple[Message, ...]
@@ -50,6 +51,7 @@ class Request:
     store: bool = True
     truncate: bool = False
     key: ReplyKey | None = None
+    client: str = ""
 
 
 @dataclass(frozen=True)

@@ -291,8 +291,10 @@ def test_a_full_queue_says_when_to_come_back(artifact: Path) -> None:
             with one.served.connect(body):
                 soon(lambda: one.engine.metrics.snapshot()["queue"]["waiting"] == 1)
                 refused = one.chat()
+                unread = one.served.ask("POST", CHAT, b"no JSON")
     assert (refused.status, refused.error["code"]) == (503, "queue_full")
     assert int(refused.headers["retry-after"]) > 0
+    assert (unread.status, unread.error["code"]) == (503, "queue_full")
     assert "x-should-retry" not in refused.headers
 
 
@@ -315,6 +317,21 @@ def test_who_goes_away_is_not_worked_for(tiny: Daemon, stream: bool) -> None:
     turns = tiny.turns(sessions()[0].id)
     assert not any(turn.complete for turn in turns)
     assert all(len(turn.ids) - turn.prompt_tokens < 400 for turn in turns)
+
+
+def test_who_waits_and_goes_away_is_in_nobody_s_way(artifact: Path) -> None:
+    with daemon(artifact, None, max_running=1, max_queue=2) as one:
+        with one.served.connect(request(one.body(max_tokens=480, n=8, stream=True))) as first:
+            first.recv(1000)
+            for _ in range(3):
+                waiting = [one.served.connect(request(one.body())) for _ in range(2)]
+                soon(lambda: len(one.engine._queue) == 2)
+                assert one.chat().status == 503
+                for line in waiting:
+                    line.close()
+                soon(lambda: len(one.engine._queue) == 0)
+            assert one.engine.metrics.snapshot()["queue"]["running"] == 1, "the first one runs still"
+        soon(lambda: idle(one))
 
 
 def test_who_does_not_read_is_given_up(artifact: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -495,6 +496,80 @@ def test_two_requests_interleave(engine: Engine, endless: SamplingParams) -> Non
     slow.generation.cancel()
     over.set()
     assert 0 < slow.answer().usage.completion_tokens < 300
+
+
+def test_who_leaves_gives_up_a_place_at_once(engine: Engine, endless: SamplingParams) -> None:
+    """While the worker is at its work."""
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        at_work.set()
+        go_on.wait(60)
+
+    running = Asked(engine, user("Long."), max_tokens=400, sampling=endless, before=hold)
+    assert at_work.wait(60)
+    left: list[Asked] = []
+    for n in range(4):
+        waiting = [Asked(engine, user(f"Wait {n} {i}.")) for i in range(3)]
+        with pytest.raises(Rejected, match="3 requests are waiting"):
+            ask(engine, user("One too many."))
+        for one in waiting:
+            one.generation.cancel()
+            one.generation.cancel()
+        left += waiting
+    running.generation.cancel()
+    go_on.set()
+    for one in left:
+        end = one.answer().end
+        assert isinstance(end, Done)
+        assert (end.usage.completion_tokens, end.usage.stored) == (0, False)
+    assert isinstance(running.answer().end, Done)
+    assert engine._queue.unfinished == 0
+
+
+def test_clients_take_turns(engine: Engine, endless: SamplingParams) -> None:
+    """Who holds all lanes and most places is not in the way of another, who gets the next one, and one beside them."""
+
+    def endlessly(text: str, client: str) -> Asked:
+        slowly = partial(time.sleep, 0.01)
+        one = Asked(engine, user(text), max_tokens=400, sampling=endless, client=client, before=slowly)
+        assert isinstance(one.next(), Delta)
+        return one
+
+    order: list[str] = []
+
+    def waits(name: str) -> Asked:
+        return Asked(engine, user(name), client=name[0], max_tokens=1, before=lambda: order.append(name))
+
+    greedy = [endlessly(f"Mine {i}.", "a") for i in range(2)]
+    more = [waits("a1"), waits("a2")]
+    assert isinstance(ask(engine, user("Just one."), client="b").end, Done), "it had a lane while the others went on"
+    beside = endlessly("And one for long.", "b")
+    more.append(waits("c1"))
+    assert order == []
+    greedy[0].generation.cancel()  # two lanes are in use still: a and b have one each
+    assert isinstance(more[2].answer().end, Done)
+    assert set(order) == {"c1"}
+    for one in (greedy[1], beside):
+        one.generation.cancel()
+    for one in more[:2]:
+        assert isinstance(one.answer().end, Done)
+    assert list(dict.fromkeys(order)) == ["c1", "a1", "a2"]
+
+
+def test_when_to_come_back_follows_from_how_fast_the_queue_is(engine: Engine) -> None:
+    asked: list[Asked] = []
+    told: list[int | None] = []
+    while 1 not in told and len(asked) < 50:
+        try:
+            asked.append(Asked(engine, user("Short."), max_tokens=1, before=partial(time.sleep, 0.02)))
+        except Rejected as err:
+            told.append(err.retry_after_s)
+            time.sleep(0.01)
+    assert told[0] == 5, "nothing is known yet"
+    assert told[-1] == 1
+    for one in asked:
+        assert isinstance(one.answer().end, Done)
 
 
 def test_a_full_queue_is_refused(engine: Engine, endless: SamplingParams) -> None:
