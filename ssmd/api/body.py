@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import reprlib
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from ssmd.engine.request import Rejected
+from ssmd.model.strict import Strict, too_many
 from ssmd.sessions.turn import ID_PATTERN
 
 READ_TIMEOUT_S = 60.0
+MAX_OBJECTS = 200_000  # a conversation of 10,000 messages, each of ten parts, has half as many
 MAX_SHOWN_CHARS = 80
+_ENTRIES = 8
 Id = Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")]  # of a session or a turn
 
 
-class StrictModel(BaseModel):
+class StrictModel(Strict):
     """A model of a request's fields: no unknown ones, no "1" for 1, no NaN and no Infinity."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 Model = TypeVar("Model", bound=StrictModel)
@@ -53,6 +58,8 @@ async def read_body(request: Request) -> bytes:
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """A JSON object; NaN, Infinity, lone surrogates and deep nesting are refused. Raises Rejected."""
+    if too_many(raw, MAX_OBJECTS):
+        raise Rejected(f"the request body has more than {MAX_OBJECTS} objects and lists", code="invalid_json")
     try:
         value = from_json(raw, allow_inf_nan=False)
     except ValueError as err:
@@ -72,13 +79,34 @@ def validate(model: type[Model], fields: dict[str, Any]) -> Model:
 
 def shown(value: object) -> str:
     """A client's value for an error message, cut to a sensible length."""
-    text = repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
+
+
+class _Short(reprlib.Repr):
+    """What is short is shown whole; of what is not, no more is written down than can be shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist = 4, _ENTRIES
+        self.maxother = self.maxlong = MAX_SHOWN_CHARS
+
+    def repr_str(self, value: str, level: int) -> str:
+        return repr(value[: MAX_SHOWN_CHARS + 1])
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        if level <= 0:
+            return "{…}"
+        pairs = (f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(value.items(), _ENTRIES))
+        return "{" + ", ".join(pairs) + (", …}" if len(value) > _ENTRIES else "}")
+
+
+_SHORT = _Short()
 
 
 def _explain(detail: ErrorDetails) -> Rejected:
     param = ""
-    for part in detail["loc"]:
+    for part in (*detail["loc"], *detail.get("ctx", {}).get("name", ())):
         if part != "[key]":
             param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     param = shown(param)[1:-1]

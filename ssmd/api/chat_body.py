@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from ssmd.api.body import Id, StrictModel, shown, validate
 from ssmd.api.messages import read_messages
@@ -42,6 +44,21 @@ Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 ShortText = Annotated[str, Field(max_length=1000)]
 
 
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _first_wrong(is_right: Callable[[Any], bool], value: Any) -> Any:
+    """Of a dict the first entry that is wrong, if one is: pydantic would tell of all."""
+    if isinstance(value, dict):
+        wrong = next(((k, v) for k, v in value.items() if not is_right(v)), None)
+        return value if wrong is None else dict([wrong])
+    return value
+
+
+_FIRST_BIAS = BeforeValidator(partial(_first_wrong, lambda v: type(v) in (int, float) and -100 <= v <= 100))
+_FIRST_TEXT = BeforeValidator(partial(_first_wrong, lambda v: isinstance(v, str)))
+
+
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -67,17 +84,20 @@ class ChatBody(StrictModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stop: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_STOPS)]
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+            Field(fail_fast=True, max_length=MAX_STOPS),
+        ]
         | None
     ) = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], _FIRST_BIAS] | None = None
     session: Id | None = None
     store: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     # Accepted and without effect: they are for the books of whoever runs a hosted service.
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)] | None = None
     prompt_cache_key: ShortText | None = None
     safety_identifier: ShortText | None = None
     service_tier: ShortText | None = None

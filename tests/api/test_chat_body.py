@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -205,3 +206,49 @@ def test_a_number_too_large_for_a_float_is_refused() -> None:
     with pytest.raises(Rejected) as caught:
         read_chat(parse_object(b'{"model": "m", "messages": [], "temperature": 1e999}'))
     assert caught.value.param == "temperature"
+
+
+def _many(entry: bytes, between: bytes = b",") -> bytes:
+    return between.join(entry.replace(b"#", b"%d" % i) for i in range((1 << 20) // (len(entry) + 4)))
+
+
+FLOODS = {
+    "unknown names": b'"x":1,' + _many(b'"k#":1'),
+    "unknown names within": b'"stream_options":{' + _many(b'"k#":1') + b"}",
+    "wrong biases": b'"logit_bias":{' + _many(b'"#":"x"') + b"}",
+    "wrong metadata": b'"metadata":{' + _many(b'"k#":1') + b"}",
+    "too much metadata": b'"metadata":{' + _many(b'"k#":"v"') + b"}",
+    "wrong stops": b'"stop":[' + _many(b"1") + b"]",
+    "a list for a text": b'"user":[' + _many(b'"a"') + b"]",
+    "an object for a text": b'"user":{' + _many(b'"k#":"a"') + b"}",
+    "a list for a message": b'"messages":[[' + _many(b"1") + b"]]",
+    "a very long text for a number": b'"n":"' + b"1" * (1 << 20) + b'"',
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_refusing_a_body_costs_no_more_than_reading_it(name: str) -> None:
+    raw = b'{"model":"m","messages":[{"role":"user","content":"hi"}],' + FLOODS[name] + b"}"
+    fields = parse_object(raw)
+    tracemalloc.start()
+    try:
+        with pytest.raises(Rejected) as refused:
+            to_request(read_chat(fields), 1000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * len(raw)
+    assert len(refused.value.message) < 200
+
+
+def test_empty_lists_by_the_million_are_not_made() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(Rejected, match="more than 200000 objects and lists"):
+            parse_object(b'{"messages":[' + b"[]," * 1_000_000 + b"[]]}")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10_000_000
+    text = '[{"' * 300_000 + "\\" * 2
+    assert parse_object(json.dumps({"text": text}).encode()) == {"text": text}, "brackets in a text are none"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from ssmd.model.strict import Strict
 from ssmd.sessions.turn import ID_PATTERN
 
 FORMAT: Literal[2] = 2
@@ -14,17 +15,13 @@ MAX_CHECKPOINTS = 256
 MAX_ROWS = 20_000  # chunks of KV rows
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
 Count = Annotated[int, Field(ge=0, le=1 << 31)]
 Id = Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")]
 Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Short = Annotated[str, Field(max_length=1000)]
 
 
-class SessionEntry(_Strict):
+class SessionEntry(Strict):
     id: Id
     model: Short
     lineage: Hex
@@ -32,7 +29,7 @@ class SessionEntry(_Strict):
     head: Id
 
 
-class MessageEntry(_Strict):
+class MessageEntry(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str
     name: str | None = None
@@ -45,7 +42,7 @@ class ItemEntry(MessageEntry):
     type: Literal["message"]
 
 
-class AnyTurnEntry(_Strict):
+class AnyTurnEntry(Strict):
     """What a turn in the header has in every format."""
 
     id: Id
@@ -65,8 +62,8 @@ class TurnEntry(AnyTurnEntry):
 
     stem: Id | None
     cut: Count = 0
-    items: Annotated[list[ItemEntry], Field(max_length=100_000)]
-    answer: Annotated[list[ItemEntry], Field(min_length=1, max_length=1)]
+    items: Annotated[list[ItemEntry], Field(fail_fast=True, max_length=100_000)]
+    answer: Annotated[list[ItemEntry], Field(fail_fast=True, min_length=1, max_length=1)]
 
     @property
     def said(self) -> list[MessageEntry]:
@@ -78,7 +75,7 @@ class FirstTurnEntry(AnyTurnEntry):
     turn.<i>.ids; text likewise.
     """
 
-    messages: Annotated[list[MessageEntry], Field(max_length=100_000)]
+    messages: Annotated[list[MessageEntry], Field(fail_fast=True, max_length=100_000)]
     answer: MessageEntry
     ids_shared: Count
     text_shared: Count
@@ -88,20 +85,20 @@ class FirstTurnEntry(AnyTurnEntry):
         return [*self.messages, self.answer]
 
 
-class TensorEntry(_Strict):
+class TensorEntry(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     kind: Short
     layer: Count
-    shape: Annotated[list[Annotated[int, Field(ge=1, le=1 << 31)]], Field(max_length=8)]
+    shape: Annotated[list[Annotated[int, Field(ge=1, le=1 << 31)]], Field(fail_fast=True, max_length=8)]
     dtype: Short
 
 
-class RowsEntry(_Strict):
+class RowsEntry(Strict):
     first: Count
     last: Count
 
 
-class FirstCheckpointEntry(_Strict):
+class FirstCheckpointEntry(Strict):
     """A checkpoint in the header of format 1: the tensor checkpoint.<i>.ids has its ids. rows: numbers of the chunks
     that make its KV rows [0, position).
     """
@@ -110,7 +107,7 @@ class FirstCheckpointEntry(_Strict):
     kind: Literal["system", "user", "turn"]
     build: Hex
     producer: Short
-    rows: Annotated[list[Count], Field(max_length=MAX_ROWS)]
+    rows: Annotated[list[Count], Field(fail_fast=True, max_length=MAX_ROWS)]
 
 
 class CheckpointEntry(FirstCheckpointEntry):
@@ -119,27 +116,27 @@ class CheckpointEntry(FirstCheckpointEntry):
     position: Annotated[int, Field(ge=1, le=1 << 31)]
 
 
-class _Any(_Strict):
+class _Any(Strict):
     written_by: Short
     session: SessionEntry
-    layout: Annotated[list[TensorEntry], Field(max_length=10_000)]
-    rows: Annotated[list[RowsEntry], Field(max_length=MAX_ROWS)]
+    layout: Annotated[list[TensorEntry], Field(fail_fast=True, max_length=10_000)]
+    rows: Annotated[list[RowsEntry], Field(fail_fast=True, max_length=MAX_ROWS)]
 
 
 class Document(_Any):
     """What the header says in JSON, besides where the tensors are. layout: StateSpec.to_json(), empty without state."""
 
     format: Literal[2]
-    turns: Annotated[list[TurnEntry], Field(min_length=1, max_length=MAX_TURNS)]
-    checkpoints: Annotated[list[CheckpointEntry], Field(max_length=MAX_CHECKPOINTS)]
+    turns: Annotated[list[TurnEntry], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
+    checkpoints: Annotated[list[CheckpointEntry], Field(fail_fast=True, max_length=MAX_CHECKPOINTS)]
 
 
 class FirstDocument(_Any):
     """The header of format 1."""
 
     format: Literal[1]
-    turns: Annotated[list[FirstTurnEntry], Field(min_length=1, max_length=MAX_TURNS)]
-    checkpoints: Annotated[list[FirstCheckpointEntry], Field(max_length=MAX_CHECKPOINTS)]
+    turns: Annotated[list[FirstTurnEntry], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
+    checkpoints: Annotated[list[FirstCheckpointEntry], Field(fail_fast=True, max_length=MAX_CHECKPOINTS)]
 
 
 AnyDocument = Document | FirstDocument

@@ -20,12 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from ssmd.model.strict import too_many
 from ssmd.sessions.files.document import DOCUMENTS, FORMAT, AnyDocument, Document
 from ssmd.sessions.turn import StoreError
 
 MAX_FILE_BYTES = 4 << 30
 MAX_HEADER_BYTES = 32 << 20
 MAX_TENSORS = 200_000
+MAX_OBJECTS = 4 * MAX_TENSORS  # an object and two lists for each, and what is said in some
 DTYPES: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_HASH = "0" * 64
@@ -132,6 +134,9 @@ class SessionFileReader:
         return SessionFileError(f"{self.path} cannot be imported: {plain}{'…' if len(reason) > _SHOWN else ''}")
 
     def _parse(self, text: bytes | str) -> dict[str, Any]:
+        if too_many(text if isinstance(text, bytes) else text.encode("utf-8", "replace"), MAX_OBJECTS):
+            raise self.error(f"its header has more than {MAX_OBJECTS} objects and lists")
+
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             found = dict(pairs)
             if len(found) != len(pairs):

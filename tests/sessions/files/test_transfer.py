@@ -10,6 +10,7 @@ import sqlite3
 import stat
 import struct
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -350,6 +351,26 @@ def test_cut(good: Path, there: Store, keep: int) -> None:
     bad = good.with_name("bad.ssmd")
     bad.write_bytes(good.read_bytes()[:keep])
     refused(there, bad, "cut off")
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        pytest.param(b'{"x":[' + b"[]," * 2_000_000 + b"[]]}", id="lists"),
+        pytest.param(b'{"format":2,' + b",".join(b'"k%d":1' % i for i in range(200_000)) + b"}", id="names"),
+        pytest.param(b'{"format":2,"turns":[' + b",".join([b"1"] * 1_000_000) + b"]}", id="turns"),
+    ],
+)
+def test_refusing_a_header_costs_little(good: Path, there: Store, flood: bytes) -> None:
+    """What a strange header is read into, and each of its errors, would be many times as large as it is."""
+    bad = rewrite(good, header=lambda head: head["__metadata__"].update(ssmd=flood.decode()))
+    tracemalloc.start()
+    try:
+        refused(there, bad)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 25 * len(flood)
 
 
 def test_extended(good: Path, there: Store) -> None:
