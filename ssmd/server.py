@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -35,6 +36,7 @@ STALL_S = 30.0
 GRACE_S = 10.0
 FLUSH_S = 5
 BACKLOG = 128
+MAX_LINE_CHARS = 4000  # of the log
 
 
 class ServerError(RuntimeError):
@@ -177,10 +179,37 @@ def serve(
 
 def start_logging(level: str) -> None:
     """Log to stderr from `level` on; from libraries, warnings and worse only, unless `level` is debug."""
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     if level == "info":
         for library in ("alembic", "asyncio", "httpx2", "uvicorn.error"):
             logging.getLogger(library).setLevel(logging.WARNING)
+
+
+class OneLine(logging.Formatter):
+    """A line for each record, and what follows of an error behind a mark: nothing that a client sends becomes a line of
+    its own, steers a terminal or fills a disk.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _plain(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return _behind(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return _behind(super().formatStack(stack_info))
+
+
+def _behind(text: str) -> str:
+    return "\n".join(f"  | {_plain(line)}" for line in text.split("\n"))
+
+
+def _plain(text: str) -> str:
+    """The text with everything escaped that is not to be seen, and cut where it is longer than anybody reads."""
+    text = text if len(text) <= MAX_LINE_CHARS else text[:MAX_LINE_CHARS] + "…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class _Server(uvicorn.Server):

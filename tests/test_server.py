@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ import pytest
 from conftest import TinyArtifacts
 from openai_client import openai
 from serving import Served
+
+from ssmd.server import OneLine
 
 CHAT = "/v1/chat/completions"
 
@@ -119,6 +122,39 @@ def test_a_second_signal_ends_it_at_once(artifact: Path, tmp_path: Path) -> None
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 128 + signal.SIGINT  # not 0, as after the grace that the stream would have got
+
+
+def test_who_is_refused_writes_one_line_that_steers_nothing(artifact: Path, tmp_path: Path) -> None:
+    line = "%0a2026-11-23 00:00:00,000 ERROR ssmd.engine: FORGED%0d%1b]0;own%07%1b[2J%e2%80%ae%9b31m".replace(
+        " ", "%20"
+    )
+    with running(tmp_path, str(artifact)) as (process, served):
+        for path in (f"/{line}", "/" + "%20x" * 15_000):
+            assert served.ask("POST", path, headers={"origin": "https://evil.example"}).status == 403
+        broken_off = f"POST {CHAT}?{line} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
+        served.connect(broken_off.encode()).close()
+        process.terminate()
+        _, log = process.communicate(timeout=60)
+    lines = log.splitlines()
+    assert sum("FORGED" in one for one in lines) == 1
+    assert "\\n2026-11-23 00:00:00,000 ERROR ssmd.engine: FORGED\\r\\x1b]0;own\\x07\\x1b[2J\\u202e" in log
+    assert all(c.isprintable() for one in lines for c in one)
+    assert all(len(one) < 5000 for one in lines)
+
+
+def test_what_follows_of_an_error_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.Logger("made")
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine("%(levelname)s %(message)s"))
+    log.addHandler(handler)
+    try:
+        raise ValueError("it says\nERROR forged\x1b[2J")
+    except ValueError:
+        log.exception("it\nfailed", stack_info=True)
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "ERROR it\\nfailed"
+    assert "  | ERROR forged\\x1b[2J" in rest
+    assert all(one.startswith("  | ") for one in rest)
 
 
 def test_a_port_in_use(artifact: Path, tmp_path: Path) -> None:
