@@ -92,7 +92,7 @@ class Planner:
         self._context = program.context
         self._vocabulary = program.vocabulary
         self._tokenizer = tokenizer
-        self._renderer = Renderer(manifest, tokenizer, template)
+        self._renderer = Renderer(manifest, tokenizer, template, program.context)
         self._store = store
         self._beginning = lru_cache(maxsize=64)(self._render_beginning)
 
@@ -138,7 +138,7 @@ class Planner:
             if request.truncate:
                 more = "that is without all that truncation leaves out: shorten the system prompt or the last message"
             raise Rejected(
-                f"this model's context is {self._context} tokens and the messages come to {len(shown.ids)}; {more}",
+                f"this model's context is {self._context} tokens and the messages come to {len(shown.ids)} or more; {more}",
                 code="context_length_exceeded",
                 param="messages",
             )
@@ -279,7 +279,7 @@ class Planner:
                 if agrees or turn.stem is None or self._renderer.apart(stored.turn(turn.stem), turn):
                     grown = turn.ids if agrees else turn.ids.up_to(turn.ids.start)
                     at = len(turn.text.own) if agrees else 0
-                    return Shown(text, grown.then(self._tokenizer.encode(text.own[at:])), turn.stem), agrees
+                    return Shown(text, grown.then(self._renderer.ids(text.own[at:])), turn.stem), agrees
             path = stored.path(turn.id)
             if not _is_whole(path):
                 return None

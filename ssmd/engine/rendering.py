@@ -12,15 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-import numpy as np
-
 from ssmd.engine.request import Rejected
 from ssmd.model.artifact import Manifest
-from ssmd.sessions.line import Line, Passage
+from ssmd.sessions.line import Ids, Line, Passage
 from ssmd.sessions.turn import Settled, Turn
 from ssmd.text.messages import Message
 from ssmd.text.template import ChatTemplate, Rendered, TemplateError
-from ssmd.text.tokenizer import Tokenizer
+from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 _VERSION = 1  # of what is made of messages before a template sees them
 _MAX_TRIED = 64  # turns above the last one whose text may be what a prompt goes on from
@@ -40,8 +38,9 @@ class Shown:
 class Renderer:
     """Renders for one program's template and tokenizer. Used from many threads."""
 
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, template: ChatTemplate, context: int | None) -> None:
         self._lineage = manifest.lineage
+        self._context = context
         self._tokenizer = tokenizer
         self._template = template
         self._knows_developer = "developer" in template.source  # else it is what OpenAI made of it: a system message
@@ -70,8 +69,15 @@ class Renderer:
         return replace(message, role=role, content=self._tokenizer.escape(message.content))
 
     def encode(self, text: str) -> Line:
-        """The ids of a whole text."""
-        return Line(np.array(self._tokenizer.encode(text), "<i4"))
+        """The ids of a whole text. Raises Rejected."""
+        return Line(self.ids(text))
+
+    def ids(self, text: str) -> Ids:
+        """The ids of a part of a text; of more than a context has, no more than show that. Raises Rejected."""
+        try:
+            return self._tokenizer.ids(text, self._context)
+        except TokenizerError as err:
+            raise Rejected(f"the model's tokenizer refuses these messages: {err}", param="messages") from err
 
     def whole(
         self, messages: Sequence[Message], now: datetime, turn: Turn | None = None, above: Above | None = None
@@ -92,7 +98,7 @@ class Renderer:
             if self._goes_on(text, turn):
                 start = turn.text.start
                 passage = Passage(text[start:], start, turn.text.before)
-                return Shown(passage, turn.ids.then(self._tokenizer.encode(text[len(turn.text) :])), turn.stem)
+                return Shown(passage, turn.ids.then(self.ids(text[len(turn.text) :])), turn.stem)
             turn = above(turn)
         return Shown(Passage(text), self.encode(text), None)
 
@@ -118,7 +124,7 @@ class Renderer:
         end = len(turn.text) - base
         if not text.startswith(turn.text.own) or not self._tokenizer.ends_at_control(text, end):
             return None
-        ids = turn.ids.then(self._tokenizer.encode(text[end:]))
+        ids = turn.ids.then(self.ids(text[end:]))
         return Shown(Passage(text, base, turn.text.before), ids, turn.stem, self._settled(rendered, base))
 
     def _after(self, turn: Turn, first: Message, new: Sequence[Message], now: datetime) -> Rendered | None:

@@ -7,21 +7,29 @@ message is made inert by `escape` before rendering, and `encode` turns it into t
 from __future__ import annotations
 
 import codecs
+import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
+from ssmd.text.cutting import PIECE, matches, pieces, places
 from ssmd.text.decoding import DecoderError, Decoding, read_decoder
 
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork, and one text needs none
 MAX_FILE_BYTES = 256 << 20
+MAX_WHOLE = 512 << 10  # characters that have to be encoded at once: each takes up to 400 bytes then
 # Supplementary Private Use Area-B: a character per control token, one that quotes, one that frames the library's marks.
 FIRST_SENTINEL = 0x100000
 MAX_CONTROLS = 0xFF00
 QUOTE = chr(0x10FFF0)
 FRAME = chr(0x10FFF1)
+_LETTERS = str.maketrans("0123456789", "ghijklmnop")  # for digits, between which a text may be cut
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode's White_Space
 _SPACES_BEFORE = re.compile(f"[{_SPACES}]*\\Z")
 _SPACES_AFTER = re.compile(f"[{_SPACES}]*")
@@ -52,8 +60,8 @@ class Tokenizer:
         # The library is told to take special tokens' text for plain text. Where a template wrote a control token, it
         # is replaced by a mark that the library knows as a token of its own; nobody can guess the marks.
         library.encode_special_tokens = True
-        nonce = secrets.token_hex(12)
-        self._mark_of = {token: f"{FRAME}{nonce}{token}{FRAME}" for token in self._special}
+        nonce = secrets.token_hex(12).translate(_LETTERS)
+        self._mark_of = {token: f"{FRAME}{nonce}{str(token).translate(_LETTERS)}{FRAME}" for token in self._special}
         self._break = f"{FRAME}{nonce}break{FRAME}"
         library.add_tokens(
             [_mark(self._mark_of[token], added[token]) for token in self._special] + [_mark(self._break, None)]
@@ -72,6 +80,8 @@ class Tokenizer:
             for normalized in (False, True)
         ]
         self._by_text = {str(a.content): (token, a) for token, a in added.items()}
+        self._longest = max((len(text) for text in (*self._by_text, QUOTE + " ")), default=0)
+        self._place = places(library, added.values())
         self._start_matters = self._probe_start()
 
     @staticmethod
@@ -91,42 +101,98 @@ class Tokenizer:
             raise
         except Exception as err:  # the library raises plain Exception
             raise TokenizerError(f"{path} is not a tokenizer.json: {err}") from err
-        return Tokenizer(library, decoding, stop_tokens)
+        try:
+            return Tokenizer(library, decoding, stop_tokens)
+        except BaseException as err:
+            if _gave_up(err):
+                raise TokenizerError(f"{path} cannot be used: {str(err)[:200]}") from None
+            raise
 
     def escape(self, content: str) -> str:
         """Make control tokens' text in a message inert: a private-use character each, undone by `unescape`."""
-        return self._to_escape.sub(lambda m: self._sentinel_of.get(m[0]) or QUOTE + m[0], content)
+        return self._replaced(self._to_escape, content, lambda m: self._sentinel_of.get(m[0]) or QUOTE + m[0])
 
     def unescape(self, text: str) -> str:
         """Turn an escaped text into the plain one again; `unescape(escape(text)) == text`."""
-        return self._to_unescape.sub(lambda m: m[1] if m[1] is not None else self._text_of.get(m[0], m[0]), text)
+        return self._replaced(
+            self._to_unescape, text, lambda m: m[1] if m[1] is not None else self._text_of.get(m[0], m[0])
+        )
+
+    def _replaced(self, pattern: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
+        parts, at = [], 0
+        for found in matches(pattern, text, 0, len(text), self._longest):
+            parts += [text[at : found.start()], by(found)]
+            at = found.end()
+        return "".join([*parts, text[at:]]) if parts else text
 
     def encode(self, rendered: str) -> list[int]:
+        """Ids of rendered template text, no BOS added, as `ids`."""
+        found: list[int] = self.ids(rendered).tolist()
+        return found
+
+    def ids(self, rendered: str, at_most: int | None = None) -> NDArray[np.int32]:
         """Ids of rendered template text, no BOS added. Escaped parts become plain text, never a control token.
 
-        Equals the library's `encode(rendered, add_special_tokens=False)` where nothing is escaped.
-        Raises TokenizerError if the text is no Unicode or cannot be told apart from a control token.
+        Equals the library's `encode(rendered, add_special_tokens=False)` where nothing is escaped. at_most: of more
+        than so many the first ones, at least so many, are enough. Other threads go on meanwhile. Raises TokenizerError
+        if the text is no Unicode or cannot be told apart from a control token, or the library gives up.
         """
-        parts = []
+        found, count = [], 0
+        for piece in self._pieces(rendered):
+            found.append(self._encode(piece))
+            count += len(found[-1])
+            if at_most is not None and count > at_most:
+                break
+        return np.concatenate(found) if found else np.empty(0, np.int32)
+
+    def _pieces(self, rendered: str) -> Iterator[str]:
+        """Texts that have the ids of the whole, one after the other; with marks for control tokens."""
+        if self._place is not None or len(rendered) <= PIECE:
+            yield from pieces(self._marked(rendered), self._place)
+            return
         at = 0
+        for cut in self._cuts(rendered, len(rendered)):
+            if cut - at >= PIECE:
+                yield self._marked(rendered[at:cut])
+                at = cut
+        yield self._marked(rendered[at:])
+
+    def _marked(self, rendered: str) -> str:
+        parts, at = [], 0
         for start, end, token in self._control_matches(rendered):
             parts += [self.unescape(rendered[at:start]), self._mark_of[token]]
             at = end
-        text = "".join(parts) + self.unescape(rendered[at:])
+        return "".join(parts) + self.unescape(rendered[at:])
+
+    def _encode(self, text: str) -> NDArray[np.int32]:
+        if len(text) > MAX_WHOLE:
+            raise TokenizerError(
+                f"it holds {len(text)} characters in a row that this tokenizer can only read at once; "
+                f"{MAX_WHOLE} are possible, so break them up"
+            )
         for _ in range(8):
-            try:
-                encoding = self._library.encode(text, add_special_tokens=False)
-            except TypeError:
-                raise TokenizerError("the text holds half of a surrogate pair, which is not Unicode") from None
-            ids: list[int] = encoding.ids
-            forged = [encoding.offsets[i] for i, token in enumerate(ids) if token in self._special]
-            if not forged:
-                return [self._control_of_mark.get(token, token) for token in ids if token != self._break_id]
+            ids: list[int] = self._run(self._library.encode_batch_fast, text).ids
+            if self._special.keys().isdisjoint(ids):
+                kept = [self._control_of_mark.get(token, token) for token in ids if token != self._break_id]
+                return np.array(kept, "<i4")
             # Some models hold the control token's text as an ordinary piece too: cut such a piece in two.
+            encoding = self._run(self._library.encode_batch, text)
+            forged = [encoding.offsets[i] for i, token in enumerate(encoding.ids) if token in self._special]
             for start, end in reversed(forged):
                 middle = max(start + 1, (start + end) // 2)
                 text = text[:middle] + self._break + text[middle:]
         raise TokenizerError("a message holds text that this tokenizer cannot tell apart from a control token")
+
+    def _run(self, encode: Callable[..., Any], text: str) -> Any:
+        """The encoding of one text. Batches alone, even of one, let other threads go on."""
+        try:
+            return encode([text], add_special_tokens=False)[0]
+        except TypeError:
+            raise TokenizerError("the text holds half of a surrogate pair, which is not Unicode") from None
+        except BaseException as err:
+            if isinstance(err, Exception) or _gave_up(err):
+                raise TokenizerError(f"the tokenizer cannot read the text: {str(err)[:200]}") from None
+            raise
 
     def ends_at_control(self, rendered: str, at: int) -> bool:
         """Whether encoding rendered[:at] and rendered[at:] apart gives the ids of the whole.
@@ -241,7 +307,7 @@ class Tokenizer:
     ) -> Iterator[tuple[int, int, int]]:
         if pattern is None:
             return
-        for found in pattern.finditer(text, start, stop):
+        for found in matches(pattern, text, start, stop, self._longest):
             token, added = self._by_text[found[0]]
             first, last = found.span()
             if added.single_word and (
@@ -301,6 +367,11 @@ class Detokenizer:
             text = text[1:]
             self._strip -= 1
         return text
+
+
+def _gave_up(err: BaseException) -> bool:
+    """Whether the library stopped in the midst, on a regular expression that goes too far, say. No Exception tells."""
+    return type(err).__name__ == "PanicException"
 
 
 def _mark(text: str, like: tokenizers.AddedToken | None) -> tokenizers.AddedToken:

@@ -6,7 +6,9 @@ import itertools
 import json
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from ssmd.text import cutting
+from ssmd.text import tokenizer as tokenizer_module
 from ssmd.text.decoding import BYTE_OF
 from ssmd.text.tokenizer import FIRST_SENTINEL, FRAME, QUOTE, Detokenizer, Tokenizer, TokenizerError
 
@@ -45,6 +49,28 @@ def byte_level(prefix_space: bool = False) -> tokenizers.Tokenizer:
     )
     t.train_from_iterator(CORPUS, trainer)
     return with_added(t)
+
+
+# Of Qwen 2 and 3; Llama 3 takes up to three digits at once.
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+
+def split_by(pattern: str, special: Callable[[tokenizers.Tokenizer], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
+    t = tokenizers.Tokenizer(models.BPE())
+    t.normalizer = normalizers.NFC()
+    t.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    t.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    t.train_from_iterator(CORPUS, trainer)
+    return special(t)
 
 
 def unigram(scheme: str) -> tokenizers.Tokenizer:
@@ -95,6 +121,8 @@ MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "unigram, never": lambda: unigram("never"),
     "byte fallback": byte_fallback,
     "stripping": stripping,
+    "qwen": lambda: split_by(QWEN, with_added),
+    "llama": lambda: split_by(LLAMA, with_added),
 }
 
 
@@ -154,6 +182,103 @@ def test_encode_equals_the_librarys_where_nothing_is_escaped(name: str, text: st
     controls = sum(token in _special_ids(name) for token in expected.ids)
     assume(controls == sum(1 for _ in opened(name)._control_matches(text)))
     assert opened(name).encode(text) == expected.ids
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (cutting, tokenizer_module):
+            patch.setattr(module, "PIECE", 3)
+        yield
+
+
+@each_kind
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.lists(
+        st.one_of(texts, st.sampled_from(["don't ", "the, ", "1 234a.", "12345", "日本、語。", "\n\n "])), max_size=6
+    )
+)
+def test_pieces_have_the_ids_of_the_whole(name: str, text: list[str]) -> None:
+    """Wherever a text is cut, the ids are those that the library has for it, control tokens in messages or not."""
+    one, whole = opened(name), "".join(text)
+    expected, escaped = one.encode(whole), one.encode(one.escape(whole))
+    with small_pieces():
+        assert one.escape(whole) == "".join(one._sentinel_of.get(m, m) for m in _escaped_parts(one, whole))
+        assert one.encode(whole) == expected
+        assert one.encode(one.escape(whole)) == escaped
+        assert one.unescape(one.escape(whole)) == whole
+
+
+def _escaped_parts(one: Tokenizer, text: str) -> Iterator[str]:
+    at = 0
+    for found in one._to_escape.finditer(text):
+        yield text[at : found.start()]
+        yield found[0] if found[0] in one._sentinel_of else QUOTE + found[0]
+        at = found.end()
+    yield text[at:]
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_which_tokenizers_are_known_to_split_after_a_letter(name: str) -> None:
+    known = {"byte-level", "byte-level, prefix space", "qwen", "llama"}
+    assert (opened(name)._place is not None) == (name in known)
+    place = opened(name)._place
+    assert place is None or ("[0-9]" in place.pattern) == (name in ("byte-level", "qwen"))
+    text = "and so on, " * 20_000
+    pieces = list(opened(name)._pieces(text))
+    assert (len(pieces) > 4) == (name in known)
+    assert max(map(len, pieces)) < 40_000 or name not in known
+    assert "".join(pieces) == text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\p{L}+ ?",
+        r"\p{L}+|\s+",
+        r"[^\s]+|\s+",
+        r".",
+        QWEN + r"|\p{L}+\s",
+        r"(\p{L}|\s)+",
+        "a b",
+        r"\p{N}",
+        QWEN[:-4],
+        r"\s+",
+    ],
+)
+def test_of_a_strange_pattern_nothing_is_assumed(pattern: str) -> None:
+    made = split_by(pattern, lambda t: t)
+    assert open_library(made)._place is None
+
+
+@pytest.mark.parametrize("text", ["it is ", "e\n", "y"])
+def test_a_token_that_stands_across_a_place_keeps_the_text_whole(text: str) -> None:
+    made = byte_level()
+    made.add_tokens([AddedToken(text, special=False, normalized=False, rstrip=True)])
+    assert open_library(made)._place is None
+
+
+def test_of_too_many_ids_the_first_ones_are_enough() -> None:
+    one, text = opened("byte-level"), "and so on, " * 300_000
+    started = time.thread_time()
+    found = one.ids(text, 1000)
+    assert time.thread_time() - started < 2
+    assert 1000 < len(found) < 40_000
+    assert found.tolist() == one.encode(text[:200_000])[: len(found)]
+    assert one.ids("and so on", 1).tolist() == one.encode("and so on")
+
+
+def test_a_library_that_gives_up_is_an_error_like_others() -> None:
+    """A regular expression that backtracks too far panics in Rust, which is no Exception in Python."""
+    made = split_by(r"(a+)+$", lambda t: t)
+    with pytest.raises(TokenizerError, match="cannot read the text"):
+        open_library(made).encode("a" * 50_000 + "b")
+
+
+def test_a_text_that_can_only_be_read_at_once_has_a_bound() -> None:
+    with pytest.raises(TokenizerError, match="524289 characters in a row"):
+        opened("unigram, first").encode("a" * ((512 << 10) + 1))
 
 
 TELLING = [
