@@ -138,7 +138,8 @@ class Planner:
             if request.truncate:
                 more = "that is without all that truncation leaves out: shorten the system prompt or the last message"
             raise Rejected(
-                f"this model's context is {self._context} tokens and the messages come to {len(shown.ids)} or more; {more}",
+                f"this model's context is {self._context} tokens and the messages come to {len(shown.ids)} or more; "
+                f"{more}",
                 code="context_length_exceeded",
                 param="messages",
             )

@@ -103,7 +103,7 @@ def _alternatives(step: dict[str, Any]) -> list[str]:
 
 
 def matches(pattern: re.Pattern[str], text: str, start: int, stop: int, longest: int) -> Iterator[re.Match[str]]:
-    """As pattern.finditer, a piece of the text at a time: a search holds up every other thread.
+    """All that a pattern finds in a text, a piece of it at a time: a search holds up every other thread.
 
     longest: characters that a match can have.
     """
