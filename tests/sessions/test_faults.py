@@ -245,6 +245,28 @@ def test_an_altered_session_hides_no_other(value: str, tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("table", "column"), [("turn", "id"), ("turn", "session"), ("turn", "parent"), ("checkpoint", "kind")]
+)
+def test_one_flipped_bit_keeps_nobody_from_the_others(table: str, column: str, tmp_path: Path) -> None:
+    """A text that is no UTF-8 any more, in a row that all conversations share a part of."""
+    store = new_store(tmp_path / "data")
+    chat = Chat(store, "s")
+    chat.say("t1", None, "hi", "hello")
+    Chat(store, "other").say("o1", None, "hi", "hello")
+    with raw(tmp_path / "data") as connection:
+        connection.execute("PRAGMA foreign_keys=OFF")
+        flipped = f"CAST(x'f1' || substr(CAST({column} AS BLOB), 2) AS TEXT)"
+        connection.execute(f"UPDATE {table} SET {column} = {flipped} WHERE {column} IS NOT NULL AND rowid = 1")
+        connection.execute("UPDATE session SET own_nbytes = NULL")
+    assert {s.id for s in store.sessions()} == {"s", "other"}
+    Chat(store, "new").say("n1", None, "hi", "hello")
+    store.settle()
+    store.delete("other")
+    assert {s.id for s in store.sessions()} == {"s", "new"}
+    store.close()
+
+
 def test_a_fork_without_a_name_continues_nothing(tmp_path: Path) -> None:
     store = new_store(tmp_path / "data")
     chat = Chat(store, "s")

@@ -211,7 +211,7 @@ def errors(file: Path) -> Iterator[None]:
         raise _error(err.orig, file) from err
     except sqlite3.Error as err:
         raise _error(err, file) from err
-    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+    except (json.JSONDecodeError, UnicodeError) as err:
         raise DamagedFile(
             f"session store {file} is damaged: it holds text that cannot be read ({err}); see `ssmd session check`"
         ) from err
@@ -320,6 +320,7 @@ def _bare(engine: Engine) -> Iterator[Any]:
 
 def _on_connect(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
     connection.isolation_level = None  # transactions begin where _on_begin says, and nowhere else
+    connection.text_factory = _as_it_is
     for setting in (
         "foreign_keys=ON",
         "synchronous=FULL",
@@ -329,6 +330,11 @@ def _on_connect(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
         "cell_size_check=ON",
     ):
         connection.execute(f"PRAGMA {setting}")
+
+
+def _as_it_is(data: bytes) -> str:
+    """Text that is no UTF-8 is read all the same: one altered row keeps nobody from the others."""
+    return data.decode("utf-8", "surrogateescape")
 
 
 def _on_begin(connection: Connection) -> None:

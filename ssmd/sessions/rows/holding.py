@@ -11,6 +11,7 @@ from sqlalchemy import Connection, bindparam, exists, func, literal, select, upd
 from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, total, turn, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.turns import is_unicode
 
 _BATCH = 500  # values in one statement
 _CHECKPOINTS, _TURNS_TOTAL = "checkpoints", "turns"
@@ -207,7 +208,7 @@ def _add(connection: Connection, name: str, nbytes: int) -> None:
 
 def count_again(connection: Connection, sessions: Collection[str]) -> None:
     """Forget the sizes of these sessions: they are counted when they are next asked for."""
-    for some in batches(sorted(sessions)):
+    for some in batches(sorted(filter(is_unicode, sessions))):
         values = {"own_nbytes": None, "shared_nbytes": None}
         connection.execute(update(session_table).where(session_table.c.id.in_(some)).values(values))
 
@@ -226,7 +227,7 @@ def sole_sharers(connection: Connection, checkpoints: Sequence[int], session_id:
             .where(link.checkpoint == number, turn.c.session != session_id)
         )
         first = connection.execute(others.limit(1)).scalar()
-        if first is not None:
+        if first is not None and is_unicode(first):
             second = connection.execute(others.where(turn.c.session != first).limit(1)).scalar()
             if second is None:
                 found.add(first)

@@ -68,11 +68,11 @@ def as_text(value: object) -> str:
 def as_they_are(connection: Connection) -> Iterator[None]:
     """Text that is no UTF-8 is read all the same, and then seen to be broken."""
     raw: Any = connection.connection.dbapi_connection
-    raw.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
+    before, raw.text_factory = raw.text_factory, lambda data: data.decode("utf-8", "surrogateescape")
     try:
         yield
     finally:
-        raw.text_factory = str
+        raw.text_factory = before
 
 
 def seal(values: Mapping[str, Any]) -> bytes:
