@@ -284,7 +284,7 @@ class Planner:
             path = stored.path(turn.id)
             if not _is_whole(path):
                 return None
-            whole = self._renderer.beginning(without(conversation(path), turn.cut), info.clock)
+            whole = self._renderer.end(without(conversation(path), turn.cut), info.clock)
         except Rejected:
             return None
         shown = self._renderer.ids_of(whole, turn, stored.above)

@@ -153,13 +153,24 @@ class Renderer:
         a, b = (self.render([*messages, Message("user", probe)], now).text for probe in ("a", "b"))
         return a[: self._tokenizer.last_cut(a, _common(a, b))]
 
+    def end(self, messages: Sequence[Message], now: datetime) -> str:
+        """What every request begins with that goes on from these messages, as `rest`."""
+        a, b = (self.render([*messages, Message("user", probe)], now) for probe in ("a", "b"))
+        return a.text[: self._end(a, b)]
+
+    def _end(self, a: Rendered, b: Rendered) -> int:
+        """Where two renderings part that differ in the last message, or before that message if it is known where it
+        begins: what goes on from here is rendered from there on.
+        """
+        common = _common(a.text, b.text)
+        return self._tokenizer.last_cut(a.text, common if a.settled is None else min(common, a.settled.characters))
+
     def rest(self, turn: Turn, first: Message, now: datetime) -> Passage | None:
         """What every request begins with that goes on from a turn, from where its own text begins; None if unknown."""
         a, b = (self._after(turn, first, [Message("user", probe)], now) for probe in ("a", "b"))
         if a is None or b is None or turn.settled is None or turn.settled.characters <= turn.text.start:
             return None
-        end = self._tokenizer.last_cut(a.text, _common(a.text, b.text))
-        return Passage(a.text[:end], turn.text.start, turn.text.before)
+        return Passage(a.text[: self._end(a, b)], turn.text.start, turn.text.before)
 
     def agrees(self, text: Passage, turn: Turn) -> bool:
         """Whether a turn's text is a beginning of this one, from the same place on, and can be told apart there."""

@@ -172,6 +172,27 @@ def test_a_request_reads_as_little_of_a_long_conversation_as_of_a_short_one(serv
     assert cost["rows"] <= long["rows"] + 10  # those that it may echo are looked up by themselves
 
 
+def test_it_reads_as_little_after_answers_that_were_rerendered(
+    served: tuple[Engine, Store], loaded: tuple[Artifact, Program]
+) -> None:
+    """Their texts end where the next message begins, so that what goes on from them is rendered from there."""
+    engine, store = served
+    talk = talked(engine, (SYSTEM,), "Who is there?")
+    talk = talked(engine, write_turns(engine, store, talk, 6), "Go on.")
+    for again in range(2):
+        talk = talked(engine, talk, "Cut.", stop=("e", "a", "i", "o"), max_tokens=12, sampling=endless(loaded))
+        for question in ("And then?", "Why?"):
+            asked = (*talk, user(question))
+            with read(store) as cost:
+                prompt = plan(engine, asked)
+            assert prompt.found is not None
+            assert prompt.settled is not None
+            assert len(prompt.text.own) < 300 < len(prompt.text), (again, question)
+            assert cost["rows"] < 20, "a path is not read"
+            assert read_whole(store, prompt) == from_scratch(engine, store, prompt, asked)
+            talk = talked(engine, talk, question)
+
+
 @pytest.mark.parametrize("name", ["tiny", "dated", "smollm2", "qwen3", "forgetful"])
 def test_a_plan_is_that_of_the_whole_conversation(loaded: tuple[Artifact, Program], tmp_path: Path, name: str) -> None:
     """Named or not, kept or not, forked, begun, cut by a stop string, with reasoning that the echo leaves out."""
