@@ -138,7 +138,7 @@ def test_trimmed_spaces(loaded: tuple[Artifact, Program], tmp_path: Path) -> Non
         first = ask(engine, QUESTION, max_tokens=6, sampling=sampling)
         assert first.text != first.text.strip()
         session = str(first.usage.session)
-        soon(lambda: store.turns(session)[-1].text.own.endswith("<|im_start|>"))
+        soon(lambda: store.turns(session)[-1].text.own.endswith("<|im_end|>\n"))
         turn = store.turns(session)[-1]
         assert turn.answer.content == first.text
         after = ask(engine, QUESTION, answered(first.text.strip()), NEXT)
