@@ -17,12 +17,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ssmd import __version__
-from ssmd.api import chat, health, metrics, models, sessions
+from ssmd.api import chat, connections, health, metrics, models, sessions
 from ssmd.api.security import Rules, guarded
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics
 from ssmd.installed import resolve
+from ssmd.machine.descriptors import raise_limit
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.size import show_size
 from ssmd.model.artifact import Artifact
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 STALL_S = 30.0
 GRACE_S = 10.0
 FLUSH_S = 5
-BACKLOG = 128
 MAX_LINE_CHARS = 4000  # of the log
 
 
@@ -111,7 +111,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             one.bind((address[0], port, *address[2:]))
-            one.listen(BACKLOG)
+            one.listen(connections.BACKLOG)
             port = one.getsockname()[1]  # 0 becomes one port for all addresses
     except OSError as err:
         for one in listening:
@@ -132,6 +132,7 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises what `open_engine` raises, and ServerError."""
     return_big_blocks()
+    raise_limit()
     settings.check_exposure()
     lock = None
     sockets = listen(settings.host, settings.port)
@@ -159,6 +160,7 @@ def serve(
         timeout_graceful_shutdown=FLUSH_S,
         ws="none",
     )
+    connections.limit(config, connections.Limits.here())
 
     def ready() -> None:
         announce(

@@ -15,6 +15,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from ssmd.api import connections
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -74,8 +76,9 @@ class Served:
 
 
 @contextmanager
-def serving(app: ASGIApp) -> Iterator[Served]:
+def serving(app: ASGIApp, limits: connections.Limits | None = None) -> Iterator[Served]:
     config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=2)
+    connections.limit(config, limits or connections.Limits())
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -37,9 +37,12 @@ def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
     return {**kept, **own, **extra}
 
 
-def start(tmp_path: Path, *arguments: str, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    tmp_path: Path, *arguments: str, extra: Mapping[str, str] | None = None, descriptors: int | None = None
+) -> subprocess.Popen[str]:
+    few = [] if descriptors is None else ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
     return subprocess.Popen(
-        [sys.executable, "-m", "ssmd", "serve", "--port", "0", "--threads", "1", *arguments],
+        [*few, sys.executable, "-m", "ssmd", "serve", "--port", "0", "--threads", "1", *arguments],
         env=environment(tmp_path, **(extra or {})),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -48,8 +51,10 @@ def start(tmp_path: Path, *arguments: str, extra: Mapping[str, str] | None = Non
 
 
 @contextmanager
-def running(tmp_path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Served]]:
-    process = start(tmp_path, *arguments)
+def running(
+    tmp_path: Path, *arguments: str, descriptors: int | None = None
+) -> Iterator[tuple[subprocess.Popen[str], Served]]:
+    process = start(tmp_path, *arguments, descriptors=descriptors)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -197,3 +202,19 @@ def test_a_key_and_a_name_from_the_environment(artifact: Path, tmp_path: Path) -
     finally:
         process.kill()
         process.communicate()
+
+
+def test_connections_without_a_word_keep_nobody_out(artifact: Path, tmp_path: Path) -> None:
+    """More than it has descriptors for; a stream goes on, and new clients are answered."""
+    with running(tmp_path, str(artifact), descriptors=100) as (process, served):
+        with ExitStack() as stack:
+            stream = stack.enter_context(long_stream(served, artifact.name))
+            for number in range(150):
+                with suppress(ConnectionResetError):
+                    stack.enter_context(served.connect(b"" if number % 2 else b"GET /health HT"))
+            for _ in range(30):
+                assert served.ask("GET", "/health", timeout=20).status == 200
+            assert rest(stream).rstrip().endswith(b"data: [DONE]\n\n\r\n0".rstrip())
+        process.terminate()
+        assert process.stderr is not None
+        assert len(process.stderr.read()) < 10_000

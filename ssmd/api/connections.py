@@ -1,0 +1,155 @@
+"""Connections: how long one may say nothing, how many there may be, and what is logged of those that are refused.
+
+uvicorn's own deadline begins when a first answer was sent. Here a connection is *idle* from its first moment until a
+request's head is whole, and again from the end of the answer. An idle one has a deadline, and goes first when there
+are too many. What is answered, and a body that is still sent, are not touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ssmd.machine import descriptors
+
+log = logging.getLogger(__name__)
+HEAD_S = 10.0  # for a request's head: from the connection's first moment, later from the head's first byte
+IDLE_S = 65  # between two requests; clients keep theirs for 5 to 60 s, and should be the ones who let go
+STALL_S = 30.0  # for an answer of which nothing is read
+MOST = 4096
+BACKLOG = 512
+_SPARE = 64
+_SELDOM_S = 60.0
+_TOO_MANY = "too many connections"
+_BY_STRANGERS = ("socket.accept() out of system resource", "Invalid HTTP request", "Unsupported upgrade", _TOO_MANY)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds for one server. `most`: connections at a time. `backlog`: those taken in before they are counted."""
+
+    most: int = MOST
+    backlog: int = BACKLOG
+    head_s: float = HEAD_S
+    stall_s: float = STALL_S
+
+    @staticmethod
+    def here() -> Limits:
+        """Limits within what descriptors are left, when models and the database are open.
+
+        Every connection may need a file too: an import and an export have one.
+        """
+        free = descriptors.left()
+        backlog, spare = min(BACKLOG, free // 4), min(_SPARE, free // 4)
+        return Limits(most=max(1, min(MOST, (free - backlog - spare) // 2)), backlog=max(1, backlog))
+
+
+def limit(config: Config, limits: Limits) -> None:
+    """Give uvicorn's connections these limits, before it starts, and keep the log of what strangers cause short."""
+    idle: dict[_Connection, None] = {}
+    config.http = type("Connection", (_Connection,), {"limits": limits, "idle": idle})
+    config.backlog = limits.backlog
+    config.timeout_keep_alive = IDLE_S
+    for name in ("asyncio", "uvicorn.error", __name__):
+        logger = logging.getLogger(name)
+        if not any(isinstance(one, Seldom) for one in logger.filters):
+            logger.addFilter(Seldom())
+
+
+class Seldom(logging.Filter):
+    """Lets each message that strangers can cause through once a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = next((start for start in _BY_STRANGERS if str(record.msg).startswith(start)), None)
+        if kind is None:
+            return True
+        now = time.monotonic()
+        if now - self._last.get(kind, -_SELDOM_S) < _SELDOM_S:
+            return False
+        self._last[kind] = now
+        return True
+
+
+class _Connection(H11Protocol):
+    limits: Limits
+    idle: dict[_Connection, None]  # of this server, the one that is idle for longest first
+
+    _head: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.most and not self._make_room():
+            log.warning(_TOO_MANY + ": %d are open and none is idle; a new one is closed", self.limits.most)
+            transport.abort()
+            return
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.idle.pop(self, None)
+        self._head, self._reading = _cancelled(self._head), _cancelled(self._reading)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_head()
+        self._watch_reader()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch_reader()
+
+    def _make_room(self) -> bool:
+        """Close the connection that is idle for longest, if one is; not one whose answer is still on its way."""
+        for one in self.idle:
+            if one.transport.get_write_buffer_size() == 0:
+                del self.idle[one]
+                one.transport.abort()
+                return True
+        return False
+
+    def _watch_head(self) -> None:
+        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+            self.idle.pop(self, None)
+            self._head = _cancelled(self._head)
+            return
+        self.idle.setdefault(self)
+        if self._head is None and (self.cycle is None or self.conn.trailing_data[0]):
+            self._head = self.loop.call_later(self.limits.head_s, self.timeout_keep_alive_handler)
+
+    def _watch_reader(self) -> None:
+        """Begin anew to wait for a sign that the client reads, if there is something to read."""
+        self._reading = _cancelled(self._reading)
+        if size := self.transport.get_write_buffer_size():
+            self._reading = self.loop.call_later(self.limits.stall_s, self._read_since, size)
+
+    def _read_since(self, before: int) -> None:
+        # Nothing is added to what waits while writing is paused or the connection is closing.
+        stuck = self.flow.write_paused or self.transport.is_closing()
+        if stuck and self.transport.get_write_buffer_size() >= before:
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    if timer is not None:
+        timer.cancel()
+    return None

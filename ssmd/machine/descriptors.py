@@ -1,0 +1,36 @@
+"""File descriptors of this process: as many as the system allows, and how many are left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+MOST = 10_240  # macOS refuses more; elsewhere the hard limit may be a billion
+_UNKNOWN = 1024
+
+
+def raise_limit() -> None:
+    """Raise the soft limit to the hard one, at most to MOST: shells give 256 (macOS) or 1,024 (Linux)."""
+    if sys.platform != "win32":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            with contextlib.suppress(OSError, ValueError):  # a system with a limit of its own; then as it was
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def left() -> int:
+    """How many more descriptors this process may open, at most MOST."""
+    if sys.platform == "win32":
+        return MOST
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        taken = len(os.listdir("/dev/fd"))
+    except OSError:
+        taken = min(_UNKNOWN, soft // 2)
+    return max(0, (MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)) - taken)

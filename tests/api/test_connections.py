@@ -1,0 +1,182 @@
+"""Connections that say nothing, half of something, or too much at once; over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from daemon import soon
+from serving import Served, serving
+from starlette.types import Receive, Scope, Send
+
+from ssmd.api.connections import Limits, Seldom
+
+WHOLE = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+HALF = WHOLE[:-3]
+WAITS = WHOLE.replace(b"/", b"/waits", 1)
+LONG = b"GET /long HTTP/1.1\r\nhost: localhost\r\n"
+LONG_BYTES = 64 << 20  # more than the sockets' buffers hold
+go_on = threading.Event()
+waiting: list[object] = []
+
+
+async def _app(scope: Scope, receive: Receive, send: Send) -> None:
+    """GET / is answered at once, /waits when the test says so, /long with many bytes."""
+    if scope["path"] == "/waits":
+        waiting.append(scope["client"])
+    while scope["path"] == "/waits" and not go_on.is_set():
+        await asyncio.sleep(0.01)
+    size = LONG_BYTES if scope["path"] == "/long" else 2
+    head = [(b"content-length", str(size).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    for at in range(0, size, 65536):
+        part = b"." * min(65536, size - at)
+        await send({"type": "http.response.body", "body": part, "more_body": at + len(part) < size})
+
+
+@pytest.fixture
+def hurried() -> Iterator[Served]:
+    """Little time and room."""
+    go_on.clear()
+    waiting.clear()
+    with serving(_app, Limits(most=4, head_s=1, stall_s=2)) as one:
+        yield one
+
+
+def _answer(one: socket.socket) -> bytes:
+    received = b""
+    while not received.endswith(b"\r\n\r\n.."):
+        part = one.recv(65536)
+        assert part, received
+        received += part
+    return received
+
+
+def _closed(one: socket.socket) -> bool:
+    """Wait for the end of a connection."""
+    try:
+        while one.recv(1 << 20):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("begun", [b"", b"G", HALF], ids=["silent", "a letter", "half a head"])
+def test_a_head_that_does_not_come_ends_the_connection(hurried: Served, begun: bytes) -> None:
+    with hurried.connect(begun) as one:
+        assert _closed(one)
+
+
+def test_a_head_that_drips_ends_at_the_same_time(hurried: Served) -> None:
+    with hurried.connect(HALF) as one, pytest.raises((BrokenPipeError, ConnectionResetError)):
+        _drip(one)  # each byte is in time, the whole is not
+
+
+def _drip(one: socket.socket) -> None:
+    for _ in range(400):
+        one.sendall(b"x")
+        time.sleep(0.05)
+
+
+def test_the_second_head_has_a_deadline_too(hurried: Served) -> None:
+    with hurried.connect(WHOLE) as one:
+        assert _answer(one)
+        time.sleep(1.5)  # to say nothing between two requests is no half head
+        one.sendall(WHOLE)
+        assert _answer(one)
+        one.sendall(HALF)
+        assert _closed(one)
+    with hurried.connect(WHOLE + HALF) as one:
+        assert _answer(one)
+        assert _closed(one)
+
+
+def test_an_answer_that_takes_long_is_not_cut(hurried: Served) -> None:
+    with hurried.connect(WAITS) as one:
+        time.sleep(1.5)
+        go_on.set()
+        assert _answer(one)
+
+
+def test_the_one_idle_for_longest_makes_room(hurried: Served) -> None:
+    with hurried.connect(WAITS) as busy, hurried.connect(WHOLE) as kept:
+        assert _answer(kept)
+        soon(lambda: len(waiting) == 1)
+        others = [hurried.connect(HALF) for _ in range(6)]
+        assert _closed(kept)
+        assert hurried.ask("GET", "/").status == 200
+        go_on.set()
+        assert _answer(busy)
+    for one in others:
+        one.close()
+
+
+def test_where_none_is_idle_a_new_one_is_closed(hurried: Served) -> None:
+    busy = [hurried.connect(WAITS) for _ in range(4)]
+    soon(lambda: len(waiting) == 4)
+    with hurried.connect() as one:
+        assert _closed(one)
+    go_on.set()
+    for one in busy:
+        with one:
+            assert _answer(one)
+    assert hurried.ask("GET", "/").status == 200
+
+
+@pytest.mark.parametrize("close", [b"", b"connection: close\r\n"])
+def test_an_answer_that_is_not_read_is_given_up(hurried: Served, close: bytes) -> None:
+    with hurried.connect(LONG + close + b"\r\n", receive_buffer=4096) as one:
+        time.sleep(6)
+        assert _length(one) < LONG_BYTES
+
+
+def test_a_slow_reader_gets_all(hurried: Served) -> None:
+    with hurried.connect(LONG + b"connection: close\r\n\r\n") as one:
+        assert _length(one, pauses=12) > LONG_BYTES
+
+
+def _length(one: socket.socket, pauses: int = 0) -> int:
+    received = 0
+    try:
+        while part := one.recv(1 << 20):
+            received += len(part)
+            if pauses:
+                time.sleep(0.25)
+                pauses -= 1
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def test_descriptors_that_run_out_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio tries again every second, and as often as its backlog each time."""
+    seldom = Seldom()
+    logging.getLogger("asyncio").addFilter(seldom)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    clients: list[socket.socket] = []
+
+    async def accept(listening: socket.socket) -> None:
+        async with await asyncio.start_server(lambda reader, writer: writer.close(), sock=listening):
+            await asyncio.sleep(2.5)
+
+    with asyncio.Runner() as runner, socket.create_server(("127.0.0.1", 0)) as listening:
+        runner.get_loop()
+        clients += [socket.create_connection(listening.getsockname()) for _ in range(20)]
+        os.close(none := os.dup(listening.fileno()))  # the lowest that is free
+        resource.setrlimit(resource.RLIMIT_NOFILE, (none, hard))
+        try:
+            runner.run(accept(listening))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            logging.getLogger("asyncio").removeFilter(seldom)
+            for one in clients:
+                one.close()
+    assert len([one for one in caplog.records if "out of system resource" in one.getMessage()]) == 1
