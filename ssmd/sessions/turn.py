@@ -89,12 +89,13 @@ class NewTurn:
 
     parent: the turn before it, or None at the root. messages: the input since the parent's answer. answer: the
     assistant's message; where a given beginning was continued it is the whole message, and `messages` leaves the
-    beginning out. ids: of the whole rendered conversation up to the end of the answer's text (of one that was
-    rendered anew: up to where the next message begins, or the last control token before that). text: what those ids
-    stand for, rendered and escaped; both are empty where only the messages are known. Of both so much is at hand that
-    they can be told to go on from those of a turn above. complete: False if it was cut off by a disconnect or a shutdown. lineage: of the model whose
-    ids these are; "" on the way in: the session's. settled: None where the template is not known to keep what it wrote.
-    cut: how many messages after the system prompt the model was not shown, as they had no room in its context.
+    beginning out. ids: of the whole rendered conversation up to the end of the answer's text (of one that was rendered
+    anew: up to where the next message begins, or the last control token before that). text: what those ids stand for,
+    rendered and escaped; both are empty where only the messages are known. Of both so much is at hand that they can be
+    told to go on from those of a turn above. complete: False if it was cut off by a disconnect or a shutdown. lineage:
+    of the model whose ids these are; "" on the way in: the session's. settled: None where the template is not known to
+    keep what it wrote. cut: how many messages after the system prompt the model was not shown, as they had no room in
+    its context.
     """
 
     id: str
