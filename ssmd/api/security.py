@@ -5,7 +5,8 @@ Pure ASGI, outside of everything else, so that nothing is routed, parsed or read
 - Host: a web page can make its own name point to 127.0.0.1 (DNS rebinding); its requests then carry that name. Only
   the names allowed are answered.
 - Origin: a web page can post to 127.0.0.1 without being able to read the answer. Only the daemon's own origin and
-  the allowed ones are served, and only the allowed ones may read (CORS).
+  the allowed ones are served, and only the allowed ones may read (CORS). An image or a link of a page carries no
+  Origin; browsers say then that the page is another one (Sec-Fetch-Site).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})
 PREFLIGHT_MAX_AGE_S = 600
 DRAIN_S = 2.0
+# On every answer: nothing is anything else than its content-type says, and no other site's page may embed it.
+_ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
 
 
@@ -85,9 +88,9 @@ class Security:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        origin = headers.get("origin", "").lower()
+        origin = headers.get("origin", "")
         readable = origin != "" and not self._rules.origins.isdisjoint({origin, "*"})  # by a script of that origin
-        identity: list[tuple[bytes, bytes]] = [(b"x-request-id", f"req_{secrets.token_hex(12)}".encode())]
+        identity: list[tuple[bytes, bytes]] = [(b"x-request-id", f"req_{secrets.token_hex(12)}".encode()), *_ALWAYS]
         if readable:
             identity += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
@@ -141,10 +144,24 @@ class Security:
     def _check_origin(self, scope: Scope, headers: Headers, readable: bool) -> None:
         given = headers.getlist("origin")
         own = f"{scope['scheme']}://{headers.get('host', '')}".lower()
-        if not given or (len(given) == 1 and (readable or given[0].lower() == own)):
+        if not given:
+            self._check_site(scope["path"], headers)
+            return
+        if len(given) == 1 and (readable or given[0].lower() == own):
             return
         raise Rejected(
             f"Origin {shown(', '.join(given))} is not allowed; add it to SSMD_ALLOWED_ORIGINS if that page may ask",
+            status=403,
+            code="origin_not_allowed",
+        )
+
+    def _check_site(self, path: str, headers: Headers) -> None:
+        """Refuse what a page of another origin makes a browser fetch. To follow a link to an open path is allowed."""
+        followed = path in OPEN_PATHS and headers.get("sec-fetch-mode") == "navigate"
+        if headers.get("sec-fetch-site", "none") in ("none", "same-origin") or followed:
+            return
+        raise Rejected(
+            "a page of another site made the browser ask; add its origin to SSMD_ALLOWED_ORIGINS if its scripts may",
             status=403,
             code="origin_not_allowed",
         )
@@ -167,6 +184,8 @@ class Security:
         declared = headers.get("content-length", "0")
         if not re.fullmatch(r"[0-9]{1,18}", declared):
             raise Rejected(f"content-length {shown(declared)} is no size", code="invalid_content_length")
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy in front may believe the other
+            raise Rejected("content-length and transfer-encoding exclude each other", code="invalid_content_length")
         if int(declared) > limit:
             raise _too_large(limit)
         return limit

@@ -17,6 +17,7 @@ from ssmd.api.security import Rules, guarded
 
 KEY = "correct-horse-battery"
 LIMIT = 10_000
+APP = "vscode-webview://1abcD"
 
 
 async def _echo(request: Request) -> JSONResponse:
@@ -36,11 +37,12 @@ def _app(*, api_key: str | None = None, hosts: str | None = None) -> ASGIApp:
         Route("/echo", _echo, methods=["POST"]),
         Route("/large", _echo, methods=["POST"]),
         Route("/health", _ok),
+        Route("/list", _ok),
         Route("/crash", _crash),
     ]
     rules = Rules(
         hosts=frozenset({hosts} if hosts else {"localhost", "127.0.0.1", "[::1]", "box.lan"}),
-        origins=frozenset({"https://chat.example"}),
+        origins=frozenset({"https://chat.example", APP}),
         api_key=api_key,
         max_body_bytes=LIMIT,
         body_limits={"/large": 10 * LIMIT},
@@ -77,7 +79,9 @@ def test_any_host_is_answered_where_all_are_allowed() -> None:
         assert one.ask("GET", "/health", headers={"host": "what.ever:1"}).status == 200
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "https://chat.example.evil"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://localhost:1", "https://chat.example.evil", APP.lower()]
+)
 def test_other_origins_are_refused(served: Served, origin: str) -> None:
     answer = served.ask("POST", "/echo", {}, {"origin": origin})
     assert (answer.status, answer.error["code"]) == (403, "origin_not_allowed")
@@ -90,6 +94,35 @@ def test_own_and_allowed_origins_are_answered(served: Served) -> None:
     assert answer.status == 200
     assert answer.headers["access-control-allow-origin"] == "https://chat.example"
     assert answer.headers["vary"] == "origin"
+    assert served.ask("POST", "/echo", {}, {"origin": APP}).headers["access-control-allow-origin"] == APP
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_what_another_sites_page_embeds_is_refused(served: Served, site: str) -> None:
+    """Of an image, a frame and a link there is no Origin. A link to what is open may be followed."""
+    for path, mode in [("/list", "no-cors"), ("/list", "navigate"), ("/health", "no-cors")]:
+        answer = served.ask("GET", path, headers={"sec-fetch-site": site, "sec-fetch-mode": mode})
+        assert (answer.status, answer.error["code"]) == (403, "origin_not_allowed")
+    assert served.ask("GET", "/health", headers={"sec-fetch-site": site, "sec-fetch-mode": "navigate"}).status == 200
+    assert served.ask("GET", "/list", headers={"sec-fetch-site": site, "origin": "https://chat.example"}).status == 200
+
+
+@pytest.mark.parametrize("site", ["same-origin", "none"])
+def test_own_pages_and_typed_addresses_are_answered(served: Served, site: str) -> None:
+    assert served.ask("GET", "/list", headers={"sec-fetch-site": site}).status == 200
+
+
+def test_no_answer_is_sniffed_or_embedded(served: Served) -> None:
+    asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    for answer in [
+        served.ask("GET", "/health"),
+        served.ask("GET", "/nothing"),
+        served.ask("GET", "/crash"),
+        served.ask("OPTIONS", "/echo", headers=asked),
+        served.ask("GET", "/health", headers={"host": "evil.example"}),
+    ]:
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin"
 
 
 def test_preflight_answers_allowed_origins_only(locked: Served) -> None:
@@ -176,6 +209,13 @@ def test_what_was_not_read_is_not_taken_for_the_next_request(served: Served) -> 
     head = f"POST /echo HTTP/1.1\r\nhost: evil.example\r\ncontent-length: {len(smuggled)}\r\n\r\n".encode()
     with served.connect(head + smuggled) as one:
         assert _status(one) == 403
+        assert _closed(one)
+
+
+def test_a_body_of_two_lengths_is_refused(served: Served) -> None:
+    head = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
+    with served.connect(head + b"2\r\n{}\r\n0\r\n\r\n") as one:
+        assert _status(one) == 400
         assert _closed(one)
 
 
