@@ -26,6 +26,7 @@ from ssmd.machine.size import parse_size
 PREFIX = "SSMD_"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_FILE_BYTES = 1 << 20
+_APP_ORIGIN = re.compile(r"(?!https?:)[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|file://")
 _HOSTNAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
@@ -101,8 +102,8 @@ class Settings(BaseSettings):
     )
     allowed_origins: Names = Field(
         (),
-        description="origins (`https://chat.example`) of web pages that may call, besides pages served by ssmd itself; "
-        "`*` allows any and needs an api_key",
+        description="origins (`https://chat.example`, `app://obsidian.md`, `vscode-webview://…`) of web pages, apps "
+        "and extensions that may call, besides pages served by ssmd itself; `*` allows any and needs an api_key",
     )
     threads: int | None = Field(
         None, ge=1, le=MOST_THREADS, description="compute threads; default: what the runtime chooses"
@@ -275,6 +276,9 @@ def _bracketed(host: str) -> str:
 
 
 def _origin(text: str) -> str:
+    """An origin as browsers write it. Apps and extensions have schemes of their own (`app://obsidian.md`)."""
+    if _APP_ORIGIN.fullmatch(text):
+        return text
     try:
         parts = urlsplit(text)
         bare = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/")
@@ -282,7 +286,7 @@ def _origin(text: str) -> str:
     except ValueError:
         bare, port = False, None
     if not bare or parts.query or parts.fragment or "@" in parts.netloc:
-        raise ValueError(f"{text!r} is not an origin; expected for example 'https://chat.example' or '*'")
+        raise ValueError(f"{text!r} is not an origin; expected for example 'https://chat.example', 'app://name' or '*'")
     shown = "" if port in (None, {"http": 80, "https": 443}[parts.scheme]) else f":{port}"
     return f"{parts.scheme}://{_bracketed(parts.hostname or '')}{shown}"
 
@@ -291,7 +295,8 @@ def _read_file() -> dict[str, Any]:
     path = config_file()
     try:
         with path.open("rb") as file:
-            if hasattr(os, "getuid") and os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
+            found = os.fstat(file.fileno())
+            if hasattr(os, "getuid") and found.st_mode & stat.S_IWOTH:
                 raise SettingsError(
                     f"settings file {path} can be written by every user of this computer, so what it says cannot be "
                     f"trusted; look it through, then: chmod go-w {path}"
@@ -299,7 +304,10 @@ def _read_file() -> dict[str, Any]:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
             raise SettingsError(f"settings file {path} is larger than {MAX_FILE_BYTES} bytes")
-        return tomllib.loads(text.decode())
+        values = tomllib.loads(text.decode())
+        if "api_key" in values:
+            _check_private(path, found)
+        return values
     except FileNotFoundError:
         if os.environ.get(f"{PREFIX}CONFIG"):
             raise SettingsError(f"settings file {path}, named by {PREFIX}CONFIG, does not exist") from None
@@ -309,6 +317,18 @@ def _read_file() -> dict[str, Any]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as err:
         # The error quotes at most a position, never the text.
         raise SettingsError(f"settings file {path} is not TOML: {err}") from None
+
+
+def _check_private(path: Path, found: os.stat_result) -> None:
+    """Check that only this user reads a file with a key in it, or the group through which it is read here."""
+    if not hasattr(os, "getuid"):
+        return
+    others = stat.S_IROTH | (stat.S_IRGRP if found.st_uid == os.getuid() else 0)
+    if found.st_mode & others:
+        raise SettingsError(
+            f"settings file {path} holds an api_key and can be read by other users of this computer; take another key, "
+            f"after: chmod 600 {path}"
+        )
 
 
 def _explain(error: ErrorDetails, flags: dict[str, Any]) -> str:

@@ -65,6 +65,9 @@ def test_models_lie_in_the_data_directory_unless_named(monkeypatch: pytest.Monke
 def test_lists_in_the_environment_are_comma_separated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSMD_ALLOWED_ORIGINS", "https://Chat.example:443/, http://[::1]:3000")
     assert Settings().allowed_origins == ("https://chat.example", "http://[::1]:3000")
+    apps = "app://obsidian.md,tauri://localhost,vscode-webview://1abcD,chrome-extension://abcdefgh,file://"
+    monkeypatch.setenv("SSMD_ALLOWED_ORIGINS", apps)
+    assert Settings().allowed_origins == tuple(apps.split(","))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,8 @@ def test_allowed_hosts(flags: dict[str, Any], expected: tuple[str, ...]) -> None
         ({"allowed_origins": "chat.example"}, ("--allowed-origins", "chat.example")),
         ({"allowed_origins": "https://u@chat.example"}, ("--allowed-origins",)),
         ({"allowed_origins": "https://chat.example:99999"}, ("--allowed-origins",)),
+        ({"allowed_origins": "app://a/b"}, ("--allowed-origins", "app://a/b")),
+        ({"allowed_origins": "null"}, ("--allowed-origins",)),
         ({"allowed_origins": "*"}, ("--allowed-origins", "api_key")),
         ({"data_dir": "a\0b"}, ("--data-dir",)),
         ({"prot": 1}, ("--prot", "no such setting", "port")),
@@ -208,8 +213,32 @@ def test_a_default_with_a_file_in_the_way_is_named(tmp_path: Path, monkeypatch: 
 def test_a_settings_file_that_others_may_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_file(tmp_path / "config.toml", 'api_key = "a-secret-key"\n')
     monkeypatch.setenv("SSMD_CONFIG", str(file))
-    file.chmod(0o644)
+    file.chmod(0o600)
     assert Settings().api_key is not None
     file.chmod(0o666)
     with pytest.raises(SettingsError, match=f"chmod go-w {file}"):
         Settings()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
+def test_a_settings_file_with_a_key_that_others_may_read_is_refused(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_file(tmp_path / "config.toml", 'api_key = "a-secret-key"\n')
+    monkeypatch.setenv("SSMD_CONFIG", str(file))
+    file.chmod(mode)
+    with pytest.raises(SettingsError, match=f"chmod 600 {file}"):
+        Settings()
+    write_file(file, "port = 1\n")
+    assert Settings().port == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives files away")
+def test_a_key_may_be_read_through_a_group_where_another_owns_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_file(tmp_path / "config.toml", 'api_key = "a-secret-key"\n')
+    monkeypatch.setenv("SSMD_CONFIG", str(file))
+    os.chown(file, 65534, 0)
+    file.chmod(0o640)
+    assert Settings().api_key is not None
