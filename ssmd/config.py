@@ -41,13 +41,17 @@ def config_file() -> Path:
 
 
 def _absolute(path: Path) -> Path:
+    return _usable(_expanded(path))
+
+
+def _expanded(path: Path) -> Path:
     try:
         expanded = path.expanduser()
     except RuntimeError as err:
         raise ValueError(str(err)) from err
     if "\0" in str(path):
         raise ValueError("a path cannot contain a null character")
-    return _usable(Path(os.path.abspath(expanded)))
+    return Path(os.path.abspath(expanded))
 
 
 def _usable(path: Path) -> Path:
@@ -91,6 +95,9 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on; beyond loopback an api_key is needed")
     port: int = Field(7763, ge=0, le=65535, description="port to listen on; 0 takes any free one")
+    socket: Annotated[Path, AfterValidator(_expanded)] | None = Field(
+        None, description="path of a Unix socket to listen at, which this user alone can reach; no port is opened then"
+    )
     api_key: SecretStr | None = Field(
         None, description="what clients must send as `Authorization: Bearer …`; 8 to 512 printable ASCII characters"
     )
@@ -208,10 +215,10 @@ class Settings(BaseSettings):
 
     def check_exposure(self) -> None:
         """Check, before a port is opened, that nobody else reaches it without a key. Raises SettingsError."""
-        if not self.loopback and self.api_key is None:
+        if self.socket is None and not self.loopback and self.api_key is None:
             raise SettingsError(
                 f"host {self.host} can be reached from other computers: set an API key ({PREFIX}API_KEY, or api_key in "
-                f"{config_file()}), or use host 127.0.0.1"
+                f"{config_file()}), or use host 127.0.0.1, or a socket"
             )
 
     def prepare_models(self) -> None:

@@ -25,6 +25,7 @@ from ssmd.engine.metrics import Metrics
 from ssmd.installed import resolve
 from ssmd.machine.descriptors import raise_limit
 from ssmd.machine.memory import return_big_blocks
+from ssmd.machine.privatesocket import listen_privately
 from ssmd.machine.size import show_size
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import get_runtime
@@ -98,8 +99,22 @@ def _within_quota(store: Store) -> None:
     )
 
 
-def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on every address of `host`. Raises ServerError."""
+def listen(settings: Settings) -> tuple[list[socket.socket], str]:
+    """Sockets that listen, and how clients name their place. Raises ServerError."""
+    if settings.socket is not None:
+        try:
+            return [listen_privately(settings.socket, connections.BACKLOG)], f"the socket {settings.socket}"
+        except OSError as err:
+            raise ServerError(
+                f"cannot listen at the socket {settings.socket}: {err.strerror or err}; or choose another with --socket"
+            ) from err
+    sockets = _listen_on(settings.host, settings.port)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return sockets, f"http://{host}:{sockets[0].getsockname()[1]}/v1"
+
+
+def _listen_on(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on every address of `host`."""
     listening: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -135,7 +150,7 @@ def serve(
     raise_limit()
     settings.check_exposure()
     lock = None
-    sockets = listen(settings.host, settings.port)
+    sockets, place = listen(settings)
     try:
         if keep:
             settings.prepare()
@@ -148,8 +163,6 @@ def serve(
             one.close()
         raise
     manifest = engine.artifact.manifest
-    port = sockets[0].getsockname()[1]
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     config = uvicorn.Config(
         create_app(engine, store, settings),
         access_log=False,
@@ -165,7 +178,7 @@ def serve(
     def ready() -> None:
         announce(
             f"ssmd {__version__} serves {manifest.name} ({manifest.runtime}, {manifest.device_class}, "
-            f"{manifest.quantization}) at http://{host}:{port}/v1"
+            f"{manifest.quantization}) at {place}"
         )
 
     try:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
@@ -202,6 +203,47 @@ def test_a_key_and_a_name_from_the_environment(artifact: Path, tmp_path: Path) -
     finally:
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def at_socket(tmp_path: Path, path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = start(tmp_path, *arguments, "--socket", str(path))
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.endswith(f"at the socket {path}\n"), (line, process.communicate())
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def curl(path: Path, *arguments: str) -> Any:
+    command = ["curl", "-sS", "--unix-socket", str(path), *arguments]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+def test_a_socket_in_place_of_a_port(artifact: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ssmd.sock"
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    with at_socket(tmp_path, path, str(artifact), "--port", str(port), "--host", "0.0.0.0"):  # needs no key then
+        assert oct(path.lstat().st_mode)[-3:] == "600"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        assert curl(path, "http://localhost/health")["status"] == "ok"
+        body = {"model": artifact.name, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+        assert openai("at_socket", str(path), {**body, "logit_bias": {"0": -100, "2": -100}})
+        said = failing(tmp_path, str(artifact), "--socket", str(path), "--data-dir", str(tmp_path / "other"))
+        assert str(path) in said
+        assert "another process listens there" in said
+    assert path.exists()  # it was killed
+    with at_socket(tmp_path, path, str(artifact)) as process:
+        refused = curl(path, "http://evil.example/health")
+        assert refused["error"]["code"] == "host_not_allowed"
+        process.terminate()
+        assert process.wait(20) == 0
+    assert not path.exists()
 
 
 def test_connections_without_a_word_keep_nobody_out(artifact: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,9 @@ def serve(
     runtime: options.Runtime = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback a key is needed.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes any free one. Default 7763.")] = None,
+    socket: Annotated[
+        Path | None, typer.Option(help="Listen at this Unix socket, for this user alone, and at no port.")
+    ] = None,
     device: options.Device = None,
     threads: options.Threads = None,
     max_running: Annotated[int | None, typer.Option(help="Choices that decode at the same time.", metavar="N")] = None,
@@ -45,6 +49,7 @@ def serve(
         port=port,
         quota=quota,
         runtime=runtime,
+        socket=socket,
         threads=threads,
     )
     server.start_logging(settings.log_level)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx2
 import openai
 
 
@@ -129,6 +130,13 @@ def key(url: str, arguments: dict[str, Any]) -> Any:
     return answers
 
 
+def at_socket(path: str, arguments: dict[str, Any]) -> Any:
+    """A stream's text, over a Unix socket."""
+    with openai.DefaultHttpxClient(transport=httpx2.HTTPTransport(uds=path)) as http:
+        received = client("http://localhost", http_client=http).chat.completions.create(stream=True, **arguments)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in received)
+
+
 def retried(url: str, arguments: dict[str, Any]) -> Any:
     """A completion, asked for as often as the client thinks fit."""
     asking = client(url, max_retries=arguments["max_retries"]).chat.completions.with_raw_response
@@ -139,7 +147,8 @@ def retried(url: str, arguments: dict[str, Any]) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[str, Any], Any]] = {
-    f.__name__: f for f in (whole, stream, helper, failures, broken_stream, leave, together, models, key, retried)
+    f.__name__: f
+    for f in (whole, stream, helper, failures, broken_stream, leave, together, models, key, retried, at_socket)
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""A Unix socket that only its own user reaches: a file of mode 0600, which goes when the socket is closed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PROBE_S = 1.0
+
+
+def listen_privately(path: Path, backlog: int) -> socket.socket:
+    """Listen at `path`, also where a process that is gone left its socket. Raises OSError that says what is there."""
+    if sys.platform == "win32":
+        raise OSError(errno.ENOSYS, "Python has no Unix sockets on Windows")
+    with _alone_in(path.parent):
+        _make_way(path)
+        one = PrivateSocket(path)
+        try:
+            before = os.umask(0o177)
+            try:
+                one.bind(str(path))  # follows no link
+            finally:
+                os.umask(before)
+            one.made = path.lstat()
+            one.listen(backlog)
+        except BaseException:
+            one.close()
+            raise
+    return one
+
+
+if sys.platform != "win32":
+    import fcntl
+
+    class PrivateSocket(socket.socket):
+        """Takes its file away when it is closed, unless another stands there by then."""
+
+        def __init__(self, path: Path) -> None:
+            super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._path = path
+            self.made: os.stat_result | None = None
+
+        def close(self) -> None:
+            made, self.made = self.made, None
+            with suppress(OSError):
+                if made is not None and os.path.samestat(self._path.lstat(), made):
+                    self._path.unlink()
+            super().close()
+
+    @contextmanager
+    def _alone_in(folder: Path) -> Iterator[None]:
+        """Keep others from a folder that begin to listen there too, and check that nobody can exchange files in it."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            if found.st_uid not in (0, os.getuid()):
+                raise OSError(errno.EPERM, f"the folder {folder} belongs to another user")
+            if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+                raise OSError(errno.EPERM, f"every user may exchange files in the folder {folder}")
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OSError(errno.EBUSY, "another daemon begins to listen in this folder; try again") from None
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _make_way(path: Path) -> None:
+        """Remove a socket of this user at which nobody listens. Raises OSError for all else that is there."""
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(found.st_mode):
+            raise OSError(errno.EEXIST, "what is there is no socket, and is left alone")
+        if found.st_uid != os.getuid():
+            raise OSError(errno.EPERM, "the socket there belongs to another user")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_PROBE_S)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+                return
+            except OSError:  # it is busy, or is of another kind
+                pass
+        raise OSError(errno.EADDRINUSE, "another process listens there; stop it")
