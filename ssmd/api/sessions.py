@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ssmd.api.body import Id, StrictModel, parse_object, read_body, shown, validate
+from ssmd.api.upload import write_body
 from ssmd.engine.engine import Engine
 from ssmd.engine.request import Rejected
 from ssmd.sessions.files.packing import States
@@ -119,13 +119,7 @@ class _Sessions:
         believe = _choice(request, "reread", {"true": False, "false": True}, "false")
         file = _scratch(store)
         with _removed(file):
-            try:
-                with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-                    async for part in request.stream():
-                        await asyncio.to_thread(out.write, part)
-            except OSError as err:
-                reason = err.strerror or str(err)
-                raise Rejected(f"the file cannot be kept here: {reason}", status=507, code="storage_error") from err
+            await write_body(request, file)
             try:
                 done = await _ask(lambda: import_session(store, file, local=self._local, believe=believe))
             except SessionFileError as err:
