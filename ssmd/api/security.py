@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})
 PREFLIGHT_MAX_AGE_S = 600
 DRAIN_S = 2.0
+FREE_BYTES = 64 << 10
+RETRY_AFTER_S = 5
 # On every answer: nothing is anything else than its content-type says, and no other site's page may embed it.
 _ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
@@ -46,7 +48,8 @@ class Rules:
     """What is let in. `hosts` as a Host header writes them, lower case, without port; "*" in `hosts` or `origins`
     allows any.
 
-    `body_limits`: bytes, for the paths that differ from `max_body_bytes`.
+    `body_limits`: bytes, for the paths that differ from `max_body_bytes`, and whose bodies are not held in memory.
+    `bodies_bytes`: for the bodies of all requests under way together, where they are longer than FREE_BYTES.
     """
 
     hosts: frozenset[str]
@@ -54,6 +57,7 @@ class Rules:
     api_key: str | None = None
     max_body_bytes: int = 32 << 20
     body_limits: Mapping[str, int] = field(default_factory=dict)
+    bodies_bytes: int = 256 << 20
 
     @staticmethod
     def of(settings: Settings, body_limits: Mapping[str, int] | None = None) -> Rules:
@@ -62,6 +66,7 @@ class Rules:
             origins=frozenset(settings.allowed_origins),
             api_key=None if settings.api_key is None else settings.api_key.get_secret_value(),
             max_body_bytes=settings.max_body_bytes,
+            bodies_bytes=max(256 << 20, 2 * settings.max_body_bytes),
             body_limits=body_limits or {},
         )
 
@@ -77,6 +82,7 @@ class Security:
     def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self._app = app
         self._rules = rules
+        self._bodies = _Bodies(rules.bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -98,7 +104,7 @@ class Security:
                 (b"vary", b"origin"),
             ]
 
-        intake = _Intake(receive, headers)
+        intake = _Intake(receive, headers, None if scope["path"] in self._rules.body_limits else self._bodies)
 
         async def send_identified(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -129,6 +135,8 @@ class Security:
             await self._app(scope, intake.receive, send_identified)
         except ClientDisconnect:
             log.info("%s %s: the client went away before it had sent all", scope["method"], scope["path"])
+        finally:
+            intake.forget()
 
     def _check_host(self, headers: Headers) -> None:
         given = headers.getlist("host")
@@ -191,11 +199,21 @@ class Security:
         return limit
 
 
+@dataclass
+class _Bodies:
+    """Bytes of all requests under way. A client that declares much and sends little takes nothing from others."""
+
+    most: int
+    held: int = 0
+
+
 class _Intake:
     """A request's body on its way in, counted: its declared length may be missing (chunked)."""
 
-    def __init__(self, receive: Receive, headers: Headers) -> None:
+    def __init__(self, receive: Receive, headers: Headers, bodies: _Bodies | None) -> None:
         self._receive = receive
+        self._bodies = bodies
+        self._held = 0
         self._seen = 0
         self._asks_first = "expect" in headers
         self.limit = 0
@@ -207,8 +225,28 @@ class _Intake:
             self._seen += len(message.get("body", b""))
             if self._seen > self.limit:
                 raise _too_large(self.limit)
+            self._hold()
             self.whole = not message.get("more_body", False)
         return message
+
+    def _hold(self) -> None:
+        if self._bodies is None:
+            return
+        more = max(0, self._seen - FREE_BYTES) - self._held
+        if self._bodies.held + more > self._bodies.most:
+            raise Rejected(
+                f"the bodies of the requests under way are {self._bodies.most} bytes together; try again later",
+                status=503,
+                code="bodies_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._bodies.held += more
+        self._held += more
+
+    def forget(self) -> None:
+        """Make room for other bodies: the request has its answer."""
+        if self._bodies is not None:
+            self._bodies.held, self._held = self._bodies.held - self._held, 0
 
     async def drain(self) -> None:
         """Read what still comes, for a moment, and forget it."""

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from daemon import soon
 from serving import Served, serving
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -17,6 +18,7 @@ from ssmd.api.security import Rules, guarded
 
 KEY = "correct-horse-battery"
 LIMIT = 10_000
+WIDE = 1 << 20
 APP = "vscode-webview://1abcD"
 
 
@@ -243,3 +245,31 @@ def _closed(one: socket.socket) -> bool:
     except ConnectionResetError:
         return True
     return True
+
+
+def test_bodies_under_way_have_a_bound_together_and_short_ones_are_free() -> None:
+    arrived: list[int] = []
+
+    async def count(request: Request) -> JSONResponse:
+        async for part in request.stream():
+            arrived.append(len(part))
+        return JSONResponse({})
+
+    routes = [Route("/echo", _echo, methods=["POST"]), Route("/count", count, methods=["POST"])]
+    body = b"{" + b" " * (WIDE - 2) + b"}"
+    head = f"POST /count HTTP/1.1\r\nhost: localhost\r\ncontent-length: {WIDE}\r\n\r\n".encode()
+    rules = Rules(frozenset({"localhost", "127.0.0.1"}), bodies_bytes=WIDE)
+    with serving(guarded(routes, rules)) as one, one.connect(head), one.connect(head):  # to declare is not to send
+        assert one.ask("POST", "/echo", body).status == 200
+        with one.connect(head + body[:-1]) as slow:
+            soon(lambda: sum(arrived) == WIDE - 1)
+            refused = one.ask("POST", "/echo", body)
+            assert (refused.status, refused.error["code"]) == (503, "bodies_full")
+            assert int(refused.headers["retry-after"]) > 0
+            assert one.ask("POST", "/echo", b"{" + b" " * 60_000 + b"}").status == 200
+            slow.sendall(body[-1:])
+            assert _status(slow) == 200
+        assert one.ask("POST", "/echo", body).status == 200
+        with one.connect(head + body[:-1]):
+            soon(lambda: sum(arrived) == 2 * WIDE - 1)
+        soon(lambda: one.ask("POST", "/echo", body).status == 200)  # who left takes nothing with him
