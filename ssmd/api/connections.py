@@ -20,7 +20,7 @@ from ssmd.machine import descriptors
 log = logging.getLogger(__name__)
 HEAD_S = 10.0  # for a request's head: from the connection's first moment, later from the head's first byte
 IDLE_S = 65  # between two requests; clients keep theirs for 5 to 60 s, and should be the ones who let go
-STALL_S = 30.0  # for an answer of which nothing is read
+STALL_S = 40.0  # for an answer of which nothing is read; a stream gives up before that, and says so in the log
 MOST = 4096
 BACKLOG = 512
 _SPARE = 64
