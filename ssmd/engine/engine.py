@@ -20,6 +20,7 @@ from ssmd.engine.persistence import KeepsNothing, Persistence
 from ssmd.engine.prompt import Planner
 from ssmd.engine.queue import Queue, unavailable
 from ssmd.engine.request import Done, Event, Failed, Rejected, Request
+from ssmd.engine.sharing import Shares
 from ssmd.engine.warmup import WarmUp, once
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
@@ -59,6 +60,7 @@ class Engine:
         self._stop_tokens = frozenset(manifest.stop_tokens)
         self._queue = Queue(max_queue)
         self._running: list[Generation] = []
+        self._shares = Shares()
         self._idling = True  # something that no request waits for may be under way
         self._persistence: Persistence | KeepsNothing = KeepsNothing(program)
         if store is not None:
@@ -201,11 +203,14 @@ class Engine:
         decoding = [g for g in self._running if g.progress.choices]
         ready = None
         if len(decoding) < len(self._running):
-            ready = next((g for g in self._running if not g.progress.choices and g.kept.ready()), None)
+            reading = (g for g in self._running if not g.progress.choices and g.kept.ready())
+            ready = next((g for g in reading if self._shares.may_read(g, decoding)), None)
         if ready is None and not decoding:  # all wait for their states
             self._queue.wait(self._something_to_do, 0.05)
         if ready is not None:
+            started = time.perf_counter()
             self._guarded([ready], partial(self._advance_prompt, ready, others=bool(decoding)))
+            self._shares.spend(ready, decoding, time.perf_counter() - started)
         if decoding:
             self._guarded(decoding, partial(self._decode, decoding))
 
@@ -273,7 +278,7 @@ class Engine:
 
     def _decode(self, generations: Sequence[Generation]) -> None:
         running = [g for g in generations if g in self._running]
-        unended = [(g, choice) for g in running for choice in g.progress.choices if choice.end is None]
+        unended = self._shares.choices([(g, c) for g in running for c in g.progress.choices if c.end is None])
         if unended:
             handles = [choice.handle for _, choice in unended]
             rows = self.program.decode(handles, [choice.next_token for _, choice in unended])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import queue
 import sqlite3
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from conftest import TinyArtifacts
 from daemon import soon
 from sqlalchemy import func, select, update
 
-from ssmd.engine import persistence
+from ssmd.engine import persistence, sharing
 from ssmd.engine import writer as writer_module
 from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
@@ -555,6 +557,68 @@ def test_clients_take_turns(engine: Engine, endless: SamplingParams) -> None:
     for one in more[:2]:
         assert isinstance(one.answer().end, Done)
     assert list(dict.fromkeys(order)) == ["c1", "a1", "a2"]
+
+
+def steps(program: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What the program is called for from now on: (name, how many handles or tokens)."""
+    made: list[tuple[str, int]] = []
+    for name in ("prefill", "decode"):
+        call = getattr(program, name)
+
+        def counted(what: Any, tokens: list[int], name: str = name, call: Any = call) -> Any:
+            made.append((name, len(tokens)))
+            return call(what, tokens)
+
+        monkeypatch.setattr(program, name, counted)
+    return made
+
+
+def test_one_of_each_client_s_answers_gets_a_token_in_a_step(
+    engine: Engine, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = steps(engine.program, monkeypatch)
+    slowly = partial(time.sleep, 0.002)
+    greedy = [
+        Asked(engine, user(f"Mine {i}."), max_tokens=60, sampling=endless, client="a", before=slowly) for i in range(2)
+    ]
+    for one in greedy:
+        assert isinstance(one.next(), Delta)
+    made.clear()
+    honest = Asked(engine, user("Just one."), max_tokens=40, sampling=endless, client="b", before=slowly)
+    assert honest.answer().usage.completion_tokens == 40
+    both = [count for name, count in made if name == "decode" and count > 1]
+    assert set(both) == {2}, "of three answers two are computed in a step"
+    assert both.count(2) >= 39
+    lengths = [one.answer().usage.completion_tokens for one in greedy]
+    assert lengths == [60, 60]
+    counts = [count for name, count in made if name == "decode"]
+    assert counts[-3:].count(1) <= 2, "alone again, both go on at once"
+
+
+def test_prompts_without_end_are_read_in_a_part_of_the_time(
+    engine: Engine, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "CREDIT_S", 0.001)
+    made = steps(engine.program, monkeypatch)
+    until = [0]
+
+    def slowly() -> None:
+        until[0] = len(made)
+        time.sleep(0.003)
+
+    honest = Asked(engine, user("A long one."), max_tokens=380, sampling=endless, client="b", before=slowly)
+    assert isinstance(honest.next(), Delta)
+    made.clear()
+    long = user("x" * 300)
+    flood = [Asked(engine, long, max_tokens=1, client="a", store=False) for _ in range(3)]
+    honest.answer()
+    beside = made[: until[0]]
+    for one in flood:
+        assert one.answer().usage.prompt_tokens > 64
+    pieces = [i for i, (name, _) in enumerate(beside) if name == "prefill"]
+    between = [b - a for a, b in pairwise(pieces)]
+    assert pieces
+    assert statistics.median(between) >= 3, "every second call was one, steps of the other stream come between"
 
 
 def test_when_to_come_back_follows_from_how_fast_the_queue_is(engine: Engine) -> None:

@@ -1,0 +1,138 @@
+"""One honest stream beside clients that mean no good, or do no good: how long it waits from token to token.
+
+benchmarks/neighbours.py [MODEL]     an artifact's name or path; default: smollm2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+from daemon_process import DaemonProcess, conditions
+
+TOKENS = 150
+HONEST, OTHER = "127.0.0.2", "127.0.0.1"  # clients are told apart by address
+MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
+
+
+def connect(port: int, address: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(address, 0))
+
+
+def head(length: int) -> bytes:
+    return (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {length}\r\n\r\n"
+    ).encode()
+
+
+def body(content: str, **fields: object) -> bytes:
+    messages = [{"role": "user", "content": content}]
+    return json.dumps({"model": NAME, "messages": messages, "stream": True, **fields}).encode()
+
+
+def honest_gaps_ms(port: int) -> list[float]:
+    """The gaps of a stream, from its first delta on."""
+    raw = body("Tell a long story of a lighthouse and its keeper.", max_tokens=TOKENS, temperature=0, store=False)
+    arrived: list[float] = []
+    with connect(port, HONEST) as one:
+        one.sendall(head(len(raw)) + raw)
+        part = b""
+        while b"[DONE]" not in part:
+            part = one.recv(1 << 16)
+            if not part or b'"error"' in part:
+                raise RuntimeError(f"the honest stream broke off: {part!r}")
+            arrived += [time.perf_counter() * 1e3] * part.count(b'"delta":{"content":"')
+    return [b - a for a, b in pairwise(arrived)]
+
+
+def ask(port: int, raw: bytes, *, read: bool = True) -> None:
+    with contextlib.suppress(OSError), connect(port, OTHER) as one:
+        one.sendall(head(len(raw)) + raw)
+        while read and one.recv(1 << 16):
+            pass
+
+
+def again(work: Callable[[int], None]) -> Callable[[int, threading.Event], None]:
+    def until(port: int, over: threading.Event) -> None:
+        while not over.is_set():
+            work(port)
+
+    return until
+
+
+def held(first: bytes, more: bytes, count: int) -> Callable[[int, threading.Event], None]:
+    """Connections that begin with something, and then send a little now and then."""
+
+    def until(port: int, over: threading.Event) -> None:
+        open_: list[socket.socket] = []
+        with contextlib.suppress(OSError):
+            for _ in range(count):
+                open_.append(connect(port, OTHER))
+                open_[-1].sendall(first)
+        while not over.wait(0.5):
+            for one in open_:
+                with contextlib.suppress(OSError):
+                    one.sendall(more)
+        for one in open_:
+            one.close()
+
+    return until
+
+
+def neighbours() -> dict[str, list[Callable[[int, threading.Event], None]]]:
+    long = body("hello world " * 175_000)
+    keys = body("hi")[:-1] + b"," + b",".join(b'"k%d":1' % i for i in range(700_000)) + b"}"
+    return {
+        "nobody": [],
+        "another like it": [again(lambda port: ask(port, body("And another story.", max_tokens=TOKENS)))],
+        "a flood: 16 that ask at once, again and again": [
+            again(lambda port: ask(port, body("Tell me more.", max_tokens=60))) for _ in range(16)
+        ],
+        "16 that ask and go away": [again(lambda port: ask(port, body("Never mind."), read=False)) for _ in range(16)],
+        "a prompt of 2 MiB, again and again": [again(lambda port: ask(port, long))],
+        "8 MiB of unknown names, again and again": [again(lambda port: ask(port, keys))],
+        "200 silent connections": [held(b"", b"", 200)],
+        "100 bodies that drip": [held(head(1000), b" ", 100)],
+        "100 heads that drip": [held(b"GET /health HTTP/1.1\r\n", b"x: y\r\n", 100)],
+    }
+
+
+def main() -> None:
+    global NAME
+    print(conditions())
+    with tempfile.TemporaryDirectory() as folder, DaemonProcess(MODEL, Path(folder) / "data") as daemon:
+        NAME = daemon.get("/v1/models")[1]["data"][0]["id"]
+        honest_gaps_ms(daemon.port)
+        print(f"{NAME}, {TOKENS} tokens, gaps of the honest stream in ms\n")
+        print("| beside it | p50 | p95 | longest | p95, alone = 1 | MB |\n| --- | --- | --- | --- | --- | --- |")
+        alone = None
+        for name, others in neighbours().items():
+            over = threading.Event()
+            threads = [threading.Thread(target=one, args=(daemon.port, over), daemon=True) for one in others]
+            for thread in threads:
+                thread.start()
+            time.sleep(2 if threads else 0)
+            gaps = sorted(honest_gaps_ms(daemon.port))
+            over.set()
+            p50, p95, longest = statistics.median(gaps), gaps[int(len(gaps) * 0.95)], gaps[-1]
+            alone = alone or p95
+            numbers = f"{p50:.1f} | {p95:.1f} | {longest:.0f} | {p95 / alone:.1f} | {daemon.resident_mb()[0]:.0f}"
+            print(f"| {name} | {numbers} |", flush=True)
+            for thread in threads:
+                thread.join(60)
+
+
+NAME = ""
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""How clients share the device: who gets the next tokens, and who may read a prompt while others wait for theirs.
+
+One client has all of it. While several have answers under way, each of them gets a token in every step, however many
+answers it has; and prompts that one of them sends without end are read in a small part of the time, so that most steps
+of the others are no longer than they would be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ssmd.engine.choice import Choice
+from ssmd.engine.generation import Generation
+
+CREDIT_S = 1.0  # for which a client may read prompts beside others' answers at once
+REFILL = 0.15  # of the time: then one step in some twenty has a piece of 64 tokens in it
+Open = tuple[Generation, Choice]
+
+
+class Shares:
+    """The worker's alone."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, int] = {}
+        self._credit: dict[str, tuple[float, float]] = {}  # by client: seconds, and when that was counted
+
+    def choices(self, unended: Sequence[Open]) -> Sequence[Open]:
+        """Those that get a token in this step: all of one client's; one of each, in turn, where there are several."""
+        by_client: dict[str, list[Open]] = {}
+        for g, choice in unended:
+            by_client.setdefault(g.asked.request.client, []).append((g, choice))
+        if len(by_client) < 2:
+            return unended
+        self._turns = {client: self._turns.get(client, 0) + 1 for client in by_client}
+        return [mine[self._turns[client] % len(mine)] for client, mine in by_client.items()]
+
+    def may_read(self, g: Generation, decoding: Sequence[Generation]) -> bool:
+        """Whether a piece of this prompt may be read now, beside the answers that are under way."""
+        client = g.asked.request.client
+        return all(other.asked.request.client == client for other in decoding) or self._left(client) > 0
+
+    def spend(self, g: Generation, decoding: Sequence[Generation], seconds: float) -> None:
+        """Note how long a piece took from others, if there were any."""
+        client = g.asked.request.client
+        if any(other.asked.request.client != client for other in decoding):
+            now = time.perf_counter()
+            self._credit = {c: known for c, known in self._credit.items() if self._at(known, now) < CREDIT_S}
+            self._credit[client] = (self._left(client) - seconds, now)
+
+    def _left(self, client: str) -> float:
+        known = self._credit.get(client)
+        return CREDIT_S if known is None else self._at(known, time.perf_counter())
+
+    @staticmethod
+    def _at(known: tuple[float, float], now: float) -> float:
+        return min(CREDIT_S, known[0] + REFILL * (now - known[1]))
