@@ -34,6 +34,7 @@ from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
 log = logging.getLogger(__name__)
+SWITCH_S = 0.0005  # for which one thread may keep the others, of which one decodes, from running
 STALL_S = 30.0
 GRACE_S = 10.0
 FLUSH_S = 5
@@ -147,6 +148,7 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises what `open_engine` raises, and ServerError."""
     return_big_blocks()
+    sys.setswitchinterval(SWITCH_S)
     raise_limit()
     settings.check_exposure()
     lock = None

@@ -48,6 +48,11 @@ class Delivery:
         self._gone.set()
         self._events.put_nowait(None)
 
+    def check(self) -> None:
+        """Check that somebody waits still. Raises Gone."""
+        if self._gone.is_set():
+            raise Gone
+
     async def unless_gone(self, other: asyncio.Event) -> None:
         """Wait for something else before the first event. Raises Gone as soon as the client went away."""
         waits = [asyncio.create_task(event.wait()) for event in (other, self._gone)]

@@ -138,7 +138,9 @@ class Front:
         mark = await asyncio.to_thread(self._repeats.mark, http.headers, raw)
         if not mark.repeats:
             self._check(mark)
+        delivery.check()
         asking = await asyncio.to_thread(self._look_at, raw)
+        delivery.check()
         request = replace(asking.request, client=_client(http))
         if not (request.store and self._engine.keeps):
             return asking, _head(await asyncio.to_thread(self._engine.submit, request, delivery))
@@ -148,6 +150,7 @@ class Front:
             delivery.replay(events(reply))
             return asking, Head(reply.answer["id"], reply.answer["created"], reply.session, replayed=True)
         try:
+            delivery.check()
             request = in_place_of(request, mark, reply)
             generation = await asyncio.to_thread(self._engine.submit, request, delivery)
         except BaseException as err:  # whatever it is: who repeats the request must not wait for this one
