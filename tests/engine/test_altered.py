@@ -14,22 +14,24 @@ from pathlib import Path
 import pytest
 from conftest import TinyArtifacts
 from engine.test_engine import Asked, program_of, user
-from engine.test_growing import QUESTIONS, SYSTEM, Talk, first_token, talked, told
+from engine.test_growing import QUESTIONS, SYSTEM, Talk, first_token, plan, talked, told
 from engine.test_rerender import engine_of
 from keeping import whole as whole_of
 from sqlalchemy import LargeBinary, String
 
 from ssmd.engine import writer
 from ssmd.engine.engine import Engine
+from ssmd.engine.request import Rejected
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.fsck.check import examine
+from ssmd.sessions.fsck.repair import repair
 from ssmd.sessions.line import Line
 from ssmd.sessions.rows.checkpoints import named_by
 from ssmd.sessions.rows.schema import checkpoint
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import conversation
+from ssmd.sessions.turn import StoreError, UnknownSession, conversation
 
 WHOSE = ("seq", "session", "owner")  # what may change with who has a turn: nothing tells that they were altered
 FULL = pytest.mark.full
@@ -159,3 +161,23 @@ def test_an_altered_row(
                 if column not in NOT_HEALED:
                     with store.reading() as connection:
                         assert not examine(connection).damages, value
+
+
+def test_a_session_whose_row_is_gone_is_not_unknown(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
+    """Its turns are there: who names it is told what makes it anew, and then goes on in it."""
+    with engine_of(*loaded, tmp_path / "data") as (engine, store):
+        talk = talked(engine, (), *QUESTIONS[:2])
+        session = store.sessions()[0].id
+        with closing(sqlite3.connect(store.file)) as raw, raw:
+            assert raw.execute("DELETE FROM session").rowcount == 1
+        for ask in (lambda: plan(engine, (*talk, user("And?")), session=session), lambda: store.delete(session)):
+            with pytest.raises((Rejected, StoreError), match=f"{session}.*session check --repair") as refused:
+                ask()
+            assert not isinstance(refused.value, UnknownSession)
+            assert getattr(refused.value, "status", 503) == 503
+        with pytest.raises(Rejected, match="there is no session 'another'"):
+            plan(engine, (*talk, user("And?")), session="another")
+    assert repair(tmp_path / "data").repaired
+    with engine_of(*loaded, tmp_path / "data") as (engine, store):
+        assert [t.session for t in store.turns(session)] == [session, session]
+        assert plan(engine, (*talk, user("And?")), session=session).found is not None

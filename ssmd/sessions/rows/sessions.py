@@ -27,10 +27,14 @@ _SESSIONS = select(
 
 
 def session_row(connection: Connection, session_id: str) -> Any:
-    """Read one row of _SESSIONS. Raises UnknownSession."""
+    """Read one row of _SESSIONS. Raises UnknownSession, but StoreError if only the session's turns are there."""
     with as_they_are(connection):
         row = connection.execute(_SESSIONS.where(_s.id == session_id)).one_or_none()
     if row is None:
+        if connection.execute(select(turn.c.id).where(turn.c.session == session_id).limit(1)).first() is not None:
+            raise StoreError(
+                f"session {session_id!r} was damaged, its turns are there: `ssmd session check --repair` makes it anew"
+            )
         raise UnknownSession(f"there is no session {session_id!r}; `ssmd session list` shows those there are")
     return row
 
