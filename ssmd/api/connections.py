@@ -26,7 +26,13 @@ BACKLOG = 512
 _SPARE = 64
 _SELDOM_S = 60.0
 _TOO_MANY = "too many connections"
-_BY_STRANGERS = ("socket.accept() out of system resource", "Invalid HTTP request", "Unsupported upgrade", _TOO_MANY)
+_BY_STRANGERS = {  # how often a minute each of these is written
+    "socket.accept() out of system resource": 1,
+    "Invalid HTTP request": 1,
+    "Unsupported upgrade": 1,
+    _TOO_MANY: 1,
+    "refused ": 30,
+}
 
 
 @dataclass(frozen=True)
@@ -55,28 +61,31 @@ def limit(config: Config, limits: Limits) -> None:
     config.http = type("Connection", (_Connection,), {"limits": limits, "idle": idle})
     config.backlog = limits.backlog
     config.timeout_keep_alive = IDLE_S
-    for name in ("asyncio", "uvicorn.error", __name__):
+    for name in ("asyncio", "uvicorn.error", "ssmd.api.security", __name__):
         logger = logging.getLogger(name)
         if not any(isinstance(one, Seldom) for one in logger.filters):
             logger.addFilter(Seldom())
 
 
 class Seldom(logging.Filter):
-    """Lets each message that strangers can cause through once a minute."""
+    """Lets messages that strangers can cause through a few times a minute, and then tells how many there were more."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: dict[str, float] = {}
+        self._seen: dict[str, tuple[float, int]] = {}  # since when, and how often
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = next((start for start in _BY_STRANGERS if str(record.msg).startswith(start)), None)
         if kind is None:
             return True
-        now = time.monotonic()
-        if now - self._last.get(kind, -_SELDOM_S) < _SELDOM_S:
-            return False
-        self._last[kind] = now
-        return True
+        now, most = time.monotonic(), _BY_STRANGERS[kind]
+        since, seen = self._seen.get(kind, (now, 0))
+        if now - since >= _SELDOM_S:
+            if seen > most:
+                record.msg = f"{record.msg} ({seen - most} more like it before, not written)"
+            since, seen = now, 0
+        self._seen[kind] = (since, seen + 1)
+        return seen < most
 
 
 class _Connection(H11Protocol):

@@ -21,6 +21,7 @@ from starlette.responses import FileResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ssmd.api import connections
 from ssmd.api.connections import Limits, Seldom
 from ssmd.api.sessions import _PassingFile
 
@@ -199,3 +200,19 @@ def test_descriptors_that_run_out_are_logged_once(caplog: pytest.LogCaptureFixtu
             for one in clients:
                 one.close()
     assert len([one for one in caplog.records if "out of system resource" in one.getMessage()]) == 1
+
+
+def test_strangers_who_are_refused_fill_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some are told each minute, and then how many there were more; what is not theirs is told always."""
+    seldom = Seldom()
+
+    def record(text: str) -> logging.LogRecord:
+        return logging.LogRecord("ssmd.api.security", logging.INFO, "", 0, text, ("GET", "/", "no"), None)
+
+    told = [seldom.filter(record("refused %s %s: %s")) for _ in range(1000)]
+    assert told == [True] * 30 + [False] * 970
+    assert all(seldom.filter(record("%s %s: %s")) for _ in range(100))
+    monkeypatch.setattr(connections, "_SELDOM_S", 0.0)
+    late = record("refused %s %s: %s")
+    assert seldom.filter(late)
+    assert late.getMessage() == "refused GET /: no (970 more like it before, not written)"
