@@ -138,7 +138,7 @@ def test_where_none_is_idle_a_new_one_is_closed(hurried: Served) -> None:
     assert hurried.ask("GET", "/").status == 200
 
 
-@pytest.mark.parametrize("close", [b"", b"connection: close\r\n"])
+@pytest.mark.parametrize("close", [b"", pytest.param(b"connection: close\r\n", marks=pytest.mark.full)])
 def test_an_answer_that_is_not_read_is_given_up(hurried: Served, close: bytes) -> None:
     with hurried.connect(LONG + close + b"\r\n", receive_buffer=4096) as one:
         time.sleep(6)

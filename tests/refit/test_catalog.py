@@ -417,9 +417,8 @@ def test_shipped_graphs_compute_here_what_they_did(runtime: str, device_class: s
 
 
 # CI asks LiteRT's the same question of a wheel in an environment of its own: scripts/wheel.
-@pytest.mark.parametrize(
-    "runtime", [pytest.param("litert", marks=pytest.mark.full), "openvino", pytest.param("npu", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("runtime", ["litert", "openvino", "npu"])
 def test_the_first_run_makes_smollm2_without_pytorch(runtime: str, tmp_path: Path) -> None:
     """Real weights in a graph that was made with others; nothing else of a converter may be loaded either."""
     code = (

@@ -467,7 +467,7 @@ class Sessions(RuleBasedStateMachine):
                 self.checked[row.id] = fingerprint(state)
 
 
-@pytest.fixture(params=["granite", "llama"])
+@pytest.fixture(params=["granite", pytest.param("llama", marks=pytest.mark.full)])
 def machine(request: pytest.FixtureRequest, artifacts: TinyArtifacts, tmp_path: Path) -> Iterator[type[Sessions]]:
     artifact = Artifact.open(artifacts[f"{request.param}-f32"])
     program = get_runtime("litert").load(artifact, threads=1)

@@ -443,6 +443,7 @@ def test_a_probe_that_is_killed_falls_back_and_says_so(
     assert runtime_of("coreml").load(artifact, device="ane").producer.endswith("ane")
 
 
+@pytest.mark.full
 def test_the_probe_itself(artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its process: right golden values pass, others do not."""
     monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "cache"))
