@@ -95,7 +95,7 @@ class _Connection(H11Protocol):
     _head: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in the class above it
         super().connection_made(transport)
         if len(self.connections) > self.limits.most and not self._make_room():
             log.warning(_TOO_MANY + ": %d are open and none is idle; a new one is closed", self.limits.most)
