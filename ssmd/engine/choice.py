@@ -9,8 +9,9 @@ from typing import Literal
 from ssmd.engine.request import Delta, FinishReason, Request, TokenLogprob
 from ssmd.engine.sampling import Sample, Sampler
 from ssmd.runtime.protocol import Handle, Logits
+from ssmd.text.detokenizer import Detokenizer
 from ssmd.text.stops import StopStrings
-from ssmd.text.tokenizer import Detokenizer, Tokenizer
+from ssmd.text.tokenizer import Tokenizer
 
 End = FinishReason | Literal["cancelled"]
 

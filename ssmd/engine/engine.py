@@ -32,7 +32,6 @@ from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 BUCKET_WHILE_OTHERS_DECODE = 64
-SPARE_LANES = 1  # for who has none, while others have them all
 
 
 class Engine:
@@ -60,7 +59,7 @@ class Engine:
         self._stop_tokens = frozenset(manifest.stop_tokens)
         self._queue = Queue(max_queue)
         self._running: list[Generation] = []
-        self._shares = Shares()
+        self._shares = Shares(max_running)
         self._idling = True  # something that no request waits for may be under way
         self._persistence: Persistence | KeepsNothing = KeepsNothing(program)
         if store is not None:
@@ -175,22 +174,13 @@ class Engine:
 
     def _next(self) -> Generation | None:
         """The request to admit now, if there is one and room for it."""
-        room = self._room()
-        return None if room is None else self._queue.take(room)
-
-    def _room(self) -> frozenset[str] | None:
-        """Clients that have no room, None if nobody has: for one that has nothing running there is a lane more."""
-        in_use = self._choices_in_use()
-        if in_use < self._max_running:
-            return frozenset()
-        if in_use < self._max_running + SPARE_LANES:
-            return frozenset(g.asked.request.client for g in self._running)
-        return None
+        served = self._shares.served(self._running, self._choices_in_use())
+        return None if served is None else self._queue.take(served)
 
     def _something_to_do(self) -> bool:
         restored = any(g.kept.ready() for g in self._running)
-        room = self._room()
-        admissible = room is not None and self._queue.waits(room)
+        served = self._shares.served(self._running, self._choices_in_use())
+        admissible = served is not None and self._queue.waits(served)
         return restored or self._queue.closing or self._queue.any_departed or admissible
 
     def _choices_in_use(self) -> int:

@@ -1,4 +1,4 @@
-"""How clients share the device: who gets the next tokens, and who may read a prompt while others wait for theirs.
+"""How clients share the device: who gets a lane and the next tokens, and who may read a prompt beside others' answers.
 
 One client has all of it. While several have answers under way, each of them gets a token in every step, however many
 answers it has; and prompts that one of them sends without end are read in a small part of the time, so that most steps
@@ -13,17 +13,30 @@ from collections.abc import Sequence
 from ssmd.engine.choice import Choice
 from ssmd.engine.generation import Generation
 
+SPARE_LANES = 1  # for who has none, while others have them all
 CREDIT_S = 1.0  # for which a client may read prompts beside others' answers at once
 REFILL = 0.15  # of the time: then one step in some twenty has a piece of 64 tokens in it
 Open = tuple[Generation, Choice]
 
 
 class Shares:
-    """The worker's alone."""
+    """The worker's alone. max_running: choices that decode at the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
         self._turns: dict[str, int] = {}
         self._credit: dict[str, tuple[float, float]] = {}  # by client: seconds, and when that was counted
+
+    def served(self, running: Sequence[Generation], in_use: int) -> frozenset[str] | None:
+        """Clients that get no lane now, beside those that are `in_use`; None if nobody gets one.
+
+        For a client that has nothing running there is a lane more.
+        """
+        if in_use < self._max_running:
+            return frozenset()
+        if in_use < self._max_running + SPARE_LANES:
+            return frozenset(g.asked.request.client for g in running)
+        return None
 
     def choices(self, unended: Sequence[Open]) -> Sequence[Open]:
         """Those that get a token in this step: all of one client's; one of each, in turn, where there are several."""

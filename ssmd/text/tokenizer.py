@@ -6,7 +6,6 @@ message is made inert by `escape` before rendering, and `encode` turns it into t
 
 from __future__ import annotations
 
-import codecs
 import os
 import re
 import secrets
@@ -53,7 +52,7 @@ class Tokenizer:
         self.vocabulary: int = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._controls = set(self._special) | set(stop_tokens)
         self._library = library
-        self._decoding = decoding
+        self.decoding = decoding
         self._bytes: dict[int, bytes] = {}
         self._added = added
 
@@ -253,11 +252,6 @@ class Tokenizer:
                 piece += data
         return [*found, piece.decode(errors="replace")] == expected
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens left out. Bytes that are no UTF-8 become U+FFFD."""
-        stream = Detokenizer(self)
-        return "".join([*map(stream.push, ids), stream.flush()])
-
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token stands for (a control token: its name); b"" for an id that is not in the vocabulary."""
         known = self._bytes.get(token)
@@ -266,7 +260,7 @@ class Tokenizer:
                 known = self._special[token].encode()
             else:
                 piece = self.piece(token)
-                known = b"" if piece is None else self._decoding.of(piece)
+                known = b"" if piece is None else self.decoding.of(piece)
             self._bytes[token] = known
         return known
 
@@ -328,45 +322,6 @@ class Tokenizer:
                 for probe in _PROBES
             )
         return True
-
-
-class Detokenizer:
-    """The text of one answer, token by token: whole characters only, O(1) a token, in the end `decode` of them all."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoding = tokenizer._decoding
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._first = True
-        self._strip = self._decoding.strip[1]
-
-    def push(self, token: int) -> str:
-        """The text that is complete with this token, or "" while a character is unfinished."""
-        if self._tokenizer.is_control(token):
-            return ""
-        data = self._tokenizer.token_bytes(token)
-        if not self._first:
-            return self._stripped(self._utf8.decode(self._decoding.separator + data if data else b""))
-        piece = self._tokenizer.piece(token)
-        if piece is None:
-            return ""
-        self._first = False
-        if drops := self._decoding.first_drops:
-            data = self._decoding.of(piece.replace(drops, ""))
-        return self._stripped(self._utf8.decode(data))
-
-    def flush(self) -> str:
-        """What an unfinished character at the end comes to: U+FFFD, or "" if there is none."""
-        return self._stripped(self._utf8.decode(b"", final=True))
-
-    def _stripped(self, text: str) -> str:
-        while self._strip and text:
-            if not text.startswith(self._decoding.strip[0]):
-                self._strip = 0
-                break
-            text = text[1:]
-            self._strip -= 1
-        return text
 
 
 def _gave_up(err: BaseException) -> bool:
