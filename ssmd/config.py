@@ -6,28 +6,25 @@ field names as keys, at `SSMD_CONFIG`, else `config.toml` in the platform's sett
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import stat
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import platformdirs
 from pydantic import AfterValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from ssmd.machine import hosts
 from ssmd.machine.processor import MOST_THREADS
 from ssmd.machine.size import parse_size
 
 PREFIX = "SSMD_"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_FILE_BYTES = 1 << 20
-_APP_ORIGIN = re.compile(r"(?!https?:)[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|file://")
-_HOSTNAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
 class SettingsError(ValueError):
@@ -174,7 +171,7 @@ class Settings(BaseSettings):
     @classmethod
     def _host_is_an_address(cls, value: str) -> str:
         bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
-        if _address(bare) is None and not _is_hostname(bare):
+        if hosts.address(bare) is None and not hosts.is_hostname(bare):
             raise ValueError("expected an IP address or a host name, without scheme and port")
         return bare
 
@@ -188,16 +185,16 @@ class Settings(BaseSettings):
     @field_validator("allowed_hosts")
     @classmethod
     def _hosts_are_names(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        bound = _address(info.data.get("host", ""))
+        bound = hosts.address(info.data.get("host", ""))
         wildcard = bound is not None and bound.is_unspecified
         names = list(LOOPBACK_NAMES)
         if not wildcard and "host" in info.data:
-            names.append(_bracketed(info.data["host"]))
+            names.append(hosts.bracketed(info.data["host"]))
         for name in value or (("*",) if wildcard else ()):
             bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
-            if name != "*" and _address(bare) is None and not _is_hostname(name):
+            if name != "*" and hosts.address(bare) is None and not hosts.is_hostname(name):
                 raise ValueError(f"{name!r} is not a host name or IP address (no scheme, no port), nor '*'")
-            names.append(_bracketed(bare))
+            names.append(hosts.bracketed(bare))
         return tuple(dict.fromkeys(names))
 
     @field_validator("allowed_origins")
@@ -205,12 +202,12 @@ class Settings(BaseSettings):
     def _origins_are_origins(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if "*" in value and info.data.get("api_key") is None:
             raise ValueError("'*' lets every web page call this computer: set an api_key with it")
-        return tuple(dict.fromkeys(origin if origin == "*" else _origin(origin) for origin in value))
+        return tuple(dict.fromkeys(one if one == "*" else hosts.origin(one) for one in value))
 
     @property
     def loopback(self) -> bool:
         """Whether `host` can be reached from this computer only."""
-        address = _address(self.host)
+        address = hosts.address(self.host)
         return self.host.lower() == "localhost" if address is None else address.is_loopback
 
     def check_exposure(self) -> None:
@@ -263,39 +260,6 @@ def make_private(folder: Path) -> None:
     """Make a folder and those above it that are missing, all with mode 0700. Raises OSError."""
     for one in (*reversed(folder.absolute().parents), folder):
         one.mkdir(mode=0o700, exist_ok=True)
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
-
-
-def _is_hostname(name: str) -> bool:
-    # A dotted number that is no address is a typing error, not a name.
-    return _HOSTNAME.fullmatch(name) is not None and not re.fullmatch(r"[0-9.]+", name)
-
-
-def _bracketed(host: str) -> str:
-    """Write a host as a Host header does: IPv6 in brackets, lower case."""
-    return f"[{host}]" if ":" in host else host.lower().rstrip(".")
-
-
-def _origin(text: str) -> str:
-    """An origin as browsers write it. Apps and extensions have schemes of their own (`app://obsidian.md`)."""
-    if _APP_ORIGIN.fullmatch(text):
-        return text
-    try:
-        parts = urlsplit(text)
-        bare = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/")
-        port = parts.port
-    except ValueError:
-        bare, port = False, None
-    if not bare or parts.query or parts.fragment or "@" in parts.netloc:
-        raise ValueError(f"{text!r} is not an origin; expected for example 'https://chat.example', 'app://name' or '*'")
-    shown = "" if port in (None, {"http": 80, "https": 443}[parts.scheme]) else f":{port}"
-    return f"{parts.scheme}://{_bracketed(parts.hostname or '')}{shown}"
 
 
 def _read_file() -> dict[str, Any]:

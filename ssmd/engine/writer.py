@@ -16,8 +16,8 @@ from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import NewCheckpoint, Scope
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply
-from ssmd.sessions.rows.database import DiskFull
 from ssmd.sessions.rows.encoded import Encoded, encode
+from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
 from ssmd.text.messages import Message

@@ -20,8 +20,8 @@ from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.blobs import joined
 from ssmd.sessions.rows.checkpoints import Placed
-from ssmd.sessions.rows.database import DiskFull
 from ssmd.sessions.rows.encoded import Encoded
+from ssmd.sessions.rows.faults import DiskFull, disk_full
 from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.snapshot import Snapshot
@@ -126,7 +126,7 @@ class Store:
             with database.writing(self._engine, self.file) as connection:
                 return commits.write(connection, session, turns, some, self.quota, reply, heard or {})
 
-        full = None if self._has_room(checkpoints) else database.disk_full(self.file)
+        full = None if self._has_room(checkpoints) else disk_full(self.file)
         if full is None:
             try:
                 placed = write(checkpoints)
@@ -145,7 +145,7 @@ class Store:
 
     def _check_room(self, checkpoints: Sequence[Encoded]) -> None:
         if not self._has_room(checkpoints):
-            raise database.disk_full(self.file)
+            raise disk_full(self.file)
 
     def keep(self, checkpoint: Encoded) -> Placed:
         """Write a checkpoint ahead of its turn. The turn's commit, given it `without_data`, then only links it.

@@ -16,7 +16,8 @@ from sqlalchemy import Connection, delete, func, insert, literal_column, select,
 from ssmd.sessions.fsck.check import examine
 from ssmd.sessions.fsck.findings import Damage, Findings, Home, is_moment, is_text, is_time
 from ssmd.sessions.fsck.salvage import salvage
-from ssmd.sessions.rows import database, erasure, growth
+from ssmd.sessions.rows import erasure, growth
+from ssmd.sessions.rows.faults import DamagedFile
 from ssmd.sessions.rows.holding import batches, count_again
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, metadata, reply, segment, session, total, turn
 from ssmd.sessions.rows.turns import as_they_are, from_micros
@@ -45,7 +46,7 @@ def check(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int =
     try:
         with contextlib.closing(Store.open(data_dir, busy_ms=busy_ms)) as store, store.reading() as connection:
             found = examine(connection, progress)
-    except database.DamagedFile as err:  # maybe only said when the transaction ends
+    except DamagedFile as err:  # maybe only said when the transaction ends
         found = found if found is not None and found.torn else Findings.of_torn_file(str(err.__cause__))
     return Checked(tuple(found.damages), *found.counted)
 
@@ -56,7 +57,7 @@ def repair(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int 
     kept = None
     try:
         damages, counted = _repair_rows(data_dir, progress, busy_ms)
-    except database.DamagedFile as err:
+    except DamagedFile as err:
         torn = Findings.of_torn_file(str(err.__cause__ or err)).damages
         kept, lost = salvage(data_dir, busy_ms)
         damages, counted = _repair_rows(data_dir, progress, busy_ms)
@@ -70,7 +71,7 @@ def _repair_rows(data_dir: Path, progress: Progress, busy_ms: int) -> tuple[list
         with store.writing() as connection:
             found = examine(connection, progress)
             if found.torn:
-                raise database.DamagedFile(found.damages[0].problem)
+                raise DamagedFile(found.damages[0].problem)
             damages = _mend(connection, found)
         if damages:
             store.collect()  # gives the space back

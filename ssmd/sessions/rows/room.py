@@ -17,7 +17,7 @@ from typing import TypeVar
 from sqlalchemy import Connection, Engine
 
 from ssmd.sessions.rows import database
-from ssmd.sessions.rows.database import DiskFull
+from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.rows.holding import stored_bytes
 from ssmd.sessions.turn import StoreError
 

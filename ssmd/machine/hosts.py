@@ -1,0 +1,48 @@
+"""Names of hosts, addresses and origins, as settings and requests write them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+_HOSTNAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*\.?")
+_APP_ORIGIN = re.compile(r"(?!https?:)[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|file://")
+
+
+def address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a host is, None if it is a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_hostname(name: str) -> bool:
+    """Whether a text can be the name of a host."""
+    # A dotted number that is no address is a typing error, not a name.
+    return _HOSTNAME.fullmatch(name) is not None and not re.fullmatch(r"[0-9.]+", name)
+
+
+def bracketed(host: str) -> str:
+    """Write a host as a Host header does: IPv6 in brackets, lower case."""
+    return f"[{host}]" if ":" in host else host.lower().rstrip(".")
+
+
+def origin(text: str) -> str:
+    """An origin as browsers write it. Apps and extensions have schemes of their own (`app://obsidian.md`).
+
+    Raises ValueError, which says what is expected.
+    """
+    if _APP_ORIGIN.fullmatch(text):
+        return text
+    try:
+        parts = urlsplit(text)
+        bare = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/")
+        port = parts.port
+    except ValueError:
+        bare, port = False, None
+    if not bare or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"{text!r} is not an origin; expected for example 'https://chat.example', 'app://name' or '*'")
+    shown = "" if port in (None, {"http": 80, "https": 443}[parts.scheme]) else f":{port}"
+    return f"{parts.scheme}://{bracketed(parts.hostname or '')}{shown}"
