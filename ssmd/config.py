@@ -18,13 +18,14 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationError, Validati
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ssmd.machine import hosts
+from ssmd.machine import hosts, privatefile
 from ssmd.machine.processor import MOST_THREADS
 from ssmd.machine.size import parse_size
 
 PREFIX = "SSMD_"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_FILE_BYTES = 1 << 20
+KEY = re.compile(r"[!-~]{8,512}")
 
 
 class SettingsError(ValueError):
@@ -90,13 +91,18 @@ class Settings(BaseSettings):
         validate_default=True,
         description="artifacts, as `<name>/<runtime>-<device class>-<quant>/`; default: `<data_dir>/models`",
     )
-    host: str = Field("127.0.0.1", description="address to listen on; beyond loopback an api_key is needed")
+    host: str = Field("127.0.0.1", description="address to listen on; beyond loopback a key is needed")
     port: int = Field(7763, ge=0, le=65535, description="port to listen on; 0 takes any free one")
     socket: Annotated[Path, AfterValidator(_expanded)] | None = Field(
         None, description="path of a Unix socket to listen at, which this user alone can reach; no port is opened then"
     )
     api_key: SecretStr | None = Field(
         None, description="what clients must send as `Authorization: Bearer …`; 8 to 512 printable ASCII characters"
+    )
+    api_keys_file: Annotated[Path, AfterValidator(_expanded)] | None = Field(
+        None,
+        description="file of several keys in place of `api_key`: a line each, `name key` or `name key read-only`; of "
+        "mode 0600; read again on SIGHUP",
     )
     allowed_hosts: Names = Field(
         (),
@@ -107,7 +113,7 @@ class Settings(BaseSettings):
     allowed_origins: Names = Field(
         (),
         description="origins (`https://chat.example`, `app://obsidian.md`, `vscode-webview://…`) of web pages, apps "
-        "and extensions that may call, besides pages served by ssmd itself; `*` allows any and needs an api_key",
+        "and extensions that may call, besides pages served by ssmd itself; `*` allows any and needs a key",
     )
     threads: int | None = Field(
         None, ge=1, le=MOST_THREADS, description="compute threads; default: what the runtime chooses"
@@ -178,8 +184,15 @@ class Settings(BaseSettings):
     @field_validator("api_key")
     @classmethod
     def _key_fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not re.fullmatch(r"[!-~]{8,512}", value.get_secret_value()):
+        if value is not None and not KEY.fullmatch(value.get_secret_value()):
             raise ValueError("expected 8 to 512 printable ASCII characters without spaces")
+        return value
+
+    @field_validator("api_keys_file")
+    @classmethod
+    def _one_kind_of_keys(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("api_key") is not None:
+            raise ValueError("there is an api_key too; write it into this file, with a name, and leave it out there")
         return value
 
     @field_validator("allowed_hosts")
@@ -200,7 +213,7 @@ class Settings(BaseSettings):
     @field_validator("allowed_origins")
     @classmethod
     def _origins_are_origins(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if "*" in value and info.data.get("api_key") is None:
+        if "*" in value and not any(info.data.get(one) for one in ("api_key", "api_keys_file")):
             raise ValueError("'*' lets every web page call this computer: set an api_key with it")
         return tuple(dict.fromkeys(one if one == "*" else hosts.origin(one) for one in value))
 
@@ -210,9 +223,14 @@ class Settings(BaseSettings):
         address = hosts.address(self.host)
         return self.host.lower() == "localhost" if address is None else address.is_loopback
 
+    @property
+    def keyed(self) -> bool:
+        """Whether who asks needs a key."""
+        return self.api_key is not None or self.api_keys_file is not None
+
     def check_exposure(self) -> None:
         """Check, before a port is opened, that nobody else reaches it without a key. Raises SettingsError."""
-        if self.socket is None and not self.loopback and self.api_key is None:
+        if self.socket is None and not self.loopback and not self.keyed:
             raise SettingsError(
                 f"host {self.host} can be reached from other computers: set an API key ({PREFIX}API_KEY, or api_key in "
                 f"{config_file()}), or use host 127.0.0.1, or a socket"
@@ -267,7 +285,7 @@ def _read_file() -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
-            if hasattr(os, "getuid") and found.st_mode & stat.S_IWOTH:
+            if privatefile.others_write(found):
                 raise SettingsError(
                     f"settings file {path} can be written by every user of this computer, so what it says cannot be "
                     f"trusted; look it through, then: chmod go-w {path}"
@@ -276,8 +294,11 @@ def _read_file() -> dict[str, Any]:
         if len(text) > MAX_FILE_BYTES:
             raise SettingsError(f"settings file {path} is larger than {MAX_FILE_BYTES} bytes")
         values = tomllib.loads(text.decode())
-        if "api_key" in values:
-            _check_private(path, found)
+        if "api_key" in values and privatefile.others_read(found):
+            raise SettingsError(
+                f"settings file {path} holds an api_key and can be read by other users of this computer; take another "
+                f"key, after: chmod 600 {path}"
+            )
         return values
     except FileNotFoundError:
         if os.environ.get(f"{PREFIX}CONFIG"):
@@ -288,18 +309,6 @@ def _read_file() -> dict[str, Any]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as err:
         # The error quotes at most a position, never the text.
         raise SettingsError(f"settings file {path} is not TOML: {err}") from None
-
-
-def _check_private(path: Path, found: os.stat_result) -> None:
-    """Check that only this user reads a file with a key in it, or the group through which it is read here."""
-    if not hasattr(os, "getuid"):
-        return
-    others = stat.S_IROTH | (stat.S_IRGRP if found.st_uid == os.getuid() else 0)
-    if found.st_mode & others:
-        raise SettingsError(
-            f"settings file {path} holds an api_key and can be read by other users of this computer; take another key, "
-            f"after: chmod 600 {path}"
-        )
 
 
 def _explain(error: ErrorDetails, flags: dict[str, Any]) -> str:

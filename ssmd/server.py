@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from ssmd import __version__
 from ssmd.api import chat, connections, health, metrics, models, sessions
+from ssmd.api.keys import Keys
 from ssmd.api.security import Rules, guarded
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
@@ -45,17 +46,21 @@ class ServerError(RuntimeError):
     """The daemon cannot start; the message says what to change."""
 
 
-def create_app(engine: Engine, store: Store | None, settings: Settings, *, stall_s: float = STALL_S) -> ASGIApp:
-    """The ASGI app. `stall_s`: how long a client may leave its answer unread before it is given up."""
-    api_key = "" if settings.api_key is None else settings.api_key.get_secret_value()
+def create_app(
+    engine: Engine, store: Store | None, settings: Settings, keys: Keys | None = None, *, stall_s: float = STALL_S
+) -> ASGIApp:
+    """The ASGI app. keys: default: those of the settings. `stall_s`: how long a client may leave its answer unread
+    before it is given up. Raises SettingsError.
+    """
     routes = [
-        *chat.routes(engine, stall_s, api_key, truncate=settings.truncation == "auto"),
+        *chat.routes(engine, stall_s, truncate=settings.truncation == "auto"),
         *models.routes(engine),
         *health.routes(engine),
         *metrics.routes(engine, store),
         *sessions.routes(engine, store),
     ]
-    return guarded(routes, Rules.of(settings, body_limits=sessions.BODY_LIMITS))
+    rules = Rules.of(settings, Keys.of(settings) if keys is None else keys, body_limits=sessions.BODY_LIMITS)
+    return guarded(routes, rules)
 
 
 def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[Engine, Store | None]:
@@ -151,6 +156,9 @@ def serve(
     sys.setswitchinterval(SWITCH_S)
     raise_limit()
     settings.check_exposure()
+    keys = Keys.of(settings)
+    if settings.api_keys_file is not None:
+        _reread_on_hangup(keys)
     lock = None
     sockets, place = listen(settings)
     try:
@@ -166,7 +174,7 @@ def serve(
         raise
     manifest = engine.artifact.manifest
     config = uvicorn.Config(
-        create_app(engine, store, settings),
+        create_app(engine, store, settings, keys),
         access_log=False,
         lifespan="off",
         log_config=None,
@@ -192,6 +200,14 @@ def serve(
             store.close()
         if lock is not None:
             lock.release()
+
+
+def _reread_on_hangup(keys: Keys) -> None:
+    """Read the keys again whenever SIGHUP comes; in a thread, as a signal may come in the middle of a log line."""
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(
+            signal.SIGHUP, lambda *_: threading.Thread(target=keys.reread, name="ssmd-keys", daemon=True).start()
+        )
 
 
 def start_logging(level: str) -> None:

@@ -53,9 +53,9 @@ def start(
 
 @contextmanager
 def running(
-    tmp_path: Path, *arguments: str, descriptors: int | None = None
+    tmp_path: Path, *arguments: str, descriptors: int | None = None, extra: Mapping[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], Served]]:
-    process = start(tmp_path, *arguments, descriptors=descriptors)
+    process = start(tmp_path, *arguments, descriptors=descriptors, extra=extra)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -18,9 +18,9 @@ from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Rejected, To
 from ssmd.model.artifact import Manifest
 
 
-def routes(engine: Engine, stall_s: float, api_key: str = "", *, truncate: bool = False) -> list[Route]:
+def routes(engine: Engine, stall_s: float, *, truncate: bool = False) -> list[Route]:
     """The endpoint, for `server.create_app`. truncate: as the setting `truncation` has it."""
-    front = Front(engine, partial(_read, engine, truncate), stall_s, api_key)
+    front = Front(engine, partial(_read, engine, truncate), stall_s)
     return [Route("/v1/chat/completions", front, methods=["POST"])]
 
 

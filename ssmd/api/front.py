@@ -21,7 +21,8 @@ from ssmd.api import sse
 from ssmd.api.body import parse_object, read_body
 from ssmd.api.delivery import Delivery, Gone
 from ssmd.api.errors import INTERNAL
-from ssmd.api.idempotency import REPLAYED, Mark, Repeats, in_place_of
+from ssmd.api.idempotency import REPLAYED, Mark, Repeats, in_place_of, read_mark
+from ssmd.api.keys import caller_of
 from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
 from ssmd.engine.replay import events
@@ -93,16 +94,13 @@ Read = Callable[[dict[str, Any]], Asking]  # of a protocol: takes a body's field
 
 
 class Front:
-    """The ASGI app of an endpoint that generates. A reader that takes nothing for `stall_s` seconds is given up.
+    """The ASGI app of an endpoint that generates. A reader that takes nothing for `stall_s` seconds is given up."""
 
-    api_key: the trust domain of all that is asked here, "" where no key is needed.
-    """
-
-    def __init__(self, engine: Engine, read: Read, stall_s: float, api_key: str) -> None:
+    def __init__(self, engine: Engine, read: Read, stall_s: float) -> None:
         self._engine = engine
         self._read = read
         self._stall_s = stall_s
-        self._repeats = Repeats(engine, api_key)
+        self._repeats = Repeats(engine)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery, head, watcher = Delivery(), None, None
@@ -135,13 +133,14 @@ class Front:
 
     async def _begin(self, raw: bytes, http: HttpRequest, delivery: Delivery) -> tuple[Asking, Head]:
         """Everything that takes time before the request waits in the engine's queue, or is answered as before."""
-        mark = await asyncio.to_thread(self._repeats.mark, http.headers, raw)
+        mark = await asyncio.to_thread(read_mark, http.headers, raw, caller_of(http.scope).name)
         if not mark.repeats:
             self._check(mark)
         delivery.check()
         asking = await asyncio.to_thread(self._look_at, raw)
         delivery.check()
-        request = replace(asking.request, client=_client(http))
+        caller = caller_of(http.scope)
+        request = replace(asking.request, client=caller.name if caller.several else _address(http))
         if not (request.store and self._engine.keeps):
             return asking, _head(await asyncio.to_thread(self._engine.submit, request, delivery))
         attempt, reply = await self._repeats.enter(mark, delivery)
@@ -212,8 +211,8 @@ async def _whole(answer: Answer, delivery: Delivery) -> Mapping[str, Any]:
     return answer.whole(choices, event.usage)
 
 
-def _client(http: HttpRequest) -> str:
-    """Who asks, as far as a server can tell: the address, of which one computer may have all that begin alike."""
+def _address(http: HttpRequest) -> str:
+    """Where a request comes from: the address, of which one computer may have all that begin alike."""
     host = "" if http.client is None else http.client.host
     return ":".join(host.split(":")[:4]) if "." not in host else host
 

@@ -49,8 +49,11 @@ class Mark:
         return self.again or self.key.named
 
 
-def read_mark(headers: Headers, body: bytes, api_key: str) -> Mark:
-    """One API key is one trust domain: under another one the same request is another. Raises Rejected."""
+def read_mark(headers: Headers, body: bytes, owner: str) -> Mark:
+    """What a request says of itself. owner: the name of its key; of another one the same request is another one.
+
+    Raises Rejected.
+    """
     names = headers.getlist(HEADER)
     if len(names) > 1 or any(not _NAME.fullmatch(name) for name in names):
         raise Rejected(
@@ -59,7 +62,7 @@ def read_mark(headers: Headers, body: bytes, api_key: str) -> Mark:
             param=HEADER,
         )
     digest = hashlib.sha256(body).digest()
-    domain = hashlib.sha256(api_key.encode()).digest()
+    domain = hashlib.sha256(owner.encode()).digest()
     what = b"name " + names[0].encode() if names else b"body " + digest
     key = hashlib.blake2b(what, digest_size=32, key=domain, person=b"ssmd.reply.1").digest()
     again = _RETRY.fullmatch(headers.get("x-stainless-retry-count", "")) is not None
@@ -97,18 +100,13 @@ class Attempt:
 
 
 class Repeats:
-    """The attempts of an endpoint. Used in the event loop only, but for `mark`."""
+    """The attempts of an endpoint. Used in the event loop only."""
 
-    def __init__(self, engine: Engine, api_key: str) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._api_key = api_key
         self._running: dict[bytes, list[Attempt]] = {}
         # When, and the id of what was generated, if anything was. Each is good for one retry.
         self._failures: dict[bytes, list[tuple[float, str]]] = {}
-
-    def mark(self, headers: Headers, body: bytes) -> Mark:
-        """Read what a request says of itself, in any thread. Raises Rejected."""
-        return read_mark(headers, body, self._api_key)
 
     async def enter(self, mark: Mark, delivery: Delivery) -> tuple[Attempt, Reply | None]:
         """An attempt, which the caller ends, and the reply to what it repeats, if there is one.

@@ -1,4 +1,4 @@
-"""Who may ask, and how much: Host and Origin lists, the API key, the body limit, and a request id on every answer.
+"""Who may ask, and how much: Host and Origin lists, the API keys, the body limit, and a request id on every answer.
 
 Pure ASGI, outside of everything else, so that nothing is routed, parsed or read before it was allowed.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import re
 import secrets
@@ -29,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ssmd.api.body import shown
 from ssmd.api.errors import HANDLERS, error_response
+from ssmd.api.keys import Caller, Keys, set_caller
 from ssmd.config import Settings
 from ssmd.engine.request import Rejected
 
@@ -40,6 +40,7 @@ FREE_BYTES = 64 << 10
 RETRY_AFTER_S = 5
 # On every answer: nothing is anything else than its content-type says, and no other site's page may embed it.
 _ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
+_READING = ("GET", "HEAD")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
 
 
@@ -54,17 +55,17 @@ class Rules:
 
     hosts: frozenset[str]
     origins: frozenset[str] = frozenset()
-    api_key: str | None = None
+    keys: Keys = field(default_factory=Keys)
     max_body_bytes: int = 32 << 20
     body_limits: Mapping[str, int] = field(default_factory=dict)
     bodies_bytes: int = 256 << 20
 
     @staticmethod
-    def of(settings: Settings, body_limits: Mapping[str, int] | None = None) -> Rules:
+    def of(settings: Settings, keys: Keys, body_limits: Mapping[str, int] | None = None) -> Rules:
         return Rules(
             hosts=frozenset(settings.allowed_hosts),
             origins=frozenset(settings.allowed_origins),
-            api_key=None if settings.api_key is None else settings.api_key.get_secret_value(),
+            keys=keys,
             max_body_bytes=settings.max_body_bytes,
             bodies_bytes=max(256 << 20, 2 * settings.max_body_bytes),
             body_limits=body_limits or {},
@@ -124,7 +125,7 @@ class Security:
             if readable and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 await _preflight(headers)(scope, receive, send_identified)
                 return
-            self._check_key(scope["path"], headers)
+            set_caller(scope, self._caller(scope, headers))
             intake.limit = self._body_limit(scope["path"], headers)
         except Rejected as err:
             challenge = {"www-authenticate": "Bearer"} if err.status == 401 else {}
@@ -174,18 +175,18 @@ class Security:
             code="origin_not_allowed",
         )
 
-    def _check_key(self, path: str, headers: Headers) -> None:
-        key = self._rules.api_key
-        if key is None or path in OPEN_PATHS:
-            return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        # Compared as bytes and in constant time: neither its length nor its start shows in the time it takes.
-        right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
-        if scheme.lower() != "bearer" or not right:
-            what = "the API key is wrong" if given else "an API key is needed"
+    def _caller(self, scope: Scope, headers: Headers) -> Caller:
+        """Who asks. Raises Rejected: nobody who may."""
+        if scope["path"] in OPEN_PATHS:
+            return Caller()
+        caller = self._rules.keys.caller(headers.get("authorization", ""))
+        if caller.read_only and scope["method"] not in _READING:
             raise Rejected(
-                f"{what}; send it as: Authorization: Bearer <key>", status=401, code="invalid_api_key", param=None
+                f"the key {caller.name} is read-only: {' and '.join(_READING)} are all that it may",
+                status=403,
+                code="read_only_key",
             )
+        return caller
 
     def _body_limit(self, path: str, headers: Headers) -> int:
         limit = self._rules.body_limits.get(path, self._rules.max_body_bytes)

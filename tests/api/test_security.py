@@ -14,7 +14,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ssmd.api.body import parse_object, read_body
+from ssmd.api.keys import Keys
 from ssmd.api.security import Rules, guarded
+from ssmd.config import Settings
 
 KEY = "correct-horse-battery"
 LIMIT = 10_000
@@ -45,7 +47,7 @@ def _app(*, api_key: str | None = None, hosts: str | None = None) -> ASGIApp:
     rules = Rules(
         hosts=frozenset({hosts} if hosts else {"localhost", "127.0.0.1", "[::1]", "box.lan"}),
         origins=frozenset({"https://chat.example", APP}),
-        api_key=api_key,
+        keys=Keys.of(Settings(api_key=api_key)),
         max_body_bytes=LIMIT,
         body_limits={"/large": 10 * LIMIT},
     )

@@ -1,0 +1,157 @@
+"""The API keys: one without a name, or those of a file, a line each; who asks is known by the key that came.
+
+Of a key nothing is held but its hash. It is compared with all of them, each in constant time: neither how long a wrong
+one is nor which it resembles shows in the time that the answer takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import stat
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssmd.config import KEY, Settings, SettingsError
+from ssmd.engine.request import Rejected
+from ssmd.machine import privatefile
+
+log = logging.getLogger(__name__)
+MAX_FILE_BYTES = 256 << 10
+MAX_KEYS = 256
+READ_ONLY = "read-only"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_CALLER = "ssmd.caller"  # in a scope
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks. name: of the key, "" where keys have none. several: there are keys of other names."""
+
+    name: str = ""
+    several: bool = False
+    read_only: bool = False
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key, by the hash of what clients send. read_only: nothing may be changed or generated with it."""
+
+    name: str
+    digest: bytes
+    read_only: bool = False
+
+
+class Keys:
+    """The keys in force. Used from any thread; none at all: everybody may ask."""
+
+    def __init__(self, keys: Sequence[Key] = (), file: Path | None = None) -> None:
+        """file: what `reread` reads."""
+        self._keys = tuple(keys)
+        self._file = file
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def of(settings: Settings) -> Keys:
+        """The keys that the settings name. Raises SettingsError."""
+        if settings.api_keys_file is not None:
+            return Keys(read_keys(settings.api_keys_file), settings.api_keys_file)
+        return Keys() if settings.api_key is None else Keys([Key("", _digest(settings.api_key.get_secret_value()))])
+
+    def reread(self) -> None:
+        """Take the keys that stand in the file now; if it cannot be read, those of before stay."""
+        if self._file is None:
+            return
+        with self._lock:  # of two the later one reads later
+            try:
+                self._keys = read_keys(self._file)
+            except SettingsError as err:
+                log.error("the API keys stay as they are: %s", err)
+                return
+            names = len({key.name for key in self._keys})
+        log.info("%d API keys of %d names are in force", len(self._keys), names)
+
+    def caller(self, authorization: str) -> Caller:
+        """Who asks with this header. Raises Rejected."""
+        keys = self._keys
+        if not keys:
+            return Caller()
+        scheme, _, given = authorization.partition(" ")
+        digest, found = _digest(given.strip()), None
+        for key in keys:
+            found = key if hmac.compare_digest(digest, key.digest) else found
+        if found is None or scheme.lower() != "bearer":
+            what = "the API key is wrong" if given else "an API key is needed"
+            raise Rejected(f"{what}; send it as: Authorization: Bearer <key>", status=401, code="invalid_api_key")
+        return Caller(found.name, any(key.name != found.name for key in keys), found.read_only)
+
+
+def set_caller(scope: Any, caller: Caller) -> None:
+    """Note in an ASGI scope who asks."""
+    scope[_CALLER] = caller
+
+
+def caller_of(scope: Mapping[str, Any]) -> Caller:
+    """Who asks, as the guard found out: of a request, or its ASGI scope."""
+    found = scope[_CALLER]
+    assert isinstance(found, Caller)
+    return found
+
+
+def read_keys(file: Path) -> tuple[Key, ...]:
+    """The keys in a file, in its order. Raises SettingsError; it names lines, and quotes none."""
+    keys: dict[bytes, Key] = {}
+    for number, line in enumerate(_read(file).split("\n"), 1):
+        fields = line.split()
+        if not fields or fields[0].startswith("#"):
+            continue
+        where = f"line {number} of the keys file {file}"
+        if len(fields) not in (2, 3) or fields[2:] not in ([], [READ_ONLY]):
+            raise SettingsError(f"{where}: expected a name, a key and perhaps `{READ_ONLY}`, with spaces between")
+        if not _NAME.fullmatch(fields[0]):
+            raise SettingsError(f"{where}: a name is 1 to 64 letters, digits, _ or -")
+        if not KEY.fullmatch(fields[1]):
+            raise SettingsError(f"{where}: a key is 8 to 512 printable ASCII characters")
+        key = Key(fields[0], _digest(fields[1]), len(fields) == 3)
+        if key.digest in keys:
+            raise SettingsError(f"{where}: this key stands above already")
+        keys[key.digest] = key
+    if not 1 <= len(keys) <= MAX_KEYS:
+        raise SettingsError(f"the keys file {file} holds {len(keys)} keys; 1 to {MAX_KEYS} are possible")
+    return tuple(keys.values())
+
+
+def _read(file: Path) -> str:
+    """The text of a file that nobody else can read or change. Raises SettingsError."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)  # a pipe is not waited for
+    try:
+        with os.fdopen(os.open(file, flags), "rb") as opened:
+            found = os.fstat(opened.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise SettingsError(f"the keys file {file} is no file")
+            if privatefile.of_another_user(found):
+                raise SettingsError(f"the keys file {file} belongs to user {found.st_uid}; use one of your own")
+            if privatefile.others_read(found) or privatefile.others_write(found):
+                raise SettingsError(
+                    f"the keys file {file} can be read or written by other users of this computer; take other keys, "
+                    f"after: chmod 600 {file}"
+                )
+            text = opened.read(MAX_FILE_BYTES + 1)
+    except OSError as err:
+        raise SettingsError(f"the keys file {file} cannot be read: {err.strerror or err}") from err
+    if len(text) > MAX_FILE_BYTES:
+        raise SettingsError(f"the keys file {file} is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        return text.decode()
+    except UnicodeDecodeError as err:
+        raise SettingsError(f"the keys file {file} is no text: a byte at {err.start} is not UTF-8") from None
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
