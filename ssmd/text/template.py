@@ -163,13 +163,13 @@ def _run(sandbox: Sandbox, template: jinja2.Template, given: dict[str, Any], own
         for part in template.generate({**given, **own}):
             meter.wrote(len(part))
             parts.append(part)
+        return "".join(parts)  # of texts, if the template puts out nothing else
     except jinja2.TemplateError as err:
         raise TemplateError(err.message or type(err).__name__) from err
     except Exception as err:  # anything can go wrong in a template; the message is what there is to say
         raise TemplateError(f"the chat template failed: {err or type(err).__name__}") from err
     finally:
         sandbox.meter = None
-    return "".join(parts)
 
 
 def _marked(messages: Sequence[Message]) -> list[dict[str, Any]]:

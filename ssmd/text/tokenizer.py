@@ -30,8 +30,8 @@ QUOTE = chr(0x10FFF0)
 FRAME = chr(0x10FFF1)
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")  # for digits, between which a text may be cut
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode's White_Space
-_SPACES_BEFORE = re.compile(f"[{_SPACES}]*\\Z")
 _SPACES_AFTER = re.compile(f"[{_SPACES}]*")
+_EACH_SPACE = "".join(re.findall(f"[{_SPACES}]", "".join(map(chr, range(0x3001)))))
 _PROBES = ("a", " a", "  a", "\na", "é", ".", "▁a", "1")
 
 
@@ -211,9 +211,9 @@ class Tokenizer:
         floor = 0
         for start, end, token in self._control_matches(rendered):
             a = self._added[token]
-            before = _SPACES_BEFORE.search(rendered, floor, start) if a.lstrip else None
+            before = start - floor - len(rendered[floor:start].rstrip(_EACH_SPACE)) if a.lstrip else 0
             after = _SPACES_AFTER.match(rendered, end) if a.rstrip else None
-            first, floor = before.start() if before else start, after.end() if after else end
+            first, floor = start - before, after.end() if after else end
             if first > limit:
                 return
             # single_word looks at its neighbours, and a normalized token is found only after normalisation.

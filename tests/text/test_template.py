@@ -125,6 +125,10 @@ def test_the_templates_own_refusal_is_the_message() -> None:
     assert refusal("{{ raise_exception('After the optional system message') }}") == "After the optional system message"
 
 
+def test_what_puts_out_something_else_than_text_fails_like_any_other() -> None:
+    assert "expected str instance, dict found" in refusal("{% call(x) dict() %}{% endcall %}")
+
+
 @pytest.mark.parametrize(
     "source", ["{% if %}", "{{ x", "{% for %}", "{{ 'a'|random }}", "{% unknown %}", "{{ 1 | lipsum }}"]
 )

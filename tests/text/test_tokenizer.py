@@ -415,6 +415,15 @@ def test_any_ids_of_a_byte_level_vocabulary_decode_as_the_library_does(data: st.
     assert decoded(tokenizer, ids) == library(name).decode(ids, skip_special_tokens=True)
 
 
+def test_spaces_before_a_token_that_swallows_them_are_read_once() -> None:
+    """It took minutes where the search began at each of them."""
+    tokenizer = opened("stripping")
+    text = f"{' ' * 300_000}x<mask> y"
+    start = time.thread_time()
+    assert tokenizer.last_cut(text, len(text) - 1) == len(text) - 2
+    assert time.thread_time() - start < 1
+
+
 def test_half_characters_wait() -> None:
     tokenizer = opened("byte-level")
     byte_ids = {b: id_of("byte-level", c) for c, b in BYTE_OF.items()}

@@ -54,6 +54,7 @@ class Amplifiers:
             "safe": str,
             "sum": self._sum,
             "tojson": self._tojson,
+            "trim": self._trim,
         }
 
     def check_method(self, owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -73,6 +74,8 @@ class Amplifiers:
         elif name in ("rfind", "rindex", "rsplit", "rpartition") and args and isinstance(args[0], str):
             # Searching from the right takes time in proportion to the product.
             meter.fits(len(owner) * len(args[0]) // 64)
+        elif name in ("strip", "lstrip", "rstrip") and args and isinstance(args[0], str):
+            meter.fits(len(owner) * len(args[0]) // 64)  # each character is looked for among those to strip
         return args if not kwargs else given
 
     def check_percent(self, text: str, values: Any) -> None:
@@ -109,6 +112,12 @@ class Amplifiers:
         text, old, new = str(s), str(old), str(new)
         self.check_method(text, "replace", (old, new), {})
         return text.replace(old, new, -1 if count is None else count)
+
+    def _trim(self, value: Any, chars: str | None = None) -> str:
+        text = str(value)
+        if chars is not None:
+            self.check_method(text, "strip", (chars,), {})
+        return text.strip(chars)
 
     @pass_environment
     def _join(self, environment: Environment, value: Any, d: Any = "", attribute: str | int | None = None) -> str:

@@ -56,13 +56,27 @@ class Offered:
 
 
 class TemplateDict(Offered):
-    """The type `dict` of templates: it can be called, has `fromkeys`, and nothing else of the type."""
+    """The type `dict` of templates: it can be called, has `fromkeys`, and nothing else of the type.
 
-    def __init__(self) -> None:
-        super().__init__(dict)
+    Each key is a step on the meter: one whose hash others have, too, is compared with all of them.
+    """
+
+    def __init__(self, meter: Callable[[], Meter]) -> None:
+        super().__init__(self._of)
+        self._meter = meter
 
     def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
+        return self._of((key, value) for key in keys)
+
+    def _of(self, given: Any = (), /, **more: Any) -> dict[Any, Any]:
+        if isinstance(given, dict):
+            return dict(given, **more)
+        made: dict[Any, Any] = {}
+        meter = self._meter()
+        for pair in given:
+            meter.tick()
+            made.update((pair,))
+        return made | more
 
 
 _METHOD_OWNERS = (LoopContext, Cycler, Joiner, TemplateDict)
@@ -115,7 +129,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: self._metered(filter) for name, filter in self._amplifiers.filters().items()}
         self.globals = {
             "range": Offered(safe_range),
-            "dict": TemplateDict(),
+            "dict": TemplateDict(lambda: self.meter),
             "namespace": Offered(TemplateNamespace),
             "cycler": Offered(Cycler),
             "joiner": Offered(Joiner),
