@@ -73,11 +73,16 @@ class ServerProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def spawn(self) -> None:
+        """Start the process and wait for nothing."""
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
+
     def start(self) -> None:
         """Returns when /health answers; raises with the server's last words if it ends before that."""
         started = time.perf_counter()
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
+        self.spawn()
+        assert self.process is not None
         while time.perf_counter() - started < START_TIMEOUT_S:
             if self.process.poll() is not None:
                 break
