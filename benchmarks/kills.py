@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from daemon_process import DaemonProcess
-from talkers import CHAT, SESSIONS, Dead, Done, Line, Talker, Told, ask, body_of, told_by
+from talkers import CHAT, SESSIONS, Dead, Done, Line, Talker, Told, ask, body_of, plain_bias, told_by
 
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows.database import FILE
@@ -44,7 +44,7 @@ class Episode:
         self.rng = random.Random(seed)
         self.counts = Counter[str](dict.fromkeys(ROWS, 0))
         self.failures: list[str] = []
-        self.line = Line(model)
+        self.line = Line(model, plain_bias(artifact))
         self.daemon = DaemonProcess(artifact, folder / "data", "--threads", "1")
         self.talkers = [
             Talker(f"c{i}", random.Random(f"{seed}:{i}"), self.line, self.failures.append) for i in range(CLIENTS)
@@ -119,21 +119,22 @@ class Episode:
         data = self.folder / "data"
         if not (data / FILE).exists():
             return
-        told = [d for t in self.talkers for d in tuple(t.journal)]
-        gone = {s for t in self.talkers for s in tuple(t.gone)}
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             shutil.copytree(data, copy := Path(name) / "data")
             self.counts["looks at what a kill left"] += 1
             if damages := check(copy).damages:
                 self.failures.append(f"not sound after a kill: {'; '.join(map(str, damages))}")
-            self._has_all(copy, told, gone, "after a kill")
+            self._has_all(copy, "after a kill")
 
-    def _has_all(self, data: Path, told: list[Done], gone: set[str], when: str) -> None:
+    def _has_all(self, data: Path, when: str) -> None:
         """What a client was told is there once if its request had a name; what was removed is not there."""
+        told = [d for t in self.talkers for d in tuple(t.journal)]
+        gone = {s for t in self.talkers for s in tuple(t.gone)}
+        doomed = {s for t in self.talkers for s in tuple(t.doomed)}
         wanted, most = Counter[str](), Counter[str]()
         for done in told:
             if done.told is not None and "imported" not in done.talk:
-                wanted[done.question] += done.told.session not in gone
+                wanted[done.question] += done.told.session not in doomed
                 most[done.question] += 1 if done.named else done.attempts
         there: dict[str, tuple[str, bool]] = {}
         store = Store.open(data)
@@ -161,9 +162,7 @@ class Episode:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             self.failures.append(f"ssmd session check: {done.stdout} {done.stderr[-1500:]}")
-        told = [d for t in self.talkers for d in t.journal]
-        gone = {s for t in self.talkers for s in t.gone}
-        self._has_all(self.folder / "data", told, gone, "at the end")
+        self._has_all(self.folder / "data", "at the end")
 
     def compare(self) -> None:
         """Tell the control all that the clients said, and compare what it answers."""

@@ -11,10 +11,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 CHAT, SESSIONS = "/v1/chat/completions", "/ssmd/v1/sessions"
-NO_END = {"0": -100, "2": -100}  # the tiny models' stop tokens
 WORDS = [
     "river",
     "bridge",
@@ -149,10 +149,10 @@ class Done:
 
 
 class Line:
-    """The way to the daemon: `port` of the one that lives, and who waits for the next."""
+    """The way to the daemon: `port` of the one that lives, and who waits for the next. bias: of all answers."""
 
-    def __init__(self, model: str) -> None:
-        self.model = model
+    def __init__(self, model: str, bias: dict[str, float]) -> None:
+        self.model, self.bias = model, bias
         self.port = 0
         self.over = False
         self.moment = Counter[str]()  # how often something was answered: what a kill can follow at once
@@ -193,7 +193,7 @@ class Talker:
         self.journal: list[Done] = []
         self.counts = Counter[str]()
         self.talks: list[Talk] = []
-        self.gone = set[str]()  # sessions that were removed
+        self.gone, self.doomed = set[str](), set[str]()  # sessions that were removed, and are to be
         self._asked = self._talks = 0
         self._files: list[tuple[Talk, bytes]] = []
 
@@ -275,7 +275,7 @@ class Talker:
         by_id = bool(talk.session) and (talk.imported or self.rng.random() < 0.5)
         named, streamed = self.rng.random() < 0.6, self.rng.random() < 0.5
         sampled = {"temperature": self.rng.choice([0, 1.0, 1.0]), "seed": self.rng.randrange(1 << 30)}
-        fields = {**sampled, "max_tokens": self.rng.randint(1, 7), "logit_bias": NO_END, "stream": streamed}
+        fields = {**sampled, "max_tokens": self.rng.randint(1, 7), "logit_bias": self.line.bias, "stream": streamed}
         headers = {"Idempotency-Key": f"{talk.number}-{self.rng.getrandbits(64):x}"} if named else {}
         heard: list[Told] = []
 
@@ -354,6 +354,7 @@ class Talker:
         self.counts["sessions removed"] += 1
 
     def _remove(self, talk: Talk) -> None:
+        self.doomed.add(talk.session)
         answer, attempts = self.again(lambda port: ask(port, "DELETE", f"{SESSIONS}/{talk.session}"))
         if answer.status != 200 and not (answer.status == 404 and attempts > 1):
             self.fail(f"removal of {talk.number}: {answer.status} {answer.body!r}")
@@ -368,6 +369,15 @@ class Talker:
         answer, _ = self.again(lambda port: ask(port, "GET", f"{SESSIONS}/{talk.session}"))
         if answer.status != 200 or not is_in(talk.messages, answer.json["turns"]):
             self.fail(f"{talk.number} ({talk.session}) does not have what its client was told: {answer.body!r}")
+
+
+def plain_bias(artifact: Path) -> dict[str, float]:
+    """Forbid what ends an answer, and all tokens but ASCII: of a text that is not that of its tokens the state is made
+    anew when a daemon is idle, and no two are at the same moment.
+    """
+    vocabulary = json.loads((artifact / "tokenizer.json").read_text())["model"]["vocab"]
+    ascii_bytes = {*range(33, 127), *range(0x100, 0x122)}  # in the alphabet of byte-level BPE
+    return {str(n): -100.0 for token, n in vocabulary.items() if not ascii_bytes.issuperset(map(ord, token)) or n < 3}
 
 
 def body_of(model: str, messages: Sequence[dict[str, str]], fields: dict[str, Any]) -> dict[str, Any]:
