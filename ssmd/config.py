@@ -104,6 +104,9 @@ class Settings(BaseSettings):
         description="file of several keys in place of `api_key`: a line each, `name key` or `name key read-only`; of "
         "mode 0600; read again on SIGHUP",
     )
+    share_sessions: bool = Field(
+        False, description="with `api_keys_file`: every name sees the sessions of all, not only its own"
+    )
     allowed_hosts: Names = Field(
         (),
         validate_default=True,

@@ -61,15 +61,16 @@ def daemon(
     max_queue: int = 64,
     stall_s: float = 30.0,
     busy_ms: int = 2000,
+    settings: Settings | None = None,
 ) -> Iterator[Daemon]:
-    """`data_dir` None keeps nothing."""
+    """`data_dir` None keeps nothing. settings: who is answered."""
     artifact = Artifact.open(path)
     program = get_runtime(artifact.manifest.runtime).load(artifact, threads=1)
     store = None if data_dir is None else Store.open(data_dir, busy_ms=busy_ms)
     engine = Engine(artifact, program, store, metrics=Metrics(), max_running=max_running, max_queue=max_queue)
     engine.start()
     try:
-        with serving(create_app(engine, store, Settings(), stall_s=stall_s)) as served:
+        with serving(create_app(engine, store, settings or Settings(), stall_s=stall_s)) as served:
             yield Daemon(served, engine, store)
     finally:
         engine.shutdown(0)

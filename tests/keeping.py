@@ -160,11 +160,13 @@ def ids_of(messages: Sequence[Message], reply: str, tokens: int = 12) -> Ids:
 class Chat:
     """A session of the made-up model, as the engine would write it: a user and a turn checkpoint with every turn."""
 
-    def __init__(self, store: Store, session: str, spec: StateSpec = HYBRID, *, build: str = BUILD) -> None:
+    def __init__(
+        self, store: Store, session: str, spec: StateSpec = HYBRID, *, build: str = BUILD, owner: str = ""
+    ) -> None:
         self.store = store
         self.spec = spec
         self.scope = Scope(spec.digest(), LINEAGE, build)
-        self.info = SessionInfo(session, "made-up", LINEAGE, START)
+        self.info = SessionInfo(session, "made-up", LINEAGE, START, owner=owner)
         self.turns: dict[str, NewTurn] = {}
         self.ends: dict[str, tuple[int | None, Ids]] = {}  # turn -> its checkpoint, all ids fed
         self.clock = START
@@ -173,7 +175,7 @@ class Chat:
         done = encode(checkpoint, scope=self.scope, producer=PRODUCER, spec=self.spec)
         assert not checkpoint.ids.start, "all ids are at hand here"
         FED[done.key] = checkpoint.ids.own
-        return done
+        return replace(done, owner=self.info.owner)
 
     def make(
         self, turn: str, parent: str | None, messages: Sequence[Message], reply: str, tokens: int = 12

@@ -140,7 +140,9 @@ class Front:
         asking = await asyncio.to_thread(self._look_at, raw)
         delivery.check()
         caller = caller_of(http.scope)
-        request = replace(asking.request, client=caller.name if caller.several else _address(http))
+        request = replace(
+            asking.request, client=caller.name if caller.several else _address(http), domain=caller.domain
+        )
         if not (request.store and self._engine.keeps):
             return asking, _head(await asyncio.to_thread(self._engine.submit, request, delivery))
         attempt, reply = await self._repeats.enter(mark, delivery)

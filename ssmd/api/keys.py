@@ -21,6 +21,7 @@ from typing import Any
 from ssmd.config import KEY, Settings, SettingsError
 from ssmd.engine.request import Rejected
 from ssmd.machine import privatefile
+from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
 
 log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 256 << 10
@@ -32,11 +33,16 @@ _CALLER = "ssmd.caller"  # in a scope
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks. name: of the key, "" where keys have none. several: there are keys of other names."""
+    """Who asks. domain: what of the store is there for that. several: there are keys of other names."""
 
-    name: str = ""
+    domain: Domain = NOBODY
     several: bool = False
     read_only: bool = False
+
+    @property
+    def name(self) -> str:
+        """The key's name; "" where keys have none."""
+        return self.domain.owner
 
 
 @dataclass(frozen=True)
@@ -49,19 +55,23 @@ class Key:
 
 
 class Keys:
-    """The keys in force. Used from any thread; none at all: everybody may ask."""
+    """The keys in force. Used from any thread; none at all: everybody may ask.
 
-    def __init__(self, keys: Sequence[Key] = (), file: Path | None = None) -> None:
-        """file: what `reread` reads."""
+    A name is a trust domain: it has sessions of its own. The first one also has what is nobody's.
+    """
+
+    def __init__(self, keys: Sequence[Key] = (), file: Path | None = None, *, share: bool = False) -> None:
+        """file: what `reread` reads. share: all names see all sessions."""
         self._keys = tuple(keys)
         self._file = file
+        self._share = share
         self._lock = threading.Lock()
 
     @staticmethod
     def of(settings: Settings) -> Keys:
         """The keys that the settings name. Raises SettingsError."""
         if settings.api_keys_file is not None:
-            return Keys(read_keys(settings.api_keys_file), settings.api_keys_file)
+            return Keys(read_keys(settings.api_keys_file), settings.api_keys_file, share=settings.share_sessions)
         return Keys() if settings.api_key is None else Keys([Key("", _digest(settings.api_key.get_secret_value()))])
 
     def reread(self) -> None:
@@ -81,7 +91,7 @@ class Keys:
         """Who asks with this header. Raises Rejected."""
         keys = self._keys
         if not keys:
-            return Caller()
+            return Caller(EVERYBODY)
         scheme, _, given = authorization.partition(" ")
         digest, found = _digest(given.strip()), None
         for key in keys:
@@ -89,7 +99,14 @@ class Keys:
         if found is None or scheme.lower() != "bearer":
             what = "the API key is wrong" if given else "an API key is needed"
             raise Rejected(f"{what}; send it as: Authorization: Bearer <key>", status=401, code="invalid_api_key")
-        return Caller(found.name, any(key.name != found.name for key in keys), found.read_only)
+        several = any(key.name != found.name for key in keys)
+        return Caller(self._domain(found.name, keys[0].name), several, found.read_only)
+
+    def _domain(self, name: str, first: str) -> Domain:
+        """What a name sees, and what it writes."""
+        if not name:  # the one key that has none
+            return EVERYBODY
+        return Domain(name, None if self._share else (name, "") if name == first else (name,))
 
 
 def set_caller(scope: Any, caller: Caller) -> None:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ssmd.api.body import Id, StrictModel, parse_object, read_body, shown, validate
+from ssmd.api.keys import caller_of
 from ssmd.api.upload import write_body
 from ssmd.engine.engine import Engine
 from ssmd.engine.request import Rejected
@@ -73,36 +74,36 @@ class _Sessions:
         self._local = {manifest.lineage: Local(manifest.name, manifest.spec, manifest.vocabulary)}
 
     async def list(self, request: Request) -> JSONResponse:
-        store, page = self._store, validate(_Page, dict(request.query_params))
+        store, page = self._store(request), validate(_Page, dict(request.query_params))
         found = await _ask(lambda: store.sessions(page.limit + 1, page.after))
         data = [_entry(session) for session in found[: page.limit]]
         return JSONResponse({"object": "list", "data": data, "has_more": len(found) > page.limit})
 
     async def get(self, request: Request) -> JSONResponse:
-        store, wanted = self._store, _session_id(request)
+        store, wanted = self._store(request), _session_id(request)
         session, turns = await _ask(lambda: (store.session(wanted), store.turns(wanted)))
         return JSONResponse({**_entry(session), "turns": [_turn(turn) for turn in turns]})
 
     async def change(self, request: Request) -> JSONResponse:
-        store, wanted = self._store, _session_id(request)
+        store, wanted = self._store(request), _session_id(request)
         changes = validate(_Changes, parse_object(await read_body(request)))
         return JSONResponse(_entry(await _ask(lambda: store.pin(wanted, changes.pinned))))
 
     async def delete(self, request: Request) -> JSONResponse:
-        store, wanted = self._store, _session_id(request)
+        store, wanted = self._store(request), _session_id(request)
         await _ask(lambda: store.delete(wanted))
         return JSONResponse({"id": wanted, "object": "session.deleted", "deleted": True})
 
     async def fork(self, request: Request) -> JSONResponse:
         """Fork a session. The body may be left out: then the fork begins at the head."""
-        store, wanted = self._store, _session_id(request)
+        store, wanted = self._store(request), _session_id(request)
         raw = await read_body(request)
         turn = validate(_ForkBody, parse_object(raw) if raw else {}).turn
         session = await _ask(lambda: store.fork(wanted, turn))
         return JSONResponse(_entry(session), 201)
 
     async def export(self, request: Request) -> FileResponse:
-        store, wanted = self._store, _session_id(request)
+        store, wanted = self._store(request), _session_id(request)
         choices: dict[str, States] = {"true": "newest", "false": "none", "all": "all"}
         states = _choice(request, "state", choices, "true")
         file = _scratch(store)
@@ -115,7 +116,7 @@ class _Sessions:
 
     async def import_(self, request: Request) -> JSONResponse:
         """The body is the file; it is on disk before anything of it is believed."""
-        store = self._store
+        store = self._store(request)
         believe = _choice(request, "reread", {"true": False, "false": True}, "false")
         file = _scratch(store)
         with _removed(file):
@@ -129,11 +130,11 @@ class _Sessions:
         told = {"renamed": done.renamed, "states": done.checkpoints, "text_only": done.text_only or None}
         return JSONResponse({**_entry(session), **told}, 201)
 
-    @property
-    def _store(self) -> Store:
+    def _store(self, request: Request) -> Store:
+        """The store as who asks has it. Raises Rejected: there is none."""
         if self._kept is None:
             raise Rejected("this daemon keeps no sessions: it runs with --no-store", status=404, code="no_store")
-        return self._kept
+        return self._kept.of(caller_of(request.scope).domain)
 
 
 class _PassingFile(FileResponse):

@@ -118,9 +118,11 @@ class Persistence:
         if session is not None:
             said = conversation(self._store.path(session.head))
             with contextlib.suppress(Rejected):
-                prompt = self._planner.plan(Request((*said, Message("user", secrets.token_hex(12))), store=False))
+                request = Request((*said, Message("user", secrets.token_hex(12))), store=False)
+                prompt = self._planner.plan(request)
                 yield
-                loaded = yield from self._restorer.steps(prompt.found, prompt.ids, prompt.stem, session.info.id)
+                found = (prompt.found, prompt.ids, prompt.stem)
+                loaded = yield from self._restorer.steps(*found, session.info.id, request.domain)
         yield from run_tokens(self._program, tokens, None if loaded is None else loaded.handle)
 
     def has_work(self) -> bool:
@@ -158,7 +160,9 @@ class _Kept(Kept):
 
     def restore(self) -> None:
         if self._prompt.found is not None:
-            self._restoring = self._by._restorer.begin(self._prompt, self._asked.session, self._by._wake)
+            self._restoring = self._by._restorer.begin(
+                self._prompt, self._asked.session, self._asked.request.domain, self._by._wake
+            )
 
     def ready(self) -> bool:
         return self._restoring is None or self._restoring.done()
@@ -194,7 +198,8 @@ class _Kept(Kept):
         if self._info is None:
             return None
         parent, since = self._parent
-        return NewCheckpoint(kind, ids, self._by._program.save(handle, since=since), parent, self._origin, turn)
+        state = self._by._program.save(handle, since=since)
+        return NewCheckpoint(kind, ids, state, parent, self._origin, turn, self._info.owner)
 
     def keep(self, checkpoint: NewCheckpoint | None) -> None:
         if checkpoint is None:
@@ -229,7 +234,7 @@ class _Kept(Kept):
 
     def rerender(self) -> None:
         if self._info is not None:
-            self._by._rerenderer.add(self._info, self._turns)
+            self._by._rerenderer.add(self._info, self._turns, self._asked.request.domain)
 
 
 def _turn(info: SessionInfo, prompt: Prompt, choice: Choice, escaped: str) -> NewTurn:

@@ -111,7 +111,7 @@ class Planner:
         place, shown, found, cut = self._alone(request), None, None, 0
         if self._store is not None:
             try:
-                with self._store.snapshot() as stored:
+                with self._store.of(request.domain).snapshot() as stored:
                     place = self._place(request, stored)
                     cut = place.turn.cut if request.truncate and place.turn is not None else 0
                     shown = self._show(request, place, cut, stored)
@@ -156,7 +156,7 @@ class Planner:
             ids=shown.ids,
             stem=shown.stem,
             settled=shown.settled,
-            system=self._system(request.messages, shown, self._now(place)) if keeps else 0,
+            system=self._system(request, shown, self._now(place)) if keeps else 0,
             info=place.info if request.store else None,
             parent=None if place.turn is None else place.turn.id,
             new=new[:-1] if continued else new,
@@ -175,7 +175,7 @@ class Planner:
 
     def _alone(self, request: Request) -> _Place:
         """The place of a request that continues nothing: in a new session, if it is kept."""
-        return _Place(self._new_session() if request.store and self._store is not None else None)
+        return _Place(self._new_session(request.domain.owner) if request.store and self._store is not None else None)
 
     def _place(self, request: Request, stored: Snapshot) -> _Place:
         """The session that the request belongs to and the turn that it continues. Raises UnknownSession."""
@@ -183,7 +183,9 @@ class Planner:
         session = request.session if echoed is None else echoed.session
         if session is None:
             return self._alone(request)
-        info = replace(stored.info(session), model=self._manifest.name, lineage=self._manifest.lineage)
+        info = stored.info(session)
+        owner = info.owner or request.domain.owner  # who goes on with what is nobody's has it
+        info = replace(info, model=self._manifest.name, lineage=self._manifest.lineage, owner=owner)
         if echoed is None:
             return _Place(info)
         turn = stored.turn(echoed.turn)
@@ -240,28 +242,33 @@ class Planner:
     def _now(self, place: _Place) -> datetime:
         return datetime.now(UTC) if place.info is None else place.info.clock
 
-    def _new_session(self) -> SessionInfo:
+    def _new_session(self, owner: str) -> SessionInfo:
         return SessionInfo(
             id=f"ses_{secrets.token_hex(12)}",
             model=self._manifest.name,
             lineage=self._manifest.lineage,
             clock=datetime.now(UTC),
+            owner=owner,
         )
 
-    def _system(self, messages: Sequence[Message], shown: Shown, now: datetime) -> int:
+    def _system(self, request: Request, shown: Shown, now: datetime) -> int:
         """How many ids of a prompt are its system prompt's; 0 if they are few, or are not ids of their own.
 
         What goes on from a turn has a state after that, or is read from there on: none is made of its system prompt.
         """
         if shown.ids.start or shown.text.start:
             return 0
-        head = tuple(messages[: system_prompt(messages)])
-        beginning, tokens = self._beginning(head, now if self._renderer.tells_time else None)
+        head = request.messages[: system_prompt(request.messages)]
+        clock = now if self._renderer.tells_time else None
+        beginning, tokens = self._beginning(head, clock, request.domain.owner)
         fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(shown.ids) - 1 and shown.text.own.startswith(beginning)
         return len(tokens) if fits and np.array_equal(shown.ids.own[: len(tokens)], tokens.own) else 0
 
-    def _render_beginning(self, head: tuple[Message, ...], now: datetime | None) -> tuple[str, Line]:
-        """What every conversation under this system prompt begins with, up to the last control token, and its ids."""
+    def _render_beginning(self, head: tuple[Message, ...], now: datetime | None, owner: str) -> tuple[str, Line]:
+        """What every conversation under this system prompt begins with, up to the last control token, and its ids.
+
+        owner: who asks: nobody is to tell by the time it takes that another one asked before.
+        """
         try:
             text = self._renderer.beginning(head, now or datetime.now(UTC))
         except Rejected:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ssmd.engine.sampling import SamplingParams
+from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.reply import ReplyKey
 from ssmd.text.messages import Message
 
@@ -39,7 +40,7 @@ class Request:
     """What a client asks. `messages` is always the whole conversation. `max_tokens` is per choice.
 
     truncate: leave the oldest out where there is no room for them. key: how to know it again. client: who asks; all
-    clients that wait take turns.
+    clients that wait take turns. domain: what of the store is there for it, and whose a new session is.
     """
 
     messages: tuple[Message, ...]
@@ -52,6 +53,7 @@ class Request:
     truncate: bool = False
     key: ReplyKey | None = None
     client: str = ""
+    domain: Domain = EVERYBODY
 
 
 @dataclass(frozen=True)

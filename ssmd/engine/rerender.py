@@ -22,6 +22,7 @@ from ssmd.engine.writer import Writer
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import NewCheckpoint
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Passage
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import SessionInfo, StoreError
@@ -34,11 +35,15 @@ MAX_TRIES = 3  # each request that comes meanwhile costs one
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn to read once more. cut: its text and its tokens disagree, so that no state of its end was kept."""
+    """A turn to read once more. cut: its text and its tokens disagree, so that no state of its end was kept.
+
+    domain: of who asked for it.
+    """
 
     id: str
     session: SessionInfo
     cut: bool
+    domain: Domain
     tries: int = 0
 
 
@@ -78,10 +83,10 @@ class Rerenderer:
         self._plan: _Plan | None = None
         self._handle: Handle = None
 
-    def add(self, session: SessionInfo, turns: Sequence[Choice]) -> None:
+    def add(self, session: SessionInfo, turns: Sequence[Choice], domain: Domain) -> None:
         """Look after the turns of a request that were stored: those that these choices became."""
         with self._lock:
-            self._waiting.extend(_Turn(choice.turn, session, choice.cut) for choice in turns)
+            self._waiting.extend(_Turn(choice.turn, session, choice.cut, domain) for choice in turns)
         self._wake()
 
     def ready(self) -> bool:
@@ -146,7 +151,7 @@ class Rerenderer:
     def _make_plan(self, turn: _Turn) -> _Plan | None:
         """Plan, in a thread of its own, what is to be fed; None if nothing needs to be."""
         try:
-            with self._store.snapshot() as stored:
+            with self._store.of(turn.domain).snapshot() as stored:
                 if not stored.is_leaf(turn.id):  # was continued already
                     return None
                 settled = self._planner.settled(stored, stored.turn(turn.id), turn.session)
@@ -157,7 +162,7 @@ class Rerenderer:
                 if (agrees and not turn.cut) or not room:
                     return None
                 found, ids, stem = stored.resume(self._planner.scope, shown.ids, shown.stem, turn.session.id)
-            loaded = self._restorer.load(found, ids, stem, turn.session.id)
+            loaded = self._restorer.load(found, ids, stem, turn.session.id, turn.domain)
             return None if loaded is None else _Plan(shown.text, loaded)
         except StoreError as err:  # removed meanwhile, or damaged: `session check` is for that
             log.info("turn %s is not rerendered: %s", turn.id, err)
@@ -189,7 +194,7 @@ class Rerenderer:
         state = self._program.save(self._handle, since=0 if parent is None else parent.position)
         origin = None if found is None else found.origin
         number = None if parent is None else parent.id
-        checkpoint = NewCheckpoint("turn", ids, state, number, origin, turn.id)
+        checkpoint = NewCheckpoint("turn", ids, state, number, origin, turn.id, turn.session.owner)
         pending = self._writer.encode(checkpoint)
         if pending is not None:
             self._writer.rewrite(turn.id, ids, plan.text, pending)

@@ -11,6 +11,7 @@ from ssmd.engine.prompt import Prompt
 from ssmd.model.state import StateError
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import Found, Scope
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line
 from ssmd.sessions.rows.parts import DamagedState
 from ssmd.sessions.store import Store
@@ -42,28 +43,30 @@ class Restorer:
         self._program, self._store, self._scope, self._damaged = program, store, scope, damaged
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-restore")
 
-    def begin(self, prompt: Prompt, session: str | None, then: Callable[[], None]) -> Restoring:
+    def begin(self, prompt: Prompt, session: str | None, domain: Domain, then: Callable[[], None]) -> Restoring:
         """Load in the background what a prompt starts from; `then` is called when it is done.
 
         The prompt comes back with it: made anew from the request's words if what is stored of it cannot be read.
         """
-        restoring = self._thread.submit(self._load, prompt, session)
+        restoring = self._thread.submit(self._load, prompt, session, domain)
         restoring.add_done_callback(lambda _: then())
         return restoring
 
-    def _load(self, prompt: Prompt, session: str | None) -> tuple[Prompt, Loaded]:
-        loaded = self.load(prompt.found, prompt.ids, prompt.stem, session)
+    def _load(self, prompt: Prompt, session: str | None, domain: Domain) -> tuple[Prompt, Loaded]:
+        loaded = self.load(prompt.found, prompt.ids, prompt.stem, session, domain)
         if loaded is not None:
             return replace(prompt, ids=loaded.ids), loaded
         again = prompt.reread()
         return again, Loaded(None, None, again.ids)
 
-    def load(self, found: Found | None, ids: Line, stem: str | None, session: str | None) -> Loaded | None:
+    def load(
+        self, found: Found | None, ids: Line, stem: str | None, session: str | None, domain: Domain
+    ) -> Loaded | None:
         """A handle restored from `found`, or from the next best checkpoint that can be read, if there is any.
 
         None if neither a state nor all the ids could be read.
         """
-        steps = self.steps(found, ids, stem, session)
+        steps = self.steps(found, ids, stem, session, domain)
         while True:
             try:
                 next(steps)
@@ -71,7 +74,7 @@ class Restorer:
                 loaded: Loaded | None = end.value
                 return loaded
 
-    def steps(self, found: Found | None, ids: Line, stem: str | None, session: str | None) -> Loading:
+    def steps(self, found: Found | None, ids: Line, stem: str | None, session: str | None, domain: Domain) -> Loading:
         """Load part by part, as `load` does. Closed before its end, or failing, it has released what it had."""
         tried: list[int] = []
         try:
@@ -93,7 +96,7 @@ class Restorer:
                     if isinstance(err, DamagedState):
                         self._damaged(found.id)
                 tried.append(found.id)
-                with self._store.snapshot() as stored:
+                with self._store.of(domain).snapshot() as stored:
                     found, ids, stem = stored.resume(self._scope, ids, stem, session, skip=tried)
         except StoreError as err:
             log.error("nothing else can be looked up, the prompt is read whole: %s", err)

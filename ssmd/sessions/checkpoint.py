@@ -42,7 +42,7 @@ class NewCheckpoint:
     ids: those that were fed, as many as `state.position`. state: with the KV rows since the parent's position, or
     whole if there is no parent. parent: the stored checkpoint it grew from, or one that is still on its way to the
     store. origin: the imported session it grew from, if any; it is the parent's. turn: the turn it belongs to; None
-    for all turns of the commit.
+    for all turns of the commit. owner: whose it is, as the session that it is made for.
     """
 
     kind: CheckpointKind
@@ -51,6 +51,7 @@ class NewCheckpoint:
     parent: int | NewCheckpoint | None = None
     origin: str | None = None
     turn: str | None = None
+    owner: str = ""
 
 
 def prefix_keys(layout: str, lineage: str, line: Line, positions: Sequence[int]) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine, select
 
 from ssmd.model.state import Part, State, StateSpec
+from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
@@ -50,6 +52,7 @@ class Store:
         self._engine = engine
         self.quota = quota
         self.file = file
+        self.domain = EVERYBODY
         self.room = room.Room(engine, file)
 
     @staticmethod
@@ -81,6 +84,12 @@ class Store:
             raise
         return Store(engine, file, quota)
 
+    def of(self, domain: Domain) -> Store:
+        """The store as a trust domain has it: sessions that it does not see are not there, and new ones are its own."""
+        scoped = copy.copy(self)
+        scoped.domain = domain
+        return scoped
+
     def reading(self) -> AbstractContextManager[Connection]:
         """A read transaction, for what takes several reads of one moment."""
         return database.reading(self._engine, self.file)
@@ -93,7 +102,7 @@ class Store:
     def snapshot(self) -> Iterator[Snapshot]:
         """The store at this moment, for a request that has to know several things of it that belong together."""
         with self.reading() as connection:
-            yield Snapshot(connection)
+            yield Snapshot(connection, self.domain)
 
     def load_in(self, connection: Connection, checkpoint_id: int, spec: StateSpec) -> State:
         """Read the state of a checkpoint within a read transaction, as `load` does."""
@@ -226,12 +235,11 @@ class Store:
         Raises UnknownSession if there is no session `after`, any more.
         """
         with self.reading() as connection:
-            return session_rows.read_sessions(connection, limit, after)
+            return session_rows.read_sessions(connection, self.domain, limit, after)
 
     def newest(self) -> Session | None:
         """Read the session used last, if there is one."""
-        with self.reading() as connection:
-            return session_rows.read_newest(connection)
+        return next(iter(self.sessions(1)), None)
 
     def session(self, session_id: str) -> Session:
         """Read one session. Raises UnknownSession."""
@@ -240,12 +248,12 @@ class Store:
 
     def session_in(self, connection: Connection, session_id: str) -> Session:
         """Read one session within a read transaction. Raises UnknownSession."""
-        return session_rows.read_session(connection, session_id)
+        return session_rows.read_session(connection, session_id, self.domain)
 
     def pin(self, session_id: str, pinned: bool = True) -> Session:
         """Exempt a session from retention, or no longer; of a fork also what it began with. Raises UnknownSession."""
         with database.writing(self._engine, self.file) as connection:
-            session_rows.pin_session(connection, session_id, pinned)
+            session_rows.pin_session(connection, session_id, self.domain, pinned)
             return self.session_in(connection, session_id)
 
     def collect(self, quota: int | None = None, *, dry_run: bool = False) -> retention.Collected:
@@ -282,13 +290,16 @@ class Store:
     def turns(self, session_id: str) -> list[Turn]:
         """The tree of a session: all its turns, parents before their children. Raises UnknownSession."""
         with self.reading() as connection:
-            session_rows.session_row(connection, session_id)
+            session_rows.session_row(connection, session_id, self.domain)
             return turn_rows.read_tree(connection, session_id)
 
     def path(self, turn_id: str) -> list[Turn]:
         """Read the turns from the root to this one. Raises UnknownSession."""
         with self.snapshot() as stored:
-            return stored.path(turn_id)
+            found = stored.path(turn_id)
+            if self.domain.sees is not None:
+                stored.info(found[-1].session)
+            return found
 
     def fork(self, session_id: str, turn_id: str | None = None) -> Session:
         """A new session that begins at a turn of this one, by default its head; nothing is copied.
@@ -297,15 +308,16 @@ class Store:
         """
         now = turn_rows.to_micros(datetime.now(UTC))
         with database.writing(self._engine, self.file) as connection:
-            origin = session_rows.session_row(connection, session_id)
+            origin = session_rows.session_row(connection, session_id, self.domain)
             used = session_rows.after_all(connection, now)
-            made = tree.insert_fork(connection, origin, origin.head if turn_id is None else turn_id, now, used)
+            at, owner = origin.head if turn_id is None else turn_id, self.domain.owner
+            made = tree.insert_fork(connection, origin, at, owner, now, used)
             return self.session_in(connection, made)
 
     def resumable(self, session_id: str) -> set[str]:
         """Turns of a session whose end was kept as a state. Raises UnknownSession."""
         with self.reading() as connection:
-            session_rows.session_row(connection, session_id)
+            session_rows.session_row(connection, session_id, self.domain)
             return tree.resumable(connection, session_id)
 
     def delete(self, session_id: str) -> None:
@@ -315,11 +327,11 @@ class Store:
         """
         try:
             with database.writing(self._engine, self.file) as connection:
-                session_rows.remove_session(connection, session_id)
+                session_rows.remove_session(connection, session_id, self.domain)
         except DiskFull:  # in parts then, as what goes is written to the log first
             while self.room.removing(lambda connection: retention.empty(connection, session_id)):
                 pass
-            self.room.removing(lambda connection: session_rows.remove_session(connection, session_id))
+            self.room.removing(lambda connection: session_rows.remove_session(connection, session_id, self.domain))
         database.settle(self._engine, self.file, idle=False)
         self.room.restock()
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from conftest import TinyArtifacts
 from daemon import soon
+from keyfile import bearer, written
 from openai_client import openai
 from serving import Answer, Served, serving
 from starlette.requests import Request
@@ -21,6 +22,7 @@ from test_server import failing, running
 from ssmd.api.keys import MAX_FILE_BYTES, MAX_KEYS, Caller, Keys, caller_of, read_keys
 from ssmd.api.security import Rules, guarded
 from ssmd.config import Settings, SettingsError
+from ssmd.sessions.domain import EVERYBODY, Domain
 
 ALICE, OLD, BOB, SCREEN = "alice-has-this-one", "alice-had-this-one", "bob-has-this-one", "screens-look-at-this"
 FILE = f"""\
@@ -33,18 +35,8 @@ screen {SCREEN} read-only
 """
 
 
-def written(file: Path, text: str = FILE, mode: int = 0o600) -> Path:
-    file.write_text(text, "utf-8")
-    file.chmod(mode)
-    return file
-
-
-def bearer(key: str) -> Mapping[str, str]:
-    return {"authorization": f"Bearer {key}"}
-
-
 def test_names_keys_and_what_they_may(tmp_path: Path) -> None:
-    found = read_keys(written(tmp_path / "keys"))
+    found = read_keys(written(tmp_path / "keys", FILE))
     assert [(key.name, key.read_only) for key in found] == [
         ("alice", False),
         ("alice", False),
@@ -93,12 +85,12 @@ def test_what_is_no_file_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o602])
 def test_a_file_that_others_may_read_or_write_is_refused(mode: int, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="chmod 600"):
-        read_keys(written(tmp_path / "keys", mode=mode))
+        read_keys(written(tmp_path / "keys", FILE, mode))
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives files away")
 def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
-    file = written(tmp_path / "keys")
+    file = written(tmp_path / "keys", FILE)
     os.chown(file, 12345, -1)
     with pytest.raises(SettingsError, match="belongs to user 12345"):
         read_keys(file)
@@ -115,19 +107,27 @@ def test_with_a_file_of_keys_others_may_reach_it(tmp_path: Path) -> None:
 
 
 def test_who_asks_is_known_by_the_key(tmp_path: Path) -> None:
-    keys = Keys.of(Settings(api_keys_file=written(tmp_path / "keys")))
-    assert keys.caller(f"Bearer {ALICE}") == keys.caller(f"bearer  {OLD}") == Caller("alice", several=True)
-    assert keys.caller(f"Bearer {SCREEN}") == Caller("screen", several=True, read_only=True)
-    assert Keys.of(Settings(api_key=ALICE)).caller(f"Bearer {ALICE}") == Keys.of(Settings()).caller("") == Caller()
+    keys = Keys.of(Settings(api_keys_file=written(tmp_path / "keys", FILE)))
+    assert (
+        keys.caller(f"Bearer {ALICE}")
+        == keys.caller(f"bearer  {OLD}")
+        == Caller(Domain("alice", ("alice", "")), several=True)
+    )
+    assert keys.caller(f"Bearer {SCREEN}") == Caller(Domain("screen", ("screen",)), several=True, read_only=True)
+    assert Keys.of(Settings(api_key=ALICE)).caller(f"Bearer {ALICE}") == Keys.of(Settings()).caller("")
+    assert Keys.of(Settings()).caller("").domain == EVERYBODY
+    shared = Keys.of(Settings(api_keys_file=tmp_path / "keys", share_sessions=True))
+    assert shared.caller(f"Bearer {BOB}").domain == Domain("bob", None)
     alone = Keys.of(Settings(api_keys_file=written(tmp_path / "keys", f"alice {ALICE}\nalice {OLD}\n")))
-    assert alone.caller(f"Bearer {OLD}") == Caller("alice")
+    assert alone.caller(f"Bearer {OLD}") == Caller(Domain("alice", ("alice", "")))
 
 
 def test_a_key_is_compared_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever of them it is, and if it is none, as many comparisons are made."""
     import hmac
 
-    keys, made, compare = Keys.of(Settings(api_keys_file=written(tmp_path / "keys"))), list[int](), hmac.compare_digest
+    keys = Keys.of(Settings(api_keys_file=written(tmp_path / "keys", FILE)))
+    made, compare = list[int](), hmac.compare_digest
 
     def counted(a: bytes, b: bytes) -> bool:
         made.append(len(a) + len(b))
@@ -143,7 +143,7 @@ def test_a_key_is_compared_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def rules_of(tmp_path: Path) -> Callable[[], Rules]:
-    file = written(tmp_path / "keys")
+    file = written(tmp_path / "keys", FILE)
     return lambda: Rules(frozenset({"127.0.0.1"}), keys=Keys.of(Settings(api_keys_file=file)))
 
 
@@ -177,7 +177,7 @@ def test_a_read_only_key_changes_nothing(served: Served) -> None:
 
 
 def test_a_file_that_is_broken_leaves_the_keys_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = written(tmp_path / "keys")
+    file = written(tmp_path / "keys", FILE)
     keys = Keys.of(Settings(api_keys_file=file))
     for broken, mode in (("alice short\n", 0o600), ("", 0o600), (FILE, 0o644)):
         written(file, broken, mode)
@@ -188,7 +188,7 @@ def test_a_file_that_is_broken_leaves_the_keys_as_they_are(tmp_path: Path, caplo
 
 
 def test_a_daemon_takes_up_other_keys_when_it_is_told(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    file = written(tmp_path / "keys")
+    file = written(tmp_path / "keys", FILE)
     extra = {"SSMD_API_KEYS_FILE": str(file)}
     with running(tmp_path, str(artifacts["llama-f32"]), "--no-store", extra=extra) as (process, served):
 
@@ -214,7 +214,7 @@ def test_a_daemon_takes_up_other_keys_when_it_is_told(artifacts: TinyArtifacts, 
 
 
 def test_a_daemon_does_not_start_without_its_keys(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    file = written(tmp_path / "keys", mode=0o644)
+    file = written(tmp_path / "keys", FILE, 0o644)
     model = str(artifacts["llama-f32"])
     assert f"chmod 600 {file}" in failing(tmp_path, model, extra={"SSMD_API_KEYS_FILE": str(file)})
     both = {"SSMD_API_KEYS_FILE": str(file), "SSMD_API_KEY": ALICE}

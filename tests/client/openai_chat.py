@@ -130,6 +130,11 @@ def key(url: str, arguments: dict[str, Any]) -> Any:
     return answers
 
 
+def said(url: str, arguments: list[dict[str, Any]]) -> Any:
+    """Completions one after the other, each asked for with a key of its own."""
+    return [client(url, api_key=one["key"]).chat.completions.create(**one["body"]).to_dict() for one in arguments]
+
+
 def at_socket(path: str, arguments: dict[str, Any]) -> Any:
     """A stream's text, over a Unix socket."""
     with openai.DefaultHttpxClient(transport=httpx2.HTTPTransport(uds=path)) as http:
@@ -148,7 +153,7 @@ def retried(url: str, arguments: dict[str, Any]) -> Any:
 
 SCENARIOS: dict[str, Callable[[str, Any], Any]] = {
     f.__name__: f
-    for f in (whole, stream, helper, failures, broken_stream, leave, together, models, key, retried, at_socket)
+    for f in (whole, stream, helper, failures, broken_stream, leave, together, models, key, retried, said, at_socket)
 }
 
 if __name__ == "__main__":

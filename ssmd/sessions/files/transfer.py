@@ -132,13 +132,14 @@ def import_session(
     if renamed := store.taken(session_id, list(names)):
         session_id = f"ses_{secrets.token_hex(12)}"
         names = {t.id: f"turn_{secrets.token_hex(12)}" for t in turns}
-    info = SessionInfo(session_id, entry.model, entry.lineage, found.clock, imported=session_id)
+    owner = store.domain.owner
+    info = SessionInfo(session_id, entry.model, entry.lineage, found.clock, imported=session_id, owner=owner)
     own_turns = [
         replace(t, id=names[t.id], session=session_id, parent=None if t.parent is None else names[t.parent])
         for t in turns
     ]
-    own = [replace(c, origin=session_id, turn=None if c.turn is None else names[c.turn]) for c in found.checkpoints]
-    own += [replace(c, turn=None if c.turn is None else names[c.turn]) for c in computed]
+    own = [replace(c, origin=session_id) for c in found.checkpoints] + computed
+    own = [replace(c, turn=None if c.turn is None else names[c.turn], owner=owner) for c in own]
     done = store.adopt(info, own_turns, own, head=names[entry.head])
     return ImportResult(
         session=session_id,

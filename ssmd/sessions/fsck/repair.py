@@ -20,7 +20,7 @@ from ssmd.sessions.rows import erasure, growth
 from ssmd.sessions.rows.faults import DamagedFile
 from ssmd.sessions.rows.holding import batches, count_again
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, metadata, reply, segment, session, total, turn
-from ssmd.sessions.rows.turns import as_they_are, from_micros
+from ssmd.sessions.rows.turns import as_text, as_they_are, from_micros
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
@@ -106,7 +106,8 @@ def _apply(connection: Connection, found: Findings) -> None:
     for name, home in sorted(found.homes.items()):
         _mend_session(connection, found, name, home)
     for name, owner in found.owners.items():
-        connection.execute(update(turn).where(t.id == name).values(session=owner))
+        whose = select(session.c.owner).where(session.c.id == owner).scalar_subquery()
+        connection.execute(update(turn).where(t.id == name).values(session=owner, owner=func.coalesce(whose, "")))
     for numbers in batches(sorted(found.replies)):
         connection.execute(delete(reply).where(reply.c.id.in_(numbers)))
     # First every link that leads to a row that goes, so that no cascade has far to go.
@@ -143,6 +144,7 @@ def _mend_session(connection: Connection, found: Findings, name: str, home: Home
     newest = max(home.turns, key=lambda n: found.told[n].seq)
     with as_they_are(connection):
         row = connection.execute(text("SELECT * FROM session WHERE id = :id"), {"id": name}).one_or_none()
+        owner = connection.execute(select(turn.c.owner).where(turn.c.id == newest)).scalar_one()
     times = [found.told[n].created_at for n in home.turns]
     made: dict[str, Any] = {
         "id": name,
@@ -154,7 +156,7 @@ def _mend_session(connection: Connection, found: Findings, name: str, home: Home
         "title": "",
         "pinned": False,
         "imported": "",
-        "owner": "",
+        "owner": as_text(owner),
     }
     if row is not None:
         made |= {k: getattr(row, k) for k, v in made.items() if _plausible(k, getattr(row, k), v)}

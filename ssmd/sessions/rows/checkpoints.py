@@ -11,6 +11,7 @@ from sqlalchemy import Connection, bindparam, delete, false, func, insert, or_, 
 
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Found, Scope, digest, prefix_keys
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, anchors
 from ssmd.sessions.rows.blobs import dtype_of
 from ssmd.sessions.rows.encoded import Encoded
@@ -18,6 +19,7 @@ from ssmd.sessions.rows.holding import add_stored_bytes
 from ssmd.sessions.rows.parts import segments_of
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, layout, piece, segment, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.seen import by, seen
 from ssmd.sessions.rows.turns import as_they_are
 from ssmd.sessions.turn import StoreError
 
@@ -42,7 +44,9 @@ _c = checkpoint.c
 _NEAR = (
     select(_c.position)
     .where(
-        _c.anchor.in_(bindparam("anchors", expanding=True)), _c.position.between(bindparam("first"), bindparam("last"))
+        _c.anchor.in_(bindparam("anchors", expanding=True)),
+        _c.position.between(bindparam("first"), bindparam("last")),
+        seen(_c.owner),
     )
     .distinct()
 )
@@ -51,25 +55,28 @@ _NEW_PIECE, _NEW_SEGMENT = insert(piece), insert(segment)
 _IMPORTED = select(session_table.c.imported).where(session_table.c.id == bindparam("session")).scalar_subquery()
 _FITTING = (
     select(_c.id, _c.position, _c.build, _c.producer, _c.origin)
-    .where(_c.key.in_(bindparam("keys", expanding=True)), or_(_c.origin == "", _c.origin == _IMPORTED))
+    .where(_c.key.in_(bindparam("keys", expanding=True)), or_(_c.origin == "", _c.origin == _IMPORTED), seen(_c.owner))
     .order_by(_c.position.desc(), (_c.build == bindparam("build")).desc(), _c.origin)
 )
 
 
-def find(connection: Connection, scope: Scope, ids: Line, session: str | None, skip: Collection[int]) -> Found | None:
+def find(
+    connection: Connection, scope: Scope, ids: Line, session: str | None, domain: Domain, skip: Collection[int]
+) -> Found | None:
     """The deepest checkpoint whose ids are a real beginning of `ids`; of equally deep ones the build's own.
 
-    Only from ids.start on: where the ids that are to be fed after it are at hand.
+    None that the domain does not see. Only from ids.start on: where the ids that are to be fed after it are at hand.
     """
     first, last = max(1, ids.start), len(ids) - 1
     marks = prefix_keys(scope.layout, scope.lineage, ids, anchors(first, last))
     if not marks:
         return None
-    positions = sorted(connection.scalars(_NEAR, {"anchors": marks, "first": first, "last": last}))
+    near = {"anchors": marks, "first": first, "last": last, **by(domain)}
+    positions = sorted(connection.scalars(_NEAR, near))
     keys = prefix_keys(scope.layout, scope.lineage, ids, positions)
     batch = 16  # the match is mostly among the deepest
     while keys:
-        wanted = {"keys": keys[-batch:], "session": session or "", "build": scope.build}
+        wanted = {"keys": keys[-batch:], "session": session or "", "build": scope.build, **by(domain)}
         with as_they_are(connection):  # one that was altered is found out when it is loaded
             rows = connection.execute(_FITTING, wanted).all()
         for row in rows:
@@ -196,6 +203,7 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
         # Rows below came from other calls: within tolerance, but no exact resume, so the producer must not be equal.
         "producer": f"{enc.producer} (rows of several runs)" if mixed else enc.producer,
         "origin": enc.origin or "",
+        "owner": enc.owner,
         "position": enc.position,
         "parent": parent,
         "kind": enc.kind,
@@ -227,8 +235,7 @@ def _parent(connection: Connection, enc: Encoded) -> tuple[Any, str]:
     c = checkpoint.c
     query = select(c.id, c.position, c.key, c.origin)
     if isinstance(enc.parent, bytes):
-        same = (c.key == enc.parent, c.build == enc.scope.build, c.origin == (enc.origin or ""))
-        row = connection.execute(query.where(*same)).one_or_none()
+        row = connection.execute(query.where(*named_as(enc, enc.parent))).one_or_none()
     else:
         row = connection.execute(query.where(c.id == enc.parent)).one_or_none()
     if row is None:
@@ -241,10 +248,13 @@ def _parent(connection: Connection, enc: Encoded) -> tuple[Any, str]:
     return row, ""
 
 
+def named_as(enc: Encoded, key: bytes) -> tuple[Any, ...]:
+    """The conditions that a row has this key, and all else that names a checkpoint in common with `enc`."""
+    return _c.key == key, _c.build == enc.scope.build, _c.origin == (enc.origin or ""), _c.owner == enc.owner
+
+
 def _same_key(connection: Connection, enc: Encoded) -> Any:
-    c = checkpoint.c
-    same = (c.key == enc.key, c.build == enc.scope.build, c.origin == (enc.origin or ""))
-    return connection.execute(select(c.id, c.digest).where(*same)).one_or_none()
+    return connection.execute(select(_c.id, _c.digest).where(*named_as(enc, enc.key))).one_or_none()
 
 
 def _rows_of(connection: Connection, checkpoint_id: int) -> Sequence[Any]:

@@ -8,9 +8,11 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, select
 
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.match import Echo, continues
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
+from ssmd.sessions.rows.seen import by, seen
 from ssmd.sessions.rows.turns import as_they_are, is_unicode, read_path, read_turn
 from ssmd.sessions.turn import Turn, UnknownSession
 from ssmd.text.messages import Message
@@ -38,14 +40,16 @@ def _queries() -> tuple[Any, Any]:
     t, s = turn_table.c, session_table.c
     columns = select(t.id, t.seq, t.depth, t.root, t.length, t.chain, t.whole, s.id.label("session"), s.last_used_at)
     columns = columns.add_columns((s.head == t.id).label("is_head"), (s.imported != "").label("imported"))
+    mine = seen(s.owner)
     chains: Any = bindparam("chains", expanding=True)
     order = (t.length.desc(), s.imported != "", s.last_used_at.desc(), (s.head == t.id).desc(), t.seq.desc())
-    owned = columns.join(session_table, s.id == t.session).where(t.chain.in_(chains))
+    owned = columns.join(session_table, s.id == t.session).where(t.chain.in_(chains), seen(t.owner), mine)
     owned = owned.order_by(*order).limit(_MAX_TRIED)
 
     roots: Any = bindparam("roots", expanding=True)
     turns: Any = bindparam("turns", expanding=True)
-    forks = select(s.id, s.base).where(s.root.in_(roots)).order_by(s.last_used_at.desc()).limit(_MAX_FORKS).subquery()
+    begun = select(s.id, s.base).where(s.root.in_(roots), mine)
+    forks = begun.order_by(s.last_used_at.desc()).limit(_MAX_FORKS).subquery()
     ends = select(forks.c.base, t.id, t.parent, t.depth).join(forks, t.id == forks.c.base).distinct()
     walk = ends.cte("walk", recursive=True)  # once for all forks that begin at one turn, as far as need be
     walk = walk.union_all(
@@ -63,12 +67,18 @@ _ANYWHERE = select(turn_table.c.id, turn_table.c.depth, turn_table.c.root).where
 )
 
 
-def read_echoed(connection: Connection, messages: Sequence[Message], session: str | None) -> Echoed | None:
-    """The stored conversation that a request continues; with a `session` only one of that session's."""
+def read_echoed(
+    connection: Connection, messages: Sequence[Message], session: str | None, domain: Domain
+) -> Echoed | None:
+    """The stored conversation that a request continues, of those that the domain sees; with a `session` only one of
+    that session's.
+    """
     echo = Echo.of(messages)
     places = {chain.said: i for i, chain in enumerate(echo.chains)}
     for chains in _batches([chain.said for chain in echo.chains]):
-        rows = [row for row in _rows(connection, chains, session) if is_unicode(row.id) and is_unicode(row.session)]
+        rows = [
+            row for row in _rows(connection, chains, session, domain) if is_unicode(row.id) and is_unicode(row.session)
+        ]
         # Of equal chains only a few differ from the echo, in reasoning that it changed.
         rows.sort(key=lambda r: (places[r.chain], not r.imported, _time(r), r.is_head, r.seq), reverse=True)
         for row in rows:
@@ -123,18 +133,21 @@ def _batches(chains: Sequence[bytes]) -> Iterator[list[bytes]]:
         end, most = end - most, _MANY
 
 
-def _rows(connection: Connection, chains: list[bytes], session: str | None) -> list[Any]:
+def _rows(connection: Connection, chains: list[bytes], session: str | None, domain: Domain) -> list[Any]:
     with as_they_are(connection):
-        given: dict[str, Any] = {"chains": chains}
+        given: dict[str, Any] = {"chains": chains} | by(domain)
         if session is None:
             owned = list(connection.execute(_OWNED, given))
             found: Sequence[Any] = owned
         else:
             owned = list(connection.execute(_OF_ONE, given | {"session": session}))
-            found = connection.execute(_ANYWHERE, given).all()
+            found = connection.execute(_ANYWHERE, {"chains": chains}).all()
         if not found:
             return owned
-        given = {"turns": [r.id for r in found], "roots": list({r.root for r in found if is_unicode(r.root)})}
+        given = by(domain) | {
+            "turns": [r.id for r in found],
+            "roots": list({r.root for r in found if is_unicode(r.root)}),
+        }
         given["least"] = min(r.depth if isinstance(r.depth, int) else 0 for r in found)
         inherited = connection.execute(_INHERITED, given).all()
     return owned + [row for row in inherited if session in (None, row.session)]

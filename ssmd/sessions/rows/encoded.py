@@ -26,6 +26,7 @@ class Encoded:
     parent_key: bytes | None  # what the parent's key must be, as it holds the rows below `since`
     origin: str | None
     turn: str | None
+    owner: str
     pieces: tuple[Blob, ...]
     segments: tuple[Blob, ...]
 
@@ -98,6 +99,7 @@ def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: Stat
         parent_key=parent_key,
         origin=checkpoint.origin,
         turn=checkpoint.turn,
+        owner=checkpoint.owner,
         pieces=pieces,
         segments=segments,
     )

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, literal, select
 
 from ssmd.sessions.checkpoint import Found, Scope
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line
 from ssmd.sessions.rows.checkpoints import find
 from ssmd.sessions.rows.schema import turn as turn_table
@@ -32,7 +33,13 @@ _STEMS = _stems()
 
 
 def resume(
-    connection: Connection, scope: Scope, ids: Line, stem: str | None, session: str | None, skip: Collection[int]
+    connection: Connection,
+    scope: Scope,
+    ids: Line,
+    stem: str | None,
+    session: str | None,
+    domain: Domain,
+    skip: Collection[int],
 ) -> tuple[Found | None, Line, str | None]:
     """(checkpoint, line, stem): the deepest checkpoint for a prompt, with all ids at hand that are to be fed after it.
 
@@ -41,7 +48,7 @@ def resume(
     """
     most = 1
     while True:
-        found = find(connection, scope, ids, session, skip)
+        found = find(connection, scope, ids, session, domain, skip)
         if found is not None or stem is None:
             return found, ids, stem
         ids, stem = _before(connection, ids, stem, most)

@@ -215,11 +215,10 @@ def _ahead(quota: int) -> int:
 
 def _incoming(connection: Connection, new: Iterable[Encoded]) -> int:
     """Bytes that are not stored already."""
-    c = checkpoint.c
     nbytes = 0
     for enc in new:
-        same = (c.key == enc.key, c.build == enc.scope.build, c.origin == (enc.origin or ""))
-        if connection.execute(select(c.id).where(*same)).first() is None:
+        same = checkpoint_rows.named_as(enc, enc.key)
+        if connection.execute(select(checkpoint.c.id).where(*same)).first() is None:
             nbytes += enc.nbytes
     return nbytes
 

@@ -55,6 +55,7 @@ session = Table(
     Column("shared_nbytes", BigInteger),  # and what others need too
     Column("retained", Integer, nullable=False, server_default=text("0")),  # retention.EVERYTHING, THINNED or NOTHING
     Index("ix_session_pinned_retained_last_used_at", "pinned", "retained", "last_used_at"),
+    Index("ix_session_owner_last_used_at", "owner", "last_used_at"),
 )
 
 turn = Table(
@@ -69,7 +70,7 @@ turn = Table(
     Column("stem", String(64)),  # the turn above it whose ids and text its own go on from; NULL: they stand alone
     Column("depth", Integer, nullable=False),
     Column("length", Integer, nullable=False),  # messages of the conversation, its answer included
-    Column("chain", LargeBinary(32), nullable=False, index=True),  # match.Chain.said of those messages
+    Column("chain", LargeBinary(32), nullable=False),  # match.Chain.said of those messages
     Column("whole", LargeBinary(32), nullable=False),  # match.Chain.whole
     Column("items", LargeBinary, nullable=False),  # JSON: what was said to the model since the parent's answer
     Column("answer", LargeBinary),  # the items that it answered; NULL: nothing yet
@@ -91,6 +92,7 @@ turn = Table(
     Column("created_at", BigInteger, nullable=False),
     Column("nbytes", BigInteger, nullable=False),  # of items, ids and text
     Column("checksum", LargeBinary(16), nullable=False),  # xxh3-128 of all but seq, session and owner
+    Index("ix_turn_chain_owner", "chain", "owner"),
     sqlite_autoincrement=True,
 )
 
@@ -122,7 +124,7 @@ checkpoint = Table(
     Column("created_at", BigInteger, nullable=False),
     Column("last_used_at", BigInteger, nullable=False),
     UniqueConstraint("key", "build", "origin", "owner"),
-    Index("ix_checkpoint_anchor_position", "anchor", "position"),
+    Index("ix_checkpoint_anchor_position_owner", "anchor", "position", "owner"),
     sqlite_autoincrement=True,  # an id that was deleted never comes back as another checkpoint
 )
 

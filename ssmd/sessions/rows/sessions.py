@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import erasure, holding, retention, tree
 from ssmd.sessions.rows import replies as reply_rows
@@ -24,48 +25,55 @@ _SESSIONS = select(
     *(_s.id, _s.model, _s.lineage, _s.clock, _s.pinned, _s.imported, _s.owner, _s.created_at, _s.last_used_at),
     *(_s.head, _s.turns, _s.title, _s.own_nbytes, _s.shared_nbytes, _s.base),
 )
+_LEFT = select(turn.c.owner).where(turn.c.session == bindparam("session")).limit(1)
 
 
-def session_row(connection: Connection, session_id: str) -> Any:
-    """Read one row of _SESSIONS. Raises UnknownSession, but StoreError if only the session's turns are there."""
+def session_row(connection: Connection, session_id: str, domain: Domain) -> Any:
+    """Read one row of _SESSIONS, if the domain sees it.
+
+    Raises UnknownSession, but StoreError if only the session's turns are there.
+    """
     with as_they_are(connection):
         row = connection.execute(_SESSIONS.where(_s.id == session_id)).one_or_none()
-    if row is None:
-        if connection.execute(select(turn.c.id).where(turn.c.session == session_id).limit(1)).first() is not None:
-            raise StoreError(
-                f"session {session_id!r} was damaged, its turns are there: `ssmd session check --repair` makes it anew"
-            )
-        raise UnknownSession(f"there is no session {session_id!r}; `ssmd session list` shows those there are")
-    return row
+        if row is not None and domain.has(row.owner):
+            return row
+        left = connection.execute(_LEFT, {"session": session_id}).scalar()  # asked also where the answer is not told
+    if row is None and left is not None and domain.has(left):
+        raise StoreError(
+            f"session {session_id!r} was damaged, its turns are there: `ssmd session check --repair` makes it anew"
+        )
+    raise UnknownSession(f"there is no session {session_id!r}; `ssmd session list` shows those there are")
 
 
-def read_session(connection: Connection, session_id: str) -> Session:
+def read_session(connection: Connection, session_id: str, domain: Domain) -> Session:
     """Read one session. Raises UnknownSession."""
-    return _session(connection, session_row(connection, session_id))
+    return _session(connection, session_row(connection, session_id, domain))
 
 
-def read_info(connection: Connection, session_id: str) -> SessionInfo:
+def read_info(connection: Connection, session_id: str, domain: Domain) -> SessionInfo:
     """What a session is; nothing of it is counted for that. Raises UnknownSession."""
-    return _info(session_row(connection, session_id))
+    return _info(session_row(connection, session_id, domain))
 
 
-def read_sessions(connection: Connection, limit: int | None = None, after: str | None = None) -> list[Session]:
-    """The ones used last first; at most `limit`, those that follow session `after`. Raises UnknownSession."""
+def read_sessions(
+    connection: Connection, domain: Domain, limit: int | None = None, after: str | None = None
+) -> list[Session]:
+    """Those that the domain sees, the ones used last first; at most `limit`, those that follow session `after`.
+
+    Raises UnknownSession.
+    """
     asked = _SESSIONS.order_by(_s.last_used_at.desc(), _s.id).limit(limit)
     if after is not None:
-        last = session_row(connection, after)
+        last = session_row(connection, after, domain)
         used = _s.last_used_at
         asked = asked.where((used < last.last_used_at) | ((used == last.last_used_at) & (_s.id > last.id)))
+    # One by one: each owner's sessions stand in an index in this order, those of two do not.
+    parts = [asked] if domain.sees is None else [asked.where(_s.owner == owner) for owner in domain.sees]
     with as_they_are(connection):
-        rows = connection.execute(asked).all()
-    return [_session(connection, row) for row in rows]
-
-
-def read_newest(connection: Connection) -> Session | None:
-    """Read the session used last, if there is one."""
-    with as_they_are(connection):
-        row = connection.execute(_SESSIONS.order_by(_s.last_used_at.desc()).limit(1)).one_or_none()
-    return None if row is None else _session(connection, row)
+        rows = [row for part in parts for row in connection.execute(part)]
+    if parts[1:]:
+        rows.sort(key=lambda row: (-_moment(row.last_used_at), str(row.id)))
+    return [_session(connection, row) for row in rows[:limit]]
 
 
 def _session(connection: Connection, row: Any) -> Session:
@@ -79,6 +87,10 @@ def _session(connection: Connection, row: Any) -> Session:
     turns, title, head = turns if isinstance(turns, int) else 0, as_text(title), as_text(head)
     created, used = (from_micros(t if is_moment(t) else 0) for t in (created_at, last_used_at))
     return Session(info, created, used, head, turns, title, own + shared, own, as_text(base) or None)
+
+
+def _moment(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _info(row: Sequence[Any]) -> SessionInfo:
@@ -107,6 +119,7 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
             "model": info.model,
             "lineage": info.lineage,
             "clock": info.clock.isoformat(),  # as it was, but if that could not be read
+            "owner": info.owner,  # as it was, but if it was nobody's
         }
         connection.execute(update(session_table).where(_s.id == info.id).values(values))
         return
@@ -144,17 +157,17 @@ def insert_session(connection: Connection, turns: Sequence[NewTurn], info: Sessi
     connection.execute(insert(session_table).values(row))
 
 
-def pin_session(connection: Connection, session_id: str, pinned: bool) -> None:
+def pin_session(connection: Connection, session_id: str, domain: Domain, pinned: bool) -> None:
     """Exempt it from retention, or no longer. Raises UnknownSession."""
-    session_row(connection, session_id)
+    session_row(connection, session_id, domain)
     connection.execute(update(session_table).where(_s.id == session_id).values(pinned=pinned))
     if not pinned:
         retention.loosen(connection, session_id)
 
 
-def remove_session(connection: Connection, session_id: str) -> None:
+def remove_session(connection: Connection, session_id: str, domain: Domain) -> None:
     """Remove a session, its turns but for those that forks stand on, and what only it needed. Raises UnknownSession."""
-    if session_row(connection, session_id).pinned:
+    if session_row(connection, session_id, domain).pinned:
         retention.loosen(connection, session_id)
     mine = select(turn.c.id).where(turn.c.session == session_id)
     reply_rows.forget(connection, mine)  # also of turns that stay: they hold words of choices that go

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from sqlalchemy import Connection
 
 from ssmd.sessions.checkpoint import Found, Scope
+from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line
 from ssmd.sessions.rows import echoes, lines, sessions, turns
 from ssmd.sessions.rows.echoes import Echoed
@@ -18,11 +19,12 @@ class Snapshot:
     """All that is read of one snapshot belongs together: what others write or remove meanwhile is not seen.
 
     Methods raise StoreError for rows that are not there or make no sense. What the database itself refuses becomes one
-    where `Store.snapshot` ends: catch it around that.
+    where `Store.snapshot` ends: catch it around that. domain: who looks; what that does not see is not there.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, domain: Domain = EVERYBODY) -> None:
         self._connection = connection
+        self._domain = domain
 
     def echoed(self, messages: Sequence[Message], session: str | None = None) -> Echoed | None:
         """The stored conversation that a request continues; with a `session` only one of that session's.
@@ -30,12 +32,12 @@ class Snapshot:
         Raises UnknownSession.
         """
         if session is not None:
-            sessions.session_row(self._connection, session)
-        return echoes.read_echoed(self._connection, messages, session)
+            sessions.session_row(self._connection, session, self._domain)
+        return echoes.read_echoed(self._connection, messages, session, self._domain)
 
     def info(self, session_id: str) -> SessionInfo:
         """What a session is, without its sizes, which may have to be counted. Raises UnknownSession."""
-        return sessions.read_info(self._connection, session_id)
+        return sessions.read_info(self._connection, session_id, self._domain)
 
     def heard(
         self, messages: Sequence[Message], turn: Turn
@@ -82,4 +84,4 @@ class Snapshot:
         came with it. skip: ids of checkpoints to pass over, as those that could not be loaded. Raises StoreError if
         stored ids that are needed were altered.
         """
-        return lines.resume(self._connection, scope, ids, stem, session, skip)
+        return lines.resume(self._connection, scope, ids, stem, session, self._domain, skip)

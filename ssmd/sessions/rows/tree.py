@@ -42,11 +42,12 @@ def belongs(session_id: Any) -> Any:
     return or_(_t.session == session_id, _t.id.in_(inherited(session_id)))
 
 
-def insert_fork(connection: Connection, origin: Any, turn_id: str, now: int, used: int) -> str:
+def insert_fork(connection: Connection, origin: Any, turn_id: str, owner: str, now: int, used: int) -> str:
     """Write a session that begins at a turn of `origin`, a row of `session`; its id. now, used: microseconds.
 
     Nothing is copied. Its clock is the origin's, so that templates render its beginning as they did, and imported
-    states that serve the origin serve it. Raises UnknownTurn, and StoreError on an id that is none.
+    states that serve the origin serve it. owner: whose it is to be, "": the origin's owner's. Raises UnknownTurn, and
+    StoreError on an id that is none.
     """
     check_id("turn", turn_id)
     base = connection.execute(select(_t.depth).where(_t.id == turn_id, belongs(origin.id))).one_or_none()
@@ -67,6 +68,7 @@ def insert_fork(connection: Connection, origin: Any, turn_id: str, now: int, use
         "title": origin.title,
         "pinned": False,
         "imported": origin.imported,
+        "owner": owner or origin.owner,
         "base": turn_id,
         "root": connection.execute(root).scalar_one(),
         "own_nbytes": 0,
@@ -88,12 +90,13 @@ def hand_over(connection: Connection, session_id: str) -> list[str]:
         .union(select(_s.root).where(_s.id == session_id, _s.root.is_not(None)))
     )
     forks = connection.execute(
-        select(_s.id, _s.base).where(_s.root.in_(roots), _s.id != session_id).order_by(_s.created_at, _s.id)
+        select(_s.id, _s.base, _s.owner).where(_s.root.in_(roots), _s.id != session_id).order_by(_s.created_at, _s.id)
     )
     heirs = []
     for fork in forks.all():
         path = above(literal(fork.base))
-        moved = update(turn_table).where(_t.session == session_id, _t.id.in_(path)).values(session=fork.id)
+        moved = update(turn_table).where(_t.session == session_id, _t.id.in_(path))
+        moved = moved.values(session=fork.id, owner=fork.owner)
         if connection.execute(moved).rowcount:
             heirs.append(fork.id)
     return heirs
