@@ -256,6 +256,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        connections.hold(sockets or ())
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

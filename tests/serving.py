@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -85,8 +86,11 @@ def serving(app: ASGIApp, limits: connections.Limits | None = None) -> Iterator[
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
+    listening = server.servers[0].sockets
+    with socket.socket(fileno=os.dup(listening[0].fileno())) as same:
+        connections.hold([same])
     try:
-        yield Served(server.servers[0].sockets[0].getsockname()[1])
+        yield Served(listening[0].getsockname()[1])
     finally:
         server.should_exit = True
         thread.join()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from uvicorn.config import Config
@@ -22,7 +24,8 @@ HEAD_S = 10.0  # for a request's head: from the connection's first moment, later
 IDLE_S = 65  # between two requests; clients keep theirs for 5 to 60 s, and should be the ones who let go
 STALL_S = 40.0  # for an answer of which nothing is read; a stream gives up before that, and says so in the log
 MOST = 4096
-BACKLOG = 512
+AT_ONCE = 4  # that are taken in before others are served again
+BACKLOG = 512  # that wait in the system meanwhile
 _SPARE = 64
 _SELDOM_S = 60.0
 _TOO_MANY = "too many connections"
@@ -37,10 +40,9 @@ _BY_STRANGERS = {  # how often a minute each of these is written
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds for one server. `most`: connections at a time. `backlog`: those taken in before they are counted."""
+    """Bounds for one server. `most`: connections at a time."""
 
     most: int = MOST
-    backlog: int = BACKLOG
     head_s: float = HEAD_S
     stall_s: float = STALL_S
 
@@ -51,20 +53,25 @@ class Limits:
         Every connection may need a file too: an import and an export have one.
         """
         free = descriptors.left()
-        backlog, spare = min(BACKLOG, free // 4), min(_SPARE, free // 4)
-        return Limits(most=max(1, min(MOST, (free - backlog - spare) // 2)), backlog=max(1, backlog))
+        return Limits(most=max(1, min(MOST, (free - min(_SPARE, free // 4)) // 2)))
 
 
 def limit(config: Config, limits: Limits) -> None:
     """Give uvicorn's connections these limits, before it starts, and keep the log of what strangers cause short."""
     idle: dict[_Connection, None] = {}
     config.http = type("Connection", (_Connection,), {"limits": limits, "idle": idle})
-    config.backlog = limits.backlog
+    config.backlog = AT_ONCE  # which to asyncio also is how many it takes in at a time
     config.timeout_keep_alive = IDLE_S
     for name in ("asyncio", "uvicorn.error", "ssmd.api.security", __name__):
         logger = logging.getLogger(name)
         if not any(isinstance(one, Seldom) for one in logger.filters):
             logger.addFilter(Seldom())
+
+
+def hold(listening: Iterable[socket.socket]) -> None:
+    """Let those that come faster than they are taken in wait in the system; when the server listens already."""
+    for one in listening:
+        one.listen(BACKLOG)
 
 
 class Seldom(logging.Filter):

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,35 @@ def test_descriptors_that_run_out_are_logged_once(caplog: pytest.LogCaptureFixtu
             for one in clients:
                 one.close()
     assert len([one for one in caplog.records if "out of system resource" in one.getMessage()]) == 1
+
+
+def test_a_crowd_at_the_door_does_not_hold_up_who_is_inside() -> None:
+    """Few are taken in before others are served again, and those outside are not sent away meanwhile."""
+    open_files: list[int] = []
+    all_outside = threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/inside":
+            all_outside.wait(10)  # nothing is taken in meanwhile
+            for _ in range(100):
+                open_files.append(len(os.listdir("/proc/self/fd")))
+                await asyncio.sleep(0)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b".."})
+
+    with serving(app) as one:
+        inside = one.connect(b"GET /inside HTTP/1.1\r\nhost: x\r\n\r\n")
+        outside = []
+        for _ in range(100):
+            outside.append(socket.create_connection(("127.0.0.1", one.port), timeout=1))
+            outside[-1].sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        all_outside.set()
+        for each in (inside, *outside):
+            each.settimeout(30)
+            assert _answer(each).startswith(b"HTTP/1.1 200")
+            each.close()
+    grown = [after - before for before, after in pairwise(open_files)]
+    assert 0 < max(grown) <= connections.AT_ONCE
 
 
 def test_strangers_who_are_refused_fill_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
