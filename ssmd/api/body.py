@@ -16,7 +16,7 @@ from ssmd.model.strict import Strict, too_many
 from ssmd.sessions.turn import ID_PATTERN
 
 READ_TIMEOUT_S = 60.0
-MAX_OBJECTS = 200_000  # a conversation of 10,000 messages, each of ten parts, has half as many
+MAX_VALUES = 250_000  # a conversation of 10,000 messages, each of five parts, has fewer
 MAX_SHOWN_CHARS = 80
 _ENTRIES = 8
 Id = Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")]  # of a session or a turn
@@ -58,8 +58,8 @@ async def read_body(request: Request) -> bytes:
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """A JSON object; NaN, Infinity, lone surrogates and deep nesting are refused. Raises Rejected."""
-    if too_many(raw, MAX_OBJECTS):
-        raise Rejected(f"the request body has more than {MAX_OBJECTS} objects and lists", code="invalid_json")
+    if too_many(raw, MAX_VALUES, b"[{,"):
+        raise Rejected(f"the request body has more than {MAX_VALUES} values", code="invalid_json")
     try:
         value = from_json(raw, allow_inf_nan=False)
     except ValueError as err:

@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
@@ -23,12 +23,14 @@ from ssmd.api.delivery import Delivery, Gone
 from ssmd.api.errors import INTERNAL
 from ssmd.api.idempotency import REPLAYED, Mark, Repeats, in_place_of, read_mark
 from ssmd.api.keys import caller_of
+from ssmd.api.reading import Reading
 from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
 from ssmd.engine.replay import events
 from ssmd.engine.request import Delta, Failed, FinishReason, Rejected, Request, TokenLogprob, Usage
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Front:
         self._read = read
         self._stall_s = stall_s
         self._repeats = Repeats(engine)
+        self._reading = Reading(engine.runs_others)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery, head, watcher = Delivery(), None, None
@@ -133,18 +136,21 @@ class Front:
 
     async def _begin(self, raw: bytes, http: HttpRequest, delivery: Delivery) -> tuple[Asking, Head]:
         """Everything that takes time before the request waits in the engine's queue, or is answered as before."""
-        mark = await asyncio.to_thread(read_mark, http.headers, raw, caller_of(http.scope).name)
+        caller = caller_of(http.scope)
+        client = caller.name if caller.several else _address(http)
+
+        async def read(work: Callable[[], T]) -> T:
+            return await self._reading.run(work, client, len(raw), delivery)
+
+        mark = await asyncio.to_thread(read_mark, http.headers, raw, caller.name)
         if not mark.repeats:
             self._check(mark)
         delivery.check()
-        asking = await asyncio.to_thread(self._look_at, raw)
+        asking = await read(lambda: self._look_at(raw))
         delivery.check()
-        caller = caller_of(http.scope)
-        request = replace(
-            asking.request, client=caller.name if caller.several else _address(http), domain=caller.domain
-        )
+        request = replace(asking.request, client=client, domain=caller.domain)
         if not (request.store and self._engine.keeps):
-            return asking, _head(await asyncio.to_thread(self._engine.submit, request, delivery))
+            return asking, _head(await read(lambda: self._engine.submit(request, delivery, delivery.check)))
         attempt, reply = await self._repeats.enter(mark, delivery)
         if reply is not None and reply.complete:
             attempt.end()
@@ -152,8 +158,8 @@ class Front:
             return asking, Head(reply.answer["id"], reply.answer["created"], reply.session, replayed=True)
         try:
             delivery.check()
-            request = in_place_of(request, mark, reply)
-            generation = await asyncio.to_thread(self._engine.submit, request, delivery)
+            mine = in_place_of(request, mark, reply)
+            generation = await read(lambda: self._engine.submit(mine, delivery, delivery.check))
         except BaseException as err:  # whatever it is: who repeats the request must not wait for this one
             attempt.end(err if isinstance(err, Rejected) else INTERNAL)
             raise

@@ -96,14 +96,21 @@ class Engine:
         """Check that a request would be taken in now. Raises Rejected."""
         self._queue.check()
 
-    def submit(self, request: Request, deliver: Callable[[Event], None]) -> Generation:
+    def runs_others(self, client: str) -> bool:
+        """Whether answers of other clients than this one are under way."""
+        return any(g.asked.request.client != client for g in tuple(self._running))
+
+    def submit(
+        self, request: Request, deliver: Callable[[Event], None], go_on: Callable[[], None] = lambda: None
+    ) -> Generation:
         """Plan the prompt and queue it. Blocks for template, tokenizer and look-up; raises Rejected.
 
-        `deliver` is called from the worker's and the writer's threads: deltas, then one Done or Failed.
+        `deliver` is called from the worker's and the writer's threads: deltas, then one Done or Failed. `go_on` is
+        called now and then while it blocks, to raise when nobody waits for it any more.
         """
         started = time.perf_counter()
         self.check()
-        prompt = self._planner.plan(request)
+        prompt = self._planner.plan(request, go_on)
         asked = Asked(request, prompt, deliver, started)
         generation = Generation(asked, self._persistence.begin(asked), self._queue.leave)
         self._queue.put(generation)

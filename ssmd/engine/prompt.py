@@ -96,11 +96,16 @@ class Planner:
         self._store = store
         self._beginning = lru_cache(maxsize=64)(self._render_beginning)
 
-    def plan(self, request: Request) -> Prompt:
+    def plan(self, request: Request, go_on: Callable[[], None] = lambda: None) -> Prompt:
         """What a request feeds, where it belongs and which state it starts from: all of one moment of the store.
 
-        Raises Rejected: an unknown session, a template that refuses, a prompt too long for the context.
+        Raises Rejected: an unknown session, a template that refuses, a prompt too long for the context; and what is
+        raised by `go_on`, which is called now and then.
         """
+        with self._renderer.while_wanted(go_on):
+            return self._plan(request)
+
+    def _plan(self, request: Request) -> Prompt:
         strangers = [t for t in request.sampling.logit_bias if t >= self._vocabulary]
         if strangers:
             raise Rejected(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -22,6 +24,7 @@ from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 _VERSION = 1  # of what is made of messages before a template sees them
 _MAX_TRIED = 64  # turns above the last one whose text may be what a prompt goes on from
+_go_on: ContextVar[Callable[[], None]] = ContextVar("go_on", default=lambda: None)
 Above = Callable[[Turn], Turn | None]  # the turn above one, None at the root or if it cannot be read
 
 
@@ -68,6 +71,18 @@ class Renderer:
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         return replace(message, role=role, content=self._tokenizer.escape(message.content))
 
+    @staticmethod
+    @contextmanager
+    def while_wanted(go_on: Callable[[], None]) -> Iterator[None]:
+        """What is tokenised within, in this thread, may take long: `go_on` is called now and then, to raise when nobody
+        waits for it.
+        """
+        before = _go_on.set(go_on)
+        try:
+            yield
+        finally:
+            _go_on.reset(before)
+
     def encode(self, text: str) -> Line:
         """The ids of a whole text. Raises Rejected."""
         return Line(self.ids(text))
@@ -75,7 +90,7 @@ class Renderer:
     def ids(self, text: str) -> Ids:
         """The ids of a part of a text; of more than a context has, no more than show that. Raises Rejected."""
         try:
-            return self._tokenizer.ids(text, self._context)
+            return self._tokenizer.ids(text, self._context, _go_on.get())
         except TokenizerError as err:
             raise Rejected(f"the model's tokenizer refuses these messages: {err}", param="messages") from err
 

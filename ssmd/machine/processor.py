@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 import re
+import sys
+import threading
 from pathlib import Path
 
 MOST_THREADS = 256  # that anyone may ask of a runtime: more is a mistake, and a library would try to start them
@@ -22,3 +26,10 @@ def cpu_name() -> str:
         wanted = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm", "sve")
         flags = "+".join(w for w in wanted if w in found[1].split())
     return f"{name} {flags}".strip()
+
+
+def give_way() -> None:
+    """Let this thread run where others leave a processor free, if the system can tell threads apart so."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 _MANY = 16
-_BEGINS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{]', re.DOTALL)
+_PART = re.compile(rb'(?:[^"\\]++|\\.){0,4096}+', re.DOTALL)  # of a text: while one is looked for, nothing else is done
 
 
 class Strict(BaseModel):
@@ -27,13 +27,24 @@ class Strict(BaseModel):
         return value
 
 
-def too_many(raw: bytes, limit: int) -> bool:
-    """Whether JSON has more than so many objects and lists, before they are made: each takes up to 100 bytes."""
-    if raw.count(b"[") + raw.count(b"{") <= limit:  # some of them may be text
+def too_many(raw: bytes, limit: int, signs: bytes = b"[{") -> bool:
+    """Whether JSON has more than so many of these signs outside of its texts, before anything is made of it: an object
+    takes up to 100 bytes, and while all of them are made nothing else is.
+    """
+    if sum(map(raw.count, signs)) <= limit:  # some of them may be text
         return False
-    found = 0
-    for begin in _BEGINS.finditer(raw):
-        found += begin.end() - begin.start() == 1
-        if found > limit:
-            return True
+    sign = re.compile(b'"[^"\\\\]{0,255}+"|["' + re.escape(signs) + b"]")
+    found = at = 0
+    while begin := sign.search(raw, at):
+        at = begin.end()
+        if at - begin.start() > 1:  # a short text
+            continue
+        if begin[0] == b'"':
+            while (part := _PART.match(raw, at)) and part.end() > at:
+                at = part.end()
+            at += 1
+        else:
+            found += 1
+            if found > limit:
+                return True
     return False

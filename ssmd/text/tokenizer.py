@@ -129,15 +129,19 @@ class Tokenizer:
         found: list[int] = self.ids(rendered).tolist()
         return found
 
-    def ids(self, rendered: str, at_most: int | None = None) -> NDArray[np.int32]:
+    def ids(
+        self, rendered: str, at_most: int | None = None, go_on: Callable[[], None] = lambda: None
+    ) -> NDArray[np.int32]:
         """Ids of rendered template text, no BOS added. Escaped parts become plain text, never a control token.
 
         Equals the library's `encode(rendered, add_special_tokens=False)` where nothing is escaped. at_most: of more
-        than so many the first ones, at least so many, are enough. Other threads go on meanwhile. Raises TokenizerError
-        if the text is no Unicode or cannot be told apart from a control token, or the library gives up.
+        than so many the first ones, at least so many, are enough. go_on: is called now and then, and may raise. Other
+        threads go on meanwhile. Raises TokenizerError if the text is no Unicode or cannot be told apart from a control
+        token, or the library gives up.
         """
         found, count = [], 0
         for piece in self._pieces(rendered):
+            go_on()
             found.append(self._encode(piece))
             count += len(found[-1])
             if at_most is not None and count > at_most:

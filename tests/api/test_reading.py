@@ -1,0 +1,162 @@
+"""Who may have requests read, and when: by clients that ask much, beside others, or leave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TinyArtifacts
+from daemon import daemon, request
+
+from ssmd.api import reading
+from ssmd.api.delivery import Delivery, Gone
+from ssmd.api.reading import AT_ONCE, LONG_BYTES, Reading
+from ssmd.engine.prompt import Planner
+from ssmd.text.tokenizer import Tokenizer
+
+
+class Held:
+    """Work that is begun and not done before it is let go."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.go = threading.Event()
+
+    def by(self, name: str) -> Callable[[], str]:
+        def work() -> str:
+            self.begun.append(name)
+            assert self.go.wait(30)
+            return name
+
+        return work
+
+
+async def begun(held: Held, count: int) -> None:
+    while len(held.begun) < count:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+
+
+def test_a_client_has_few_read_at_once_and_holds_up_no_other() -> None:
+    async def run() -> tuple[list[str], list[str]]:
+        all_, held = Reading(lambda client: True), Held()
+        asked = [asyncio.create_task(all_.run(held.by(f"a{i}"), "a", 9, Delivery())) for i in range(5)]
+        await begun(held, AT_ONCE)
+        asked.append(asyncio.create_task(all_.run(held.by("b"), "b", 9, Delivery())))
+        await begun(held, AT_ONCE + 1)
+        first = list(held.begun)
+        held.go.set()
+        return first, await asyncio.gather(*asked)
+
+    first, done = asyncio.run(run())
+    assert first == [*(f"a{i}" for i in range(AT_ONCE)), "b"]
+    assert done == ["a0", "a1", "a2", "a3", "a4", "b"]
+
+
+def test_who_leaves_while_waiting_is_not_read() -> None:
+    async def left() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def run() -> tuple[list[str], list[object]]:
+        all_, held = Reading(lambda client: True), Held()
+        gone = Delivery()
+        asked = [
+            asyncio.create_task(all_.run(held.by(f"a{i}"), "a", 9, gone if i == AT_ONCE else Delivery()))
+            for i in range(AT_ONCE + 2)
+        ]
+        await begun(held, AT_ONCE)
+        await gone.watch(left)
+        with pytest.raises(Gone):
+            await asked[AT_ONCE]
+        held.go.set()
+        return held.begun, await asyncio.gather(*asked, return_exceptions=True)
+
+    begun_, done = asyncio.run(run())
+    assert f"a{AT_ONCE}" not in begun_
+    assert isinstance(done.pop(AT_ONCE), Gone)
+    assert done == ["a0", "a1", f"a{AT_ONCE + 1}"]
+
+
+def test_one_that_fails_passes_its_turn_on() -> None:
+    def fail() -> str:
+        raise ValueError("no")
+
+    async def run() -> list[object]:
+        all_ = Reading(lambda client: True)
+        asked: list[Awaitable[str]] = [all_.run(fail, "a", 9, Delivery()) for _ in range(5)]
+        failed = await asyncio.gather(*asked, return_exceptions=True)
+        return [*map(type, failed), await all_.run(lambda: "read", "a", 9, Delivery())]
+
+    assert asyncio.run(run()) == [ValueError] * 5 + ["read"]
+
+
+def test_beside_others_answers_reading_has_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "CREDIT_S", 0.02)
+    monkeypatch.setattr(reading, "REFILL", 0.0)
+    beside = True
+
+    def long() -> str:
+        total = 0
+        for i in range(2_000_000):
+            total += i
+        return "read"
+
+    async def run() -> None:
+        nonlocal beside
+        all_ = Reading(lambda client: beside and client == "a")
+        assert await all_.run(long, "a", 9, Delivery()) == "read"
+        assert await all_.run(long, "b", 9, Delivery()) == "read"
+        assert await all_.run(long, "b", 9, Delivery()) == "read", "nobody's answer is held up by it"
+        waits = asyncio.create_task(all_.run(long, "a", 9, Delivery()))
+        _, pending = await asyncio.wait([waits], timeout=1)
+        assert pending == {waits}
+        beside = False
+        assert await waits == "read"
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_long_bodies_are_read_where_a_processor_is_free() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    async def run() -> list[int]:
+        all_ = Reading(lambda client: False)
+        return [await all_.run(priority, "a", n, Delivery()) for n in (LONG_BYTES, LONG_BYTES + 1)]
+
+    assert asyncio.run(run()) == [priority(), 19]
+
+
+def test_what_nobody_waits_for_any_more_is_tokenised_no_further(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, plan = Tokenizer._encode, Planner.plan
+    encoded: list[int] = []
+    over = threading.Event()
+
+    def watched(self: Tokenizer, text: str) -> object:
+        encoded.append(len(text))
+        if len(encoded) == 2:
+            client.close()
+        return encode(self, text)
+
+    def planned(*args: Any) -> object:
+        try:
+            return plan(*args)
+        finally:
+            over.set()
+
+    with daemon(artifacts["mamba-f32"], tmp_path) as one:  # which has no context that bounds it
+        monkeypatch.setattr(Tokenizer, "_encode", watched)
+        monkeypatch.setattr(Planner, "plan", planned)
+        client = one.served.connect(request(one.body("word " * (4 << 20), store=False)))
+        assert over.wait(60)
+    assert len(encoded) >= 2
+    assert sum(encoded) < 10 << 20, "half of it"
