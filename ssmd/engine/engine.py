@@ -207,7 +207,7 @@ class Engine:
         if ready is not None:
             started = time.perf_counter()
             self._guarded([ready], partial(self._advance_prompt, ready, others=bool(decoding)))
-            self._shares.spend(ready, decoding, time.perf_counter() - started)
+            self._shares.spend(ready, time.perf_counter() - started)
         if decoding:
             self._guarded(decoding, partial(self._decode, decoding))
 

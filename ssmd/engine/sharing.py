@@ -15,7 +15,7 @@ from ssmd.engine.generation import Generation
 
 SPARE_LANES = 1  # for who has none, while others have them all
 CREDIT_S = 1.0  # for which a client may read prompts beside others' answers at once
-REFILL = 0.15  # of the time: then one step in some twenty has a piece of 64 tokens in it
+REFILL = 0.03  # of the time: a piece of 64 tokens takes as long as a step for two, so one step in 30 has one in it
 Open = tuple[Generation, Choice]
 
 
@@ -53,13 +53,14 @@ class Shares:
         client = g.asked.request.client
         return all(other.asked.request.client == client for other in decoding) or self._left(client) > 0
 
-    def spend(self, g: Generation, decoding: Sequence[Generation], seconds: float) -> None:
-        """Note how long a piece took from others, if there were any."""
-        client = g.asked.request.client
-        if any(other.asked.request.client != client for other in decoding):
-            now = time.perf_counter()
-            self._credit = {c: known for c, known in self._credit.items() if self._at(known, now) < CREDIT_S}
-            self._credit[client] = (self._left(client) - seconds, now)
+    def spend(self, g: Generation, seconds: float) -> None:
+        """Note how long a piece took, also where it was in nobody's way: who floods has had his fill when others come.
+
+        More than the credit is not owed.
+        """
+        client, now = g.asked.request.client, time.perf_counter()
+        self._credit = {c: known for c, known in self._credit.items() if self._at(known, now) < CREDIT_S}
+        self._credit[client] = (max(-seconds, self._left(client) - seconds), now)
 
     def _left(self, client: str) -> float:
         known = self._credit.get(client)
