@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import socket
 import threading
 import time
@@ -77,20 +76,22 @@ class Served:
 
 
 @contextmanager
-def serving(app: ASGIApp, limits: connections.Limits | None = None) -> Iterator[Served]:
-    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=2)
+def serving(
+    app: ASGIApp, limits: connections.Limits | None = None, *, at: socket.socket | None = None
+) -> Iterator[Served]:
+    """At a socket that listens, else at any free port."""
+    at = at or socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=2)
     connections.limit(config, limits or connections.Limits())
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, args=([at],), daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
-    listening = server.servers[0].sockets
-    with socket.socket(fileno=os.dup(listening[0].fileno())) as same:
-        connections.hold([same])
+    connections.hold([at])
     try:
-        yield Served(listening[0].getsockname()[1])
+        yield Served(0 if at.family == socket.AF_UNIX else at.getsockname()[1])
     finally:
         server.should_exit = True
         thread.join()

@@ -35,6 +35,7 @@ def artifact(artifacts: TinyArtifacts) -> Path:
 def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SSMD_")}
     own = {"SSMD_DATA_DIR": str(tmp_path / "data"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    own["SSMD_PORT"] = "0"
     return {**kept, **own, **extra}
 
 
@@ -43,7 +44,7 @@ def start(
 ) -> subprocess.Popen[str]:
     few = [] if descriptors is None else ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
     return subprocess.Popen(
-        [*few, sys.executable, "-m", "ssmd", "serve", "--port", "0", "--threads", "1", *arguments],
+        [*few, sys.executable, "-m", "ssmd", "serve", "--threads", "1", *arguments],
         env=environment(tmp_path, **(extra or {})),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -89,7 +90,7 @@ def long_stream(served: Served, model: str) -> socket.socket:
         "stream": True,
     }
     raw = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n\r\n"
     one = served.connect(head.encode() + raw)
     assert b"200 OK" in one.recv(64)
     return one
@@ -206,8 +207,8 @@ def test_a_key_and_a_name_from_the_environment(artifact: Path, tmp_path: Path) -
 
 
 @contextmanager
-def at_socket(tmp_path: Path, path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = start(tmp_path, *arguments, "--socket", str(path))
+def at_socket(tmp_path: Path, path: Path, *arguments: str, **extra: str) -> Iterator[subprocess.Popen[str]]:
+    process = start(tmp_path, *arguments, "--socket", str(path), extra=extra)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -227,7 +228,7 @@ def test_a_socket_in_place_of_a_port(artifact: Path, tmp_path: Path) -> None:
     path = tmp_path / "ssmd.sock"
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
-    with at_socket(tmp_path, path, str(artifact), "--port", str(port), "--host", "0.0.0.0"):  # needs no key then
+    with at_socket(tmp_path, path, str(artifact), SSMD_PORT=str(port), SSMD_HOST="0.0.0.0"):  # needs no key then
         assert oct(path.lstat().st_mode)[-3:] == "600"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
@@ -237,6 +238,9 @@ def test_a_socket_in_place_of_a_port(artifact: Path, tmp_path: Path) -> None:
         said = failing(tmp_path, str(artifact), "--socket", str(path), "--data-dir", str(tmp_path / "other"))
         assert str(path) in said
         assert "another process listens there" in said
+        both = start(tmp_path, str(artifact), "--socket", str(path), "--port", str(port))
+        assert "leave --host and --port out" in " ".join(both.communicate(timeout=60)[1].split())
+        assert both.returncode == 2
     assert path.exists()  # it was killed
     with at_socket(tmp_path, path, str(artifact)) as process:
         refused = curl(path, "http://evil.example/health")

@@ -18,6 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ssmd.machine import descriptors
+from ssmd.machine.privatesocket import process_at
 
 log = logging.getLogger(__name__)
 HEAD_S = 10.0  # for a request's head: from the connection's first moment, later from the head's first byte
@@ -104,6 +105,9 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in the class above it
         super().connection_made(transport)
+        process = process_at(transport.get_extra_info("socket"))
+        if process is not None:  # clients are told apart by where they are: here there are no addresses
+            self.client = (f"process.{process}", 0)
         if len(self.connections) > self.limits.most and not self._make_room():
             log.warning(_TOO_MANY + ": %d are open and none is idle; a new one is closed", self.limits.most)
             transport.abort()

@@ -220,7 +220,9 @@ async def _whole(answer: Answer, delivery: Delivery) -> Mapping[str, Any]:
 
 
 def _address(http: HttpRequest) -> str:
-    """Where a request comes from: the address, of which one computer may have all that begin alike."""
+    """Where a request comes from: the address, of which one computer may have all that begin alike; at a socket without
+    addresses the process.
+    """
     host = "" if http.client is None else http.client.host
     return ":".join(host.split(":")[:4]) if "." not in host else host
 

@@ -37,6 +37,8 @@ def serve(
     from ssmd.cli.pull import first_model
     from ssmd.config import Settings
 
+    if socket is not None and (host is not None or port is not None):
+        raise typer.BadParameter("--socket is in place of a port: leave --host and --port out")
     settings = Settings(
         data_dir=data_dir,
         device=device,

@@ -6,12 +6,14 @@ import errno
 import os
 import socket
 import stat
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PROBE_S = 1.0
+_CREDENTIALS = struct.Struct("3i")  # process, user and group
 
 
 def listen_privately(path: Path, backlog: int) -> socket.socket:
@@ -33,6 +35,14 @@ def listen_privately(path: Path, backlog: int) -> socket.socket:
             one.close()
             raise
     return one
+
+
+def process_at(one: socket.socket) -> int | None:
+    """The process at the other end of a Unix socket, as it was when it connected; None if the system does not tell."""
+    if sys.platform != "linux" or one.family != socket.AF_UNIX:
+        return None
+    process, _, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(process)
 
 
 if sys.platform != "win32":

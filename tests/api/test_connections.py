@@ -7,6 +7,8 @@ import logging
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from ssmd.api import connections
 from ssmd.api.connections import Limits, Seldom
 from ssmd.api.sessions import _PassingFile
+from ssmd.machine.privatesocket import listen_privately
 
 WHOLE = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HALF = WHOLE[:-3]
@@ -230,6 +233,26 @@ def test_a_crowd_at_the_door_does_not_hold_up_who_is_inside() -> None:
             each.close()
     grown = [after - before for before, after in pairwise(open_files)]
     assert 0 < max(grown) <= connections.AT_ONCE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not tell")
+def test_at_a_socket_clients_are_told_apart_by_process(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["client"][0])
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    path = tmp_path / "ssmd.sock"
+    ask = ["curl", "-sS", "--unix-socket", str(path), "http://localhost/"]
+    with serving(app, at=listen_privately(path, 8)), socket.socket(socket.AF_UNIX) as here:
+        others = [subprocess.Popen(ask) for _ in range(2)]
+        assert [one.wait(30) for one in others] == [0, 0]
+        here.connect(str(path))
+        here.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert here.recv(100).startswith(b"HTTP/1.1 204")
+    assert sorted(seen) == sorted(f"process.{pid}" for pid in (os.getpid(), *(one.pid for one in others)))
 
 
 def test_strangers_who_are_refused_fill_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
