@@ -27,7 +27,7 @@ from ssmd.api.reading import Reading
 from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
 from ssmd.engine.replay import events
-from ssmd.engine.request import Delta, Failed, FinishReason, Rejected, Request, TokenLogprob, Usage
+from ssmd.engine.request import Delta, Failed, FinishReason, Rejected, Request, TokenLogprob, Usage, label
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,13 +35,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Head:
-    """What is known of an answer before its first event. created: seconds since 1970."""
+    """What is known of an answer before its first event. created: seconds since 1970. key: the name of its key."""
 
     id: str
     created: int
     session: str | None
+    key: str = ""
     replayed: bool = False
     cancel: Callable[[], None] = lambda: None
+
+    @property
+    def label(self) -> str:
+        """What the log calls it."""
+        return label(self.id, self.key)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -107,7 +113,7 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery, head, watcher = Delivery(), None, None
-        ended = False
+        ended, key = False, caller_of(scope).name
         try:
             http = HttpRequest(scope, receive)
             raw = await read_body(http)
@@ -122,12 +128,12 @@ class Front:
             ended = True
         except Rejected as err:
             if head is None:  # else the engine has counted it
-                self._engine.metrics.request_failed(err.code)
+                self._engine.metrics.request_failed(err.code, key)
             raise
         except Gone:
-            log.info("request %s: the client went away", "that waited" if head is None else head.id)
+            log.info("request %s: the client went away", label("that waited", key) if head is None else head.label)
         except sse.Stalled:
-            log.warning("request %s: the client has not read for %.0f s, given up", head and head.id, self._stall_s)
+            log.warning("request %s: the client has not read for %.0f s, given up", head and head.label, self._stall_s)
         finally:
             if watcher is not None:
                 watcher.cancel()
@@ -155,7 +161,7 @@ class Front:
         if reply is not None and reply.complete:
             attempt.end()
             delivery.replay(events(reply))
-            return asking, Head(reply.answer["id"], reply.answer["created"], reply.session, replayed=True)
+            return asking, Head(reply.answer["id"], reply.answer["created"], reply.session, caller.name, replayed=True)
         try:
             delivery.check()
             mine = in_place_of(request, mark, reply)
@@ -198,7 +204,7 @@ class Front:
         except (Gone, sse.Stalled):
             raise
         except Exception:  # a bug, after the status left: the client must still hear of it
-            log.exception("request %s failed while streaming", head.id)
+            log.exception("request %s failed while streaming", head.label)
             head.cancel()
             await stream.write(answer.failure(INTERNAL))
         await stream.close()
@@ -229,7 +235,7 @@ def _address(http: HttpRequest) -> str:
 
 def _head(generation: Generation) -> Head:
     asked = generation.asked
-    return Head(asked.id, asked.created, asked.session, cancel=generation.cancel)
+    return Head(asked.id, asked.created, asked.session, asked.request.domain.owner, cancel=generation.cancel)
 
 
 def own_usage(usage: Usage) -> dict[str, Any]:

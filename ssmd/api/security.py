@@ -30,7 +30,7 @@ from ssmd.api.body import shown
 from ssmd.api.errors import HANDLERS, error_response
 from ssmd.api.keys import Caller, Keys, set_caller
 from ssmd.config import Settings
-from ssmd.engine.request import Rejected
+from ssmd.engine.request import Rejected, label
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})
@@ -119,23 +119,27 @@ class Security:
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
             await send(message)
 
+        where = scope["path"]
         try:
             self._check_host(headers)
             self._check_origin(scope, headers, readable)
             if readable and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 await _preflight(headers)(scope, receive, send_identified)
                 return
-            set_caller(scope, self._caller(scope, headers))
+            caller = Caller() if where in OPEN_PATHS else self._rules.keys.caller(headers.get("authorization", ""))
+            where = label(where, caller.name)
+            set_caller(scope, caller)
+            _check_method(scope, caller)
             intake.limit = self._body_limit(scope["path"], headers)
         except Rejected as err:
             challenge = {"www-authenticate": "Bearer"} if err.status == 401 else {}
-            log.info("refused %s %s: %s", scope["method"], scope["path"], err.message)
+            log.info("refused %s %s: %s", scope["method"], where, err.message)
             await error_response(err, challenge)(scope, receive, send_identified)
             return
         try:
             await self._app(scope, intake.receive, send_identified)
         except ClientDisconnect:
-            log.info("%s %s: the client went away before it had sent all", scope["method"], scope["path"])
+            log.info("%s %s: the client went away before it had sent all", scope["method"], where)
         finally:
             intake.forget()
 
@@ -174,19 +178,6 @@ class Security:
             status=403,
             code="origin_not_allowed",
         )
-
-    def _caller(self, scope: Scope, headers: Headers) -> Caller:
-        """Who asks. Raises Rejected: nobody who may."""
-        if scope["path"] in OPEN_PATHS:
-            return Caller()
-        caller = self._rules.keys.caller(headers.get("authorization", ""))
-        if caller.read_only and scope["method"] not in _READING:
-            raise Rejected(
-                f"the key {caller.name} is read-only: {' and '.join(_READING)} are all that it may",
-                status=403,
-                code="read_only_key",
-            )
-        return caller
 
     def _body_limit(self, path: str, headers: Headers) -> int:
         limit = self._rules.body_limits.get(path, self._rules.max_body_bytes)
@@ -258,6 +249,15 @@ class _Intake:
                 while not self.whole:
                     message = await self._receive()
                     self.whole = message["type"] != "http.request" or not message.get("more_body", False)
+
+
+def _check_method(scope: Scope, caller: Caller) -> None:
+    if caller.read_only and scope["method"] not in _READING:
+        raise Rejected(
+            f"the key {caller.name} is read-only: {' and '.join(_READING)} are all that it may",
+            status=403,
+            code="read_only_key",
+        )
 
 
 def _too_large(limit: int) -> Rejected:

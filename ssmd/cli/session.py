@@ -46,7 +46,8 @@ def list_sessions(
     data_dir: options.DataDir = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the sessions, the one used last first. Size: its checkpoints; shared: what of them others need too.
+    """List the sessions, the one used last first. Size: its checkpoints; shared: what of them others need too. Key: the
+    name of the API key whose it is.
 
     The 100 used last, unless with --all; --json always has all of them.
     """
@@ -66,15 +67,17 @@ def list_sessions(
     from rich.table import Table
     from rich.text import Text
 
-    names = ("id", "model", "turns", "size", "shared", "last used", "")
+    names = ["id", "model", "turns", "size", "shared", "last used", ""]
+    owned = any(s.info.owner for s in sessions)
     rows = []
     for s in sessions:
         used = _used(s).astimezone().strftime("%Y-%m-%d %H:%M")
         sizes = _size(s.nbytes), _size(s.nbytes - s.own_nbytes) if s.nbytes > s.own_nbytes else ""
         pinned = "pinned" if s.info.pinned else ""
-        rows.append((s.id, plain(s.info.model), str(s.turns), *sizes, used, pinned, plain(s.title)))
+        owner = [plain(s.info.owner)] if owned else []
+        rows.append((s.id, plain(s.info.model), str(s.turns), *sizes, used, pinned, *owner, plain(s.title)))
     table = Table(box=None, pad_edge=False)
-    for i, name in enumerate(names):
+    for i, name in enumerate([*names, "key"] if owned else names):
         table.add_column(name, no_wrap=True, min_width=max(len(name), *(len(row[i]) for row in rows)))
     table.add_column("title", no_wrap=True)
     for row in rows:
@@ -99,8 +102,9 @@ def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
         return
     branches = f", {session.turns - len(path)} on other branches" if session.turns > len(path) else ""
     imported = ", imported" if session.info.imported else ""
+    owner = f", of {plain(session.info.owner)}" if session.info.owner else ""
     model = plain(session.info.model)
-    typer.echo(f"{session.id}  {model}  {len(path)} turns{branches}{imported}, {_size(session.nbytes)}")
+    typer.echo(f"{session.id}  {model}  {len(path)} turns{branches}{imported}{owner}, {_size(session.nbytes)}")
     for turn in path:
         for message in turn.messages:
             typer.echo(f"\n{message.role}: {plain(message.content, lines=True)}")
@@ -138,6 +142,7 @@ def _summary(session: Session) -> dict[str, Any]:
         "own_bytes": session.own_nbytes,
         "pinned": session.info.pinned,
         "imported": session.info.imported is not None,
+        "owner": session.info.owner or None,
         "created_at": session.created_at.isoformat(),
         "last_used_at": _used(session).isoformat(),
         "title": session.title,

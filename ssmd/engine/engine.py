@@ -296,7 +296,7 @@ class Engine:
         try:
             g.asked.deliver(event)
         except Exception:  # the reader is gone: an event loop that was closed, say
-            log.debug("request %s: its reader is gone", g.asked.id)
+            log.debug("request %s: its reader is gone", g.asked.label)
             g.cancelled = True
 
     def _close_choice(self, g: Generation, choice: Choice) -> None:
@@ -314,7 +314,7 @@ class Engine:
             try:
                 self._close_choice(g, choice)
             except Exception:
-                log.exception("request %s: its state could not be saved", g.asked.id)
+                log.exception("request %s: its state could not be saved", g.asked.label)
         self._finish(g)
 
     def _settle(self, g: Generation) -> None:
@@ -338,9 +338,9 @@ class Engine:
         """Deliver the last event of a request. From the writer's thread, or the worker's when nothing is kept."""
         usage, error = g.usage(stored, self.program.context), g.progress.error
         if error is not None:
-            self.metrics.request_failed(error.code)
+            self.metrics.request_failed(error.code, g.asked.request.domain.owner)
         elif g.cancelled:
-            self.metrics.request_failed("cancelled")
+            self.metrics.request_failed("cancelled", g.asked.request.domain.owner)
         else:
             g.record(self.metrics, usage)
         self._send(g, Done(g.finish_reasons, usage) if error is None else Failed(error))

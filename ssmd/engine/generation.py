@@ -11,7 +11,7 @@ from itertools import pairwise
 from ssmd.engine.choice import Choice
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.prompt import Prompt
-from ssmd.engine.request import Done, Event, FinishReason, Rejected, Request, Resume, Usage
+from ssmd.engine.request import Done, Event, FinishReason, Rejected, Request, Resume, Usage, label
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.checkpoint import NewCheckpoint
 
@@ -30,6 +30,11 @@ class Asked:
     started: float
     id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def label(self) -> str:
+        """What the log calls it."""
+        return label(self.id, self.request.domain.owner)
 
     @property
     def session(self) -> str | None:
@@ -175,6 +180,7 @@ class Generation:
             generated_tokens=usage.completion_tokens,
             prefill_ms=usage.prefill_ms,
             restore_ms=usage.restore_ms,
+            key=self.asked.request.domain.owner,
         )
 
     def _gaps_ms(self) -> list[float]:

@@ -6,7 +6,7 @@ Counts live in plain fields under one lock: a request's times between tokens are
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -53,6 +53,21 @@ class _Histogram:
         return {"last": round(self.recent[-1], 3), "p50": round(float(p50), 3), "p95": round(float(p95), 3)}
 
 
+class _Key:
+    """What was asked with the keys of one name."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter(ok=0)
+        self.tokens: Counter[str] = Counter(fed=0, cached=0, generated=0)
+
+    def done(self, prompt: int, cached: int, generated: int) -> None:
+        self.outcomes["ok"] += 1
+        self.tokens.update(fed=prompt - cached, cached=cached, generated=generated)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"requests": dict(self.outcomes), **{f"{kind}_tokens": n for kind, n in self.tokens.items()}}
+
+
 class Metrics(Collector):
     """All counts of one daemon, with a Prometheus registry of its own. Every method may be called from any thread."""
 
@@ -64,6 +79,7 @@ class Metrics(Collector):
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
         self._prefill_ms = self._restore_ms = 0.0
         self._outcomes: dict[str, int] = {"ok": 0}
+        self._keys: dict[str, _Key] = {}  # by name, of which a file of keys has a bounded number
         self._waiting = self._running = 0
         self._checkpoint_bytes = self._stored_bytes = self._checkpoints = self._left_out = 0
         self._not_stored = dict.fromkeys(REASONS, 0)
@@ -84,10 +100,16 @@ class Metrics(Collector):
         generated_tokens: int,
         prefill_ms: float,
         restore_ms: float,
+        key: str = "",
     ) -> None:
-        """A request that ended well. `cached_tokens` of `prompt_tokens` were not fed; `tbts_ms` of all its choices."""
+        """A request that ended well. `cached_tokens` of `prompt_tokens` were not fed; `tbts_ms` of all its choices.
+
+        key: the name of the API key that it came with, if that has one.
+        """
         with self._lock:
             self._outcomes["ok"] += 1
+            if key:
+                self._keys.setdefault(key, _Key()).done(prompt_tokens, cached_tokens, generated_tokens)
             self._ttft.add([ttft_ms])
             self._tbt.add(tbts_ms)
             self._prompt_tokens += prompt_tokens
@@ -106,10 +128,12 @@ class Metrics(Collector):
                 "tokens_per_s": round(len(tbts_ms) / between * 1e3, 2) if between > 0 else None,
             }
 
-    def request_failed(self, code: str) -> None:
-        """Count a request that was refused or broke off, by the code of its error."""
+    def request_failed(self, code: str, key: str = "") -> None:
+        """Count a request that was refused or broke off, by the code of its error. key: as of one that ended well."""
         with self._lock:
             self._outcomes[code] = self._outcomes.get(code, 0) + 1
+            if key:
+                self._keys.setdefault(key, _Key()).outcomes[code] += 1
 
     def queue(self, waiting: int, running: int) -> None:
         """Note how many choices wait and decode now."""
@@ -165,7 +189,8 @@ class Metrics(Collector):
 
         `program` · `ttft_ms`, `tbt_ms`: {last, p50, p95} of the last 256 requests and 4,096 gaps · `tokens_per_s` of
         the last request · `prompt_tokens` = `fed_tokens` + `cached_tokens` · `generated_tokens` · `queue`: {waiting,
-        running} · `requests`: {ok, <error code>: n} · `checkpoints`: {count, bytes, left_out, ms: {last, p50, p95}} ·
+        running} · `requests`: {ok, <error code>: n} · `keys`: {<name of an API key>: {requests, fed_tokens,
+        cached_tokens, generated_tokens}} · `checkpoints`: {count, bytes, left_out, ms: {last, p50, p95}} ·
         `turns_not_stored`: {<reason>: n} · `healed`: {checkpoints: n, turns: n} that were damaged: taken out, or
         written anew · `stored_bytes`, `quota_bytes` of checkpoints · `last`: the last request's {prompt_tokens,
         cached_tokens, generated_tokens, ttft_ms, prefill_ms, restore_ms, tokens_per_s}
@@ -182,6 +207,7 @@ class Metrics(Collector):
                 "generated_tokens": self._generated_tokens,
                 "queue": {"waiting": self._waiting, "running": self._running},
                 "requests": dict(self._outcomes),
+                "keys": {name: key.snapshot() for name, key in self._keys.items()},
                 "checkpoints": {
                     "count": self._checkpoints,
                     "bytes": self._checkpoint_bytes,
@@ -201,6 +227,19 @@ class Metrics(Collector):
             requests = CounterMetricFamily("ssmd_requests", "Requests by outcome: ok or error code", labels=["outcome"])
             for code, n in self._outcomes.items():
                 requests.add_metric([code], n)
+            asked = CounterMetricFamily(
+                "ssmd_key_requests", "Requests by the name of their API key", labels=["key", "outcome"]
+            )
+            tokens = CounterMetricFamily(
+                "ssmd_key_tokens",
+                "Tokens by the name of their API key: fed, cached or generated",
+                labels=["key", "kind"],
+            )
+            for name, key in self._keys.items():
+                for code, n in key.outcomes.items():
+                    asked.add_metric([name, code], n)
+                for kind, n in key.tokens.items():
+                    tokens.add_metric([name, kind], n)
             lost = CounterMetricFamily("ssmd_turns_not_stored", "Turns that were not stored", labels=["reason"])
             for reason, n in self._not_stored.items():
                 lost.add_metric([reason], n)
@@ -231,6 +270,8 @@ class Metrics(Collector):
                 self._tbt.family("ssmd_tbt_seconds", "Time between tokens"),
                 self._checkpoint.family("ssmd_checkpoint_seconds", "Time to write a checkpoint"),
                 requests,
+                asked,
+                tokens,
                 lost,
                 healed,
                 program,

@@ -206,7 +206,7 @@ class _Kept(Kept):
             return
         pending = self._by._writer.encode(checkpoint)
         if pending is None:
-            log.warning("request %s: a checkpoint is left out, the store is too far behind", self._asked.id)
+            log.warning("request %s: a checkpoint is left out, the store is too far behind", self._asked.label)
             return
         self._checkpoints.append(pending)
         if checkpoint.kind != "turn":  # choices are siblings: each grows from the prompt

@@ -113,3 +113,8 @@ class Failed:
 
 
 Event = Delta | Done | Failed
+
+
+def label(generation: str, key: str) -> str:
+    """What the log calls a request: its generation's id, and the name of the key that it came with, if that has one."""
+    return f"{generation} of {key}" if key else generation

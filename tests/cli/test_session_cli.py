@@ -135,6 +135,17 @@ def test_show(ssmd: Ssmd, chat: Chat) -> None:
     assert told["head"] == "t3"
 
 
+def test_the_owner_is_shown_where_there_is_one(ssmd: Ssmd, chat: Chat) -> None:
+    assert "key" not in ssmd("list").stdout.splitlines()[0]
+    assert ", of " not in ssmd("show", "ses_1").stdout
+    Chat(chat.store, "ses_2", owner="alice").say("u1", None, "of alice", "yes")
+    head, *rows = ssmd("list").stdout.splitlines()
+    assert head.split()[-2:] == ["key", "title"]
+    assert [row.split()[0] for row in rows if " alice " in row] == ["ses_2"]
+    assert ", of alice, " in ssmd("show", "ses_2").stdout.splitlines()[0]
+    assert {s["id"]: s["owner"] for s in ssmd.json("list")} == {"ses_1": None, "ses_2": "alice"}
+
+
 def test_away_and_back(ssmd: Ssmd, chat: Chat, tmp_path: Path) -> None:
     assert "3 turns, 2 states" in ssmd("export", "ses_1", "chat.ssmd").stdout
     assert "exists already" in ssmd("export", "ses_1", "chat.ssmd", code=1).stderr

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ssmd.engine.metrics import TBT_BOUNDS_S, Metrics
 
 
-def done(metrics: Metrics, ttft_ms: float = 20.0, tbts_ms: tuple[float, ...] = (10.0, 30.0)) -> None:
+def done(metrics: Metrics, ttft_ms: float = 20.0, tbts_ms: tuple[float, ...] = (10.0, 30.0), key: str = "") -> None:
     metrics.request_done(
         ttft_ms=ttft_ms,
         tbts_ms=tbts_ms,
@@ -22,6 +22,7 @@ def done(metrics: Metrics, ttft_ms: float = 20.0, tbts_ms: tuple[float, ...] = (
         generated_tokens=3,
         prefill_ms=5.0,
         restore_ms=2.5,
+        key=key,
     )
 
 
@@ -86,6 +87,27 @@ def test_the_snapshot_is_json_in_milliseconds() -> None:
     assert shown["checkpoints"] == {"count": 1, "bytes": 7, "left_out": 1, "ms": {"last": 1.5, "p50": 1.5, "p95": 1.5}}
     assert shown["requests"] == {"ok": 3}
     assert shown["queue"] == {"waiting": 0, "running": 0}
+
+
+def test_each_key_is_counted_by_its_name() -> None:
+    metrics = Metrics()
+    assert metrics.snapshot()["keys"] == {}
+    assert b"ssmd_key_requests_total{" not in metrics.prometheus()
+    for key in ("alice", "bob", "alice", ""):
+        done(metrics, key=key)
+    metrics.request_failed("queue_full", "bob")
+    metrics.request_failed("queue_full")
+    shown = json.loads(json.dumps(metrics.snapshot(), allow_nan=False))
+    assert shown["keys"] == {
+        "alice": {"requests": {"ok": 2}, "fed_tokens": 20, "cached_tokens": 180, "generated_tokens": 6},
+        "bob": {"requests": {"ok": 1, "queue_full": 1}, "fed_tokens": 10, "cached_tokens": 90, "generated_tokens": 3},
+    }
+    assert (shown["requests"], shown["generated_tokens"]) == ({"ok": 4, "queue_full": 2}, 12)
+    families = text_string_to_metric_families(metrics.prometheus().decode())
+    found = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    assert found["ssmd_key_requests_total", "bob", "queue_full"] == 1
+    assert found["ssmd_key_requests_total", "alice", "ok"] == 2
+    assert found["ssmd_key_tokens_total", "alice", "cached"] == 180
 
 
 def test_percentiles_are_of_recent_requests_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
-from daemon import CHAT, Daemon, daemon, quiet
+from daemon import CHAT, NO_END, Daemon, daemon, quiet, soon
 from keyfile import bearer, written
 from openai_client import openai
 from serving import Answer, Served
@@ -128,6 +129,32 @@ def test_a_named_request_of_another_is_another_request(one: Daemon) -> None:
     body = Talk(one.served, one.model, "alice").say("Only once.").json
     assert Talk(one.served, one.model, "bob").ask("Only once.", retry).json["id"] != body["id"]
     assert Talk(one.served, one.model, "alice").ask("Only once.", retry).json["id"] == body["id"]
+
+
+def test_who_asks_is_named_in_metrics_and_log(one: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ssmd")
+    before = one.engine.metrics.snapshot()["keys"]
+    bob = Talk(one.served, one.model, "bob")
+    assert bob.ask("Hello", model="none").status == 404
+    prompt, cached = told(bob.say("Hello", store=False))[1:]
+    body = json.dumps(bob.body("On and on", stream=True, max_tokens=400, logit_bias=NO_END)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: {bearer(KEYS['bob'])['authorization']}\r\n"
+    with one.served.connect(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body) as line:
+        assert b"200 OK" in line.recv(64)
+    soon(lambda: one.engine.metrics.snapshot()["keys"]["bob"]["requests"].get("cancelled", 0) == 1)
+    assert one.served.ask("POST", CHAT, {}, {**bearer(KEYS["bob"]), "content-length": "9" * 12}).status == 413
+    now = one.served.ask("GET", "/ssmd/v1/metrics", headers=bearer(KEYS["alice"])).json["keys"]
+    requests, known = now["bob"]["requests"], before.get("bob", {"requests": {"ok": 0}, "cached_tokens": 0})
+    assert (requests["model_not_found"], requests["cancelled"]) == (1, 1)
+    assert requests["ok"] == known["requests"]["ok"] + 1
+    assert now["bob"]["cached_tokens"] == known["cached_tokens"] + cached
+    assert now.get("alice") == before.get("alice")
+    text = one.served.ask("GET", "/metrics", headers=bearer(KEYS["alice"])).body.decode()
+    assert f'ssmd_key_requests_total{{key="bob",outcome="ok"}} {float(requests["ok"])}' in text
+    said = [record.getMessage() for record in caplog.records]
+    assert any(re.fullmatch(r"request gen_\w+ of bob: the client went away", line) for line in said), said
+    assert any(line.startswith(f"refused POST {CHAT} of bob: ") for line in said), said
+    assert prompt > 0
 
 
 def test_a_state_that_is_damaged_is_replaced_by_none_of_anothers(one: Daemon) -> None:
