@@ -22,9 +22,11 @@ from pathlib import Path
 from daemon_process import DaemonProcess, conditions
 
 TOKENS = 150
+REFUSED = 5  # windows of a second
 HONEST, OTHER = "127.0.0.2", "127.0.0.1"  # clients are told apart by address
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 WORD = sys.argv[2] if len(sys.argv) > 2 else ""
+REFUSALS = "a refusal, queue full"
 Other = Callable[[int], None]  # what one of the others does, given the port, until it is killed
 
 
@@ -145,6 +147,46 @@ def main() -> None:
             numbers = f"{statistics.median(gaps):.1f} | {p95(gaps):.1f} | {max(gaps):.0f} | {p95(gaps) / alone:.1f}"
             print(f"| {name} | {numbers} | {daemon.resident_mb()[0]:.0f} |", flush=True)
             time.sleep(2)
+    if WORD in REFUSALS:
+        with tempfile.TemporaryDirectory() as folder:
+            print()
+            refusals(Path(folder))
+
+
+def processor_s(daemon: DaemonProcess) -> float:
+    """Processor time that the daemon has used."""
+    assert daemon.process is not None
+    fields = Path(f"/proc/{daemon.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def refusals(folder: Path) -> None:
+    """What it costs to refuse while the queue is full, beyond what the answers under way take."""
+    with DaemonProcess(
+        MODEL, folder / "full", "--max-running", "1", "--max-queue", "1", "--no-store", "--threads", "1"
+    ) as daemon:
+        long = body("Tell a very long story.", max_tokens=1500, logit_bias={str(i): -100 for i in range(3)})
+        for _ in range(4):
+            threading.Thread(target=ask, args=(daemon.port, long), daemon=True).start()
+        time.sleep(2)
+        for name, raw in {
+            "of 100 bytes": body("Hello?"),
+            "of 1 MiB": body("hello " * (1 << 20) + "?")[: 1 << 20],
+        }.items():
+            costs = []
+            for _ in range(REFUSED):
+                before, began = processor_s(daemon), time.perf_counter()
+                refused = 0
+                while time.perf_counter() - began < 1:
+                    with connect(daemon.port, OTHER) as one:
+                        one.sendall(head(len(raw)) + raw)
+                        refused += b" 503 " in one.recv(1 << 16)
+                window = time.perf_counter() - began
+                used = processor_s(daemon) - before
+                before = processor_s(daemon)
+                time.sleep(window)
+                costs.append((used - (processor_s(daemon) - before)) * 1e3 / refused)
+            print(f"{REFUSALS}, {name}: {statistics.median(costs):.2f} ms of processor time")
 
 
 def p95(gaps: list[float]) -> float:
