@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, bindparam, exists, func, literal, select, update
+from sqlalchemy import Connection, Integer, bindparam, cast, exists, func, literal, select, update
 
 from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, total, turn, turn_checkpoint
@@ -79,20 +79,26 @@ class Holding:
 _t, _c, _link, _list = turn.c, checkpoint.c, turn_checkpoint.c, checkpoint_segment.c
 _SESSION: Any = bindparam("session")
 _SOME: Any = bindparam("some", expanding=True)
-_TURNS = select(_t.id, _t.parent, _t.depth).where(_t.session == _SESSION).order_by(_t.seq)
+# Numbers that were altered to something else count as some number: that is the check's to find, not a list's.
+_TURNS = select(_t.id, _t.parent, cast(_t.depth, Integer).label("depth")).where(_t.session == _SESSION).order_by(_t.seq)
 _LINKED = (
-    select(_link.turn, _c.id, _c.kind, _c.position, _c.recurrent_nbytes)
+    select(
+        *(_link.turn, _c.id, _c.kind, cast(_c.position, Integer).label("position")),
+        cast(_c.recurrent_nbytes, Integer).label("recurrent_nbytes"),
+    )
     .select_from(turn.join(turn_checkpoint, _link.turn == _t.id).join(checkpoint, _c.id == _link.checkpoint))
     .where(_t.session == _SESSION)
 )
 _OTHERS = exists().where(_link.checkpoint == _c.id, _t.id == _link.turn, _t.session != _SESSION)
 _SHARED = select(_c.id).where(_c.id.in_(_SOME), _OTHERS)
-_LISTED = select(_list.checkpoint, _list.segment).where(_list.checkpoint.in_(_SOME))
+_LISTED = select(_list.checkpoint, segment.c.id).join(segment, segment.c.id == _list.segment)
+_LISTED = _LISTED.where(_list.checkpoint.in_(_SOME))
 _LISTED = _LISTED.order_by(_list.checkpoint, _list.segment)
 # As many as the session can have and one more is enough: the rows of a system prompt may have thousands of users.
 _USERS = select(_list.checkpoint).where(_list.segment == segment.c.id).limit(bindparam("most")).correlate(segment)
 _ROWS = select(
-    segment.c.id, segment.c.nbytes, select(func.count()).select_from(_USERS.subquery()).scalar_subquery().label("users")
+    *(segment.c.id, cast(segment.c.nbytes, Integer).label("nbytes")),
+    select(func.count()).select_from(_USERS.subquery()).scalar_subquery().label("users"),
 ).where(segment.c.id.in_(_SOME))
 _LINKED_USERS = _USERS.where(exists().where(_link.checkpoint == _list.checkpoint))
 _LINKED_ROWS = select(

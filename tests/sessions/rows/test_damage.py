@@ -70,6 +70,26 @@ def test_a_note_that_it_is_a_part_of_nothing(chat: Chat) -> None:
     assert chat.store.drop_damaged(number, HYBRID) == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "checkpoint_segment SET segment = CAST(segment AS BLOB)",
+        "turn SET depth = 'text'",
+        "checkpoint SET position = x'ff'",
+        "checkpoint SET recurrent_nbytes = 'text'",
+        "segment SET nbytes = x''",
+    ],
+)
+def test_numbers_that_are_none(chat: Chat, change: str) -> None:
+    """Sessions are listed, and their sizes counted, all the same."""
+    alter(chat.store, f"UPDATE {change} WHERE rowid = 2" if "_segment" not in change else f"UPDATE {change}")
+    alter(chat.store, "UPDATE session SET own_nbytes = NULL")
+    assert [s.id for s in chat.store.sessions()] == ["s"]
+    chat.store.settle()
+    chat.store.collect(1000)
+    assert [t.id for t in chat.store.turns("s")] == ["t1", "t2", "t3", "u2"]
+
+
 @pytest.mark.parametrize("change", ["build = CAST(x'ff' AS TEXT)", "build = x'00'", "layout = 'other'"])
 def test_a_row_that_names_nothing(chat: Chat, change: str) -> None:
     number, ids = chat.ends["t3"]
