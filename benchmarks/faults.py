@@ -1,10 +1,11 @@
-"""The fault campaign: faults of one part of the world after the other; what became of each, counted.
+"""The fault campaign: kills, altered session files, damaged databases; what became of each, counted.
 
-    benchmarks/faults.py kills [--count N] [--seed S] [--state DIR] [--jobs N] [--only UNIT]
+    benchmarks/faults.py kills|files|databases [--count N] [--seed S] [--state DIR] [--jobs N] [--only CASE[:COUNT]]
 
 What a seed injects is always the same, but for the moments of kills. The work goes on in units, each a process of its
 own, whose outcome stands in DIR (default: .cache/faults): the same command goes on where it was cut off. With --only
-one unit runs again, alone, and prints what it found; the data of one that failed stay under DIR.
+some cases run again, alone, and print what they found; the data of what failed stay under DIR. Cases of `kills` are
+in episodes of 25, which begin at multiples of that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,29 +33,48 @@ from daemon_process import conditions
 from ssmd.model.artifact import Artifact
 
 ROOT = Path(__file__).parents[1]
+KILLS = 25  # of an episode
 MODELS = ("mamba", "granite", "llama", "bamba-last")  # a pure SSM, hybrids, a transformer; tiny, of tests/tiny.py
 UNIT_TIMEOUT_S = 1800
 
 
+Outcome = tuple[Counter[str], list[str]]
+
+
 @dataclass(frozen=True)
 class Part:
-    """size: faults of a unit; count: of a run at length. run: (unit, seed, faults, folder) -> counts and failures."""
+    """size: cases of a unit; count: of a run at length; run: of (artifact, first case, cases, seed, folder)."""
 
     size: int
     count: int
-    run: Callable[[int, str, int, Path], tuple[Counter[str], list[str]]]
+    run: Callable[[Path, int, int, str, Path], Outcome]
 
 
-def kills(unit: int, seed: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
+def kills(path: Path, first: int, count: int, seed: str, folder: Path) -> Outcome:
     from kills import Episode
 
-    artifact = opened()[f"{MODELS[unit % len(MODELS)]}-f32"]
-    episode = Episode(artifact, Artifact.open(artifact).manifest.name, f"{seed}:{unit}", count, folder)
+    episode = Episode(path, Artifact.open(path).manifest.name, f"{seed}:{first // KILLS}", count, folder)
     episode.run()
     return episode.counts, episode.failures
 
 
-PARTS = {"kills": Part(25, 1000, kills)}
+def files(path: Path, first: int, count: int, seed: str, folder: Path) -> Outcome:
+    from files import run
+
+    return run(path, first, count, seed, folder)
+
+
+def databases(path: Path, first: int, count: int, seed: str, folder: Path) -> Outcome:
+    from databases import run
+
+    return run(path, first, count, seed, folder)
+
+
+PARTS = {
+    "kills": Part(KILLS, 1_000, kills),
+    "files": Part(1_000, 20_000, files),
+    "databases": Part(50, 2_000, databases),
+}
 
 
 def main() -> None:
@@ -63,58 +84,60 @@ def main() -> None:
     parser.add_argument("--seed", default="1")
     parser.add_argument("--state", type=Path, default=ROOT / ".cache" / "faults")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--only", type=int)
+    parser.add_argument("--only")
     asked = parser.parse_args()
     part = PARTS[asked.part]
-    count = asked.count or part.count
     folder: Path = asked.state.resolve() / f"{asked.part}-{asked.seed}"
     folder.mkdir(parents=True, exist_ok=True)
     if asked.only is not None:
-        counts, failures = one(part, asked.only, asked.seed, count, folder / str(asked.only))
+        first, _, cases = asked.only.partition(":")
+        counts, failures = one(part, int(first), int(cases or 1), asked.seed, folder / first)
         print(json.dumps({"counts": counts, "failures": failures}, indent=1))
         sys.exit(bool(failures))
+    count = asked.count or part.count
     file = folder / "done.json"
     done: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    units = range(-(-count // part.size))
+    units = [(unit, min(part.size, count - unit * part.size)) for unit in range(-(-count // part.size))]
     with ThreadPoolExecutor(asked.jobs) as pool:
         work = {
-            pool.submit(apart, asked.part, u, asked.seed, count, asked.state): u for u in units if str(u) not in done
+            pool.submit(apart, asked.part, unit * part.size, cases, asked.seed, asked.state): unit
+            for unit, cases in units
+            if str(unit) not in done
         }
         for ended in as_completed(work):
             done[str(work[ended])] = {**ended.result(), "commit": commit()}
-            part_file = file.with_suffix(".part")
-            part_file.write_text(json.dumps(done, indent=1))
-            part_file.replace(file)
-            print(f"{len(done)} of {len(units)}", end="\r", file=sys.stderr, flush=True)
-    tell(asked.part, asked.seed, [done[str(u)] for u in units])
+            written = file.with_suffix(".part")
+            written.write_text(json.dumps(done, indent=1))
+            written.replace(file)
+            print(f"{len(done)} of {len(units)}", file=sys.stderr, flush=True)
+    tell(asked.part, asked.seed, [done[str(unit)] for unit, _ in units])
 
 
-def one(part: Part, unit: int, seed: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
+def one(part: Part, first: int, count: int, seed: str, folder: Path) -> Outcome:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    counts, failures = part.run(unit, seed, min(part.size, count - unit * part.size), folder)
+    artifact = opened()[f"{MODELS[first // part.size % len(MODELS)]}-f32"]
+    counts, failures = part.run(artifact, first, count, seed, folder)
     if not failures:
         shutil.rmtree(folder)
     return counts, failures
 
 
-def apart(part: str, unit: int, seed: str, count: int, state: Path) -> dict[str, Any]:
+def apart(part: str, first: int, count: int, seed: str, state: Path) -> dict[str, Any]:
     """One unit in a process of its own: one that crashes or hangs is a failure too."""
     began = time.monotonic()
-    command = [sys.executable, __file__, part, "--seed", seed, "--count", str(count), "--state", str(state)]
-    process = subprocess.Popen(
-        [*command, "--only", str(unit)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+    command = [sys.executable, __file__, part, "--seed", seed, "--state", str(state), "--only", f"{first}:{count}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:
         said, complaints = process.communicate(timeout=UNIT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, complaints = process.communicate()
+    try:
         found: dict[str, Any] = json.loads(said)
-    except (subprocess.TimeoutExpired, ValueError):
-        with_all = os.getpgid(process.pid) if process.poll() is None else 0
-        if with_all:
-            os.killpg(with_all, 9)
-        complaints = complaints if process.returncode is not None else process.communicate()[1]
-        ending = f"ended with {process.returncode}: {complaints.decode()[-2000:]}"
-        found = {"counts": {}, "failures": [f"unit {unit} of seed {seed} {ending}"]}
+    except ValueError:
+        ending = f"the process ended with {process.returncode}: {complaints.decode()[-3000:]}"
+        found = {"counts": {}, "failures": [f"cases {first} to {first + count - 1}: {ending}"]}
     return {**found, "seconds": round(time.monotonic() - began)}
 
 
@@ -122,15 +145,33 @@ def tell(part: str, seed: str, done: list[dict[str, Any]]) -> None:
     counts = Counter[str]()
     for found in done:
         counts.update(found["counts"])
-    failures = [f"unit {u}: {failure}" for u, found in enumerate(done) for failure in found["failures"]]
-    commits = sorted({found["commit"] for found in done})
-    print(f"{part}, seed {seed}, at {', '.join(commits)}; {conditions()}\n\n| | |\n| --- | --- |")
-    for what, number in counts.items():
-        print(f"| {what} | {number:,} |")
-    print(f"| **failures** | **{len(failures)}** |")
+    failures = [failure for found in done for failure in found["failures"]]
+    print(f"{part}, seed {seed}, at {', '.join(sorted({found['commit'] for found in done}))}; {conditions()}\n")
+    if any("/" in what for what in counts):
+        _by_kind(counts)
+    else:
+        print("| | |\n| --- | --- |")
+        for what, number in counts.items():
+            print(f"| {what} | {number:,} |")
+    print(f"\nfailures: {len(failures)}")
     for failure in failures:
         print(failure, file=sys.stderr)
     sys.exit(bool(failures))
+
+
+def _by_kind(counts: Counter[str]) -> None:
+    """A row for each kind of fault, a column for each outcome."""
+    rows = sorted({what.partition("/")[0] for what in counts})
+    outcomes = {what.partition("/")[2] for what in counts}
+    columns = [
+        "injected",
+        *sorted(outcomes - {"injected", "failures"}),
+        *(["failures"] if "failures" in outcomes else []),
+    ]
+    print(f"| | {' | '.join(columns)} |\n| --- |{' --- |' * len(columns)}")
+    for row in rows:
+        print(f"| {row} |", *(f"{counts[row + '/' + column]:,} |" for column in columns))
+    print("| **all** |", *(f"**{sum(counts[row + '/' + column] for row in rows):,}** |" for column in columns))
 
 
 def commit() -> str:

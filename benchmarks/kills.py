@@ -208,7 +208,7 @@ def replayed(port: int, model: str, journal: list[Done]) -> Iterator[tuple[Done,
                 body = {**body_of(model, done.messages, done.fields), **here}
                 answer = ask(port, "POST", CHAT, body)
                 assert answer.status == 200, answer
-                told = told_by(answer, done.fields["stream"])
+                told = told_by(answer.body, done.fields["stream"])
                 sessions[done.talk] = told.session
                 yield done, told
         except Dead:

@@ -83,10 +83,10 @@ class Told:
     stored: bool
 
 
-def told_by(answer: Answer, streamed: bool) -> Told:
+def told_by(body: bytes, streamed: bool) -> Told:
     """Raises Dead if a stream broke off, ValueError if it tells of an error."""
     if streamed:
-        events = [e.removeprefix(b"data: ") for e in answer.body.split(b"\n\n") if e]
+        events = [e.removeprefix(b"data: ") for e in body.split(b"\n\n") if e]
         if not events or events[-1] != b"[DONE]":
             raise Dead
         chunks = [json.loads(e) for e in events[:-1]]
@@ -98,7 +98,8 @@ def told_by(answer: Answer, streamed: bool) -> Told:
         finish = next(c["finish_reason"] for c in choices if c["finish_reason"])
         usage = next(c["usage"] for c in chunks if c.get("usage"))
     else:
-        [choice], usage = answer.json["choices"], answer.json["usage"]
+        whole = json.loads(body)
+        [choice], usage = whole["choices"], whole["usage"]
         text, tokens = choice["message"]["content"] or "", choice["logprobs"]["content"]
         finish = choice["finish_reason"]
     own = usage["ssmd"]
@@ -283,7 +284,7 @@ class Talker:
             body = {**body_of(self.line.model, messages, fields), **({"session": talk.session} if by_id else {})}
             answer = ask(port, "POST", CHAT, body, headers)
             if answer.status == 200:
-                heard[:] = [told_by(answer, streamed)]
+                heard[:] = [told_by(answer.body, streamed)]
             return answer
 
         answer, attempts = self.again(attempt)

@@ -1,7 +1,8 @@
 """Mutates session files and imports them, under a limit of memory. Run as a process by test_fuzz_session_file.py.
 
 Each file must either be refused with a SessionFileError or StoreError that leaves no trace, or come in as a session
-all of which can be read, exported and removed. Anything else ends the process with a traceback that names the case.
+that has the words and the states of the file, and can be exported and removed. A file that was damaged is refused, one
+that was only rewritten comes in. Anything else ends the process with a traceback that names the case.
 
 Arguments: an empty folder, seed, first case, number of cases. Says on stdout what happened, as JSON. With the seed
 "bombs" the files are those that ask for the most memory.
@@ -10,7 +11,7 @@ Arguments: an empty folder, seed, first case, number of cases. Says on stdout wh
 from __future__ import annotations
 
 import collections
-import copy
+import hashlib
 import json
 import os
 import random
@@ -18,13 +19,16 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from forging import altered
 from hostile import Parts, join, seal, split
 from keeping import LINEAGE, SPECS, VOCABULARY, Chat, new_store
+from numpy.typing import NDArray
 from sqlalchemy import func, select
 
 from ssmd.model.state import StateSpec, TensorSpec
@@ -34,19 +38,13 @@ from ssmd.sessions.rows.schema import checkpoint, layout, segment, turn
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
+Numbers = NDArray[np.float32]
 # The limits of the format, all 128 times smaller: so that it shows whether they bound what an import takes.
 SCALE = 128
 LIMIT = sessionfile.MAX_FILE_BYTES // SCALE
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = {"os.mkdir", "os.rename", "os.link", "os.symlink", "os.remove", "os.rmdir", "os.chmod", "os.truncate"}
 NEVER = {"os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect", "ctypes.dlopen", "os.fork"}
-DEEP: Any = json.loads("[" * 200 + "]" * 200)
-HOSTILE: tuple[Any, ...] = (
-    -1, 0, 1, 2, 3, 255, 1 << 20, (1 << 31) - 1, 1 << 31, 1 << 53, 1 << 64, 10**40, -(1 << 70), 0.5, 1e308,
-    float("nan"), float("inf"), None, True, False, "", "x", "../../x", "/etc/passwd", "a" * 65, "0" * 64, "\x00",
-    "\x1b[2J", "\ud800", "é" * 300, "system", "turn", "user", "F16", "float16", "key", "ssm", [], {}, [[]], [0], [0, 0],
-    [-1], [1 << 40, 1 << 40], [1] * 9, {"a": {}}, DEEP,
-)  # fmt: skip
 
 
 def main(folder: Path, seed: str, first: int, count: int) -> None:
@@ -75,10 +73,15 @@ def main(folder: Path, seed: str, first: int, count: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (before + 2 * LIMIT, resource.RLIM_INFINITY))
         try:
             if bombs:
+                way, data = "bombs", b""
                 os.replace(bombs[case], folder / "in.ssmd")
             else:
-                (folder / "in.ssmd").write_bytes(mutated(rng, rng.choice(examples)))
-            outcomes[tried(store, folder / "in.ssmd", rng, free=bool(bombs))] += 1
+                way, data = altered(rng, examples)
+                (folder / "in.ssmd").write_bytes(data)
+            outcome = tried(store, folder / "in.ssmd", rng, fits=way in ("bombs", "rewritten"), free=bool(bombs))
+            assert outcome == "refused" or way != "damaged" or data in examples
+            assert outcome != "refused" or way != "rewritten"
+            outcomes[f"{way}/{outcome}"] += 1
         except BaseException:
             print(f"case {case} of seed {seed}: {folder / 'in.ssmd'}", file=sys.stderr)
             raise
@@ -86,6 +89,30 @@ def main(folder: Path, seed: str, first: int, count: int) -> None:
     store.close()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident) << 10
     print(json.dumps({"outcomes": outcomes, "resident": grown, "mapped": peak - before, "limit": LIMIT}))
+
+
+def apart(folder: Path, seed: str, first: int, count: int) -> dict[str, Any]:
+    """Run this in a process of its own, with nothing beside `folder` to write to. What it says; `said` on stderr."""
+    here = Path(__file__).parent
+    for name in ("work", "home"):
+        (folder / name).mkdir(mode=0o700)
+    places = [str(here), str(here.parent), str(here.parent / "runtimes")]
+    # One arena: each more would map 64 MiB that is not used.
+    settings = {"MALLOC_ARENA_MAX": "1", "PYTHONPATH": os.pathsep.join(places), "HOME": str(folder / "home")}
+    done = subprocess.run(
+        [sys.executable, "-B", __file__, str(folder / "work"), seed, str(first), str(count)],
+        env={**os.environ, **settings, "TMPDIR": str(folder / "home")},
+        cwd=folder / "home",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert list((folder / "home").iterdir()) == []
+    assert {p.name for p in (folder / "work").iterdir()} <= {"data", "made", "bombs", "in.ssmd", "out.ssmd"}
+    data = {"sessions.sqlite3", "sessions.sqlite3-wal", "sessions.sqlite3-shm"}
+    assert {p.name for p in (folder / "work" / "data").iterdir()} <= data
+    return {**json.loads(done.stdout), "said": done.stderr}
 
 
 def address_space() -> int:
@@ -193,12 +220,15 @@ def with_document(text: str) -> bytes:
     return seal(len(head).to_bytes(8, "little") + head)
 
 
-def tried(store: Store, file: Path, rng: random.Random, *, free: bool = False) -> str:
-    """Import the file, look at all that came in, remove it. What became of it, in a word. free: with no model here."""
+def tried(store: Store, file: Path, rng: random.Random, *, fits: bool = False, free: bool = False) -> str:
+    """Import the file, look at all that came in, remove it. What became of it, in a word.
+
+    fits: with no model here, whose layout could be another one. free: with no limit of memory once it is in.
+    """
     spec = SPECS[rng.choice(list(SPECS))]
     local = rng.choice([None, {LINEAGE: Local("made-up", spec, VOCABULARY)}, {"c" * 64: Local("other", spec, 9)}])
     believe = rng.random() < 0.9
-    if free:
+    if fits:
         local, believe = None, True
     try:
         done = import_session(store, file, local=local, believe=believe)
@@ -223,6 +253,10 @@ def tried(store: Store, file: Path, rng: random.Random, *, free: bool = False) -
     with store.reading() as connection:
         columns = select(checkpoint.c.id, checkpoint.c.origin, checkpoint.c.position, layout.c.tensors)
         stored = connection.execute(columns.join(layout, layout.c.digest == checkpoint.c.layout)).all()
+    there, states = ([], set()) if free else said_in(file.read_bytes())
+    places = {t.id: i for i, t in enumerate(tree)}
+    words = [(places.get(t.parent or ""), [(m.role, m.content, m.name) for m in t.conversation]) for t in tree]
+    assert free or words == there, "other words than those of the file"
     assert len(stored) == done.checkpoints
     assert not stored or (believe and not done.text_only)
     for row in stored:
@@ -232,6 +266,7 @@ def tried(store: Store, file: Path, rng: random.Random, *, free: bool = False) -
         state = store.load(row.id, spec)
         state.check(spec)
         assert state.position == row.position
+        assert free or fingerprint(state.position, state.tensors) in states, "a state that is not in the file"
     if rng.random() < 0.1:
         export_session(store, done.session, file.with_name("out.ssmd"), force=True, states="all")
     store.delete(done.session)
@@ -241,114 +276,42 @@ def tried(store: Store, file: Path, rng: random.Random, *, free: bool = False) -
     return "text only" if done.text_only else "imported"
 
 
-def mutated(rng: random.Random, data: bytes) -> bytes:
+def said_in(data: bytes) -> tuple[list[Any], set[bytes]]:
+    """What a file says: of each turn the place of its parent and its messages; the fingerprints of its states."""
     parts = split(data)
-    changes: list[Callable[[random.Random, Parts], Parts]] = [change_document] * 4
-    changes += [change_header, change_tensors, change_numbers]
-    for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        parts = rng.choice(changes)(rng, parts)
-    text = join(parts)
-    if rng.random() < 0.15:
-        text = change_bytes(rng, text)
-    return seal(text) if rng.random() < 0.9 else text
+    turns = parts.document["turns"]
+    places = {one["id"]: i for i, one in enumerate(turns)}
+    words: list[Any] = []
+    for one in turns:
+        said = [*one["items"], *one["answer"]] if "items" in one else [*one["messages"], one["answer"]]
+        own = [(m["role"], m["content"], m.get("name")) for m in said]
+        words.append((places.get(one["parent"]), own))
+    states = set()
+    for i, made in enumerate(parts.document["checkpoints"]):
+        tensors = {}
+        for t in parts.document["layout"]:
+            name = t["name"]
+            if t["kind"] in ("conv", "ssm"):
+                tensors[name] = numbers(parts, f"checkpoint.{i}.{name}")
+            else:
+                tensors[name] = np.concatenate([numbers(parts, f"rows.{k}.{name}") for k in made["rows"]], axis=1)
+        position = made["position"] if "position" in made else parts.tensors[f"checkpoint.{i}.ids"]["shape"][0]
+        states.add(fingerprint(position, tensors))
+    return words, states
 
 
-def change_document(rng: random.Random, parts: Parts) -> Parts:
-    change_json(rng, parts.document)
-    return parts
+def numbers(parts: Parts, name: str) -> Numbers:
+    entry = parts.tensors[name]
+    start, end = entry["data_offsets"]
+    made = np.frombuffer(parts.body[start:end], {"F32": "<f4", "F16": "<f2"}[entry["dtype"]])
+    return made.reshape(entry["shape"]).astype(np.float32)
 
 
-def change_header(rng: random.Random, parts: Parts) -> Parts:
-    change_json(rng, parts.tensors)
-    return parts
-
-
-def change_tensors(rng: random.Random, parts: Parts) -> Parts:
-    """Tensors change places, types or shapes, are renamed, overlap."""
-    a, b = (rng.choice(list(parts.tensors)) for _ in range(2))
-    one, other = parts.tensors[a], parts.tensors[b]
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return parts
-    what = rng.randrange(4)
-    if what == 0:
-        parts.tensors[a], parts.tensors[b] = other, one
-    elif what == 1:
-        one["data_offsets"] = other.get("data_offsets")
-    elif what == 2:
-        one["dtype"] = rng.choice(["F32", "F16", "I32", "I64", "BOOL", "U8"])
-    elif isinstance(one.get("shape"), list):
-        rng.shuffle(one["shape"])
-    return parts
-
-
-def change_numbers(rng: random.Random, parts: Parts) -> Parts:
-    """Values that are not finite, huge, or nonsense, somewhere in the tensors."""
-    body = bytearray(parts.body)
-    for _ in range(rng.choice([1, 1, 4, 64])):
-        at = rng.randrange(max(1, len(body) // 2)) * 2
-        patch = rng.choice(
-            [b"\x00\x00\x80\x7f", b"\x00\x00\xc0\x7f", b"\xff\xff\x7f\x7f", b"\x00\x7c", rng.randbytes(4)]
-        )
-        body[at : at + len(patch)] = patch[: max(0, len(body) - at)]
-    return replace(parts, body=bytes(body))
-
-
-def change_json(rng: random.Random, root: Any) -> None:
-    """One edit somewhere below `root`: of a value, a key, the order or number of elements."""
-    where = root
-    while True:
-        keys = list(where) if isinstance(where, dict) else range(len(where))
-        if not keys:
-            return
-        key = rng.choice(list(keys))
-        below = where[key]
-        if isinstance(below, dict | list) and below and rng.random() < 0.85:
-            where = below
-            continue
-        break
-    what = rng.randrange(7)
-    if what <= 2:
-        where[key] = copy.deepcopy(rng.choice(HOSTILE))  # a later edit may change it
-    elif what == 3:
-        where[key] = near(rng, where[key])
-    elif what == 4:
-        del where[key]
-    elif what == 5 and isinstance(where, dict):
-        where[
-            rng.choice(["more", "id", "parent", "name", "\x1b[2J", "x" * 5000, "checkpoint.9.ids", "rows.0.x", *where])
-        ] = where.pop(key)
-    elif isinstance(where, list):
-        where[key:key] = rng.choice([[where[key]], where[::-1], (where * 50)[:2000]])
-
-
-def near(rng: random.Random, value: Any) -> Any:
-    if isinstance(value, bool) or value is None:
-        return not value
-    if isinstance(value, int):
-        return value + rng.choice([-1, 1, -8, 8, 64])
-    if isinstance(value, str):
-        return rng.choice([value + "x", value[:-1], value.upper(), value * 40, value[::-1]])
-    return [value]
-
-
-def change_bytes(rng: random.Random, data: bytes) -> bytes:
-    octets = bytearray(data)
-    at = rng.randrange(len(octets))
-    what = rng.randrange(6)
-    if what == 0:
-        octets[at] ^= 1 << rng.randrange(8)
-    elif what == 1:
-        del octets[at:]
-    elif what == 2:
-        octets += rng.randbytes(rng.randrange(1, 100))
-    elif what == 3:
-        octets[at : at + rng.randrange(1, 200)] = rng.randbytes(rng.randrange(0, 200))
-    elif what == 4:
-        octets[0:8] = rng.choice([rng.randbytes(8), (at).to_bytes(8, "little"), b"\xff" * 8])
-    else:  # a key that stands twice, or any other piece of the header
-        end = at + rng.randrange(1, 200)
-        octets[end:end] = octets[at:end]
-    return bytes(octets)
+def fingerprint(position: int, tensors: Mapping[str, Numbers]) -> bytes:
+    digest = hashlib.sha256(str(position).encode())
+    for name in sorted(tensors):
+        digest.update(name.encode() + np.ascontiguousarray(tensors[name], np.float32).tobytes())
+    return digest.digest()
 
 
 if __name__ == "__main__":
