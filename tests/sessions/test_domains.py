@@ -126,7 +126,10 @@ def test_what_is_nobodys_becomes_whose_who_goes_on_with_it(store: Store, talks: 
     chat.info = replace(store.of(ALICE).session(chat.info.id).info, owner="alice")
     chat.say("of-nobody-3", "of-nobody-2", "and?", "done")
     assert listed(store, ALICE) == ["alice", "alice"]
-    assert listed(store, Domain("bob", ("bob", ""))) == ["bob"]
+    first = Domain("bob", ("bob", ""))
+    assert listed(store, first) == ["bob"]
+    store.of(BOB).delete("of-bob-")
+    assert echo_of(store.of(first), [*conversation(store.path("of-nobody-2")), user("x")]) is None, "turns of before"
     assert owners(store)["checkpoint"].count("alice") == 6
 
 
@@ -134,6 +137,16 @@ def test_a_fork_is_whose_who_makes_it(store: Store, talks: dict[str, Chat]) -> N
     assert store.of(ALICE).fork("of-nobody-").info.owner == "alice"
     assert store.of(SHARED).fork("of-alice-").info.owner == "bob"
     assert store.fork("of-bob-").info.owner == "bob", "without a key it is whose the other is"
+
+
+def test_a_fork_that_another_made_is_not_gone_on_with(store: Store, talks: dict[str, Chat]) -> None:
+    """Its turns are one's own, and it was used last."""
+    fork = store.of(Domain("alice", None)).fork("of-bob-")
+    said = [*conversation(store.path("of-bob-2")), user("x")]
+    for domain, session in ((BOB, "of-bob-"), (EVERYBODY, fork.id)):
+        echoed = echo_of(store.of(domain), said)
+        assert echoed is not None
+        assert echoed.session == session
 
 
 def test_turns_go_to_the_fork_that_stands_on_them(store: Store, talks: dict[str, Chat]) -> None:
