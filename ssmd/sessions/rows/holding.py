@@ -188,7 +188,7 @@ def turn_bytes(connection: Connection) -> int:
 
 
 def _total(connection: Connection, name: str) -> int:
-    found = connection.execute(select(total.c.nbytes).where(total.c.name == name)).scalar()
+    found = connection.execute(select(cast(total.c.nbytes, Integer)).where(total.c.name == name)).scalar()
     return int(found or 0)
 
 

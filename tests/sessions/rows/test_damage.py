@@ -78,14 +78,16 @@ def test_a_note_that_it_is_a_part_of_nothing(chat: Chat) -> None:
         "checkpoint SET position = x'ff'",
         "checkpoint SET recurrent_nbytes = 'text'",
         "segment SET nbytes = x''",
+        "total SET nbytes = 'text'",
     ],
 )
 def test_numbers_that_are_none(chat: Chat, change: str) -> None:
-    """Sessions are listed, and their sizes counted, all the same."""
+    """Sessions are listed, their sizes counted, and states collected all the same; a check finds it."""
     alter(chat.store, f"UPDATE {change} WHERE rowid = 2" if "_segment" not in change else f"UPDATE {change}")
     alter(chat.store, "UPDATE session SET own_nbytes = NULL")
     assert [s.id for s in chat.store.sessions()] == ["s"]
     chat.store.settle()
+    assert check(chat.store.file.parent).damages
     chat.store.collect(1000)
     assert [t.id for t in chat.store.turns("s")] == ["t1", "t2", "t3", "u2"]
 
