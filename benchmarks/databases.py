@@ -130,6 +130,7 @@ class Tester:
         data = self.folder / "making"
         with self.daemon(data) as served:
             self.talks["A"] = self._talk(served, *TALKS["A"])
+            time.sleep(1.2)  # the writer moves the log into the file, so that it has but a part of what follows
             _copy(data, self.stores.earlier)
             self.talks |= {name: self._talk(served, *TALKS[name]) for name in ("B", "C")}
             again = self.talks["A"].messages[:-1]
