@@ -8,7 +8,6 @@ found anything, `--repair`, a second check and the same questions again.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import itertools
 import json
 import logging
@@ -270,12 +269,10 @@ class Complaints(logging.Handler):
 
 def run(path: Path, first: int, count: int, seed: str, folder: Path) -> tuple[Counter[str], list[str]]:
     """Damage and use a store `count` times. Counts by kind of damage; failures, each with its case."""
-    faulthandler.dump_traceback_later(600, exit=True)
     tester = Tester(path, folder)
     counts, failures = Counter[str](), list[str]()
     with Complaints() as complaints:
         for number in range(first, first + count):
-            faulthandler.dump_traceback_later(10 * SLOW_S, exit=True)
             print(f"case {number}", file=sys.stderr)
             rng, case = random.Random(f"{seed}:{number}"), Case()
             damaged = inflict(rng, tester.stores, folder / "data")
@@ -288,7 +285,6 @@ def run(path: Path, first: int, count: int, seed: str, folder: Path) -> tuple[Co
             verdicts = ["injected", *verdicts, *(["failures"] if case.failures else [])]
             counts.update(f"{damaged.kind}/{verdict}" for verdict in verdicts)
             failures += [f"case {number}, {damaged.kind}, {damaged.what}: {failure}" for failure in case.failures]
-    faulthandler.cancel_dump_traceback_later()
     return counts, failures
 
 

@@ -35,7 +35,7 @@ from ssmd.model.artifact import Artifact
 ROOT = Path(__file__).parents[1]
 KILLS = 25  # of an episode
 MODELS = ("mamba", "granite", "llama", "bamba-last")  # a pure SSM, hybrids, a transformer; tiny, of tests/tiny.py
-UNIT_TIMEOUT_S = 1800
+UNIT_TIMEOUT_S = 1200
 
 
 Outcome = tuple[Counter[str], list[str]]

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Sequence
-from http.client import HTTPException
+from collections.abc import Callable
 from pathlib import Path
 
 import commands
 import pytest
 from conftest import TinyArtifacts
 from daemon_process import DaemonProcess, Reply
-
-from ssmd.sessions.store import Store
-from ssmd.sessions.turn import Turn
 
 SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse and you answer in few words."}
 QUESTIONS = (
@@ -28,7 +21,6 @@ QUESTIONS = (
 TEMPLATE_TOKENS = (
     12  # <|im_end|> \n <|im_start|> user \n … <|im_end|> \n <|im_start|> assistant \n in the tiny vocabulary
 )
-KILLS = int(os.environ.get("SSMD_KILLS", "6"))
 
 SAMPLING = {"temperature": 1.0, "seed": 7}  # greedy, a random model says one token for ever
 MODELS = (  # of the others tests/contract/test_resume.py, test_portable.py and tests/engine say as much
@@ -172,87 +164,3 @@ def test_after_a_loss_the_state_is_that_of_reading_anew(artifacts: TinyArtifacts
         assert (anew.usage["ssmd"]["resume"], fed(anew)) == ("none", anew.usage["prompt_tokens"])
         assert after.usage["ssmd"]["resume"] == "exact"
         assert [anew.logprobs, after.logprobs] == [r.logprobs for r in told[0]]
-
-
-Told = tuple[tuple[str, str], ...]
-EXCHANGES = 4  # more would not fit the tiny models' context
-
-
-class Client(threading.Thread):
-    """Goes on with one conversation until the daemon dies; `told` are the exchanges it was told are done."""
-
-    def __init__(
-        self, daemon: DaemonProcess, salt: str, session: str | None = None, told: tuple[tuple[str, str], ...] = ()
-    ):
-        super().__init__()
-        self._daemon = daemon
-        self.salt = salt
-        self.session = session
-        self.told = told
-        self.replies: list[Reply] = []
-
-    def again(self) -> Client:
-        """The same client, reconnected; after some exchanges it starts a new conversation."""
-        if len(self.told) >= EXCHANGES:
-            return Client(self._daemon, f"{self.salt[0]}{int(self.salt[1:]) + 1}")
-        return Client(self._daemon, self.salt, self.session, self.told)
-
-    def run(self) -> None:
-        while len(self.told) < EXCHANGES:
-            question = f"{self.salt}: {QUESTIONS[len(self.told) % 3]}"
-            messages = [SYSTEM]
-            for asked, answered in self.told:
-                messages += [say(asked), say(answered, "assistant")]
-            reply = Reply()
-            try:
-                for _ in self._daemon.stream(reply, [*messages, say(question)], max_tokens=6, **SAMPLING):
-                    pass
-            except (OSError, HTTPException):  # the daemon was killed
-                return
-            finally:
-                if reply.finish_reason is not None:
-                    self.told = (*self.told, (question, reply.text))
-                    self.session = reply.session
-                    self.replies.append(reply)
-            if reply.finish_reason is None:
-                return
-
-
-def assert_whole(turns: Sequence[Turn], told: Sequence[tuple[str, str]], kills: int) -> None:
-    """All that the client was told of stands in one chain; each kill may have left one turn that it was not told of."""
-    known = {t.id for t in turns}
-    assert len(told) <= len(turns) <= len(told) + kills
-    assert all(t.parent is None or t.parent in known for t in turns)
-    above: set[str | None] = {None}
-    for asked, answered in told:
-        fitting = [t for t in turns if t.parent in above and t.messages[-1].content == asked]
-        above = {t.id for t in fitting if t.answer.content == answered}
-        assert above, f"{asked!r} -> {answered!r} is not stored where it belongs"
-
-
-@pytest.mark.parametrize("model", ["granite-int8", pytest.param("llama-f32", marks=pytest.mark.full)])
-def test_kill_at_random_instants_under_load(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    chance = random.Random(model)
-    daemon = DaemonProcess(artifacts[model], tmp_path / "data")
-    clients = [Client(daemon, f"{name}1") for name in "abc"]
-    finished = 0
-    for kill in range(1, KILLS + 1):
-        daemon.start()
-        clients = [c.again() for c in clients]
-        for client in clients:
-            client.start()
-        time.sleep(chance.uniform(0.0, 1.0))
-        daemon.kill()
-        for client in clients:
-            client.join()
-            complete = [r for r in client.replies if r.usage]
-            assert all(r.usage["ssmd"]["stored"] for r in complete)
-            if client.told[: -len(client.replies) or None]:  # what came before the kill is not read again
-                assert all(r.usage["prompt_tokens_details"]["cached_tokens"] > 0 for r in complete)
-            finished += len(client.replies)
-        store = Store.open(tmp_path / "data")  # the database is whole, and so is each session
-        for client in clients:
-            if client.session is not None:
-                assert_whole(store.turns(client.session), client.told, kill)
-        store.close()
-    assert finished > KILLS, "the kills left no client the time to finish anything: nothing was tested"

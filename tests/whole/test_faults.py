@@ -1,0 +1,35 @@
+"""The fault campaign (benchmarks/faults.py), a short part of it; files are in test_fuzz_session_file.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import databases
+import pytest
+from conftest import TinyArtifacts
+from kills import Episode
+
+from ssmd.model.artifact import Artifact
+
+KILLS = int(os.environ.get("SSMD_KILLS", "4"))
+DATABASES = int(os.environ.get("SSMD_DATABASES", "20"))
+MODELS = ("granite-f32", *(pytest.param(name, marks=pytest.mark.full) for name in ("mamba-f32", "llama-f32")))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_kills_under_load(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """What a client was told is there, once, and each answer is that of a daemon that was never killed."""
+    name = Artifact.open(artifacts[model]).manifest.name
+    episode = Episode(artifacts[model], name, "a", KILLS, tmp_path)
+    episode.run()
+    assert not episode.failures
+    assert episode.counts["turns compared"] > KILLS, "the kills left no client the time to finish anything"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_damaged_databases(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Each ends in a right answer, an honest refusal or a repair."""
+    counts, failures = databases.run(artifacts[model], 0, DATABASES, "a", tmp_path)
+    assert not failures
+    assert all(counts[f"{kind}/injected"] for kind in ("pages", "rows", "log"))
