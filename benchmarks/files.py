@@ -12,7 +12,8 @@ from typing import Any
 
 from databases import SLOW_S, Case, Complaints, Talk, Tester
 from forging import altered
-from fuzz_session_file import apart, said_in
+from fuzz_session_file import apart, words_in
+from hostile import split
 from serving import Served
 from talkers import SESSIONS, told_by
 
@@ -92,7 +93,7 @@ class Sender:
         """The words are those of the file; its states, where they are those of the talk, go on to the last bit."""
         found = self.served.ask("GET", f"{SESSIONS}/{made['id']}").json["turns"]
         words = [[(m["role"], m["content"]) for m in turn["messages"]] for turn in found]
-        if words != [[(role, content) for role, content, _ in said] for _, said in said_in(sent)[0]]:
+        if words != [[(role, content) for role, content, _ in said] for _, said in words_in(split(sent))]:
             case.failures.append(f"{kind}: other words than those of the file: {json.dumps(found)}")
         answer = self._next(talk, made["id"])
         if kind == "rewritten":

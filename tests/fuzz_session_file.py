@@ -253,7 +253,8 @@ def tried(store: Store, file: Path, rng: random.Random, *, fits: bool = False, f
     with store.reading() as connection:
         columns = select(checkpoint.c.id, checkpoint.c.origin, checkpoint.c.position, layout.c.tensors)
         stored = connection.execute(columns.join(layout, layout.c.digest == checkpoint.c.layout)).all()
-    there, states = ([], set()) if free else said_in(file.read_bytes())
+    there = [] if free else words_in(split(file.read_bytes()))
+    states = states_in(split(file.read_bytes())) if stored and not free else set()
     places = {t.id: i for i, t in enumerate(tree)}
     words = [(places.get(t.parent or ""), [(m.role, m.content, m.name) for m in t.conversation]) for t in tree]
     assert free or words == there, "other words than those of the file"
@@ -276,9 +277,8 @@ def tried(store: Store, file: Path, rng: random.Random, *, fits: bool = False, f
     return "text only" if done.text_only else "imported"
 
 
-def said_in(data: bytes) -> tuple[list[Any], set[bytes]]:
-    """What a file says: of each turn the place of its parent and its messages; the fingerprints of its states."""
-    parts = split(data)
+def words_in(parts: Parts) -> list[Any]:
+    """What a file says: of each turn the place of its parent and its messages."""
     turns = parts.document["turns"]
     places = {one["id"]: i for i, one in enumerate(turns)}
     words: list[Any] = []
@@ -286,6 +286,11 @@ def said_in(data: bytes) -> tuple[list[Any], set[bytes]]:
         said = [*one["items"], *one["answer"]] if "items" in one else [*one["messages"], one["answer"]]
         own = [(m["role"], m["content"], m.get("name")) for m in said]
         words.append((places.get(one["parent"]), own))
+    return words
+
+
+def states_in(parts: Parts) -> set[bytes]:
+    """The fingerprints of a file's states."""
     states = set()
     for i, made in enumerate(parts.document["checkpoints"]):
         tensors = {}
@@ -297,7 +302,7 @@ def said_in(data: bytes) -> tuple[list[Any], set[bytes]]:
                 tensors[name] = np.concatenate([numbers(parts, f"rows.{k}.{name}") for k in made["rows"]], axis=1)
         position = made["position"] if "position" in made else parts.tensors[f"checkpoint.{i}.ids"]["shape"][0]
         states.add(fingerprint(position, tensors))
-    return words, states
+    return states
 
 
 def numbers(parts: Parts, name: str) -> Numbers:
