@@ -108,11 +108,15 @@ ASKED: dict[str, Callable[[Store, str], Any]] = {
 @pytest.mark.parametrize("asked", list(ASKED))
 def test_anothers_session_is_as_one_that_never_was(asked: str, store: Store, talks: dict[str, Chat]) -> None:
     before, said = owners(store), []
+    queries: list[str] = []
+    event.listen(store._engine, "before_cursor_execute", lambda *given: queries.append(given[2]))
     for one in ("of-alice-", "of-nobody-", "of-carol-"):
+        queries.clear()
         with pytest.raises(UnknownSession) as refused:
             ASKED[asked](store.of(BOB), one)
-        said.append(str(refused.value).replace(one, "…"))
-    assert said[0] == said[1] == said[2]
+        said.append((str(refused.value).replace(one, "…"), *queries))
+    assert said[0] == said[1] == said[2], "in words, and in what is looked up for them"
+    assert len(said[0]) > 2
     assert owners(store) == before
     if asked != "delete":
         ASKED[asked](store.of(ALICE), "of-nobody-")

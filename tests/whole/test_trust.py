@@ -338,3 +338,8 @@ def test_after_a_kill_all_is_as_before(artifacts: TinyArtifacts, tmp_path: Path)
         assert listed(served, "alice")[0] == told(raw)[0], "it is hers still"
         assert told(raw)[0] not in listed(served, "carol")
         assert re.fullmatch(r"ses_[0-9a-f]{24}", told(raw)[0])
+    backwards = "".join(f"{name} {key}\n" for name, key in reversed(KEYS.items()))
+    written(tmp_path / "keys", backwards)
+    with running(tmp_path, str(model), extra=extra) as (process, served):
+        assert told(raw)[0] not in listed(served, "carol"), "she is the first now, and it was gone on with by another"
+        assert told(raw)[0] in listed(served, "alice")
