@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.making import BuildFailed, converter_of, costs, fetch, hint, name_of, smollm2_source
+from ssmd.cli.making import BuildFailed, converter_of, costs, fetch, hint, name_of, noted, smollm2_source
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Quantization
@@ -93,6 +93,7 @@ def build(
             replace=force,
             progress=progress,
         )
+    noted(artifact.path, settings)
     for line in _idle_passes(artifact.manifest.conversion.get("xamba", {})):
         typer.echo(line)
     sizes = {name: file.size for name, file in artifact.manifest.files.items()}

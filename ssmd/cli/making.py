@@ -54,6 +54,18 @@ def hint(manifest: Manifest, name: str) -> str:
     return f"it does not run here: {why}"
 
 
+def noted(artifact: Path, settings: Settings) -> None:
+    """Remember that an artifact was made here, so that it is loaded like one."""
+    from ssmd.config import SettingsError
+    from ssmd.model import made
+
+    try:
+        settings.prepare()
+        made.note(artifact, settings.data_dir)
+    except (OSError, SettingsError) as err:
+        typer.echo(f"it cannot be noted that it was made here, so a process of its own will try it: {err}", err=True)
+
+
 def name_of(text: str) -> str:
     from ssmd.model.artifact import NAME_PATTERN
 

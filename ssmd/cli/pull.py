@@ -13,7 +13,7 @@ import typer
 
 from ssmd.cli import options
 from ssmd.cli.failure import fail
-from ssmd.cli.making import costs, fetch, hint, name_of, packer_of, smollm2_here, smollm2_source
+from ssmd.cli.making import costs, fetch, hint, name_of, noted, packer_of, smollm2_here, smollm2_source
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Packer
@@ -105,7 +105,7 @@ def refitted(
     out = _folder(settings, name, h.runtime, h.device_class, h.quantization)
     if h.device_class == "npu" and (force or not out.exists()):
         say(costs(h.device_class, {f.name: f.size for f in h.files}))
-    return _made(out, force, say, name, lambda: install(graph, source, out, name=name, progress=say))
+    return _made(out, force, settings, say, name, lambda: install(graph, source, out, name=name, progress=say))
 
 
 def packed(
@@ -113,20 +113,23 @@ def packed(
 ) -> Path:
     """Pack the source for a runtime that needs no graph; its folder. One that is there is kept, unless `force`."""
     out = _folder(settings, name, packer.runtime, packer.device_class, packer.quantizations[0])
-    return _made(out, force, say, name, lambda: packer.build(source, out, name=name, replace=True, progress=say))
+    return _made(out, force, settings, say, name, lambda: packer.build(source, out, name=name, replace=True, progress=say))
 
 
 def _folder(settings: Settings, name: str, runtime: str, device_class: str, quantization: str) -> Path:
     return settings.models_dir / name_of(name) / f"{runtime}-{device_class}-{quantization}"
 
 
-def _made(out: Path, force: bool, say: Progress, name: str, make: Callable[[], Artifact]) -> Path:
+def _made(
+    out: Path, force: bool, settings: Settings, say: Progress, name: str, make: Callable[[], Artifact]
+) -> Path:
     from ssmd.machine.size import show_size
 
     if out.exists() and not force:
         say(f"{out} is here already; --force makes it again")
         return out
     manifest = make().manifest
+    noted(out, settings)
     say(f"{out}: {show_size(sum(f.size for f in manifest.files.values()))}; {hint(manifest, name)}")
     return out
 
