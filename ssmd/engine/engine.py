@@ -27,8 +27,7 @@ from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Logits, Program, StateLost
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.store import Store
-from ssmd.text.template import ChatTemplate
-from ssmd.text.tokenizer import Tokenizer
+from ssmd.text.apart import opened
 
 log = logging.getLogger(__name__)
 BUCKET_WHILE_OTHERS_DECODE = 64
@@ -46,14 +45,19 @@ class Engine:
         metrics: Metrics,
         max_running: int = 4,
         max_queue: int = 512,
+        apart: bool = False,
     ) -> None:
+        """`apart`: the artifact may be a stranger's, so its template and tokenizer work in a process of their own.
+
+        Raises TemplateError or TokenizerError.
+        """
         manifest = artifact.manifest
         self.artifact = artifact
         self.program = program
         self.metrics = metrics
-        self._tokenizer = Tokenizer.open(artifact.file("tokenizer.json"), stop_tokens=manifest.stop_tokens)
-        template = ChatTemplate(artifact.file("chat_template.jinja").read_text("utf-8"), manifest.special_tokens)
-        self._planner = Planner(manifest, program, self._tokenizer, template, store)
+        self._texts = opened(artifact, apart=apart)
+        self._tokenizer = self._texts.tokenizer
+        self._planner = Planner(manifest, program, self._tokenizer, self._texts.template, store)
         self._warm_up = WarmUp()
         self._max_running = max_running
         self._stop_tokens = frozenset(manifest.stop_tokens)
@@ -110,7 +114,12 @@ class Engine:
         """
         started = time.perf_counter()
         self.check()
-        prompt = self._planner.plan(request, go_on)
+        try:
+            prompt = self._planner.plan(request, go_on)
+        except Rejected:
+            if self.draining:  # which ended what it was prepared in
+                self.check()
+            raise
         asked = Asked(request, prompt, deliver, started)
         generation = Generation(asked, self._persistence.begin(asked), self._queue.leave)
         self._queue.put(generation)
@@ -122,6 +131,8 @@ class Engine:
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), stop."""
+        self._queue.draining = True
+        self._texts.close()  # whoever waits for it is refused
         self._queue.drain(grace_s)
         if self._worker.is_alive():
             self._worker.join()

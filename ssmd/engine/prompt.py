@@ -33,7 +33,7 @@ from ssmd.sessions.turn import (
     without,
 )
 from ssmd.text.messages import Message
-from ssmd.text.template import ChatTemplate
+from ssmd.text.template import Template
 from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Planner:
     """Plans prompts for one program. Used from many threads."""
 
     def __init__(
-        self, manifest: Manifest, program: Program, tokenizer: Tokenizer, template: ChatTemplate, store: Store | None
+        self, manifest: Manifest, program: Program, tokenizer: Tokenizer, template: Template, store: Store | None
     ) -> None:
         self.scope = Scope(program.spec.digest(), manifest.lineage, manifest.build)
         self._manifest = manifest

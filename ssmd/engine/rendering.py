@@ -19,7 +19,7 @@ from ssmd.model.artifact import Manifest
 from ssmd.sessions.line import Ids, Line, Passage
 from ssmd.sessions.turn import Settled, Turn
 from ssmd.text.messages import Message
-from ssmd.text.template import ChatTemplate, Rendered, TemplateError
+from ssmd.text.template import Rendered, Template, TemplateError
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 _VERSION = 1  # of what is made of messages before a template sees them
@@ -41,7 +41,7 @@ class Shown:
 class Renderer:
     """Renders for one program's template and tokenizer. Used from many threads."""
 
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, template: ChatTemplate, context: int | None) -> None:
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, template: Template, context: int | None) -> None:
         self._lineage = manifest.lineage
         self._context = context
         self._tokenizer = tokenizer
@@ -65,7 +65,7 @@ class Renderer:
         try:
             return self._template.render_settled([self._shown(m) for m in messages], now=now)
         except TemplateError as err:
-            raise Rejected(f"the model's chat template refuses these messages: {err}", param="messages") from err
+            raise _refusal(err) from err
 
     def _shown(self, message: Message) -> Message:
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
@@ -153,7 +153,10 @@ class Renderer:
             return None
         tail = [*turn.conversation[settled.messages - own :], *new]
         shown = [self._shown(m) for m in tail]
-        rendered = self._template.render_after(self._shown(first), settled.messages, shown, now=now)
+        try:
+            rendered = self._template.render_after(self._shown(first), settled.messages, shown, now=now)
+        except TemplateError as err:
+            raise _refusal(err) from err
         if rendered is None:
             return None
         moved = rendered.settled and replace(rendered.settled, characters=rendered.settled.characters + base)
@@ -197,6 +200,10 @@ class Renderer:
         """Whether the ids of a turn's own text do not depend on the text of its stem, which stands before it."""
         before = stem.text.own
         return bool(before) and self._tokenizer.ends_at_control(before + turn.text.own, len(before))
+
+
+def _refusal(err: TemplateError) -> Rejected:
+    return Rejected(f"the model's chat template refuses these messages: {err}", param="messages")
 
 
 def _common(a: str, b: str) -> int:

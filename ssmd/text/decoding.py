@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Step = Callable[[str], str]
+MOST_GROWTH = 64  # times, of a token by all replacements: "▁" becomes " "
 
 
 class DecoderError(ValueError):
@@ -62,7 +63,7 @@ def read_decoder(state: bytes | None) -> Decoding:
         decoding.separator = b" "
         return decoding
     spec: dict[str, Any] = json.loads(state)
-    fused = False
+    fused, growth = False, 1
     for part in spec["decoders"] if spec["type"] == "Sequence" else [spec]:
         kind = part["type"]
         after_bytes = decoding.byte_level or decoding.byte_fallback
@@ -77,6 +78,9 @@ def read_decoder(state: bytes | None) -> Decoding:
         elif kind == "ByteFallback":
             decoding.byte_fallback = True
         elif kind == "Replace" and "String" in part["pattern"]:
+            growth *= max(1, len(part["content"]))
+            if growth > MOST_GROWTH:
+                raise DecoderError(f"a decoder that makes tokens more than {MOST_GROWTH} times as long")
             decoding.steps.append(_replace(part["pattern"]["String"], part["content"]))
         elif kind == "Metaspace":
             decoding.steps.append(_replace(part["replacement"], " "))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 
@@ -51,6 +51,33 @@ class Rendered:
 
     text: str
     settled: Settled | None
+
+
+class Template(Protocol):
+    """What renders conversations: a ChatTemplate, here or in a process of its own (apart.py)."""
+
+    source: str
+
+    def render(self, messages: Sequence[Message], *, now: datetime, generate: bool = True) -> str:
+        """Render, as ChatTemplate.render does."""
+
+    def render_settled(self, messages: Sequence[Message], *, now: datetime) -> Rendered:
+        """Render, and tell what stays, as ChatTemplate.render_settled does."""
+
+    def render_after(self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime) -> Rendered | None:
+        """Render from a message on, as ChatTemplate.render_after does; a process that was ended is a TemplateError."""
+
+    def render_json(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        now: datetime,
+        generate: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render JSON, as ChatTemplate.render_json does."""
 
 
 class ChatTemplate:

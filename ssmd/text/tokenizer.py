@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,32 @@ class TokenizerError(ValueError):
     """A tokenizer.json that cannot be used, or text or ids that cannot be converted."""
 
 
-class Tokenizer:
-    """A model's tokenizer, made by `open`. Safe to use from several threads."""
+@dataclass(frozen=True)
+class Reader:
+    """Who reads texts in place of the library here: one that has opened the same file, with the same nonce.
 
-    def __init__(self, library: tokenizers.Tokenizer, decoding: Decoding, stop_tokens: Sequence[int]) -> None:
+    start_matters: what it found out by reading (`Tokenizer.start_matters`). read: the ids of a piece of marked text.
+    """
+
+    nonce: str
+    start_matters: bool
+    read: Callable[[str], NDArray[np.int32]]
+
+
+class Tokenizer:
+    """A model's tokenizer, made by `open`. Safe to use from several threads.
+
+    start_matters: whether text is read differently at the very start than after a control token.
+    """
+
+    def __init__(
+        self,
+        library: tokenizers.Tokenizer,
+        decoding: Decoding,
+        stop_tokens: Sequence[int],
+        nonce: str,
+        reader: Reader | None,
+    ) -> None:
         library.no_truncation()
         library.no_padding()
         added: dict[int, tokenizers.AddedToken] = library.get_added_tokens_decoder()
@@ -59,7 +82,7 @@ class Tokenizer:
         # The library is told to take special tokens' text for plain text. Where a template wrote a control token, it
         # is replaced by a mark that the library knows as a token of its own; nobody can guess the marks.
         library.encode_special_tokens = True
-        nonce = secrets.token_hex(12).translate(_LETTERS)
+        nonce = nonce.translate(_LETTERS)
         self._mark_of = {token: f"{FRAME}{nonce}{str(token).translate(_LETTERS)}{FRAME}" for token in self._special}
         self._break = f"{FRAME}{nonce}break{FRAME}"
         library.add_tokens(
@@ -81,11 +104,17 @@ class Tokenizer:
         self._by_text = {str(a.content): (token, a) for token, a in added.items()}
         self._longest = max((len(text) for text in (*self._by_text, QUOTE + " ")), default=0)
         self._place = places(library, added.values())
-        self._start_matters = self._probe_start()
+        self._reader = reader
+        self.start_matters = self._probe_start() if reader is None else reader.start_matters
 
     @staticmethod
-    def open(path: Path, *, stop_tokens: Sequence[int] = ()) -> Tokenizer:
-        """Read a tokenizer.json. `stop_tokens` are control tokens whatever the file says. Raises TokenizerError."""
+    def open(
+        path: Path, *, stop_tokens: Sequence[int] = (), nonce: str | None = None, reader: Reader | None = None
+    ) -> Tokenizer:
+        """Read a tokenizer.json. `stop_tokens` are control tokens whatever the file says. Raises TokenizerError.
+
+        nonce: what nobody can guess, of 24 hexadecimal digits; of the `reader` if there is one.
+        """
         try:
             if path.stat().st_size > MAX_FILE_BYTES:
                 raise TokenizerError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
@@ -101,7 +130,8 @@ class Tokenizer:
         except Exception as err:  # the library raises plain Exception
             raise TokenizerError(f"{path} is not a tokenizer.json: {err}") from err
         try:
-            return Tokenizer(library, decoding, stop_tokens)
+            nonce = reader.nonce if reader is not None else nonce or secrets.token_hex(12)
+            return Tokenizer(library, decoding, stop_tokens, nonce, reader)
         except BaseException as err:
             if _gave_up(err):
                 raise TokenizerError(f"{path} cannot be used: {str(err)[:200]}") from None
@@ -142,7 +172,7 @@ class Tokenizer:
         found, count = [], 0
         for piece in self._pieces(rendered):
             go_on()
-            found.append(self._encode(piece))
+            found.append(self.read(piece))
             count += len(found[-1])
             if at_most is not None and count > at_most:
                 break
@@ -167,12 +197,15 @@ class Tokenizer:
             at = end
         return "".join(parts) + self.unescape(rendered[at:])
 
-    def _encode(self, text: str) -> NDArray[np.int32]:
+    def read(self, text: str) -> NDArray[np.int32]:
+        """The ids of a text with marks for control tokens. Raises TokenizerError."""
         if len(text) > MAX_WHOLE:
             raise TokenizerError(
                 f"it holds {len(text)} characters in a row that this tokenizer can only read at once; "
                 f"{MAX_WHOLE} are possible, so break them up"
             )
+        if self._reader is not None:
+            return self._reader.read(text)
         for _ in range(8):
             ids: list[int] = self._run(self._library.encode_batch_fast, text).ids
             if self._special.keys().isdisjoint(ids):
@@ -225,7 +258,7 @@ class Tokenizer:
                 continue
             if not self._within_a_word(rendered, first):
                 yield first
-            if floor <= limit and not self._start_matters and not self._within_a_word(rendered, floor):
+            if floor <= limit and not self.start_matters and not self._within_a_word(rendered, floor):
                 yield floor
 
     def _within_a_word(self, rendered: str, at: int) -> bool:

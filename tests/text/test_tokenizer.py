@@ -18,8 +18,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from ssmd.model.artifact import SpecialTokens
 from ssmd.text import cutting
 from ssmd.text import tokenizer as tokenizer_module
+from ssmd.text.apart import open_texts
 from ssmd.text.decoding import BYTE_OF
 from ssmd.text.detokenizer import Detokenizer
 from ssmd.text.tokenizer import FIRST_SENTINEL, FRAME, QUOTE, Tokenizer, TokenizerError
@@ -129,18 +131,23 @@ MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 @cache
 def library(name: str) -> tokenizers.Tokenizer:
-    return MAKERS[name]()
+    return MAKERS[name.removesuffix(APART)]()
+
+
+APART = ", apart"  # a tokenizer that reads in a process of its own
 
 
 @cache
 def opened(name: str) -> Tokenizer:
-    return open_library(library(name))
+    return open_library(library(name), apart=name.endswith(APART))
 
 
-def open_library(made: tokenizers.Tokenizer, stop_tokens: Sequence[int] = ()) -> Tokenizer:
+def open_library(made: tokenizers.Tokenizer, stop_tokens: Sequence[int] = (), *, apart: bool = False) -> Tokenizer:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.json"
         made.save(str(path))
+        if apart:
+            return open_texts(path, stop_tokens, "", SpecialTokens()).tokenizer
         return Tokenizer.open(path, stop_tokens=stop_tokens)
 
 
@@ -149,7 +156,7 @@ def decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return "".join([*map(stream.push, ids), stream.flush()])
 
 
-each_kind = pytest.mark.parametrize("name", sorted(MAKERS))
+each_kind = pytest.mark.parametrize("name", [*sorted(MAKERS), f"stripping{APART}", f"unigram, first{APART}"])
 
 
 def id_of(name: str, text: str) -> int:
@@ -389,7 +396,7 @@ def test_cuts_are_found_around_ordinary_turns(name: str) -> None:
     assert not tokenizer.ends_at_control(text, -1)
     assert not tokenizer.ends_at_control(text, len(text) + 1)
     end = text.index("<|im_end|>") + len("<|im_end|>")
-    assert tokenizer.ends_at_control(text, end) == (name != "unigram, first")
+    assert tokenizer.ends_at_control(text, end) == (name.removesuffix(APART) != "unigram, first")
 
 
 @each_kind

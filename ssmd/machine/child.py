@@ -1,0 +1,203 @@
+"""A process of our own for work on a stranger's bytes: it is asked over pipes, bounds itself (confinement.py), is
+killed when a job takes too long, and started anew for the next.
+
+A message is a JSON object and bytes, each of a bounded length: nothing that a child says is ever executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import IO, Any
+
+from ssmd.machine.size import show_size
+
+log = logging.getLogger(__name__)
+MAX_HEAD = 64 << 10
+MAX_BODY = 1 << 32
+PATIENCE = 6  # times a job's processor time: a busy machine takes longer
+_LENGTHS = struct.Struct("<IQ")  # of the JSON, of the bytes
+_ENVIRONMENT = ("LANG", "LC_ALL", "TZ", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR", "TEMP")
+_BOOT = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+
+class ChildError(RuntimeError):
+    """A child did not do a job: it took too much, crashed, or was ended. The message says which."""
+
+
+@dataclass(frozen=True)
+class Packet:
+    head: Mapping[str, Any]
+    body: bytes = b""
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """What runs a module as this process would, but for what the environment could change of Python."""
+    path = [entry or os.getcwd() for entry in sys.path]
+    return [sys.executable, "-I", "-c", _BOOT, json.dumps(path), module, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """What a child is told of this process's environment: no keys, no tokens, and no threads for libraries."""
+    told = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    return told | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def send(stream: IO[bytes], message: Packet) -> None:
+    """Write a message. Raises OSError."""
+    head = json.dumps(message.head).encode()
+    stream.write(_LENGTHS.pack(len(head), len(message.body)) + head)
+    stream.write(message.body)
+    stream.flush()
+
+
+def receive(stream: IO[bytes], *, most: int, most_head: int = MAX_HEAD) -> Packet | None:
+    """Read a message whose bytes are `most` at most; None where the stream ends. Raises ValueError on anything else."""
+    lengths = stream.read(_LENGTHS.size)
+    if len(lengths) < _LENGTHS.size:
+        return None
+    head, body = _LENGTHS.unpack(lengths)
+    if head > most_head or body > most:
+        raise ValueError(f"a message of {head} and {body} bytes")
+    read = stream.read(head), stream.read(body)
+    if (len(read[0]), len(read[1])) != (head, body):
+        return None
+    fields = json.loads(read[0])
+    if not isinstance(fields, dict):
+        raise ValueError("a message without fields")
+    return Packet(fields, read[1])
+
+
+class Child:
+    """Runs `module` and asks it, one job after the other, in the order in which they come. Used from many threads.
+
+    `opening`: the job that it does first whenever it is started, and the processor time for that; `memory`: bytes.
+    """
+
+    def __init__(self, module: str, memory: int, opening: Packet, opening_s: float) -> None:
+        self._module, self._memory = module, memory
+        self._opening, self._opening_s = opening, opening_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        # One thread asks, so jobs take turns; and it starts the child, which ends with the thread that started it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-child")
+
+    def open(self) -> Packet:
+        """Start it; what it answers to the opening job. Raises ChildError."""
+        return self._in_turn(self._open)
+
+    def ask(self, job: Packet, seconds: float) -> Packet:
+        """What it answers to a job of so much processor time at most. Raises ChildError: the next job has another."""
+        return self._in_turn(lambda: self._asked(job, seconds))
+
+    def close(self) -> None:
+        """End it at once, whatever it does; who waits for it gets an error."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        with contextlib.suppress(RuntimeError):  # it was closed before
+            self._thread.submit(self._reap)
+        self._thread.shutdown(wait=False)
+
+    @property
+    def process_id(self) -> int | None:
+        """The process, while there is one."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def _in_turn(self, work: Callable[[], Packet]) -> Packet:
+        try:
+            job = self._thread.submit(work)
+        except RuntimeError as err:
+            raise ChildError("it was ended") from err
+        return job.result()
+
+    # In the thread that asks.
+
+    def _open(self) -> Packet:
+        if self._closed:
+            raise ChildError("it was ended")
+        arguments = (str(os.getpid()), str(self._memory))
+        try:
+            self._process = subprocess.Popen(
+                command(self._module, *arguments),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+                env=environment(),
+                start_new_session=True,  # a terminal's Ctrl-C is not for it
+            )
+        except OSError as err:
+            raise ChildError(f"no process could be started for it: {err}") from err
+        return self._exchange(self._process, self._opening, self._opening_s)
+
+    def _asked(self, job: Packet, seconds: float) -> Packet:
+        if self._process is not None and self._process.poll() is not None:
+            self._reap()
+        if self._process is None:
+            self._open()
+        assert self._process is not None
+        return self._exchange(self._process, job, seconds)
+
+    def _exchange(self, process: subprocess.Popen[bytes], job: Packet, seconds: float) -> Packet:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        late = threading.Event()
+
+        def kill() -> None:
+            late.set()
+            process.kill()
+
+        deadline = threading.Timer(PATIENCE * seconds, kill)
+        deadline.daemon = True
+        deadline.start()
+        answer, odd = None, ""
+        try:
+            if not self._closed:
+                send(process.stdin, Packet({**job.head, "seconds": seconds}, job.body))
+                answer = receive(process.stdout, most=(4 << 20) + 16 * len(job.body))
+        except OSError:  # it is gone
+            pass
+        except (ValueError, RecursionError) as err:
+            odd = f"it answered with {err}"
+        finally:
+            deadline.cancel()
+        if answer is None:
+            why = self._ended(process, seconds, late.is_set())
+            raise ChildError(odd or why)
+        return answer
+
+    def _reap(self) -> None:
+        if self._process is not None:
+            self._ended(self._process, 0, late=False)
+
+    def _ended(self, process: subprocess.Popen[bytes], seconds: float, late: bool) -> str:
+        """Why there is no answer. The process is gone after this."""
+        process.kill()
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):  # what was still to be written
+                stream.close()
+        code, self._process = process.wait(), None
+        if self._closed:
+            return "it was ended"
+        if late:
+            return f"it was not done after {PATIENCE * seconds:.0f} s"
+        if sys.platform != "win32" and code == -signal.SIGXCPU:
+            return f"it took more than {seconds:g} s of processor time"
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"it took more than {show_size(self._memory)} of memory, or crashed ({name})"

@@ -1,0 +1,190 @@
+"""A stranger's chat template and tokenizer at work in a process of their own, with what they say bounded and checked.
+
+A template is a program, and a tokenizer.json holds regular expressions and replacements that can be one. Whatever they
+do, one request fails for it. In this process stands only what no text can make costly: tokens to bytes, and where a
+text is cut and marked.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.machine.child import Child, ChildError, Packet
+from ssmd.model.artifact import Artifact, SpecialTokens
+from ssmd.text.messages import Message
+from ssmd.text.template import MAX_SOURCE, ChatTemplate, Rendered, Settled, Template, TemplateError
+from ssmd.text.tokenizer import Reader, Tokenizer, TokenizerError
+
+MODULE = "ssmd.text.confined"
+ERRORS: dict[str, type[ValueError]] = {"template": TemplateError, "tokenizer": TokenizerError}
+# Bytes beside what Python and its libraries take: the largest vocabularies in use (256,000 tokens) take 0.4 GB to read.
+MEMORY = 2 << 30
+# Seconds of processor time. The longest template in use compiles in 0.1 s, the largest vocabulary is read in 2.
+OPEN_S = 30.0
+RENDER_S = 15.0  # more than the meter allows (text/jinja/meter.py)
+TEXT = "A river does not remember the rain that filled it: 17 gulls, one late train.\n"
+READ_S = 10.0  # a piece of 32,768 characters takes 0.05 s, a whole one of 524,288 some seconds
+
+
+@dataclass(frozen=True)
+class Texts:
+    """An artifact's template and tokenizer. close: ends what they work in, at once."""
+
+    template: Template
+    tokenizer: Tokenizer
+    close: Callable[[], None] = lambda: None
+
+
+def opened(artifact: Artifact, *, apart: bool) -> Texts:
+    """An artifact's template and tokenizer; `apart`: in a process of their own, for they may be a stranger's.
+
+    Raises TemplateError or TokenizerError.
+    """
+    path, stop_tokens = artifact.file("tokenizer.json"), artifact.manifest.stop_tokens
+    source, special = artifact.file("chat_template.jinja").read_text("utf-8"), artifact.manifest.special_tokens
+    if not apart:
+        return Texts(ChatTemplate(source, special), Tokenizer.open(path, stop_tokens=stop_tokens))
+    return open_texts(path, stop_tokens, source, special)
+
+
+def open_texts(path: Path, stop_tokens: Sequence[int], source: str, special: SpecialTokens) -> Texts:
+    """A tokenizer.json and a template's source, opened in a child. Raises TemplateError or TokenizerError."""
+    if len(source) > MAX_SOURCE:
+        raise TemplateError(f"the chat template has {len(source)} characters, at most {MAX_SOURCE} are allowed")
+    nonce = secrets.token_hex(12)
+    opening: dict[str, Any] = {"do": "open", "tokenizer": str(path.absolute()), "stop_tokens": list(stop_tokens)}
+    opening |= {"nonce": nonce, "special": special.model_dump()}
+    child = Child(MODULE, MEMORY, Packet(opening, encoded(source)), OPEN_S)
+    try:
+        try:
+            answer = _checked(child.open())
+        except ChildError as err:
+            raise TokenizerError(f"{path.parent}: its tokenizer and chat template cannot be opened: {err}") from err
+        reader = Reader(nonce, answer.head.get("start_matters") is not False, TextReader(child))
+        tokenizer = Tokenizer.open(path, stop_tokens=stop_tokens, reader=reader)
+    except BaseException:
+        child.close()
+        raise
+    return Texts(TemplateApart(source, child), tokenizer, child.close)
+
+
+def check(path: Path, stop_tokens: Sequence[int], source: str, special: SpecialTokens) -> None:
+    """Check that a stranger's tokenizer.json and template can be opened, and a text read. Raises TemplateError or
+    TokenizerError."""
+    texts = open_texts(path, stop_tokens, source, special)
+    try:
+        texts.tokenizer.encode(TEXT)
+    finally:
+        texts.close()
+
+
+class TextReader:
+    """Reads texts with the tokenizer of a child."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
+    def __call__(self, text: str) -> NDArray[np.int32]:
+        """The ids of a marked text. Raises TokenizerError."""
+        try:
+            body = _checked(self._child.ask(Packet({"do": "read"}, encoded(text)), READ_S)).body
+        except ChildError as err:
+            raise TokenizerError(f"the tokenizer cannot read the text: {err}") from err
+        ids = np.frombuffer(body[: len(body) // 4 * 4], "<i4")
+        if len(ids) and ids.min() < 0:
+            raise TokenizerError("the tokenizer says ids below 0")
+        return ids
+
+
+class TemplateApart:
+    """Renders with the template of a child: the texts are those of ChatTemplate. Thread-safe."""
+
+    def __init__(self, source: str, child: Child) -> None:
+        self.source = source
+        self._child = child
+
+    def render(self, messages: Sequence[Message], *, now: datetime, generate: bool = True) -> str:
+        """Render, as ChatTemplate.render does."""
+        return decoded(self._asked({"do": "render", "generate": generate}, _said(messages), now).body)
+
+    def render_settled(self, messages: Sequence[Message], *, now: datetime) -> Rendered:
+        """Render, and tell what stays, as ChatTemplate.render_settled does."""
+        rendered = _rendered(self._asked({"do": "settled"}, _said(messages), now), len(messages))
+        if rendered is None:
+            raise TemplateError("the chat template says nothing")
+        return rendered
+
+    def render_after(self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime) -> Rendered | None:
+        """Render from a message on, as ChatTemplate.render_after does; a process that was ended is a TemplateError."""
+        asked = {"do": "after", "skipped": skipped}
+        return _rendered(self._asked(asked, _said([first, *tail]), now), skipped + len(tail))
+
+    def render_json(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        now: datetime,
+        generate: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render JSON, as ChatTemplate.render_json does."""
+        given = {"messages": messages, "tools": tools, "documents": documents, "variables": variables}
+        return decoded(self._asked({"do": "json", "generate": generate}, given, now).body)
+
+    def _asked(self, fields: dict[str, Any], given: Any, now: datetime) -> Packet:
+        try:
+            body = json.dumps(given, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        except (TypeError, ValueError, RecursionError) as err:
+            raise TemplateError(f"what the chat template is given is not JSON, or nests too deep: {err}") from err
+        try:
+            return _checked(self._child.ask(Packet({**fields, "now": now.isoformat()}, body), RENDER_S))
+        except ChildError as err:
+            raise TemplateError(f"the chat template cannot be used: {err}") from err
+
+
+def encoded(text: str) -> bytes:
+    """A text as bytes; halves of surrogate pairs too, which are refused where they are read."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def decoded(data: bytes) -> str:
+    """The text of `encoded`. Raises ValueError."""
+    return data.decode("utf-8", "surrogatepass")
+
+
+def json_of(data: bytes) -> Any:
+    """What a body says as JSON. Raises ValueError."""
+    return json.loads(decoded(data))
+
+
+def _said(said: Sequence[Message]) -> list[dict[str, Any]]:
+    return [m.to_json() for m in said]
+
+
+def _checked(answer: Packet) -> Packet:
+    """An answer that is no error. Raises ChildError, TemplateError or TokenizerError."""
+    if "error" not in answer.head:
+        return answer
+    said = str(answer.head.get("said"))
+    raise ERRORS.get(str(answer.head["error"]), ChildError)(said)
+
+
+def _rendered(answer: Packet, messages: int) -> Rendered | None:
+    if answer.head.get("none"):
+        return None
+    text = decoded(answer.body)
+    match answer.head.get("settled"):
+        case [int(count), int(characters)] if 0 < count <= messages and 0 <= characters <= len(text):
+            return Rendered(text, Settled(count, characters))
+    return Rendered(text, None)

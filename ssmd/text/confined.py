@@ -1,0 +1,109 @@
+"""What the process runs in which a stranger's template and tokenizer work (apart.py): PARENT MEMORY.
+
+It answers jobs from its standard input until that ends. A limit ends it in the midst of one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ssmd.machine.child import MAX_BODY, MAX_HEAD, Packet, receive, send
+from ssmd.machine.confinement import allow_processor, confine, end_with
+from ssmd.model.artifact import SpecialTokens
+from ssmd.text.apart import ERRORS, decoded, encoded, json_of
+from ssmd.text.messages import Message
+from ssmd.text.template import ChatTemplate, Rendered
+from ssmd.text.tokenizer import Tokenizer
+
+_SHOWN = 2000  # characters of an error
+Fields = Mapping[str, Any]
+
+
+class Work:
+    """A template and a tokenizer, from the opening on."""
+
+    def __init__(self) -> None:
+        self.template: ChatTemplate | None = None
+        self.tokenizer: Tokenizer | None = None
+        self._jobs: dict[str, Callable[[Fields, bytes], Packet]] = {
+            "open": self._open,
+            "render": self._render,
+            "settled": self._settled,
+            "after": self._after,
+            "json": self._json,
+            "read": self._read,
+        }
+
+    def do(self, job: Packet) -> Packet:
+        """The answer to a job. An error of the template or the tokenizer is one, too."""
+        try:
+            return self._jobs[job.head["do"]](job.head, job.body)
+        except Exception as err:
+            name = next((n for n, kind in ERRORS.items() if isinstance(err, kind)), "")
+            said = str(err) if name else f"{type(err).__name__}: {err}"
+            return Packet({"error": name, "said": said[:_SHOWN]})
+
+    def _open(self, fields: Fields, body: bytes) -> Packet:
+        self.template = ChatTemplate(decoded(body), SpecialTokens(**fields["special"]))
+        path, stop_tokens = Path(fields["tokenizer"]), fields["stop_tokens"]
+        self.tokenizer = Tokenizer.open(path, stop_tokens=stop_tokens, nonce=fields["nonce"])
+        return Packet({"start_matters": self.tokenizer.start_matters})
+
+    def _render(self, fields: Fields, body: bytes) -> Packet:
+        assert self.template is not None
+        said = [Message(**m) for m in json_of(body)]
+        return Packet({}, encoded(self.template.render(said, now=_now(fields), generate=fields["generate"])))
+
+    def _settled(self, fields: Fields, body: bytes) -> Packet:
+        assert self.template is not None
+        said = [Message(**m) for m in json_of(body)]
+        return _told(self.template.render_settled(said, now=_now(fields)))
+
+    def _after(self, fields: Fields, body: bytes) -> Packet:
+        assert self.template is not None
+        first, *tail = (Message(**m) for m in json_of(body))
+        return _told(self.template.render_after(first, fields["skipped"], tail, now=_now(fields)))
+
+    def _json(self, fields: Fields, body: bytes) -> Packet:
+        assert self.template is not None
+        given = json_of(body)
+        return Packet({}, encoded(self.template.render_json(**given, now=_now(fields), generate=fields["generate"])))
+
+    def _read(self, fields: Fields, body: bytes) -> Packet:
+        assert self.tokenizer is not None
+        return Packet({}, self.tokenizer.read(decoded(body)).astype("<i4").tobytes())
+
+
+def _now(fields: Fields) -> datetime:
+    return datetime.fromisoformat(fields["now"])
+
+
+def _told(rendered: Rendered | None) -> Packet:
+    if rendered is None:
+        return Packet({"none": True})
+    settled = rendered.settled and [rendered.settled.messages, rendered.settled.characters]
+    return Packet({"settled": settled}, encoded(rendered.text))
+
+
+def main() -> None:
+    """Answer until the jobs end."""
+    parent, memory = (int(argument) for argument in sys.argv[1:3])
+    end_with(parent)
+    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):  # what a library prints is no answer
+        os.dup2(nothing, descriptor)
+    confine(memory)
+    work = Work()
+    while (job := receive(asked, most=MAX_BODY, most_head=MAX_HEAD + (1 << 20))) is not None:
+        allow_processor(job.head["seconds"])
+        send(answers, work.do(job))
+
+
+if __name__ == "__main__":
+    main()

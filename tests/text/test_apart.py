@@ -1,0 +1,181 @@
+"""A stranger's template and tokenizer in a process of their own: the same texts, and limits that end one job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from strangers import GROWS, SLOW, TAKES_LONG, hostile, replacing
+from text.test_template import CONVERSATIONS, NOW, TEMPLATES
+
+from ssmd.machine.child import Child, ChildError, Packet
+from ssmd.model.artifact import SpecialTokens
+from ssmd.text.apart import MEMORY, MODULE, Texts, open_texts
+from ssmd.text.messages import Message
+from ssmd.text.template import ChatTemplate, TemplateError
+from ssmd.text.tokenizer import TokenizerError
+
+SPECIAL = SpecialTokens(bos="<s>", eos="</s>")
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"a": [1, 1.5, None, "é\ud800"]}}}]
+LONGER = [
+    *(Message("system", "Be brief."), Message("user", "Hi <b>&")),
+    *(Message("assistant", "Yes?\n"), Message("user", "日本 👍"), Message("assistant", "So")),
+]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny.write_tokenizer(folder)
+    return folder / "tokenizer.json"
+
+
+def of(template: ChatTemplate | Any, what: str, *given: Any, **named: Any) -> Any:
+    """What a template gives, or the words of its refusal."""
+    try:
+        return getattr(template, what)(*given, now=NOW, **named)
+    except TemplateError as err:
+        return str(err)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_every_text_is_the_one_of_this_process(name: str, vocabulary: Path) -> None:
+    here = ChatTemplate(TEMPLATES[name], SPECIAL)
+    with closing(open_texts(vocabulary, (), TEMPLATES[name], SPECIAL)) as texts:
+        there = texts.template
+        assert there.source == here.source
+        for said in [*CONVERSATIONS.values(), LONGER, LONGER[:4], [Message("user", "half \ud800")]]:
+            assert of(there, "render", said) == of(here, "render", said)
+            assert of(there, "render", said, generate=False) == of(here, "render", said, generate=False)
+            assert of(there, "render_settled", said) == of(here, "render_settled", said)
+            as_json = [{**m.to_json(), "tool_calls": None} for m in said]
+            asked = {"tools": TOOLS, "variables": {"enable_thinking": False}}
+            assert of(there, "render_json", as_json, **asked) == of(here, "render_json", as_json, **asked)
+        found = of(here, "render_settled", LONGER[:4])
+        if not isinstance(found, str) and (settled := found.settled) is not None:
+            given = (LONGER[0], settled.messages, LONGER[settled.messages :])
+            assert of(there, "render_after", *given) == of(here, "render_after", *given)
+
+
+@pytest.fixture(scope="module")
+def plain(vocabulary: Path) -> Iterator[Texts]:
+    texts = open_texts(vocabulary, (), "{{ messages[0].content }}", SPECIAL)
+    yield texts
+    texts.close()
+
+
+def child_of(texts: Texts) -> Child:
+    child: Child = texts.template._child  # type: ignore[attr-defined]
+    return child
+
+
+def test_what_is_given_that_is_no_json_is_refused(plain: Texts) -> None:
+    for odd in ({1}, object(), b"x"):
+        with pytest.raises(TemplateError, match="not JSON"):
+            plain.template.render_json([{"role": "user", "content": odd}], now=NOW)
+
+
+def test_a_killed_process_fails_one_job(plain: Texts) -> None:
+    assert plain.template.render([Message("user", "a")], now=NOW) == "a"
+    number = child_of(plain).process_id
+    assert number is not None
+    os.kill(number, signal.SIGKILL)
+    time.sleep(0.05)
+    assert plain.template.render([Message("user", "b")], now=NOW) == "b", "nobody was waiting for that one"
+    ids = plain.tokenizer.encode("once more")
+    number = child_of(plain).process_id
+    assert number is not None
+    os.kill(number, signal.SIGSTOP)
+    threading.Timer(0.2, os.kill, (number, signal.SIGKILL)).start()
+    with pytest.raises(TokenizerError, match="crashed \\(SIGKILL\\)"):
+        plain.tokenizer.encode("once more")
+    assert plain.tokenizer.encode("once more") == ids
+
+
+def test_jobs_take_turns(plain: Texts) -> None:
+    """A long text is read in pieces: between two of them others are answered."""
+    long, done = "and so on, " * 200_000, threading.Event()
+    waits: list[float] = []
+
+    def read() -> None:
+        plain.tokenizer.ids(long)
+        done.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    started = time.monotonic()
+    while not done.is_set():
+        begin = time.monotonic()
+        plain.template.render([Message("user", "a")], now=NOW)
+        waits.append(time.monotonic() - begin)
+    reader.join()
+    assert len(waits) > 10
+    assert sorted(waits)[len(waits) // 2] < (time.monotonic() - started) / 5
+
+
+def test_it_ends_with_the_thread_that_uses_it_and_can_be_ended_at_any_time(vocabulary: Path) -> None:
+    texts = open_texts(vocabulary, (), "{{ messages[0].content }}", SPECIAL)
+    number = child_of(texts).process_id
+    assert number is not None
+    os.kill(number, signal.SIGSTOP)
+    threading.Timer(0.2, texts.close).start()
+    with pytest.raises(TemplateError, match="it was ended"):
+        texts.template.render([Message("user", "a")], now=NOW)
+    with pytest.raises(TokenizerError, match="it was ended"):
+        texts.tokenizer.encode("a")
+    texts.close()
+    assert not Path(f"/proc/{number}").exists() or Path(f"/proc/{number}/status").read_text().find("Z (zombie)") > 0
+
+
+def opening(tokenizer: Path, source: str = "") -> Packet:
+    fields = {"tokenizer": str(tokenizer), "stop_tokens": [], "nonce": "0" * 24, "special": SPECIAL.model_dump()}
+    return Packet({"do": "open", **fields}, source.encode())
+
+
+@pytest.mark.parametrize("operator", ["<", "~"])
+def test_a_template_that_takes_long_to_compile_is_ended(vocabulary: Path, operator: str) -> None:
+    source = "{{ " + operator.join(["a"] * 60_000) + " }}"
+    child = Child(MODULE, MEMORY, opening(vocabulary, source), 1)
+    with closing(child), pytest.raises(ChildError, match="more than 1 s of processor time"):
+        child.open()
+
+
+def test_a_normalizer_that_makes_much_of_little_fails_one_text(vocabulary: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(hostile(vocabulary, replacing(*GROWS)))
+    with closing(open_texts(path, (), "{{ messages }}", SPECIAL)) as texts:
+        good = texts.tokenizer.encode("a good text")
+        with pytest.raises(TokenizerError, match=r"more than 2\.1 GB of memory, or crashed"):
+            texts.tokenizer.encode("boom")
+        assert texts.tokenizer.encode("a good text") == good
+
+
+def test_an_expression_that_takes_long_is_ended(vocabulary: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(hostile(vocabulary, replacing(TAKES_LONG)))
+    with closing(Child(MODULE, MEMORY, opening(path), 30)) as child:
+        child.open()
+        with pytest.raises(ChildError, match="more than 1 s of processor time"):
+            child.ask(Packet({"do": "read"}, (SLOW * 20_000).encode()), 1)
+        assert len(child.ask(Packet({"do": "read"}, b"a"), 1).body) == 4
+
+
+def test_a_hostile_tokenizer_is_refused_when_it_is_opened(vocabulary: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(hostile(vocabulary, replacing(*[({"String": "a"}, "a" * 1000)] * 3)))
+    with pytest.raises(TokenizerError, match=r"cannot be opened: it took more than 2\.1 GB of memory, or crashed"):
+        open_texts(path, (), "{{ messages }}", SPECIAL)
+
+
+def test_the_clock_is_the_one_given(vocabulary: Path) -> None:
+    with closing(open_texts(vocabulary, (), "{{ strftime_now('%Y %Z') }}", SPECIAL)) as texts:
+        assert texts.template.render([], now=datetime(2031, 1, 1, tzinfo=UTC)) == "2031 UTC"
