@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from ssmd.config import Settings
+from ssmd.config import Settings, make_private
+from ssmd.model.artifact import MANIFEST
+from ssmd.model.made import note
 
 START_TIMEOUT_S = 60.0
 SSMD = (sys.executable, "-m", "ssmd")
@@ -178,9 +180,17 @@ class ServerProcess:
 
 
 class DaemonProcess(ServerProcess):
-    """`with DaemonProcess(model, data_dir) as d:` serves on a free port. `program`: what is run as `ssmd`."""
+    """`with DaemonProcess(model, data_dir) as d:` serves on a free port. `program`: what is run as `ssmd`; `foreign`:
+    whether the model is served as one that was made elsewhere."""
 
-    def __init__(self, model: str | Path, data_dir: Path, *args: str, program: Sequence[str] = SSMD) -> None:
+    def __init__(
+        self, model: str | Path, data_dir: Path, *args: str, program: Sequence[str] = SSMD, foreign: bool = False
+    ) -> None:
+        if not foreign:
+            for folder in (Path(model), *(Settings().models_dir / model).glob("*")):
+                if (folder / MANIFEST).is_file():
+                    make_private(data_dir)
+                    note(folder, data_dir)
         port = free_port()
         command = [*program, "serve", str(model), "--port", str(port), *args]
         models_dir = str(Settings().models_dir)  # before it moves with the data dir

@@ -29,7 +29,8 @@ from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.privatesocket import listen_privately
 from ssmd.machine.size import show_size
 from ssmd.model.artifact import Artifact
-from ssmd.runtime.protocol import get_runtime
+from ssmd.model.made import is_made_here
+from ssmd.runtime.loading import load
 from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -69,7 +70,8 @@ def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[E
     Raises ModelError, ArtifactError, RuntimeUnavailable, ProgramError, StoreError or SettingsError.
     """
     artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime, settings.device))
-    program = get_runtime(artifact.manifest.runtime).load(artifact, device=settings.device, threads=settings.threads)
+    made_here = is_made_here(artifact.path, settings.data_dir)
+    program = load(artifact, made_here=made_here, device=settings.device, threads=settings.threads)
     store = None
     if keep:
         settings.prepare()
@@ -85,6 +87,7 @@ def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[E
         metrics=numbers,
         max_running=settings.max_running,
         max_queue=settings.max_queue,
+        apart=not made_here,
     )
     engine.start(warm_up=True)
     return engine, store

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from noted import note_all
+
 _ONE_AT_A_TIME = threading.Lock()
 _IMPORTED = (
     "ssmd.cli",
@@ -36,9 +38,13 @@ def ssmd(
     timeout: float = 120,
     file_limit: int | None = None,
     before: str = "",
+    foreign: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """The command's end, as `subprocess.run` gives it. `given`: its standard input; `file_limit`: bytes of the longest
-    file that it may write; `before`: Python that its process runs first. Raises TimeoutError after `timeout` s."""
+    file that it may write; `before`: Python that its process runs first; `foreign`: whether the artifacts it is given
+    are from elsewhere. Raises TimeoutError after `timeout` s."""
+    if not foreign and "SSMD_DATA_DIR" in env:
+        note_all(arguments, Path(env["SSMD_DATA_DIR"]))
     with tempfile.TemporaryDirectory() as place, _ONE_AT_A_TIME:
         folder = Path(place)
         (folder / "in").write_text(given)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
+from noted import note_all
 from openai_client import openai
 from serving import Served
 
@@ -40,8 +41,14 @@ def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
 
 
 def start(
-    tmp_path: Path, *arguments: str, extra: Mapping[str, str] | None = None, descriptors: int | None = None
+    tmp_path: Path,
+    *arguments: str,
+    extra: Mapping[str, str] | None = None,
+    descriptors: int | None = None,
+    foreign: bool = False,
 ) -> subprocess.Popen[str]:
+    if not foreign:
+        note_all(arguments, tmp_path / "data")
     few = [] if descriptors is None else ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
     return subprocess.Popen(
         [*few, sys.executable, "-m", "ssmd", "serve", "--threads", "1", *arguments],
@@ -54,9 +61,13 @@ def start(
 
 @contextmanager
 def running(
-    tmp_path: Path, *arguments: str, descriptors: int | None = None, extra: Mapping[str, str] | None = None
+    tmp_path: Path,
+    *arguments: str,
+    descriptors: int | None = None,
+    extra: Mapping[str, str] | None = None,
+    foreign: bool = False,
 ) -> Iterator[tuple[subprocess.Popen[str], Served]]:
-    process = start(tmp_path, *arguments, descriptors=descriptors, extra=extra)
+    process = start(tmp_path, *arguments, descriptors=descriptors, extra=extra, foreign=foreign)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

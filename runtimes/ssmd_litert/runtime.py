@@ -27,7 +27,7 @@ class LiteRTRuntime:
     name = "litert"
 
     def __init__(self, *, zero_copy: bool = True) -> None:
-        package_version()
+        self.version = package_version()
         self._zero_copy = zero_copy
 
     def devices(self) -> list[Device]:

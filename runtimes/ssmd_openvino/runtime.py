@@ -49,7 +49,7 @@ class OpenVINORuntime:
     def __init__(self, *, probe: bool = True, weightless: bool = False) -> None:
         """`probe`: whether the first load on another device than the CPU is tried in a process of its own. Without it,
         `weightless`: whether what is compiled there is kept without its weights."""
-        library.package_version()
+        self.version = library.package_version()
         self._core: Any = None
         self._probe = probe
         self._weightless = weightless

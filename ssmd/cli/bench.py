@@ -38,12 +38,16 @@ def bench(
     from ssmd.config import Settings
     from ssmd.installed import resolve
     from ssmd.model.artifact import Artifact
+    from ssmd.model.made import is_made_here
     from ssmd.runtime.bench import bench as measure
+    from ssmd.runtime.loading import check_first_load
     from ssmd.runtime.protocol import get_runtime
 
     settings = Settings(models_dir=models_dir, runtime=runtime, device=device, threads=threads)
     artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime, settings.device))
     loader = get_runtime(artifact.manifest.runtime)
+    if not is_made_here(artifact.path, settings.data_dir):
+        check_first_load(artifact, loader, settings.device)
     with _shown() as progress:
         report = measure(
             artifact,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.making import BuildFailed, converter_of, costs, fetch, hint, name_of, noted, smollm2_source
+from ssmd.cli.making import BuildFailed, check_texts, converter_of, costs, fetch, hint, name_of, noted, smollm2_source
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Quantization
@@ -82,9 +82,11 @@ def build(
     if not isinstance(converter, Packer):
         check_packages(converter)  # before anything is fetched
     with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:
+        source = Source.open(folder)
+        check_texts(source)
         made = converter.build if isinstance(converter, Packer) else partial(build_artifact, converter)
         artifact = made(
-            Source.open(folder),
+            source,
             out,
             name=name,
             quantization=quantization,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ssmd.hub.pull import Pulled
     from ssmd.machine.progress import Progress
     from ssmd.model.artifact import Manifest
+    from ssmd.model.source import Source
 
 
 class BuildFailed(ValueError):
@@ -52,6 +53,16 @@ def hint(manifest: Manifest, name: str) -> str:
         there = f"on the processor: ssmd run {name} --runtime npu --device cpu"
         return f"Core ML and the NPU cannot execute here: {why}; {there}"
     return f"it does not run here: {why}"
+
+
+def check_texts(source: Source) -> None:
+    """Check that a source's tokenizer and template can be opened within limits, in a process of their own, before they
+    are opened in this one. Raises TemplateError or TokenizerError."""
+    from ssmd.model.artifact import SpecialTokens
+    from ssmd.text import apart
+
+    special = SpecialTokens(**source.special_tokens)
+    apart.check(source.path / "tokenizer.json", source.stop_tokens, source.chat_template or "", special)
 
 
 def noted(artifact: Path, settings: Settings) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from ssmd.cli import options
 from ssmd.cli.failure import fail
-from ssmd.cli.making import costs, fetch, hint, name_of, noted, packer_of, smollm2_here, smollm2_source
+from ssmd.cli.making import check_texts, costs, fetch, hint, name_of, noted, packer_of, smollm2_here, smollm2_source
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Packer
@@ -73,6 +73,8 @@ def pull(
         artifact = None
         if to is None:
             source = Source.open(path)
+            if name != smollm2.NAME or folder is not None:
+                check_texts(source)
             own, packer = name.rpartition("/")[2], packer_of(runtime)
             wanted = [runtime] if runtime is not None else catalog.RUNTIMES
             graph, why_not = (None, "") if packer else catalog.choose(source.config, wanted)
@@ -113,16 +115,16 @@ def packed(
 ) -> Path:
     """Pack the source for a runtime that needs no graph; its folder. One that is there is kept, unless `force`."""
     out = _folder(settings, name, packer.runtime, packer.device_class, packer.quantizations[0])
-    return _made(out, force, settings, say, name, lambda: packer.build(source, out, name=name, replace=True, progress=say))
+    return _made(
+        out, force, settings, say, name, lambda: packer.build(source, out, name=name, replace=True, progress=say)
+    )
 
 
 def _folder(settings: Settings, name: str, runtime: str, device_class: str, quantization: str) -> Path:
     return settings.models_dir / name_of(name) / f"{runtime}-{device_class}-{quantization}"
 
 
-def _made(
-    out: Path, force: bool, settings: Settings, say: Progress, name: str, make: Callable[[], Artifact]
-) -> Path:
+def _made(out: Path, force: bool, settings: Settings, say: Progress, name: str, make: Callable[[], Artifact]) -> Path:
     from ssmd.machine.size import show_size
 
     if out.exists() and not force:

@@ -151,15 +151,17 @@ def _rereader(lineage: str, settings: Settings, what: str) -> Iterator[Rereader]
     from rich.progress import Progress
 
     from ssmd.model.artifact import Artifact
-    from ssmd.runtime.protocol import get_runtime
+    from ssmd.model.made import is_made_here
+    from ssmd.runtime.loading import load
     from ssmd.sessions.checkpoint import Scope
     from ssmd.sessions.files.rereading import Rereader
-    from ssmd.text.tokenizer import Tokenizer
+    from ssmd.text.apart import opened
 
     artifact = Artifact.open(_artifact_of(lineage, settings))
     manifest = artifact.manifest
-    tokenizer = Tokenizer.open(artifact.file("tokenizer.json"), stop_tokens=manifest.stop_tokens)
-    program = get_runtime(manifest.runtime).load(artifact, device=settings.device, threads=settings.threads)
+    made_here = is_made_here(artifact.path, settings.data_dir)
+    program = load(artifact, made_here=made_here, device=settings.device, threads=settings.threads)
+    texts = opened(artifact, apart=not made_here)
     scope = Scope(program.spec.digest(), manifest.lineage, manifest.build)
     bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     try:
@@ -169,8 +171,9 @@ def _rereader(lineage: str, settings: Settings, what: str) -> Iterator[Rereader]
             def progress(read: int, of: int) -> None:
                 bar.update(task, completed=read, total=of)
 
-            yield Rereader(program, tokenizer, scope, progress)
+            yield Rereader(program, texts.tokenizer, scope, progress)
     finally:
+        texts.close()
         program.close()
 
 

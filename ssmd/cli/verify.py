@@ -27,12 +27,14 @@ def verify(
     from ssmd.config import Settings
     from ssmd.installed import resolve
     from ssmd.model.artifact import Artifact
-    from ssmd.runtime.protocol import get_runtime
+    from ssmd.model.made import is_made_here
+    from ssmd.runtime.loading import load
     from ssmd.runtime.verify import verify as replay
 
     settings = Settings(models_dir=models_dir, runtime=runtime, device=device, threads=threads)
     artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime, settings.device))
-    program = get_runtime(artifact.manifest.runtime).load(artifact, device=settings.device, threads=settings.threads)
+    made_here = is_made_here(artifact.path, settings.data_dir)
+    program = load(artifact, made_here=made_here, device=settings.device, threads=settings.threads)
     try:
         report = replay(artifact, program)
         producer = program.producer

@@ -1,4 +1,4 @@
-"""Artifacts that were made on this computer: a list of their manifests' hashes, in a private file of the data directory.
+"""Artifacts that were made on this computer: a private list of their manifests' hashes, in the data directory.
 
 A manifest has the hash of every file, so an artifact on the list is the one that was made here, wherever it lies now.
 What cannot be read of the list, or could be written by others, does not count: an artifact that is not known to be made
@@ -56,7 +56,8 @@ def _lines(data_dir: Path) -> set[bytes]:
         return set()
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        others = hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-        if others or not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(found.st_mode):
+            return set()
+        if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
             return set()
         return {line for line in file.read(MOST_BYTES).split(b"\n") if _LINE.fullmatch(line)}

@@ -36,16 +36,18 @@ class Verdict:
     why: str
 
 
-def probed(command: Sequence[str], artifact: Artifact, device: str, folder: Path, costs: str = "") -> Verdict:
+def probed(
+    command: Sequence[str], artifact: Artifact, device: str, folder: Path, costs: str = "", limit_s: float = LIMIT_S
+) -> Verdict:
     """The verdict in `folder`; where there is none it is found out by `command` with the artifact and the device.
-    `costs`: what is said of that before it begins."""
+    `costs`: what is said of that before it begins; `limit_s`: when it is given up."""
     file = folder / "verdict.json"
     kept = _read(file)
     if kept is not None:
         return kept
     said = f"first load on {device}: trying it in a process of its own, which compiles it; this can take minutes"
     log.warning("%s%s", said, f"; {costs}" if costs else "")
-    verdict = _tried([*command, str(artifact.path), device])
+    verdict = _tried([*command, str(artifact.path), device], limit_s)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.write_text(json.dumps(asdict(verdict)))
@@ -68,25 +70,25 @@ def judge(runtime: Runtime) -> None:
     sys.stdout.write(json.dumps(asdict(Verdict(report.passed, "" if report.passed else why))) + "\n")
 
 
-def last_line(command: Sequence[str]) -> str:
+def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
     """What a command that may crash says last. Raises CrashError if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=os.environ)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=os.environ)
     except subprocess.TimeoutExpired as err:
-        raise CrashError(f"it was not done after {LIMIT_S} s") from err
+        raise CrashError(f"it was not done after {limit_s:.0f} s") from err
     except OSError as err:
         raise CrashError(f"no process could be started to try it: {err}") from err
     if done.returncode < 0:
-        raise CrashError(f"its driver crashed ({signal.Signals(-done.returncode).name})")
+        raise CrashError(f"it crashed ({signal.Signals(-done.returncode).name})")
     if done.returncode or not done.stdout.strip():
         last = done.stderr.strip().rpartition("\n")[2]  # of a traceback: the error
         raise CrashError(last[-_TAIL:] or f"it ended with exit code {done.returncode}")
     return done.stdout.strip().splitlines()[-1]
 
 
-def _tried(command: Sequence[str]) -> Verdict:
+def _tried(command: Sequence[str], limit_s: float) -> Verdict:
     try:
-        said = last_line(command)
+        said = last_line(command, limit_s)
     except CrashError as err:
         return Verdict(False, str(err))
     return _parsed(said) or Verdict(False, f"it said {said[:_TAIL]!r}")
@@ -102,7 +104,7 @@ def _read(file: Path) -> Verdict | None:
 def _parsed(text: str) -> Verdict | None:
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     match fields:
         case {"passed": bool(passed), "why": str(why)}:

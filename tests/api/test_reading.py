@@ -137,7 +137,7 @@ def test_long_bodies_are_read_where_a_processor_is_free() -> None:
 def test_what_nobody_waits_for_any_more_is_tokenised_no_further(
     artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, plan = Tokenizer._encode, Planner.plan
+    encode, plan = Tokenizer.read, Planner.plan
     encoded: list[int] = []
     over = threading.Event()
 
@@ -154,7 +154,7 @@ def test_what_nobody_waits_for_any_more_is_tokenised_no_further(
             over.set()
 
     with daemon(artifacts["mamba-f32"], tmp_path) as one:  # which has no context that bounds it
-        monkeypatch.setattr(Tokenizer, "_encode", watched)
+        monkeypatch.setattr(Tokenizer, "read", watched)
         monkeypatch.setattr(Planner, "plan", planned)
         client = one.served.connect(request(one.body("word " * (4 << 20), store=False)))
         assert over.wait(60)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from noted import note_all
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
@@ -172,12 +173,15 @@ def test_a_failure_says_what_it_is_owed_to(
     conversion: dict[str, Any],
     rms: float,
     said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def change(tensors: dict[str, NDArray[Any]]) -> None:
         tensors["logits"] = tensors["logits"][:, ::-1]
 
     fields = {"quantization": quantization, "conversion": conversion, "quality": {"golden": {"rms": rms, "max": 2.0}}}
     altered(artifacts["llama-f32"], tmp_path / "a", change, **fields)
+    monkeypatch.setenv("SSMD_DATA_DIR", str(tmp_path / "data"))
+    note_all([str(tmp_path / "a")], tmp_path / "data")
     done = CliRunner().invoke(app, ["verify", str(tmp_path / "a")])
     assert done.exit_code == 1
     assert said in done.output

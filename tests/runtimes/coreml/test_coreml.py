@@ -434,7 +434,7 @@ def test_a_probe_that_is_killed_falls_back_and_says_so(
     monkeypatch.setattr(runtime, "TRIAL", (sys.executable, "-c", kill))
     program = runtime_of("coreml").load(artifact, device="ane")
     assert program.producer.endswith("gpu")
-    assert "runs on the GPU: it was tried on the Neural Engine and its driver crashed (SIGKILL)" in caplog.text
+    assert "runs on the GPU: it was tried on the Neural Engine and it crashed (SIGKILL)" in caplog.text
     [verdict] = tmp_path.rglob("verdict.json")
     said = json.dumps({"passed": True, "why": ""})
     monkeypatch.setattr(runtime, "TRIAL", (sys.executable, "-c", f"print({said!r})"))

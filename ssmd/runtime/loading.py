@@ -1,0 +1,71 @@
+"""Loading an artifact: at once where it was made here, else after a first load in a process of its own.
+
+The parsers of LiteRT, OpenVINO and Core ML are C++ and trust a file's inner offsets: hashes show damage, not origin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from pathlib import Path
+
+from ssmd.machine.cache import cache_folder
+from ssmd.machine.child import command
+from ssmd.machine.confinement import allow_processor, confine, end_with
+from ssmd.model.artifact import MANIFEST, Artifact, ArtifactError
+from ssmd.runtime.protocol import Program, Runtime, get_runtime
+from ssmd.runtime.trial import judge, probed
+
+READS_ITSELF = ("wgpu",)  # packs of JSON and safetensors, which no parser of a maker reads
+OWN_TRIAL = {"openvino": ("gpu", "npu"), "coreml": ("ane",)}  # devices that a runtime tries whatever the artifact
+MEMORY = 16 << 30  # bytes of address space: files are mapped, packed and compiled, in pieces of unknown size
+TIMES_FILES = 8  # and so many times the artifact's bytes
+SECONDS = 120.0
+SECONDS_A_GIB = 120.0  # to hash, pack, and compute one text
+
+
+def load(artifact: Artifact, *, made_here: bool, device: str | None = None, threads: int | None = None) -> Program:
+    """The artifact's program. Of what was not made here the verdict of a first load is asked for, and kept.
+
+    Raises ArtifactError if that failed, and what `Runtime.load` raises.
+    """
+    runtime = get_runtime(artifact.manifest.runtime)
+    if not made_here:
+        check_first_load(artifact, runtime, device)
+    return runtime.load(artifact, device=device, threads=threads)
+
+
+def check_first_load(artifact: Artifact, runtime: Runtime, device: str | None) -> None:
+    """Check that a first load passed, here, with this runtime's version. Raises ArtifactError."""
+    device = device or artifact.manifest.device_class
+    if runtime.name in READS_ITSELF or device in OWN_TRIAL.get(runtime.name, ()):
+        return
+    digest = hashlib.sha256((artifact.path / MANIFEST).read_bytes()).hexdigest()
+    version = getattr(runtime, "version", "")
+    name = re.sub(r"[^0-9A-Za-z.-]", "_", f"{digest[:32]}-{runtime.name}-{version}-{device}")
+    folder = cache_folder() / "first-loads" / name
+    gib = sum(f.size for f in artifact.manifest.files.values()) / 2**30
+    trial = command("ssmd.runtime.loading", str(os.getpid()))
+    why, limit_s = f"{artifact.path} was not made here", SECONDS + SECONDS_A_GIB * gib
+    verdict = probed(trial, artifact, device, folder, why, limit_s)
+    if not verdict.passed:
+        raise ArtifactError(
+            f"artifact {artifact.path} was not made here, was tried in a process of its own, and {verdict.why}; it "
+            f"will not be used (remove {folder} to have it tried again); build it here, or pull it"
+        )
+
+
+def main() -> None:
+    """PARENT ARTIFACT DEVICE: print the verdict on golden values, within limits."""
+    end_with(int(sys.argv.pop(1)))
+    artifact = Artifact.open(Path(sys.argv[1]))
+    size = sum(f.size for f in artifact.manifest.files.values())
+    confine(MEMORY + TIMES_FILES * size, threads=True)
+    allow_processor(16 * (SECONDS + SECONDS_A_GIB * size / 2**30))
+    judge(get_runtime(artifact.manifest.runtime))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""A stranger's artifact in a real daemon: what its template, tokenizer or model does ends one request, or one start."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import commands
+import pytest
+from conftest import TinyArtifacts
+from serving import Answer, Served
+from strangers import GROWS, SLOW, TAKES_LONG, forged, hostile, replacing
+from test_server import CHAT, environment, long_stream, running, start
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says so much of a process")
+TEMPLATE = (
+    "{% if 'strip' in messages[0].content %}{{ ('a' * 900000).strip('b' * 900000 ~ 'a') }}{% endif %}"
+    "{% if 'hashes' in messages[0].content %}{{ dict.fromkeys(range(0, 99000 * (2**61 - 1), 2**61 - 1)) }}{% endif %}"
+    "{% if 'wrong' in messages[0].content %}{% call(x) dict() %}{% endcall %}{% endif %}"
+    "{{ messages[0].content }}"
+)
+REFUSALS = {
+    "strip": "makes a value of more than",
+    "hashes": "runs for more than 1 s",
+    "wrong": "expected str instance, dict found",
+    "boom": "more than 2.1 GB of memory, or crashed",
+}
+
+
+@pytest.fixture(scope="module")
+def artifact(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose template and tokenizer are bombs for who says the word."""
+    path = artifacts["llama-f32"]
+    tokenizer = hostile(path / "tokenizer.json", replacing(*GROWS, TAKES_LONG))
+    files = {"tokenizer.json": tokenizer, "chat_template.jinja": TEMPLATE.encode()}
+    return forged(path, tmp_path_factory.mktemp("strangers") / "llama", files)
+
+
+def ask(served: Served, content: str) -> Answer:
+    model = served.ask("GET", "/v1/models").json["data"][0]["id"]
+    body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0}
+    return served.ask("POST", CHAT, body)
+
+
+def text_of(answer: Answer) -> str:
+    assert answer.status == 200, answer.body
+    return str(answer.json["choices"][0]["message"]["content"])
+
+
+class Asking(threading.Thread):
+    """A request under way."""
+
+    def __init__(self, served: Served, content: str) -> None:
+        super().__init__()
+        self._served, self._content = served, content
+        self.answer: Answer | None = None
+        self.start()
+
+    def run(self) -> None:
+        with suppress(OSError):
+            self.answer = ask(self._served, self._content)
+
+    def refused(self) -> Answer:
+        self.join(60)
+        assert self.answer is not None
+        return self.answer
+
+
+def gaps(stream: socket.socket) -> Iterator[tuple[float, bytes]]:
+    last, end = time.monotonic(), b""
+    while not end.endswith(b"\r\n0\r\n\r\n") and (part := stream.recv(65536)):
+        now, end = time.monotonic(), (end + part)[-8:]
+        yield now - last, part
+        last = now
+
+
+def most_resident(process: int) -> int:
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{process}/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def children(process: int) -> list[int]:
+    found = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for file in found for child in file.read_text().split()]
+
+
+def until_busy(process: int) -> None:
+    """Wait until a process computes."""
+
+    def used() -> int:
+        return sum(map(int, Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+    before = used()
+    while used() < before + 20:
+        time.sleep(0.02)
+
+
+@linux
+def test_bombs_end_one_request_and_no_stream(artifact: Path, tmp_path: Path) -> None:
+    with running(tmp_path, str(artifact), foreign=True) as (process, served):
+        good = text_of(ask(served, "good"))
+        before = most_resident(process.pid)
+        model = served.ask("GET", "/v1/models").json["data"][0]["id"]
+        for word, said in REFUSALS.items():
+            with long_stream(served, model) as stream:
+                asking, received, longest = Asking(served, word), b"", 0.0
+                for gap, part in gaps(stream):
+                    received += part
+                    longest = max(longest, gap)
+                refused = asking.refused()
+            assert b"data: [DONE]" in received, received[-200:]
+            assert longest < 5, "of a busy machine; a bomb in the daemon stops a stream for all it takes"
+            assert (refused.status, refused.error["param"]) == (400, "messages"), word
+            assert said in refused.error["message"], word
+            assert text_of(ask(served, "good")) == good, word
+        assert most_resident(process.pid) < before + (200 << 20)
+
+
+@linux
+@pytest.mark.parametrize("ended", ["the child", "the daemon", "politely"])
+def test_who_is_ended_in_the_midst_of_a_job(artifact: Path, tmp_path: Path, ended: str) -> None:
+    """The child: one request has an error. The daemon: no child is left. By SIGTERM: it goes on at once, and ends."""
+    with running(tmp_path, str(artifact), foreign=True) as (process, served):
+        good = text_of(ask(served, "good"))
+        [child] = children(process.pid)
+        asking = Asking(served, SLOW * 20_000)
+        until_busy(child)
+        started = time.monotonic()
+        if ended == "the child":
+            os.kill(child, signal.SIGKILL)
+            refused = asking.refused()
+            assert (refused.status, refused.error["param"]) == (400, "messages")
+            assert "crashed (SIGKILL)" in refused.error["message"]
+            assert text_of(ask(served, "good")) == good
+            return
+        process.send_signal(signal.SIGKILL if ended == "the daemon" else signal.SIGTERM)
+        process.wait(20)
+        asking.join(20)
+        if ended == "politely":
+            assert asking.refused().error["code"] == "shutting_down"
+        while Path(f"/proc/{child}").exists():
+            assert time.monotonic() - started < 5, "the child is still there"
+            time.sleep(0.02)
+
+
+@pytest.mark.full
+def test_a_text_that_takes_long_to_read_is_given_up(artifact: Path, tmp_path: Path) -> None:
+    with running(tmp_path, str(artifact), foreign=True) as (_, served):
+        refused = ask(served, SLOW * 20_000)
+        assert refused.status == 400
+        assert "more than 10 s of processor time" in refused.error["message"]
+        assert ask(served, "good").status == 200
+
+
+def test_what_cannot_be_opened_is_not_served(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    path = artifacts["llama-f32"]
+    much = hostile(path / "tokenizer.json", replacing(*[({"String": "a"}, "a" * 1000)] * 3))
+    process = start(tmp_path, str(forged(path, tmp_path / "b", {"tokenizer.json": much})), foreign=True)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "cannot be opened: it took more than 2.1 GB of memory, or crashed" in last
+
+
+def mutated(data: bytes, seed: int) -> bytes:
+    """A file in which bytes were changed, numbers are too large, or which was cut."""
+    rng = random.Random(seed)
+    made = bytearray(data)
+    for _ in range(rng.choice((1, 4, 64))):
+        most = len(made) - 8
+        at = rng.randrange(8, most if rng.random() < 0.5 else min(4096, most))
+        made[at : at + 4] = rng.choice((b"\xff\xff\xff\x7f", b"\0\0\0\x80", rng.randbytes(4), b"\0\0\0\0"))
+    return bytes(made[: rng.randrange(16, len(made))] if rng.random() < 0.2 else made)
+
+
+def verify(artifact: Path, tmp_path: Path, *, foreign: bool = True) -> subprocess.CompletedProcess[str]:
+    env = {**environment(tmp_path), "SSMD_CACHE_DIR": str(tmp_path / "cache")}
+    return commands.ssmd("verify", str(artifact), env=env, foreign=foreign)
+
+
+FEW = (0, 1)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.full]) for n in range(70)])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("llama-f32", "model.tflite"), ("openvino-llama-f32", "model.xml"), ("openvino-llama-f32", "model.bin")],
+)
+def test_a_mutated_model_computes_what_it_should_or_is_an_error(
+    artifacts: TinyArtifacts, tmp_path: Path, model: str, name: str, seed: int
+) -> None:
+    path = artifacts[model]
+    bad = forged(path, tmp_path / "bad", {name: mutated((path / name).read_bytes(), seed)})
+    done = verify(bad, tmp_path)
+    assert done.returncode in (0, 1), done
+    if done.returncode:
+        assert [line.startswith("error: ") for line in done.stderr.strip().splitlines()[1:]] == [True], done.stderr
+
+
+def test_the_verdict_is_kept_and_a_damaged_one_does_not_count(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    path = artifacts["llama-f32"]
+    first, again = verify(path, tmp_path), verify(path, tmp_path)
+    assert (first.returncode, "first load on cpu" in first.stderr) == (0, True), first
+    assert (again.returncode, "first load on cpu" in again.stderr) == (0, False), again
+    [verdict] = (tmp_path / "cache" / "first-loads").glob("*/verdict.json")
+    for damage in (b"{", b'{"passed": 1, "why": ""}', b"[" * 100_000, b"\xff"):
+        verdict.write_bytes(damage)
+        tried = verify(path, tmp_path)
+        assert (tried.returncode, "first load on cpu" in tried.stderr) == (0, True), tried
+    verdict.write_text(json.dumps({"passed": False, "why": "it crashed"}))
+    refused = verify(path, tmp_path)
+    assert refused.returncode == 1
+    assert "was not made here, was tried in a process of its own, and it crashed" in refused.stderr
+
+
+def test_what_was_made_here_is_loaded_at_once(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    done = verify(artifacts["llama-f32"], tmp_path, foreign=False)
+    assert (done.returncode, done.stderr.count("first load")) == (0, 0)
+    assert not (tmp_path / "cache" / "first-loads").exists()
