@@ -163,6 +163,8 @@ class Tester:
         lists: dict[str, frozenset[str]] = {}
         listed = self._asked(case, "the list", served.ask("GET", f"{SESSIONS}?limit=1000"))
         for session in listed["data"] if listed else ():
+            if not session["id"]:  # altered to what nobody can ask for
+                continue
             found = self._asked(case, "a session", served.ask("GET", f"{SESSIONS}/{session['id']}"))
             turns = found["turns"] if found else []
             for turn in turns:
@@ -318,7 +320,7 @@ def examine(tester: Tester, rng: random.Random, folder: Path, damaged: Damaged, 
     if not found and (after is None or after.damages):
         case.failures.append(f"was sound, and is not after it was used: {after and after.damages[0]}")
     if after is None or after.damages:
-        verdicts.append(mended(tester, rng, data, folder, case))
+        verdicts += mended(tester, rng, data, folder, case)
     return verdicts
 
 
@@ -341,25 +343,30 @@ def differences(tester: Tester, shown: Shown, damaged: Damaged, case: Case) -> l
     return []
 
 
-def mended(tester: Tester, rng: random.Random, data: Path, folder: Path, case: Case) -> str:
+def mended(tester: Tester, rng: random.Random, data: Path, folder: Path, case: Case) -> list[str]:
     """Repair; then the store is sound, its words are the right ones, and the answers too."""
     try:
-        repair(data)
+        done = repair(data)
     except StoreError as err:
         if "could not be repaired" in str(err):
             case.failures.append(str(err))
-        return "beyond repair"
+        return ["beyond repair"]
     after = looked(data, folder / "copy")
     if after is None or after.damages:
         case.failures.append(f"not sound after a repair: {after and after.damages[0]}")
-    again = Case()
+    again, known = Case(), set(tester.shown.words.values())
     shown = tester.use(rng, data, again, repaired=True)
     case.failures += [f"after a repair: {failure}" for failure in again.failures]
     if shown is None:
         case.failures.append("not opened after a repair")
-    else:
-        known = set(tester.shown.words.values())
-        for words in shown.words.values():
-            if words not in known and not words[-2][1].startswith(GO_ON):
-                case.failures.append(f"after a repair other words are shown: {json.dumps(words)}")
-    return "sound after --repair"
+    elif strange := [w for w in shown.words.values() if w not in known and not is_new(w)]:
+        # Docs: what does not match its hash any more stays as it can be read. The repair has to say so.
+        if not any("not those that were hashed" in damage.problem for damage in done.damages):
+            case.failures.append(f"after a repair other words are shown: {json.dumps(strange[0])}")
+        return ["sound after --repair", "with altered words, as it says"]
+    return ["sound after --repair"]
+
+
+def is_new(words: tuple[tuple[str, str], ...]) -> bool:
+    """Whether the last turn is one that the case itself asked for."""
+    return any(content.startswith(GO_ON) for _, content in words[-2:])
