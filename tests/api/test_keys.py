@@ -22,7 +22,7 @@ from test_server import failing, running
 from ssmd.api.keys import MAX_FILE_BYTES, MAX_KEYS, Caller, Keys, caller_of, read_keys
 from ssmd.api.security import Rules, guarded
 from ssmd.config import Settings, SettingsError
-from ssmd.sessions.domain import EVERYBODY, Domain
+from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
 
 ALICE, OLD, BOB, SCREEN = "alice-has-this-one", "alice-had-this-one", "bob-has-this-one", "screens-look-at-this"
 FILE = f"""\
@@ -116,6 +116,7 @@ def test_who_asks_is_known_by_the_key(tmp_path: Path) -> None:
     assert keys.caller(f"Bearer {SCREEN}") == Caller(Domain("screen", ("screen",)), several=True, read_only=True)
     assert Keys.of(Settings(api_key=ALICE)).caller(f"Bearer {ALICE}") == Keys.of(Settings()).caller("")
     assert Keys.of(Settings()).caller("").domain == EVERYBODY
+    assert Caller().domain == NOBODY, "of whom no key was asked, as at /health"
     shared = Keys.of(Settings(api_keys_file=tmp_path / "keys", share_sessions=True))
     assert shared.caller(f"Bearer {BOB}").domain == Domain("bob", None)
     alone = Keys.of(Settings(api_keys_file=written(tmp_path / "keys", f"alice {ALICE}\nalice {OLD}\n")))
