@@ -102,14 +102,16 @@ def _alternatives(step: dict[str, Any]) -> list[str]:
     return found
 
 
-def matches(pattern: re.Pattern[str], text: str, start: int, stop: int, longest: int) -> Iterator[re.Match[str]]:
+def matches(
+    pattern: re.Pattern[str], text: str, start: int, stop: int, longest: int, piece: int = PIECE
+) -> Iterator[re.Match[str]]:
     """All that a pattern finds in a text, a piece of it at a time: a search holds up every other thread.
 
     longest: characters that a match can have.
     """
     at = start
     while at < stop:
-        end = min(stop, at + PIECE)
+        end = min(stop, at + piece)
         found = pattern.search(text, at, min(stop, end + longest))
         if found is None or found.start() >= end:
             at = end

@@ -27,6 +27,8 @@ MAX_WHOLE = 512 << 10  # characters that have to be encoded at once: each takes 
 # Supplementary Private Use Area-B: a character per control token, one that quotes, one that frames the library's marks.
 FIRST_SENTINEL = 0x100000
 MAX_CONTROLS = 0xFF00
+MAX_ADDED = 256 << 10  # characters of all added tokens; the most in use have 80,000
+_SEARCHED = 1 << 26  # characters compared in one search at most: some 50 ms, for which it holds up other threads
 QUOTE = chr(0x10FFF0)
 FRAME = chr(0x10FFF1)
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")  # for digits, between which a text may be cut
@@ -102,6 +104,10 @@ class Tokenizer:
             for normalized in (False, True)
         ]
         self._by_text = {str(a.content): (token, a) for token, a in added.items()}
+        spelt = sum(len(text) for text in self._by_text)
+        if spelt > MAX_ADDED:
+            raise TokenizerError(f"the added tokens have {spelt} characters, at most {MAX_ADDED} are allowed")
+        self._piece = min(PIECE, _SEARCHED // max(1, spelt))  # for each place may be compared with all of them
         self._longest = max((len(text) for text in (*self._by_text, QUOTE + " ")), default=0)
         self._place = places(library, added.values())
         self._reader = reader
@@ -149,7 +155,7 @@ class Tokenizer:
 
     def _replaced(self, pattern: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
         parts, at = [], 0
-        for found in matches(pattern, text, 0, len(text), self._longest):
+        for found in matches(pattern, text, 0, len(text), self._longest, self._piece):
             parts += [text[at : found.start()], by(found)]
             at = found.end()
         return "".join([*parts, text[at:]]) if parts else text
@@ -338,7 +344,7 @@ class Tokenizer:
     ) -> Iterator[tuple[int, int, int]]:
         if pattern is None:
             return
-        for found in matches(pattern, text, start, stop, self._longest):
+        for found in matches(pattern, text, start, stop, self._longest, self._piece):
             token, added = self._by_text[found[0]]
             first, last = found.span()
             if added.single_word and (

@@ -431,6 +431,24 @@ def test_spaces_before_a_token_that_swallows_them_are_read_once() -> None:
     assert time.thread_time() - start < 1
 
 
+def with_names(length: int) -> tokenizers.Tokenizer:
+    t = byte_level()
+    names = [f"{'<' * length}{i}>" for i in range(500)]
+    t.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return t
+
+
+def test_many_added_tokens_are_looked_for_in_small_pieces() -> None:
+    """Each place of a text may be compared with all of them, and a search holds up every other thread."""
+    tokenizer = open_library(with_names(500))
+    assert tokenizer._piece < 300
+    text = f"a{'<' * 700}12> b{'<' * 500}499>"
+    assert tokenizer.unescape(tokenizer.escape(text)) == text
+    assert [tokenizer.is_control(token) for token in tokenizer.encode(text)].count(True) == 2
+    with pytest.raises(TokenizerError, match="the added tokens have 50"):
+        open_library(with_names(1000))
+
+
 def test_half_characters_wait() -> None:
     tokenizer = opened("byte-level")
     byte_ids = {b: id_of("byte-level", c) for c, b in BYTE_OF.items()}
