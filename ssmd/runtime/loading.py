@@ -22,6 +22,7 @@ READS_ITSELF = ("wgpu",)  # packs of JSON and safetensors, which no parser of a 
 OWN_TRIAL = {"openvino": ("gpu", "npu"), "coreml": ("ane",)}  # devices that a runtime tries whatever the artifact
 MEMORY = 16 << 30  # bytes of address space: files are mapped, packed and compiled, in pieces of unknown size
 TIMES_FILES = 8  # and so many times the artifact's bytes
+TIMES = 5  # what reads outside of its file crashes in every other process, by where the system puts things
 SECONDS = 120.0
 SECONDS_A_GIB = 120.0  # to hash, pack, and compute one text
 
@@ -49,7 +50,7 @@ def check_first_load(artifact: Artifact, runtime: Runtime, device: str | None) -
     gib = sum(f.size for f in artifact.manifest.files.values()) / 2**30
     trial = command("ssmd.runtime.loading", str(os.getpid()))
     why, limit_s = f"{artifact.path} was not made here", SECONDS + SECONDS_A_GIB * gib
-    verdict = probed(trial, artifact, device, folder, why, limit_s)
+    verdict = probed(trial, artifact, device, folder, why, limit_s=limit_s, times=TIMES)
     if not verdict.passed:
         raise ArtifactError(
             f"artifact {artifact.path} was not made here, was tried in a process of its own, and {verdict.why}; it "

@@ -37,17 +37,27 @@ class Verdict:
 
 
 def probed(
-    command: Sequence[str], artifact: Artifact, device: str, folder: Path, costs: str = "", limit_s: float = LIMIT_S
+    command: Sequence[str],
+    artifact: Artifact,
+    device: str,
+    folder: Path,
+    costs: str = "",
+    *,
+    limit_s: float = LIMIT_S,
+    times: int = 1,
 ) -> Verdict:
     """The verdict in `folder`; where there is none it is found out by `command` with the artifact and the device.
-    `costs`: what is said of that before it begins; `limit_s`: when it is given up."""
+
+    `costs`: what is said of that before it begins; `limit_s`: when it is given up; `times`: how often it has to pass.
+    """
     file = folder / "verdict.json"
     kept = _read(file)
     if kept is not None:
         return kept
     said = f"first load on {device}: trying it in a process of its own, which compiles it; this can take minutes"
     log.warning("%s%s", said, f"; {costs}" if costs else "")
-    verdict = _tried([*command, str(artifact.path), device], limit_s)
+    tries = (_tried([*command, str(artifact.path), device], limit_s) for _ in range(times))
+    verdict = next((one for one in tries if not one.passed), Verdict(True, ""))
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.write_text(json.dumps(asdict(verdict)))

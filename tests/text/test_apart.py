@@ -141,7 +141,7 @@ def opening(tokenizer: Path, source: str = "") -> Packet:
     return Packet({"do": "open", **fields}, source.encode())
 
 
-@pytest.mark.parametrize("operator", ["<", "~"])
+@pytest.mark.parametrize("operator", ["<", pytest.param("~", marks=pytest.mark.full)])
 def test_a_template_that_takes_long_to_compile_is_ended(vocabulary: Path, operator: str) -> None:
     source = "{{ " + operator.join(["a"] * 60_000) + " }}"
     child = Child(MODULE, MEMORY, opening(vocabulary, source), 1)
@@ -149,6 +149,7 @@ def test_a_template_that_takes_long_to_compile_is_ended(vocabulary: Path, operat
         child.open()
 
 
+@pytest.mark.full  # as of a daemon, in tests/whole/test_strangers.py
 def test_a_normalizer_that_makes_much_of_little_fails_one_text(vocabulary: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(hostile(vocabulary, replacing(*GROWS)))
@@ -169,6 +170,7 @@ def test_an_expression_that_takes_long_is_ended(vocabulary: Path, tmp_path: Path
         assert len(child.ask(Packet({"do": "read"}, b"a"), 1).body) == 4
 
 
+@pytest.mark.full  # as of a daemon
 def test_a_hostile_tokenizer_is_refused_when_it_is_opened(vocabulary: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(hostile(vocabulary, replacing(*[({"String": "a"}, "a" * 1000)] * 3)))
