@@ -77,7 +77,11 @@ def read_echoed(
     places = {chain.said: i for i, chain in enumerate(echo.chains)}
     for chains in _batches([chain.said for chain in echo.chains]):
         rows = [
-            row for row in _rows(connection, chains, session, domain) if is_unicode(row.id) and is_unicode(row.session)
+            row
+            for row in _rows(connection, chains, session, domain)
+            if is_unicode(row.id)
+            and is_unicode(row.session)
+            and row.chain in places  # in the row, not in the index alone
         ]
         # Of equal chains only a few differ from the echo, in reasoning that it changed.
         rows.sort(key=lambda r: (places[r.chain], not r.imported, _time(r), r.is_head, r.seq), reverse=True)

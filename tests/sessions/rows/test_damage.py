@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from keeping import HYBRID, Chat, assert_same, find, new_store, state_of
+from keeping import HYBRID, Chat, assert_same, echo_of, find, new_store, state_of, user
 
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows.database import FILE
@@ -104,6 +104,27 @@ def test_a_row_that_names_nothing(chat: Chat, change: str) -> None:
         chat.store.load(number, HYBRID)
     assert chat.store.drop_damaged(number, HYBRID) == 1
     assert left(chat) == {"t1", "t2", "u2"}
+
+
+def test_a_hash_that_the_index_alone_has(chat: Chat) -> None:
+    """The block with the row was written over, that with the index was not; a fork inherits the turn."""
+    chat.store.fork("s", "t3")
+    chat.store.close()
+    name = "tbl_name = 'turn' AND sql LIKE '%(chain%'"
+    with closing(sqlite3.connect(chat.store.file)) as raw:
+        [index] = raw.execute(f"SELECT * FROM sqlite_master WHERE {name}")
+        raw.execute("PRAGMA writable_schema = ON")
+        raw.execute(f"DELETE FROM sqlite_master WHERE {name}")
+        raw.commit()
+    alter(chat.store, "UPDATE turn SET chain = zeroblob(32) WHERE id = 't3'")
+    with closing(sqlite3.connect(chat.store.file)) as raw:
+        raw.execute("PRAGMA writable_schema = ON")
+        raw.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", index)
+        raw.commit()
+    said = [m for turn in chat.store.path("t3") for m in turn.conversation]
+    found = echo_of(chat.store, [*said, user("go on")])
+    assert found is not None
+    assert found.session == "s"
 
 
 def test_a_producer_that_cannot_be_read(chat: Chat) -> None:
