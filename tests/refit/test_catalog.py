@@ -25,6 +25,7 @@ from ssmd.build.stripping import Label, make
 from ssmd.cli import app
 from ssmd.families import weights
 from ssmd.model.artifact import GOLDEN, Artifact
+from ssmd.model.made import is_made_here
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source, SourceError
 from ssmd.refit import catalog
@@ -328,6 +329,7 @@ def test_pull_refits_a_folder(artifacts: TinyArtifacts, shelf: Path, tmp_path: P
     assert done.exit_code == 0, done.output
     made = Artifact.open(tmp_path / "models" / "mine" / "litert-cpu-int8")
     assert f"{made.path}: " in done.output
+    assert is_made_here(made.path, tmp_path / "data")
     assert "try: ssmd run mine" in done.output
     done = pull(tmp_path, "mine", "--from", folder)
     assert (done.exit_code, done.output) == (0, f"{made.path} is here already; --force makes it again\n")

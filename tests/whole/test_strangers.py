@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from strangers import GROWS, SLOW, TAKES_LONG, forged, hostile, replacing
 from test_server import CHAT, environment, long_stream, running, start
 
 from ssmd.model.artifact import Artifact
+from ssmd.model.made import is_made_here
 from ssmd.runtime.loading import TIMES
 from ssmd.runtime.trial import probed
 
@@ -177,6 +179,21 @@ def test_what_cannot_be_opened_is_not_served(artifacts: TinyArtifacts, tmp_path:
     last = err.strip().splitlines()[-1]
     assert last.startswith("error: ")
     assert "cannot be opened: it took more than 2.1 GB of memory, or crashed" in last
+
+
+def test_a_build_tries_the_texts_first_and_notes_what_it_made(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    source, env = Path(shutil.copytree(artifacts.source("llama-f32"), tmp_path / "one")), environment(tmp_path)
+    build = ("build", str(source), "--runtime", "wgpu")
+    done = commands.ssmd(*build, env=env)
+    assert done.returncode == 0, done.stderr
+    [made] = (tmp_path / "data" / "models" / "one").iterdir()
+    assert is_made_here(made, tmp_path / "data")
+    tokenizer = source / "tokenizer.json"
+    tokenizer.write_bytes(hostile(tokenizer, replacing(*[({"String": "a"}, "a" * 1000)] * 3)))
+    refused = commands.ssmd(*build, "--force", env=env)
+    assert refused.returncode == 1
+    assert "cannot be opened: it took more than 2.1 GB of memory, or crashed" in refused.stderr
+    assert is_made_here(made, tmp_path / "data")
 
 
 def mutated(data: bytes, seed: int) -> bytes:
