@@ -261,6 +261,18 @@ def test_a_socket_in_place_of_a_port(artifact: Path, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_who_has_not_sent_all_when_it_ends_is_told_in_a_line(artifact: Path, tmp_path: Path) -> None:
+    with running(tmp_path, str(artifact)) as (process, served):
+        half = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{{\r\n"
+        with served.connect(half.encode()) as one:
+            served.ask("GET", "/health")
+            process.terminate()
+            assert rest(one).startswith(b"HTTP/1.1 503")
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
 def test_connections_without_a_word_keep_nobody_out(artifact: Path, tmp_path: Path) -> None:
     """More than it has descriptors for; a stream goes on, and new clients are answered."""
     with running(tmp_path, str(artifact), descriptors=100) as (process, served):

@@ -34,6 +34,7 @@ _BY_STRANGERS = {  # how often a minute each of these is written
     "socket.accept() out of system resource": 1,
     "Invalid HTTP request": 1,
     "Unsupported upgrade": 1,
+    "ASGI callable returned without": 1,  # who does not read is given up in the midst of an answer
     _TOO_MANY: 1,
     "refused ": 30,
 }

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 
 from starlette.types import Receive
 
-from ssmd.engine.request import Done, Event, Failed
+from ssmd.engine.request import Delta, Done, Event, Failed
+
+log = logging.getLogger(__name__)
+MOST_WAITING = 10_000  # events, of a few kilobytes each with log probabilities
 
 
 class Gone(Exception):
@@ -24,7 +28,13 @@ class Delivery:
         self.last: asyncio.Future[Event] = self._loop.create_future()  # Done or Failed, whether it is read or not
 
     def __call__(self, event: Event) -> None:
-        """Hand an event to the event loop. Raises RuntimeError when the loop is closed already."""
+        """Hand an event to the event loop. Raises Gone for text that nobody takes, and RuntimeError when the loop is
+        closed already.
+        """
+        if self._events.qsize() >= MOST_WAITING and isinstance(event, Delta):
+            log.warning("a client reads so slowly that %d events wait for it: it is given up", MOST_WAITING)
+            self._loop.call_soon_threadsafe(self._leave)
+            raise Gone
         self._loop.call_soon_threadsafe(self._put, event)
 
     def _put(self, event: Event) -> None:
@@ -37,7 +47,7 @@ class Delivery:
         if not self._events.empty():
             await asyncio.sleep(0)  # a burst of events must not keep the loop from other clients
         event = await self._events.get()
-        if event is None:
+        if event is None or self._gone.is_set():
             raise Gone
         return event
 
@@ -45,6 +55,9 @@ class Delivery:
         """Wait for the client to go away; run beside the coroutine that calls `next`, after the body was read."""
         while (await receive())["type"] != "http.disconnect":
             pass
+        self._leave()
+
+    def _leave(self) -> None:
         self._gone.set()
         self._events.put_nowait(None)
 

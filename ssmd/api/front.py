@@ -23,7 +23,7 @@ from ssmd.api.delivery import Delivery, Gone
 from ssmd.api.errors import INTERNAL
 from ssmd.api.idempotency import REPLAYED, Mark, Repeats, in_place_of, read_mark
 from ssmd.api.keys import caller_of
-from ssmd.api.reading import Reading
+from ssmd.api.reading import Reading, client_of
 from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
 from ssmd.engine.replay import events
@@ -143,7 +143,7 @@ class Front:
     async def _begin(self, raw: bytes, http: HttpRequest, delivery: Delivery) -> tuple[Asking, Head]:
         """Everything that takes time before the request waits in the engine's queue, or is answered as before."""
         caller = caller_of(http.scope)
-        client = caller.name if caller.several else _address(http)
+        client = client_of(http)
 
         async def read(work: Callable[[], T]) -> T:
             return await self._reading.run(work, client, len(raw), delivery)
@@ -223,14 +223,6 @@ async def _whole(answer: Answer, delivery: Delivery) -> Mapping[str, Any]:
         logprobs = tuple(entry for delta in mine for entry in delta.logprobs)
         choices.append(WholeChoice("".join(delta.text for delta in mine), logprobs, reason))
     return answer.whole(choices, event.usage)
-
-
-def _address(http: HttpRequest) -> str:
-    """Where a request comes from: the address, of which one computer may have all that begin alike; at a socket without
-    addresses the process.
-    """
-    host = "" if http.client is None else http.client.host
-    return ":".join(host.split(":")[:4]) if "." not in host else host
 
 
 def _head(generation: Generation) -> Head:

@@ -1,4 +1,4 @@
-"""Requests are read before they wait in the engine's queue: parsed, rendered, tokenised, in threads.
+"""Requests are read before they wait in the engine's queue: parsed, rendered, tokenised, in threads. So is the store.
 
 All of that takes the processor from answers under way. So one client has few requests read at once, the others of it
 wait their turn; and beside other clients' answers its reading has a part of the time only, once it has had its fill.
@@ -15,7 +15,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from starlette.requests import Request
+
 from ssmd.api.delivery import Delivery
+from ssmd.api.keys import caller_of
 from ssmd.machine.processor import give_way
 
 AT_ONCE = 2  # of one client: a long one, and a short one beside it
@@ -42,23 +45,37 @@ class _Client:
         return self.left
 
 
+def client_of(request: Request) -> str:
+    """Who asks, among those who take turns: the key's name where there are several, else where the request comes from.
+
+    That is the address, of which one computer may have all that begin alike; at a socket without addresses the process.
+    """
+    caller = caller_of(request.scope)
+    if caller.several:
+        return caller.name
+    host = "" if request.client is None else request.client.host
+    return ":".join(host.split(":")[:4]) if "." not in host else host
+
+
 class Reading:
     """Runs the reading of requests. In the event loop only.
 
-    beside: whether answers of other clients than this one are under way.
+    beside: whether answers of other clients than this one are under way. threads: of its own, for what is not long;
+    0: those that all have.
     """
 
-    def __init__(self, beside: Callable[[str], bool]) -> None:
+    def __init__(self, beside: Callable[[str], bool], threads: int = 0) -> None:
         self._beside = beside
+        self._short = ThreadPoolExecutor(threads, "ssmd-store") if threads else None
         self._clients: dict[str, _Client] = {}
         self._patient = ThreadPoolExecutor(LONG_AT_ONCE, "ssmd-reading", initializer=give_way)
 
-    async def run(self, work: Callable[[], T], client: str, nbytes: int, delivery: Delivery) -> T:
+    async def run(self, work: Callable[[], T], client: str, nbytes: int = 0, delivery: Delivery | None = None) -> T:
         """Do a piece of a client's reading, of a body so long, when it is its turn. Raises what it raises, and Gone
-        when the client leaves before.
+        when the client leaves before, as `delivery` tells.
         """
         async with self._turn(client, delivery) as mine:
-            executor = self._patient if nbytes > LONG_BYTES else None
+            executor = self._patient if nbytes > LONG_BYTES else self._short
             result, spent = await asyncio.get_running_loop().run_in_executor(executor, _timed, work)
             mine.left = mine.credit() - spent
             if isinstance(result, BaseException):
@@ -66,7 +83,7 @@ class Reading:
             return result
 
     @asynccontextmanager
-    async def _turn(self, client: str, delivery: Delivery) -> AsyncIterator[_Client]:
+    async def _turn(self, client: str, delivery: Delivery | None) -> AsyncIterator[_Client]:
         mine = self._clients.setdefault(client, _Client())
         if mine.running < AT_ONCE:
             mine.running += 1
@@ -74,7 +91,7 @@ class Reading:
             turn = asyncio.Event()
             mine.waiting.append(turn)
             try:
-                await delivery.unless_gone(turn)
+                await (turn.wait() if delivery is None else delivery.unless_gone(turn))
             except BaseException:
                 if turn.is_set():
                     self._next(client, mine)
@@ -82,10 +99,12 @@ class Reading:
                     mine.waiting.remove(turn)
                 raise
         try:
-            delivery.check()
-            while mine.credit() <= 0 and self._beside(client):
+            while True:
+                if delivery is not None:
+                    delivery.check()
+                if mine.credit() > 0 or not self._beside(client):
+                    break
                 await asyncio.sleep(_LOOK_S)
-                delivery.check()
             yield mine
         finally:
             self._next(client, mine)

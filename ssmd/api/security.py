@@ -41,6 +41,7 @@ RETRY_AFTER_S = 5
 # On every answer: nothing is anything else than its content-type says, and no other site's page may embed it.
 _ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
 _READING = ("GET", "HEAD")
+_ENDING = Rejected("the server is shutting down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
 
 
@@ -107,8 +108,12 @@ class Security:
 
         intake = _Intake(receive, headers, None if scope["path"] in self._rules.body_limits else self._bodies)
 
+        begun = False
+
         async def send_identified(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 # What was not read of a body must not be taken for the next request, nor be waited for.
                 end = [] if intake.whole else [(b"connection", b"close")]
                 message["headers"] = [*message.get("headers", ()), *identity, *end]
@@ -140,6 +145,11 @@ class Security:
             await self._app(scope, intake.receive, send_identified)
         except ClientDisconnect:
             log.info("%s %s: the client went away before it had sent all", scope["method"], where)
+        except asyncio.CancelledError:  # the server ends, and has waited
+            log.info("%s %s: not done when the server ended", scope["method"], where)
+            if not begun:
+                intake.whole = True  # nothing more is waited for
+                await error_response(_ENDING)(scope, receive, send_identified)
         finally:
             intake.forget()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import time
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from ssmd.api.body import Id, StrictModel, parse_object, read_body, shown, validate
 from ssmd.api.keys import caller_of
+from ssmd.api.reading import Reading, client_of
 from ssmd.api.upload import write_body
 from ssmd.engine.engine import Engine
 from ssmd.engine.request import Rejected
@@ -31,6 +31,7 @@ ROOT = "/ssmd/v1/sessions"
 BODY_LIMITS: Mapping[str, int] = {f"{ROOT}/import": 4 << 30}
 Result = TypeVar("Result")
 _SCRATCH = ".transfer-"
+_THREADS = 4  # chat has others: a store that is busy with this must not keep it waiting
 
 
 def routes(engine: Engine, store: Store | None) -> list[Route]:
@@ -68,6 +69,7 @@ class _Sessions:
     def __init__(self, engine: Engine, store: Store | None) -> None:
         manifest = engine.artifact.manifest
         self._kept = store
+        self._reading = Reading(engine.runs_others, _THREADS)
         # By a process that was killed: what it took in or was to send, and with another point what it was writing.
         for left in () if store is None else store.file.parent.glob(f"*{_SCRATCH}*"):
             left.unlink(missing_ok=True)
@@ -75,23 +77,23 @@ class _Sessions:
 
     async def list(self, request: Request) -> JSONResponse:
         store, page = self._store(request), validate(_Page, dict(request.query_params))
-        found = await _ask(lambda: store.sessions(page.limit + 1, page.after))
+        found = await self._ask(request, lambda: store.sessions(page.limit + 1, page.after))
         data = [_entry(session) for session in found[: page.limit]]
         return JSONResponse({"object": "list", "data": data, "has_more": len(found) > page.limit})
 
     async def get(self, request: Request) -> JSONResponse:
         store, wanted = self._store(request), _session_id(request)
-        session, turns = await _ask(lambda: (store.session(wanted), store.turns(wanted)))
+        session, turns = await self._ask(request, lambda: (store.session(wanted), store.turns(wanted)))
         return JSONResponse({**_entry(session), "turns": [_turn(turn) for turn in turns]})
 
     async def change(self, request: Request) -> JSONResponse:
         store, wanted = self._store(request), _session_id(request)
         changes = validate(_Changes, parse_object(await read_body(request)))
-        return JSONResponse(_entry(await _ask(lambda: store.pin(wanted, changes.pinned))))
+        return JSONResponse(_entry(await self._ask(request, lambda: store.pin(wanted, changes.pinned))))
 
     async def delete(self, request: Request) -> JSONResponse:
         store, wanted = self._store(request), _session_id(request)
-        await _ask(lambda: store.delete(wanted))
+        await self._ask(request, lambda: store.delete(wanted))
         return JSONResponse({"id": wanted, "object": "session.deleted", "deleted": True})
 
     async def fork(self, request: Request) -> JSONResponse:
@@ -99,7 +101,7 @@ class _Sessions:
         store, wanted = self._store(request), _session_id(request)
         raw = await read_body(request)
         turn = validate(_ForkBody, parse_object(raw) if raw else {}).turn
-        session = await _ask(lambda: store.fork(wanted, turn))
+        session = await self._ask(request, lambda: store.fork(wanted, turn))
         return JSONResponse(_entry(session), 201)
 
     async def export(self, request: Request) -> FileResponse:
@@ -108,7 +110,7 @@ class _Sessions:
         states = _choice(request, "state", choices, "true")
         file = _scratch(store)
         try:
-            await _ask(lambda: export_session(store, wanted, file, states=states))
+            await self._ask(request, lambda: export_session(store, wanted, file, states=states))
         except SessionFileError as err:  # no room on the disk, or more than one file can hold
             said = str(err).replace(str(file), "the file")
             raise Rejected(said, status=507, code="storage_error") from err
@@ -122,13 +124,28 @@ class _Sessions:
         with _removed(file):
             await write_body(request, file)
             try:
-                done = await _ask(lambda: import_session(store, file, local=self._local, believe=believe))
+                done = await self._ask(request, lambda: import_session(store, file, local=self._local, believe=believe))
             except SessionFileError as err:
                 said = str(err).replace(str(file), "the file")
                 raise Rejected(said, code="invalid_session_file") from None
-        session = await _ask(lambda: store.session(done.session))
+        session = await self._ask(request, lambda: store.session(done.session))
         told = {"renamed": done.renamed, "states": done.checkpoints, "text_only": done.text_only or None}
         return JSONResponse({**_entry(session), **told}, 201)
+
+    async def _ask(self, request: Request, work: Callable[[], Result]) -> Result:
+        """Run what blocks on the store in a thread, when it is the client's turn; its errors become Rejected, but those
+        of a file's contents.
+        """
+        try:
+            return await self._reading.run(work, client_of(request))
+        except SessionFileError:
+            raise
+        except UnknownTurn as err:
+            raise Rejected(str(err), status=404, code="turn_not_found", param="turn") from None
+        except UnknownSession as err:
+            raise Rejected(str(err), status=404, code="session_not_found", param="session") from None
+        except StoreError as err:
+            raise Rejected(str(err), status=503, code="store_error", retry_after_s=1) from err
 
     def _store(self, request: Request) -> Store:
         """The store as who asks has it. Raises Rejected: there is none."""
@@ -143,20 +160,6 @@ class _PassingFile(FileResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with _removed(Path(self.path)):
             await super().__call__(scope, receive, send)
-
-
-async def _ask(work: Callable[[], Result]) -> Result:
-    """Run what blocks on the store in a thread; its errors become Rejected, but those of a file's contents."""
-    try:
-        return await asyncio.to_thread(work)
-    except SessionFileError:
-        raise
-    except UnknownTurn as err:
-        raise Rejected(str(err), status=404, code="turn_not_found", param="turn") from None
-    except UnknownSession as err:
-        raise Rejected(str(err), status=404, code="session_not_found", param="session") from None
-    except StoreError as err:
-        raise Rejected(str(err), status=503, code="store_error", retry_after_s=1) from err
 
 
 def _session_id(request: Request) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
-from daemon import daemon, request
+from daemon import daemon, request, soon
 
-from ssmd.api import reading
+from ssmd.api import delivery, reading
 from ssmd.api.delivery import Delivery, Gone
 from ssmd.api.reading import AT_ONCE, LONG_BYTES, Reading
 from ssmd.engine.prompt import Planner
+from ssmd.engine.request import Delta
+from ssmd.sessions.store import Store
 from ssmd.text.tokenizer import Tokenizer
 
 
@@ -132,6 +135,53 @@ def test_long_bodies_are_read_where_a_processor_is_free() -> None:
         return [await all_.run(priority, "a", n, Delivery()) for n in (LONG_BYTES, LONG_BYTES + 1)]
 
     assert asyncio.run(run()) == [priority(), 19]
+
+
+def test_of_one_client_few_look_at_sessions_at_once_and_chat_has_threads_of_its_own(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, sessions = Held(), Store.sessions
+
+    def listed(*args: Any) -> object:
+        held.by("one")()
+        return sessions(*args)
+
+    monkeypatch.setattr(Store, "sessions", listed)
+    raw = b"GET /ssmd/v1/sessions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    with daemon(artifacts["mamba-f32"], tmp_path) as one:
+
+        def asking(address: str) -> socket.socket:
+            made = socket.create_connection(("127.0.0.1", one.served.port), 30, source_address=(address, 0))
+            made.sendall(raw)
+            return made
+
+        many = [asking("127.0.0.2") for _ in range(10)]
+        soon(lambda: len(held.begun) == AT_ONCE)
+        other = asking("127.0.0.3")
+        soon(lambda: len(held.begun) == AT_ONCE + 1)
+        assert one.chat("Anybody there?").status == 200
+        assert len(held.begun) == AT_ONCE + 1
+        held.go.set()
+        for each in (*many, other):
+            assert each.recv(64).startswith(b"HTTP/1.1 200")
+            each.close()
+
+
+def test_who_reads_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "MOST_WAITING", 3)
+
+    async def run() -> None:
+        one = Delivery()
+        for _ in range(3):
+            one(Delta(0, "x"))
+            await asyncio.sleep(0)
+        with pytest.raises(Gone):
+            one(Delta(0, "x"))
+        await asyncio.sleep(0)
+        with pytest.raises(Gone):
+            await one.next()
+
+    asyncio.run(run())
 
 
 def test_what_nobody_waits_for_any_more_is_tokenised_no_further(

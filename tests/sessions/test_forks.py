@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keeping import HYBRID, LINEAGE, VOCABULARY, Chat, answer, assert_same, find, new_store, state_of, user, whole
 from matching import Conversation, looked_up, match
-from sqlalchemy import func, select, update
+from sqlalchemy import event, func, select, update
 
 from ssmd.sessions.files.transfer import Local, export_session, import_session
 from ssmd.sessions.rows.schema import metadata
@@ -162,6 +162,15 @@ def test_the_fork_is_removed(store: Store, chat: Chat) -> None:
     assert counts(store) == before
     assert store.bytes_stored() == bytes_before
     assert ids_of(store, "s") == ["t1", "t2", "t3", "t2b"]
+
+
+def test_a_fork_without_turns_is_removed_without_a_look_at_the_others(store: Store, chat: Chat) -> None:
+    forks = [store.fork(chat.info.id).info.id for _ in range(50)]
+    said: list[str] = []
+    event.listen(store._engine, "before_cursor_execute", lambda *args: said.append(args[2]))
+    store.delete(forks[7])
+    assert sum("UPDATE turn" in text for text in said) <= 1
+    assert len(store.sessions()) == 50
 
 
 def test_forks_of_forks_in_any_order_of_removal(store: Store, chat: Chat) -> None:

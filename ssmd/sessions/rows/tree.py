@@ -83,6 +83,8 @@ def hand_over(connection: Connection, session_id: str) -> list[str]:
 
     The forks that own more turns than before.
     """
+    if connection.execute(select(_t.id).where(_t.session == session_id).limit(1)).first() is None:
+        return []  # a fork that nobody has gone on with, of thousands perhaps
     # Only trees that the session is a part of: those of its own roots, and of the one that it was forked from itself.
     roots = (
         select(_t.id)
