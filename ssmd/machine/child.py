@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ log = logging.getLogger(__name__)
 MAX_HEAD = 64 << 10
 MAX_BODY = 1 << 32
 PATIENCE = 6  # times a job's processor time: a busy machine takes longer
+AT_ONCE_S = 0.1  # of a job: who is killed before has hardly begun it
+ENDING_S = 1.0  # until a process that answers no more has ended by itself, and says why
 _LENGTHS = struct.Struct("<IQ")  # of the JSON, of the bytes
+_FROM_OUTSIDE = (-signal.SIGTERM, -9)  # what ends a process that did nothing
 _ENVIRONMENT = ("LANG", "LC_ALL", "TZ", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR", "TEMP")
 _BOOT = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -36,6 +40,10 @@ _BOOT = (
 
 class ChildError(RuntimeError):
     """A child did not do a job: it took too much, crashed, or was ended. The message says which."""
+
+
+class _NotTaken(ChildError):
+    """A child was ended before it did anything for a job: another one may try."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +92,15 @@ def receive(stream: IO[bytes], *, most: int, most_head: int = MAX_HEAD) -> Packe
 class Child:
     """Runs `module` and asks it, one job after the other, in the order in which they come. Used from many threads.
 
-    `opening`: the job that it does first whenever it is started, and the processor time for that; `memory`: bytes.
+    `opening`: the job that it does first whenever it is started, and the processor time for that; `memory`: bytes. An
+    answer to it with an `error`, or later with other fields than the first had, ends the child and is a job's error.
     """
 
     def __init__(self, module: str, memory: int, opening: Packet, opening_s: float) -> None:
         self._module, self._memory = module, memory
         self._opening, self._opening_s = opening, opening_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._opened: Mapping[str, Any] | None = None
         self._closed = False
         # One thread asks, so jobs take turns; and it starts the child, which ends with the thread that started it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-child")
@@ -143,13 +153,28 @@ class Child:
             )
         except OSError as err:
             raise ChildError(f"no process could be started for it: {err}") from err
-        return self._exchange(self._process, self._opening, self._opening_s)
+        answer = self._exchange(self._process, self._opening, self._opening_s)
+        if "error" in answer.head:
+            self._reap()
+        elif self._opened is None:
+            self._opened = answer.head
+        return answer
 
     def _asked(self, job: Packet, seconds: float) -> Packet:
+        try:
+            return self._tried(job, seconds)
+        except _NotTaken:
+            return self._tried(job, seconds)
+
+    def _tried(self, job: Packet, seconds: float) -> Packet:
         if self._process is not None and self._process.poll() is not None:
             self._reap()
         if self._process is None:
-            self._open()
+            answer = self._open()
+            if answer.head != self._opened:
+                self._reap()
+                said = answer.head.get("said", "it is not what it was")
+                raise ChildError(f"it was ended before, and cannot be opened again: {said}")
         assert self._process is not None
         return self._exchange(self._process, job, seconds)
 
@@ -165,10 +190,11 @@ class Child:
         deadline = threading.Timer(PATIENCE * seconds, kill)
         deadline.daemon = True
         deadline.start()
-        answer, odd = None, ""
+        answer, odd, sent, began = None, "", False, time.monotonic()
         try:
             if not self._closed:
                 send(process.stdin, Packet({**job.head, "seconds": seconds}, job.body))
+                sent = True
                 answer = receive(process.stdout, most=(4 << 20) + 16 * len(job.body))
         except OSError:  # it is gone
             pass
@@ -177,8 +203,14 @@ class Child:
         finally:
             deadline.cancel()
         if answer is None:
+            at_once = time.monotonic() - began < AT_ONCE_S
+            by_itself = not (odd or self._closed or late.is_set())
+            if by_itself:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(ENDING_S)
             why = self._ended(process, seconds, late.is_set())
-            raise ChildError(odd or why)
+            untaken = by_itself and (not sent or (at_once and process.returncode in _FROM_OUTSIDE))
+            raise _NotTaken(why) if untaken else ChildError(odd or why)
         return answer
 
     def _reap(self) -> None:

@@ -7,6 +7,7 @@ text is cut and marked.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from ssmd.machine.child import Child, ChildError, Packet
 from ssmd.model.artifact import Artifact, SpecialTokens
 from ssmd.text.messages import Message
 from ssmd.text.template import MAX_SOURCE, ChatTemplate, Rendered, Settled, Template, TemplateError
-from ssmd.text.tokenizer import Reader, Tokenizer, TokenizerError
+from ssmd.text.tokenizer import Reader, Tokenizer, TokenizerError, tokenizer_bytes
 
 MODULE = "ssmd.text.confined"
 ERRORS: dict[str, type[ValueError]] = {"template": TemplateError, "tokenizer": TokenizerError}
@@ -62,7 +63,9 @@ def open_texts(path: Path, stop_tokens: Sequence[int], source: str, special: Spe
         raise TemplateError(f"the chat template has {len(source)} characters, at most {MAX_SOURCE} are allowed")
     nonce = secrets.token_hex(12)
     opening: dict[str, Any] = {"do": "open", "tokenizer": str(path.absolute()), "stop_tokens": list(stop_tokens)}
-    opening |= {"nonce": nonce, "special": special.model_dump()}
+    # Whenever it is opened anew the file has to be the one that is read here.
+    sha256 = hashlib.sha256(tokenizer_bytes(path)).hexdigest()
+    opening |= {"sha256": sha256, "nonce": nonce, "special": special.model_dump()}
     child = Child(MODULE, MEMORY, Packet(opening, encoded(source)), OPEN_S)
     try:
         try:
@@ -70,7 +73,7 @@ def open_texts(path: Path, stop_tokens: Sequence[int], source: str, special: Spe
         except ChildError as err:
             raise TokenizerError(f"{path.parent}: its tokenizer and chat template cannot be opened: {err}") from err
         reader = Reader(nonce, answer.head.get("start_matters") is not False, TextReader(child))
-        tokenizer = Tokenizer.open(path, stop_tokens=stop_tokens, reader=reader)
+        tokenizer = Tokenizer.open(path, stop_tokens=stop_tokens, reader=reader, sha256=sha256)
     except BaseException:
         child.close()
         raise
@@ -99,7 +102,9 @@ class TextReader:
             body = _checked(self._child.ask(Packet({"do": "read"}, encoded(text)), READ_S)).body
         except ChildError as err:
             raise TokenizerError(f"the tokenizer cannot read the text: {err}") from err
-        ids = np.frombuffer(body[: len(body) // 4 * 4], "<i4")
+        if len(body) % 4:
+            raise TokenizerError(f"the tokenizer says ids of {len(body)} bytes")
+        ids = np.frombuffer(body, "<i4")
         if len(ids) and ids.min() < 0:
             raise TokenizerError("the tokenizer says ids below 0")
         return ids
@@ -114,7 +119,7 @@ class TemplateApart:
 
     def render(self, messages: Sequence[Message], *, now: datetime, generate: bool = True) -> str:
         """Render, as ChatTemplate.render does."""
-        return decoded(self._asked({"do": "render", "generate": generate}, _said(messages), now).body)
+        return _text(self._asked({"do": "render", "generate": generate}, _said(messages), now))
 
     def render_settled(self, messages: Sequence[Message], *, now: datetime) -> Rendered:
         """Render, and tell what stays, as ChatTemplate.render_settled does."""
@@ -140,7 +145,7 @@ class TemplateApart:
     ) -> str:
         """Render JSON, as ChatTemplate.render_json does."""
         given = {"messages": messages, "tools": tools, "documents": documents, "variables": variables}
-        return decoded(self._asked({"do": "json", "generate": generate}, given, now).body)
+        return _text(self._asked({"do": "json", "generate": generate}, given, now))
 
     def _asked(self, fields: dict[str, Any], given: Any, now: datetime) -> Packet:
         try:
@@ -180,10 +185,18 @@ def _checked(answer: Packet) -> Packet:
     raise ERRORS.get(str(answer.head["error"]), ChildError)(said)
 
 
+def _text(answer: Packet) -> str:
+    """The text of an answer. Raises TemplateError."""
+    try:
+        return decoded(answer.body)
+    except UnicodeDecodeError as err:
+        raise TemplateError(f"the chat template says what is no text: {err}") from err
+
+
 def _rendered(answer: Packet, messages: int) -> Rendered | None:
     if answer.head.get("none"):
         return None
-    text = decoded(answer.body)
+    text = _text(answer)
     match answer.head.get("settled"):
         case [int(count), int(characters)] if 0 < count <= messages and 0 <= characters <= len(text):
             return Rendered(text, Settled(count, characters))

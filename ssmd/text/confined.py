@@ -50,8 +50,8 @@ class Work:
 
     def _open(self, fields: Fields, body: bytes) -> Packet:
         self.template = ChatTemplate(decoded(body), SpecialTokens(**fields["special"]))
-        path, stop_tokens = Path(fields["tokenizer"]), fields["stop_tokens"]
-        self.tokenizer = Tokenizer.open(path, stop_tokens=stop_tokens, nonce=fields["nonce"])
+        path, told = Path(fields["tokenizer"]), {name: fields[name] for name in ("stop_tokens", "nonce", "sha256")}
+        self.tokenizer = Tokenizer.open(path, **told)
         return Packet({"start_matters": self.tokenizer.start_matters})
 
     def _render(self, fields: Fields, body: bytes) -> Packet:

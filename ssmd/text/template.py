@@ -91,7 +91,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as err:
             raise TemplateError(f"chat template, line {err.lineno}: {err.message}") from err
         except Exception as err:  # what Python's own compiler makes of nested or odd source
-            raise TemplateError(f"the chat template cannot be compiled: {err or type(err).__name__}") from err
+            raise TemplateError(f"the chat template cannot be compiled: {str(err) or type(err).__name__}") from err
         self.source = source
         self._special = {f"{name}_token": text for name, text in special.model_dump().items() if text is not None}
 
@@ -194,7 +194,7 @@ def _run(sandbox: Sandbox, template: jinja2.Template, given: dict[str, Any], own
     except jinja2.TemplateError as err:
         raise TemplateError(err.message or type(err).__name__) from err
     except Exception as err:  # anything can go wrong in a template; the message is what there is to say
-        raise TemplateError(f"the chat template failed: {err or type(err).__name__}") from err
+        raise TemplateError(f"the chat template failed: {str(err) or type(err).__name__}") from err
     finally:
         sandbox.meter = None
 

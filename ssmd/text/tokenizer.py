@@ -6,6 +6,7 @@ message is made inert by `escape` before rendering, and `encode` turns it into t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -115,24 +116,27 @@ class Tokenizer:
 
     @staticmethod
     def open(
-        path: Path, *, stop_tokens: Sequence[int] = (), nonce: str | None = None, reader: Reader | None = None
+        path: Path,
+        *,
+        stop_tokens: Sequence[int] = (),
+        nonce: str | None = None,
+        reader: Reader | None = None,
+        sha256: str | None = None,
     ) -> Tokenizer:
         """Read a tokenizer.json. `stop_tokens` are control tokens whatever the file says. Raises TokenizerError.
 
-        nonce: what nobody can guess, of 24 hexadecimal digits; of the `reader` if there is one.
+        nonce: what nobody can guess, of 24 hexadecimal digits; of the `reader` if there is one. sha256: of the file
+        that it has to be, if it has to be a certain one.
         """
+        data = tokenizer_bytes(path)
+        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+            raise TokenizerError(f"{path} was altered meanwhile")
         try:
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise TokenizerError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
-            library = tokenizers.Tokenizer.from_file(str(path))
+            library = tokenizers.Tokenizer.from_buffer(data)
             decoder = library.decoder
             decoding = read_decoder(decoder.__getstate__() if decoder is not None else None)
         except DecoderError as err:
             raise TokenizerError(f"{path}: {err}; ssmd reads byte-level and SentencePiece-like tokenizers") from err
-        except OSError as err:
-            raise TokenizerError(f"{path} cannot be read: {err.strerror or err}") from err
-        except TokenizerError:
-            raise
         except Exception as err:  # the library raises plain Exception
             raise TokenizerError(f"{path} is not a tokenizer.json: {err}") from err
         try:
@@ -365,6 +369,16 @@ class Tokenizer:
                 for probe in _PROBES
             )
         return True
+
+
+def tokenizer_bytes(path: Path) -> bytes:
+    """A tokenizer.json as it lies there. Raises TokenizerError."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise TokenizerError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+        return path.read_bytes()
+    except OSError as err:
+        raise TokenizerError(f"{path} cannot be read: {err.strerror or err}") from err
 
 
 def _gave_up(err: BaseException) -> bool:

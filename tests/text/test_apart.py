@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -19,7 +22,7 @@ from text.test_template import CONVERSATIONS, NOW, TEMPLATES
 
 from ssmd.machine.child import Child, ChildError, Packet
 from ssmd.model.artifact import SpecialTokens
-from ssmd.text.apart import MEMORY, MODULE, Texts, open_texts
+from ssmd.text.apart import MEMORY, MODULE, TemplateApart, TextReader, Texts, open_texts
 from ssmd.text.messages import Message
 from ssmd.text.template import ChatTemplate, TemplateError
 from ssmd.text.tokenizer import TokenizerError
@@ -101,6 +104,83 @@ def test_a_killed_process_fails_one_job(plain: Texts) -> None:
     assert plain.tokenizer.encode("once more") == ids
 
 
+def test_an_opened_anew_one_is_the_same_or_no_job_is_done(vocabulary: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(vocabulary, tmp_path / "tokenizer.json"))
+    with closing(open_texts(path, (), "{{ messages[0].content }}", SPECIAL)) as texts:
+        ids = texts.tokenizer.encode("as before")
+        altered = json.loads(path.read_text())
+        altered["added_tokens"].append({**altered["added_tokens"][0], "id": 999, "content": "<new>"})
+        path.write_text(json.dumps(altered))
+        number = child_of(texts).process_id
+        assert number is not None
+        os.kill(number, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(TokenizerError, match=r"cannot be opened again: .* was altered meanwhile"):
+                texts.tokenizer.encode("as before")
+            assert child_of(texts).process_id is None
+        with pytest.raises(TemplateError, match="cannot be opened again"):
+            texts.template.render([Message("user", "a")], now=NOW)
+        shutil.copy(vocabulary, path)
+        assert texts.tokenizer.encode("as before") == ids
+
+
+ODD = """
+import os, signal, sys, time
+from ssmd.machine.child import Packet, receive, send
+asked, answers = os.fdopen(0, "rb"), os.fdopen(1, "wb")
+while (job := receive(asked, most=1 << 20)) is not None:
+    with open(sys.argv[0] + ".jobs", "a") as noted:
+        noted.write(job.head["do"] + chr(10))
+    if job.head["do"] == "open":
+        send(answers, Packet({}))
+    elif job.head["do"] == "ends later":
+        os.close(1)
+        time.sleep(0.2)
+        os._exit(7)
+    elif job.head["do"] == "killed at once":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif job.head["do"] == "fails":
+        os._exit(7)
+    else:
+        send(answers, Packet({}, bytes((255, 254, 0))))
+"""
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Child, Path]]:
+    """A process that ends in many ways, and where it notes its jobs."""
+    (tmp_path / "odd_child.py").write_text(ODD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    child = Child("odd_child", 1 << 30, Packet({"do": "open"}), 5)
+    child.open()
+    yield child, tmp_path / "odd_child.py.jobs"
+    child.close()
+
+
+def test_who_was_killed_before_it_took_a_job_has_one_successor(odd: tuple[Child, Path]) -> None:
+    child, jobs = odd
+    with pytest.raises(ChildError, match="SIGKILL"):
+        child.ask(Packet({"do": "killed at once"}), 5)
+    assert jobs.read_text().splitlines() == ["open", "killed at once"] * 2, "once more, and no more"
+    with pytest.raises(ChildError, match="exit code 7"):
+        child.ask(Packet({"do": "fails"}), 5)
+    assert jobs.read_text().splitlines()[4:] == ["open", "fails"]
+
+
+def test_why_a_process_ended_is_what_it_says_itself(odd: tuple[Child, Path]) -> None:
+    with pytest.raises(ChildError, match="exit code 7"):
+        odd[0].ask(Packet({"do": "ends later"}), 5)
+
+
+def test_what_is_no_text_and_no_ids_is_an_error(odd: tuple[Child, Path]) -> None:
+    with pytest.raises(TemplateError, match="no text"):
+        TemplateApart("", odd[0]).render([Message("user", "a")], now=NOW)
+    with pytest.raises(TemplateError, match="no text"):
+        TemplateApart("", odd[0]).render_settled([Message("user", "a")], now=NOW)
+    with pytest.raises(TokenizerError, match="ids of 3 bytes"):
+        TextReader(odd[0])("a")
+
+
 def test_jobs_take_turns(plain: Texts) -> None:
     """A long text is read in pieces: between two of them others are answered."""
     long, done = "and so on, " * 200_000, threading.Event()
@@ -138,7 +218,8 @@ def test_it_ends_with_the_thread_that_uses_it_and_can_be_ended_at_any_time(vocab
 
 def opening(tokenizer: Path, source: str = "") -> Packet:
     fields = {"tokenizer": str(tokenizer), "stop_tokens": [], "nonce": "0" * 24, "special": SPECIAL.model_dump()}
-    return Packet({"do": "open", **fields}, source.encode())
+    sha256 = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    return Packet({"do": "open", "sha256": sha256, **fields}, source.encode())
 
 
 @pytest.mark.parametrize("operator", ["<", pytest.param("~", marks=pytest.mark.full)])
