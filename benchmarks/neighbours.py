@@ -26,6 +26,7 @@ REFUSED = 5  # windows of a second
 HONEST, OTHER = "127.0.0.2", "127.0.0.1"  # clients are told apart by address
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 WORD = sys.argv[2] if len(sys.argv) > 2 else ""
+LIST = b"GET /ssmd/v1/sessions?limit=1000 HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 REFUSALS = "a refusal, queue full"
 Other = Callable[[int], None]  # what one of the others does, given the port, until it is killed
 
@@ -63,8 +64,12 @@ def honest_gaps_ms(port: int) -> list[float]:
 
 
 def ask(port: int, raw: bytes, *, read: bool = True) -> None:
+    send(port, head(len(raw)) + raw, read=read)
+
+
+def send(port: int, request: bytes, *, read: bool = True) -> None:
     with contextlib.suppress(OSError), connect(port, OTHER) as one:
-        one.sendall(head(len(raw)) + raw)
+        one.sendall(request)
         while read and one.recv(1 << 16):
             pass
 
@@ -117,6 +122,7 @@ def neighbours() -> dict[str, list[Other]]:
         "16 that ask and go away": [again(lambda port: ask(port, body("Never mind."), read=False)) for _ in range(16)],
         "a prompt of 2 MiB, again and again": [again(lambda port: ask(port, long))],
         "8 MiB of unknown names, again and again": [again(lambda port: ask(port, keys))],
+        "24 that list the sessions, again and again": [again(lambda port: send(port, LIST)) for _ in range(24)],
         "200 silent connections": [held(b"", b"", 200)],
         "100 bodies that drip": [held(head(1000), b" ", 100)],
         "100 heads that drip": [held(b"GET /health HTTP/1.1\r\n", b"x: y\r\n", 100)],

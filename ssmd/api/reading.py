@@ -24,6 +24,7 @@ from ssmd.machine.processor import give_way
 AT_ONCE = 2  # of one client: a long one, and a short one beside it
 CREDIT_S = 1.0  # of processor time for which a client is not held back
 REFILL = 0.1  # of the time
+LOOP_S = 0.001  # that a request takes of the event loop, at least: its connection, its head, its answer
 LONG_BYTES = 64 << 10  # bodies that take long enough for others to notice
 LONG_AT_ONCE = 4
 _LOOK_S = 0.1
@@ -77,7 +78,7 @@ class Reading:
         async with self._turn(client, delivery) as mine:
             executor = self._patient if nbytes > LONG_BYTES else self._short
             result, spent = await asyncio.get_running_loop().run_in_executor(executor, _timed, work)
-            mine.left = mine.credit() - spent
+            mine.left = mine.credit() - spent - LOOP_S
             if isinstance(result, BaseException):
                 raise result
             return result
