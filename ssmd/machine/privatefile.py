@@ -1,9 +1,12 @@
-"""Files that hold secrets: whether anybody else can read them, or say what stands in them."""
+"""Files that hold secrets, or are believed: whether anybody else can read them, or say what stands in them."""
 
 from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
+
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def others_write(found: os.stat_result) -> bool:
@@ -22,3 +25,16 @@ def others_read(found: os.stat_result) -> bool:
 def of_another_user(found: os.stat_result) -> bool:
     """Whether the file belongs to somebody who is neither this user nor root."""
     return hasattr(os, "getuid") and found.st_uid not in (0, os.getuid())
+
+
+def read_own(path: Path, most: int) -> bytes:
+    """The first `most` bytes of a file that only this user can have written. Raises OSError for every other, at once:
+    no link is followed, no pipe waited for."""
+    descriptor = os.open(path, os.O_RDONLY | NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionError(f"{path} is no regular file")
+        if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+            raise PermissionError(f"{path} could be written by others")
+        return file.read(most)

@@ -10,15 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 from pathlib import Path
 
+from ssmd.machine.privatefile import NOFOLLOW, read_own
 from ssmd.model.artifact import MANIFEST
 
 FILE = "made-here.txt"
 MOST_BYTES = 1 << 20  # 15,000 artifacts
 _LINE = re.compile(rb"[0-9a-f]{64}")
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def note(artifact: Path, data_dir: Path) -> None:
@@ -29,7 +28,7 @@ def note(artifact: Path, data_dir: Path) -> None:
         return
     if not kept or file.stat().st_size + len(line) + 2 > MOST_BYTES:
         file.unlink(missing_ok=True)  # it does not count, or is of thousands of builds
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NOFOLLOW, 0o600)
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | NOFOLLOW, 0o600)
     try:
         os.write(descriptor, b"\n" + line + b"\n")  # whole, beside others who write, and after a torn line
     finally:
@@ -51,13 +50,7 @@ def _line(artifact: Path) -> bytes:
 def _lines(data_dir: Path) -> set[bytes]:
     """What is on the list; nothing if somebody else could have written it."""
     try:
-        descriptor = os.open(data_dir / FILE, os.O_RDONLY | _NOFOLLOW)
+        found = read_own(data_dir / FILE, MOST_BYTES)
     except OSError:
         return set()
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            return set()
-        if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-            return set()
-        return {line for line in file.read(MOST_BYTES).split(b"\n") if _LINE.fullmatch(line)}
+    return {line for line in found.split(b"\n") if _LINE.fullmatch(line)}

@@ -51,10 +51,12 @@ def check_first_load(artifact: Artifact, runtime: Runtime, device: str | None) -
     trial = command("ssmd.runtime.loading", str(os.getpid()))
     why, limit_s = f"{artifact.path} was not made here", SECONDS + SECONDS_A_GIB * gib
     verdict = probed(trial, artifact, device, folder, why, limit_s=limit_s, times=TIMES)
+    tried = f"artifact {artifact.path} was not made here, was tried in a process of its own, and {verdict.why}"
+    if verdict.accident:
+        raise ArtifactError(f"{tried}; that says nothing of it, and is not kept: the next start tries it again")
     if not verdict.passed:
         raise ArtifactError(
-            f"artifact {artifact.path} was not made here, was tried in a process of its own, and {verdict.why}; it "
-            f"will not be used (remove {folder} to have it tried again); build it here, or pull it"
+            f"{tried}; it will not be used (remove {folder} to have it tried again); build it here, or pull it"
         )
 
 

@@ -11,29 +11,40 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from ssmd.machine.privatefile import read_own
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Runtime
 from ssmd.runtime.verify import verify
 
 log = logging.getLogger(__name__)
 LIMIT_S = 3600  # a compiler of large models takes minutes
+COMPILED_FOR = ("npu", "gpu", "ane")
+CRASHES = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", "SIGILL")  # others come from outside: short memory, a shutdown
+MOST_BYTES = 64 << 10  # of a verdict
 _TAIL = 500  # characters of what a process said last
 
 
 class CrashError(RuntimeError):
     """A process failed, or was killed by what it tried; the message says how."""
 
+    def __init__(self, why: str, *, accident: bool = False) -> None:
+        """`accident`: it may have been of the moment, and says nothing of what was tried."""
+        super().__init__(why)
+        self.accident = accident
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a first load passed. `why` is empty if it did."""
+    """Whether a first load passed. `why` is empty if it did. That of an accident is not kept."""
 
     passed: bool
     why: str
+    accident: bool = False
 
 
 def probed(
@@ -54,13 +65,20 @@ def probed(
     kept = _read(file)
     if kept is not None:
         return kept
-    said = f"first load on {device}: trying it in a process of its own, which compiles it; this can take minutes"
+    compiles = ", which compiles it; this can take minutes" if device in COMPILED_FOR else " first"
+    said = f"first load on {device}: trying it in a process of its own{compiles}"
     log.warning("%s%s", said, f"; {costs}" if costs else "")
     tries = (_tried([*command, str(artifact.path), device], limit_s) for _ in range(times))
     verdict = next((one for one in tries if not one.passed), Verdict(True, ""))
+    if verdict.accident:
+        return verdict
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file.write_text(json.dumps(asdict(verdict)))
+        folder.chmod(0o700)
+        descriptor, fresh = tempfile.mkstemp(dir=folder)  # nobody else reads or writes it
+        with os.fdopen(descriptor, "w") as new:
+            new.write(_json(verdict))
+        os.replace(fresh, file)
     except OSError as err:
         log.warning("the verdict could not be kept (%s): each load tries the artifact again", err)
     return verdict
@@ -77,7 +95,7 @@ def judge(runtime: Runtime) -> None:
         program.close()
     worst = report.worst
     why = f"its logits are {worst.rms_relative:.3g} standard deviations off, {report.tolerance:g} is allowed"
-    sys.stdout.write(json.dumps(asdict(Verdict(report.passed, "" if report.passed else why))) + "\n")
+    sys.stdout.write(_json(Verdict(report.passed, "" if report.passed else why)) + "\n")
 
 
 def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
@@ -85,11 +103,12 @@ def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=os.environ)
     except subprocess.TimeoutExpired as err:
-        raise CrashError(f"it was not done after {limit_s:.0f} s") from err
+        raise CrashError(f"it was not done after {limit_s:.0f} s", accident=True) from err
     except OSError as err:
-        raise CrashError(f"no process could be started to try it: {err}") from err
+        raise CrashError(f"no process could be started to try it: {err}", accident=True) from err
     if done.returncode < 0:
-        raise CrashError(f"it crashed ({signal.Signals(-done.returncode).name})")
+        name = signal.Signals(-done.returncode).name
+        raise CrashError(f"it crashed ({name})", accident=name not in CRASHES)
     if done.returncode or not done.stdout.strip():
         last = done.stderr.strip().rpartition("\n")[2]  # of a traceback: the error
         raise CrashError(last[-_TAIL:] or f"it ended with exit code {done.returncode}")
@@ -100,15 +119,20 @@ def _tried(command: Sequence[str], limit_s: float) -> Verdict:
     try:
         said = last_line(command, limit_s)
     except CrashError as err:
-        return Verdict(False, str(err))
+        return Verdict(False, str(err), err.accident)
     return _parsed(said) or Verdict(False, f"it said {said[:_TAIL]!r}")
 
 
 def _read(file: Path) -> Verdict | None:
     try:
-        return _parsed(file.read_text())
+        found = read_own(file, MOST_BYTES + 1)
+        return _parsed(found.decode()) if len(found) <= MOST_BYTES else None
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def _json(verdict: Verdict) -> str:
+    return json.dumps({"passed": verdict.passed, "why": verdict.why})
 
 
 def _parsed(text: str) -> Verdict | None:

@@ -32,7 +32,7 @@ def test_an_artifact_is_known_wherever_it_lies_and_only_as_it_was(tmp_path: Path
     assert not made.is_made_here(tmp_path / "none", tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "torn", "junk", "writable", "link", "folder"])
+@pytest.mark.parametrize("damage", ["cut", "torn", "junk", "writable", "link", "folder", "pipe"])
 def test_what_is_damaged_or_could_be_anybodys_does_not_count(tmp_path: Path, damage: str) -> None:
     one, other = folder(tmp_path / "one", "1"), folder(tmp_path / "other", "2")
     made.note(one, tmp_path)
@@ -49,6 +49,9 @@ def test_what_is_damaged_or_could_be_anybodys_does_not_count(tmp_path: Path, dam
     elif damage == "link":
         file.rename(tmp_path / "elsewhere")
         file.symlink_to(tmp_path / "elsewhere")
+    elif damage == "pipe":
+        file.unlink()
+        os.mkfifo(file)
     else:
         file.unlink()
         file.mkdir()

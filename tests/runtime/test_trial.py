@@ -1,0 +1,71 @@
+"""The trial of an artifact in a process of its own: which verdicts are believed, and which are kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssmd.runtime.trial import probed
+
+PASSED = json.dumps({"passed": True, "why": ""})
+FAILED = json.dumps({"passed": False, "why": "somebody said so"})
+
+
+def command(code: str) -> list[str]:
+    return [sys.executable, "-c", f"import os, signal, time; {code}; print({PASSED!r})"]
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Any:
+    return type("A", (), {"path": tmp_path})()
+
+
+@pytest.mark.parametrize("whose", ["writable", "link", "pipe", "long"])
+def test_a_verdict_that_others_could_have_written_does_not_count(artifact: Any, tmp_path: Path, whose: str) -> None:
+    folder = tmp_path / "verdicts"
+    folder.mkdir(0o777)
+    file = folder / "verdict.json"
+    if whose == "pipe":
+        os.mkfifo(file)
+    else:
+        file.write_text(FAILED + " " * (1 << 20) * (whose == "long"))
+    if whose == "writable":
+        file.chmod(0o666)
+    elif whose == "link":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    assert probed(command("pass"), artifact, "cpu", folder).passed
+    assert (file.lstat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert (file.read_text(), [p.name for p in folder.iterdir()]) == (PASSED, ["verdict.json"])
+
+
+@pytest.mark.parametrize("end", ["KILL", "TERM", "XCPU", "late", "unstarted"])
+def test_an_accident_is_no_verdict(artifact: Any, tmp_path: Path, end: str) -> None:
+    late = command("time.sleep(60)")
+    ways = {"late": late, "unstarted": [str(tmp_path / "none")]}
+    ends = ways.get(end) or command(f"os.kill(os.getpid(), signal.SIG{end})")
+    first = probed(ends, artifact, "cpu", tmp_path / "kept", limit_s=0.2 if end == "late" else 60)
+    assert (first.passed, first.accident) == (False, True)
+    assert probed(command("pass"), artifact, "cpu", tmp_path / "kept").passed
+
+
+@pytest.mark.parametrize("end", ["os.abort()", "os.kill(os.getpid(), signal.SIGSEGV)", "raise OSError('bad')"])
+def test_what_the_artifact_did_is_kept(artifact: Any, tmp_path: Path, end: str) -> None:
+    first = probed(command(end), artifact, "cpu", tmp_path / "kept")
+    assert (first.passed, first.accident) == (False, False)
+    assert probed(command("pass"), artifact, "cpu", tmp_path / "kept") == first
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_minutes_are_said_of_what_is_compiled(
+    artifact: Any, tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        probed(command("pass"), artifact, device, tmp_path / "kept")
+    assert ("minutes" in caplog.text) == (device == "npu")
