@@ -92,7 +92,7 @@ class Planner:
         self._context = program.context
         self._vocabulary = program.vocabulary
         self._tokenizer = tokenizer
-        self._renderer = Renderer(manifest, tokenizer, template, program.context)
+        self._renderer = Renderer(manifest, tokenizer, template, program.context, program.vocabulary)
         self._store = store
         self._beginning = lru_cache(maxsize=64)(self._render_beginning)
 
@@ -138,6 +138,8 @@ class Planner:
         return self._renderer.whole(without(request.messages, cut), self._now(place))
 
     def _prompt(self, request: Request, place: _Place, cut: int, shown: Shown, found: Found | None) -> Prompt:
+        if not len(shown.ids):
+            raise Rejected("the model's chat template makes nothing of these messages", param="messages")
         if self._context is not None and len(shown.ids) >= self._context:
             more = 'shorten them, start a new conversation, or let the oldest go with truncation: "auto"'
             if request.truncate:

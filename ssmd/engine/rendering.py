@@ -41,9 +41,12 @@ class Shown:
 class Renderer:
     """Renders for one program's template and tokenizer. Used from many threads."""
 
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, template: Template, context: int | None) -> None:
+    def __init__(
+        self, manifest: Manifest, tokenizer: Tokenizer, template: Template, context: int | None, vocabulary: int
+    ) -> None:
         self._lineage = manifest.lineage
         self._context = context
+        self._vocabulary = vocabulary
         self._tokenizer = tokenizer
         self._template = template
         self._knows_developer = "developer" in template.source  # else it is what OpenAI made of it: a system message
@@ -90,9 +93,13 @@ class Renderer:
     def ids(self, text: str) -> Ids:
         """The ids of a part of a text; of more than a context has, no more than show that. Raises Rejected."""
         try:
-            return self._tokenizer.ids(text, self._context, _go_on.get())
+            ids = self._tokenizer.ids(text, self._context, _go_on.get())
         except TokenizerError as err:
             raise Rejected(f"the model's tokenizer refuses these messages: {err}", param="messages") from err
+        if len(ids) and (most := int(ids.max())) >= self._vocabulary:
+            said = f"the model's tokenizer makes token {most} of these messages, the model's ids end at"
+            raise Rejected(f"{said} {self._vocabulary - 1}", param="messages")
+        return ids
 
     def whole(
         self, messages: Sequence[Message], now: datetime, turn: Turn | None = None, above: Above | None = None

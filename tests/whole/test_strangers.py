@@ -161,6 +161,23 @@ def test_who_is_ended_in_the_midst_of_a_job(artifact: Path, tmp_path: Path, ende
             time.sleep(0.02)
 
 
+@pytest.mark.parametrize("foreign", [True, False])
+def test_no_ids_and_ids_that_the_model_has_not_are_refused(
+    artifacts: TinyArtifacts, tmp_path: Path, foreign: bool
+) -> None:
+    path = artifacts["llama-f32"]
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 384, "content": "beyond", "special": False})
+    files = {"tokenizer.json": json.dumps(tokenizer).encode()}
+    files["chat_template.jinja"] = b"{% if messages[-1].content != 'nothing' %}{{ messages[-1].content }}{% endif %}"
+    with running(tmp_path, str(forged(path, tmp_path / "odd", files)), foreign=foreign) as (_, served):
+        for word, said in (("nothing", "makes nothing of these messages"), ("beyond", "makes token 384 of these")):
+            refused = ask(served, word)
+            assert (refused.status, refused.error["param"]) == (400, "messages"), refused.body
+            assert said in refused.error["message"]
+        assert ask(served, "good").status == 200
+
+
 @pytest.mark.full
 def test_a_text_that_takes_long_to_read_is_given_up(artifact: Path, tmp_path: Path) -> None:
     with running(tmp_path, str(artifact), foreign=True) as (_, served):
