@@ -14,6 +14,7 @@ from typing import Any
 
 Step = Callable[[str], str]
 MOST_GROWTH = 64  # times, of a token by all replacements: "▁" becomes " "
+MAX_STEPS = 32  # each goes over every token; those in use have 6
 
 
 class DecoderError(ValueError):
@@ -64,7 +65,10 @@ def read_decoder(state: bytes | None) -> Decoding:
         return decoding
     spec: dict[str, Any] = json.loads(state)
     fused, growth = False, 1
-    for part in spec["decoders"] if spec["type"] == "Sequence" else [spec]:
+    parts = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    if len(parts) > MAX_STEPS:
+        raise DecoderError(f"a decoder of {len(parts)} steps, of which {MAX_STEPS} are possible")
+    for part in parts:
         kind = part["type"]
         after_bytes = decoding.byte_level or decoding.byte_fallback
         if kind == "Fuse":

@@ -28,6 +28,7 @@ MAX_WHOLE = 512 << 10  # characters that have to be encoded at once: each takes 
 # Supplementary Private Use Area-B: a character per control token, one that quotes, one that frames the library's marks.
 FIRST_SENTINEL = 0x100000
 MAX_CONTROLS = 0xFF00
+MAX_TOKEN = 4096  # characters; the longest in use have some hundreds
 MAX_ADDED = 256 << 10  # characters of all added tokens; the most in use have 80,000
 _SEARCHED = 1 << 26  # characters compared in one search at most: some 50 ms, for which it holds up other threads
 QUOTE = chr(0x10FFF0)
@@ -75,7 +76,10 @@ class Tokenizer:
         self._special = {token: str(a.content) for token, a in added.items() if a.special or token in stop_tokens}
         if len(self._special) > MAX_CONTROLS or any(_is_reserved(c) for text in self._special.values() for c in text):
             raise TokenizerError("the tokenizer has too many special tokens, or some with private-use characters")
-        self.vocabulary: int = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        named: dict[str, int] = library.get_vocab(with_added_tokens=True)
+        if (longest := max(map(len, named), default=0)) > MAX_TOKEN:
+            raise TokenizerError(f"the tokenizer has a token of {longest} characters, at most {MAX_TOKEN} are allowed")
+        self.vocabulary: int = max(named.values(), default=-1) + 1
         self._controls = set(self._special) | set(stop_tokens)
         self._library = library
         self.decoding = decoding

@@ -449,6 +449,17 @@ def test_many_added_tokens_are_looked_for_in_small_pieces() -> None:
         open_library(with_names(1000))
 
 
+def test_what_makes_one_token_costly_to_show_is_refused() -> None:
+    long = byte_level()
+    long.add_tokens([AddedToken("a" * 5000, special=False, normalized=False)])
+    with pytest.raises(TokenizerError, match="a token of 5000 characters, at most 4096"):
+        open_library(long)
+    steps = byte_level()
+    steps.decoder = decoders.Sequence([decoders.Replace("b", "c")] * 33)
+    with pytest.raises(TokenizerError, match="a decoder of 33 steps, of which 32"):
+        open_library(steps)
+
+
 def test_half_characters_wait() -> None:
     tokenizer = opened("byte-level")
     byte_ids = {b: id_of("byte-level", c) for c, b in BYTE_OF.items()}
