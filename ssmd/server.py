@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 SWITCH_S = 0.0005  # for which one thread may keep the others, of which one decodes, from running
 STALL_S = 30.0
 GRACE_S = 10.0
+STUCK_S = 10.0  # for which, after that, a step of the model may go on
 FLUSH_S = 5
 MAX_LINE_CHARS = 4000  # of the log
 
@@ -272,9 +273,19 @@ class _Server(uvicorn.Server):
         threading.Thread(target=self._drain, name="ssmd-shutdown", daemon=True).start()
 
     def _drain(self) -> None:
+        stuck = threading.Timer(GRACE_S + STUCK_S, self._give_up)
+        stuck.daemon = True
+        stuck.start()
         try:
             self._engine.shutdown(GRACE_S)
         except Exception:
             log.exception("the engine did not stop cleanly")
         finally:
+            stuck.cancel()
             self.should_exit = True
+
+    def _give_up(self) -> None:
+        """End a process whose model does not come back: no thread can end it, and the store survives a kill."""
+        if self._engine.working:
+            log.error("the model did not come back from a step within %.0f s: stopping without it", GRACE_S + STUCK_S)
+            os._exit(1)

@@ -133,6 +133,37 @@ def test_a_signal_lets_what_runs_come_to_its_end(artifact: Path, tmp_path: Path)
         assert process.wait(20) == 0
 
 
+def test_one_signal_ends_it_when_the_model_never_comes_back(artifact: Path, tmp_path: Path) -> None:
+    note_all([str(artifact)], tmp_path / "data")
+    stuck = (
+        "import sys, time; from ssmd import server; from ssmd.runtime.hoststate.program import FlatProgram as Program; "
+        "server.GRACE_S = server.STUCK_S = 1; "
+        "Program._decode = lambda *_: (print('stuck', file=sys.stderr, flush=True), time.sleep(600)); "
+        "import runpy; runpy.run_module('ssmd', run_name='__main__', alter_sys=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", stuck, "serve", "--threads", "1", str(artifact)],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            served = Served(int(process.stdout.readline().rpartition(":")[2].partition("/")[0]))
+            raw = json.dumps({"model": artifact.name, "messages": [{"role": "user", "content": "x"}]}).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n"
+            with served.connect(head.encode() + raw):
+                assert "stuck\n" in iter(process.stderr.readline, "")
+                process.send_signal(signal.SIGTERM)
+                _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 1, err
+    assert "the model did not come back from a step within 2 s: stopping without it" in err.splitlines()[-1]
+
+
 def test_a_second_signal_ends_it_at_once(artifact: Path, tmp_path: Path) -> None:
     with running(tmp_path, str(artifact)) as (process, served), long_stream(served, artifact.name):
         process.send_signal(signal.SIGINT)

@@ -78,6 +78,11 @@ class Engine:
         return self._queue.draining
 
     @property
+    def working(self) -> bool:
+        """Whether the worker has not stopped, or not yet."""
+        return self._worker.is_alive()
+
+    @property
     def keeps(self) -> bool:
         """Whether the engine writes turns down."""
         return self._persistence.keeps
