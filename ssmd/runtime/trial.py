@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from ssmd.machine.privatefile import read_own
 from ssmd.model.artifact import Artifact
@@ -25,7 +27,8 @@ log = logging.getLogger(__name__)
 LIMIT_S = 3600  # a compiler of large models takes minutes
 COMPILED_FOR = ("npu", "gpu", "ane")
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", "SIGILL")  # others come from outside: short memory, a shutdown
-MOST_BYTES = 64 << 10  # of a verdict
+MOST_BYTES = 64 << 10  # of a verdict, and of what a process says
+_SECRET = re.compile(r"(TOKEN|KEY|KEYS_FILE|SECRET|PASSWORD)$")
 _TAIL = 500  # characters of what a process said last
 
 
@@ -101,7 +104,17 @@ def judge(runtime: Runtime) -> None:
 def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
     """What a command that may crash says last. Raises CrashError if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=os.environ)
+        with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=errors,
+                timeout=limit_s,
+                check=False,
+                env=_without_secrets(),
+            )
+            stdout, stderr = _end(said), _end(errors)
     except subprocess.TimeoutExpired as err:
         raise CrashError(f"it was not done after {limit_s:.0f} s", accident=True) from err
     except OSError as err:
@@ -109,10 +122,19 @@ def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         raise CrashError(f"it crashed ({name})", accident=name not in CRASHES)
-    if done.returncode or not done.stdout.strip():
-        last = done.stderr.strip().rpartition("\n")[2]  # of a traceback: the error
+    if done.returncode or not stdout:
+        last = stderr.rpartition("\n")[2]  # of a traceback: the error
         raise CrashError(last[-_TAIL:] or f"it ended with exit code {done.returncode}")
-    return done.stdout.strip().splitlines()[-1]
+    return stdout.splitlines()[-1]
+
+
+def _end(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES))
+    return file.read().decode(errors="replace").strip()
+
+
+def _without_secrets() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not _SECRET.search(name.upper())}
 
 
 def _tried(command: Sequence[str], limit_s: float) -> Verdict:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ssmd.runtime.trial import probed
+from ssmd.runtime.trial import last_line, probed
 
 PASSED = json.dumps({"passed": True, "why": ""})
 FAILED = json.dumps({"passed": False, "why": "somebody said so"})
@@ -69,3 +69,18 @@ def test_minutes_are_said_of_what_is_compiled(
     with caplog.at_level(logging.WARNING):
         probed(command("pass"), artifact, device, tmp_path / "kept")
     assert ("minutes" in caplog.text) == (device == "npu")
+
+
+def test_a_trial_is_told_no_secrets_and_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = ("SSMD_API_KEY", "SSMD_API_KEYS_FILE", "HF_TOKEN", "AWS_SECRET")
+    for name in secrets:
+        monkeypatch.setenv(name, "hidden")
+    monkeypatch.setenv("SSMD_CACHE_DIR", "told")
+    code = (
+        "import os, sys; print(sys.stdin.read(), sorted(n for n, v in os.environ.items() if v in ('hidden', 'told')))"
+    )
+    assert last_line([sys.executable, "-c", code]).strip() == "['SSMD_CACHE_DIR']"
+
+
+def test_only_the_end_of_what_a_trial_says_is_read() -> None:
+    assert len(last_line([sys.executable, "-c", "print('x' * (1 << 20))"])) <= 64 << 10
