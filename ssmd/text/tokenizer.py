@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ MAX_WHOLE = 512 << 10  # characters that have to be encoded at once: each takes 
 FIRST_SENTINEL = 0x100000
 MAX_CONTROLS = 0xFF00
 MAX_TOKEN = 4096  # characters; the longest in use have some hundreds
+MAX_BRANCHES = 100  # where a text may go on as one added token or as another; runs of 30 spaces or lines are in use
 MAX_ADDED = 256 << 10  # characters of all added tokens; the most in use have 80,000
 _SEARCHED = 1 << 26  # characters compared in one search at most: some 50 ms, for which it holds up other threads
 QUOTE = chr(0x10FFF0)
@@ -101,8 +103,7 @@ class Tokenizer:
         self._sentinel_of = {text: chr(FIRST_SENTINEL + i) for i, text in enumerate(sorted(self._special.values()))}
         self._text_of = {sentinel: text for text, sentinel in self._sentinel_of.items()}
         reserved = f"[{chr(FIRST_SENTINEL)}-{chr(FIRST_SENTINEL + MAX_CONTROLS)}{QUOTE}{FRAME}]"
-        longest_first = sorted(self._special.values(), key=len, reverse=True)
-        self._to_escape = re.compile("|".join([reserved, *map(re.escape, longest_first)]))
+        self._to_escape = re.compile("|".join([reserved, *_longest(sorted(set(self._special.values())))]))
         self._to_unescape = re.compile(f"{QUOTE}(.?)|{reserved}", re.DOTALL)
         self._passes = [
             _any_of(text for a in added.values() if (text := str(a.content)) and bool(a.normalized) is normalized)
@@ -396,8 +397,28 @@ def _mark(text: str, like: tokenizers.AddedToken | None) -> tokenizers.AddedToke
 
 
 def _any_of(texts: Iterator[str]) -> re.Pattern[str] | None:
-    ordered = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+    ordered = sorted(set(texts))
+    return re.compile("|".join(_longest(ordered))) if ordered else None
+
+
+def _longest(texts: list[str], depth: int = 0) -> Iterator[str]:
+    """Expressions of which at most one matches at a place: the longest of these sorted texts that stands there.
+
+    What texts have in common is looked at once: 700 of a's and a Z in a text of a's would take seconds.
+    """
+    if depth > MAX_BRANCHES:
+        raise TokenizerError(f"more than {MAX_BRANCHES} added tokens begin alike, one within the other")
+    for _, same in groupby(texts, key=lambda text: text[:1]):
+        alike = list(same)
+        same_so_far = takewhile(lambda pair: pair[0] == pair[1], zip(alike[0], alike[-1], strict=False))
+        common = "".join(char for char, _ in same_so_far)
+        if not common or len(alike) == 1:
+            if common:
+                yield re.escape(common)
+            continue
+        after = [text[len(common) :] for text in alike]
+        others = [*_longest(after, depth + 1), *([""] if not after[0] else [])]
+        yield f"{re.escape(common)}(?:{'|'.join(others)})"
 
 
 def _is_word(char: str) -> bool:

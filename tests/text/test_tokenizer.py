@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+import re
 import tempfile
 import threading
 import time
@@ -24,7 +26,7 @@ from ssmd.text import tokenizer as tokenizer_module
 from ssmd.text.apart import open_texts
 from ssmd.text.decoding import BYTE_OF
 from ssmd.text.detokenizer import Detokenizer
-from ssmd.text.tokenizer import FIRST_SENTINEL, FRAME, QUOTE, Tokenizer, TokenizerError
+from ssmd.text.tokenizer import FIRST_SENTINEL, FRAME, QUOTE, Tokenizer, TokenizerError, _any_of
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. 0123456789",
@@ -447,6 +449,20 @@ def test_many_added_tokens_are_looked_for_in_small_pieces() -> None:
     assert [tokenizer.is_control(token) for token in tokenizer.encode(text)].count(True) == 2
     with pytest.raises(TokenizerError, match="the added tokens have 50"):
         open_library(with_names(1000))
+
+
+def test_the_longest_of_many_that_begin_alike_is_found_and_too_many_are_refused() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        texts = {"".join(rng.choices("ab|(", k=rng.randrange(1, 7))) for _ in range(rng.randrange(1, 30))}
+        plain = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+        found, text = _any_of(iter(texts)), "".join(rng.choices("ab|(c", k=300))
+        assert found is not None
+        assert [m.span() for m in found.finditer(text)] == [m.span() for m in plain.finditer(text)]
+    t = byte_level()
+    t.add_special_tokens([AddedToken("a" * k + "Z", special=True, normalized=False) for k in range(1, 700)])
+    with pytest.raises(TokenizerError, match="more than 100 added tokens begin alike"):
+        open_library(t)
 
 
 def test_what_makes_one_token_costly_to_show_is_refused() -> None:
