@@ -217,7 +217,7 @@ class Engine:
         ready = None
         if len(decoding) < len(self._running):
             reading = (g for g in self._running if not g.progress.choices and g.kept.ready())
-            ready = next((g for g in reading if self._shares.may_read(g, decoding)), None)
+            ready = next((g for g in reading if self._may_read(g, decoding)), None)
         if ready is None and not decoding:  # all wait for their states
             self._queue.wait(self._something_to_do, 0.05)
         if ready is not None:
@@ -226,6 +226,9 @@ class Engine:
             self._shares.spend(ready, time.perf_counter() - started)
         if decoding:
             self._guarded(decoding, partial(self._decode, decoding))
+
+    def _may_read(self, g: Generation, decoding: Sequence[Generation]) -> bool:
+        return self._shares.may_read(g, decoding, self._queue.has(g.asked.request.client))
 
     def _guarded(self, generations: Sequence[Generation], work: Callable[[], None]) -> None:
         """A failure ends the requests it touched, and only them."""

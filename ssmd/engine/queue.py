@@ -56,6 +56,10 @@ class Queue:
             self.unfinished += 1
             self._changed.notify_all()
 
+    def has(self, client: str) -> bool:
+        """Whether one of this client's waits."""
+        return client in self._waiting
+
     def waits(self, without: frozenset[str]) -> bool:
         """Whether one waits that is of none of these clients."""
         return any(client not in without for client in tuple(self._waiting))

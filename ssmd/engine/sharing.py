@@ -25,7 +25,7 @@ class Shares:
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
         self._turns: dict[str, int] = {}
-        self._credit: dict[str, tuple[float, float]] = {}  # by client: seconds, and when that was counted
+        self._credit: dict[str, tuple[float, float, float]] = {}  # by client: seconds left, when, and of the last piece
 
     def served(self, running: Sequence[Generation], in_use: int) -> frozenset[str] | None:
         """Clients that get no lane now, beside those that are `in_use`; None if nobody gets one.
@@ -48,10 +48,20 @@ class Shares:
         self._turns = {client: self._turns.get(client, 0) + 1 for client in by_client}
         return [mine[self._turns[client] % len(mine)] for client, mine in by_client.items()]
 
-    def may_read(self, g: Generation, decoding: Sequence[Generation]) -> bool:
-        """Whether a piece of this prompt may be read now, beside the answers that are under way."""
+    def may_read(self, g: Generation, decoding: Sequence[Generation], more_wait: bool) -> bool:
+        """Whether a piece of this prompt may be read now, beside the answers that are under way.
+
+        At once while there is credit; at the pace of the refill if more of the client's requests wait in the queue
+        (`more_wait`): who asks for more than there are lanes spends no credit on it.
+        """
         client = g.asked.request.client
-        return all(other.asked.request.client == client for other in decoding) or self._left(client) > 0
+        known = self._credit.get(client)
+        if known is None or all(other.asked.request.client == client for other in decoding):
+            return True
+        now = time.perf_counter()
+        if more_wait:
+            return REFILL * (now - known[1]) >= known[2]
+        return self._at(known, now) > 0
 
     def spend(self, g: Generation, seconds: float) -> None:
         """Note how long a piece took, also where it was in nobody's way: who floods has had his fill when others come.
@@ -60,12 +70,9 @@ class Shares:
         """
         client, now = g.asked.request.client, time.perf_counter()
         self._credit = {c: known for c, known in self._credit.items() if self._at(known, now) < CREDIT_S}
-        self._credit[client] = (max(-seconds, self._left(client) - seconds), now)
-
-    def _left(self, client: str) -> float:
-        known = self._credit.get(client)
-        return CREDIT_S if known is None else self._at(known, time.perf_counter())
+        left = self._at(self._credit[client], now) if client in self._credit else CREDIT_S
+        self._credit[client] = (max(-seconds, left - seconds), now, seconds)
 
     @staticmethod
-    def _at(known: tuple[float, float], now: float) -> float:
+    def _at(known: tuple[float, float, float], now: float) -> float:
         return min(CREDIT_S, known[0] + REFILL * (now - known[1]))

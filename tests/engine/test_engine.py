@@ -592,10 +592,12 @@ def test_one_of_each_client_s_answers_gets_a_token_in_a_step(
     assert [one.answer().usage.completion_tokens for one in greedy] == [300, 300]
 
 
+@pytest.mark.parametrize("credit", [0.001, 1.0])
 def test_prompts_without_end_are_read_in_a_part_of_the_time(
-    engine: Engine, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch, credit: float
 ) -> None:
-    monkeypatch.setattr(sharing, "CREDIT_S", 0.001)
+    """Also before the credit is spent, by who has more of them waiting."""
+    monkeypatch.setattr(sharing, "CREDIT_S", credit)
     made = steps(engine.program, monkeypatch)
     until = [0]
 
