@@ -1,18 +1,16 @@
 """Text to token ids and back, with tokenizer.json through the `tokenizers` library.
 
-Control tokens (added tokens marked special: turn marks, BOS, …) count only where a template wrote them. Their text in a
-message is made inert by `escape` before rendering, and `encode` turns it into the plain text that it was.
+Control tokens (controls.py) count only where a template wrote them. Their text in a message is made inert by `escape`
+before rendering, and `encode` turns it into the plain text that it was.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +18,15 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from ssmd.text.cutting import PIECE, matches, pieces, places
+from ssmd.text.controls import FRAME, Controls, ControlsError
+from ssmd.text.cutting import PIECE, pieces, places
 from ssmd.text.decoding import DecoderError, Decoding, read_decoder
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork, and one text needs none
 MAX_FILE_BYTES = 256 << 20
 MAX_WHOLE = 512 << 10  # characters that have to be encoded at once: each takes up to 400 bytes then
-# Supplementary Private Use Area-B: a character per control token, one that quotes, one that frames the library's marks.
-FIRST_SENTINEL = 0x100000
-MAX_CONTROLS = 0xFF00
 MAX_TOKEN = 4096  # characters; the longest in use have some hundreds
-MAX_BRANCHES = 100  # where a text may go on as one added token or as another; runs of 30 spaces or lines are in use
-MAX_ADDED = 256 << 10  # characters of all added tokens; the most in use have 80,000
-_SEARCHED = 1 << 26  # characters compared in one search at most: some 50 ms, for which it holds up other threads
-QUOTE = chr(0x10FFF0)
-FRAME = chr(0x10FFF1)
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")  # for digits, between which a text may be cut
-_SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode's White_Space
-_SPACES_AFTER = re.compile(f"[{_SPACES}]*")
-_EACH_SPACE = "".join(re.findall(f"[{_SPACES}]", "".join(map(chr, range(0x3001)))))
 _PROBES = ("a", " a", "  a", "\na", "é", ".", "▁a", "1")
 
 
@@ -74,19 +62,17 @@ class Tokenizer:
     ) -> None:
         library.no_truncation()
         library.no_padding()
-        added: dict[int, tokenizers.AddedToken] = library.get_added_tokens_decoder()
-        self._special = {token: str(a.content) for token, a in added.items() if a.special or token in stop_tokens}
-        if len(self._special) > MAX_CONTROLS or any(_is_reserved(c) for text in self._special.values() for c in text):
-            raise TokenizerError("the tokenizer has too many special tokens, or some with private-use characters")
         named: dict[str, int] = library.get_vocab(with_added_tokens=True)
         if (longest := max(map(len, named), default=0)) > MAX_TOKEN:
             raise TokenizerError(f"the tokenizer has a token of {longest} characters, at most {MAX_TOKEN} are allowed")
         self.vocabulary: int = max(named.values(), default=-1) + 1
-        self._controls = set(self._special) | set(stop_tokens)
+        added: dict[int, tokenizers.AddedToken] = library.get_added_tokens_decoder()
+        self._controls = Controls(added, stop_tokens, normalizes=library.normalizer is not None)
+        self._special = self._controls.special
+        self._structure = {*self._special, *stop_tokens}
         self._library = library
         self.decoding = decoding
         self._bytes: dict[int, bytes] = {}
-        self._added = added
 
         # The library is told to take special tokens' text for plain text. Where a template wrote a control token, it
         # is replaced by a mark that the library knows as a token of its own; nobody can guess the marks.
@@ -100,21 +86,6 @@ class Tokenizer:
         self._control_of_mark = {library.token_to_id(mark): token for token, mark in self._mark_of.items()}
         self._break_id = library.token_to_id(self._break)
 
-        self._sentinel_of = {text: chr(FIRST_SENTINEL + i) for i, text in enumerate(sorted(self._special.values()))}
-        self._text_of = {sentinel: text for text, sentinel in self._sentinel_of.items()}
-        reserved = f"[{chr(FIRST_SENTINEL)}-{chr(FIRST_SENTINEL + MAX_CONTROLS)}{QUOTE}{FRAME}]"
-        self._to_escape = re.compile("|".join([reserved, *_longest(sorted(set(self._special.values())))]))
-        self._to_unescape = re.compile(f"{QUOTE}(.?)|{reserved}", re.DOTALL)
-        self._passes = [
-            _any_of(text for a in added.values() if (text := str(a.content)) and bool(a.normalized) is normalized)
-            for normalized in (False, True)
-        ]
-        self._by_text = {str(a.content): (token, a) for token, a in added.items()}
-        spelt = sum(len(text) for text in self._by_text)
-        if spelt > MAX_ADDED:
-            raise TokenizerError(f"the added tokens have {spelt} characters, at most {MAX_ADDED} are allowed")
-        self._piece = min(PIECE, _SEARCHED // max(1, spelt))  # for each place may be compared with all of them
-        self._longest = max((len(text) for text in (*self._by_text, QUOTE + " ")), default=0)
         self._place = places(library, added.values())
         self._reader = reader
         self.start_matters = self._probe_start() if reader is None else reader.start_matters
@@ -147,27 +118,20 @@ class Tokenizer:
         try:
             nonce = reader.nonce if reader is not None else nonce or secrets.token_hex(12)
             return Tokenizer(library, decoding, stop_tokens, nonce, reader)
+        except ControlsError as err:
+            raise TokenizerError(str(err)) from err
         except BaseException as err:
             if _gave_up(err):
                 raise TokenizerError(f"{path} cannot be used: {str(err)[:200]}") from None
             raise
 
     def escape(self, content: str) -> str:
-        """Make control tokens' text in a message inert: a private-use character each, undone by `unescape`."""
-        return self._replaced(self._to_escape, content, lambda m: self._sentinel_of.get(m[0]) or QUOTE + m[0])
+        """Make control tokens' text in a message inert, undone by `unescape`."""
+        return self._controls.escape(content)
 
     def unescape(self, text: str) -> str:
         """Turn an escaped text into the plain one again; `unescape(escape(text)) == text`."""
-        return self._replaced(
-            self._to_unescape, text, lambda m: m[1] if m[1] is not None else self._text_of.get(m[0], m[0])
-        )
-
-    def _replaced(self, pattern: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
-        parts, at = [], 0
-        for found in matches(pattern, text, 0, len(text), self._longest, self._piece):
-            parts += [text[at : found.start()], by(found)]
-            at = found.end()
-        return "".join([*parts, text[at:]]) if parts else text
+        return self._controls.unescape(text)
 
     def encode(self, rendered: str) -> list[int]:
         """Ids of rendered template text, no BOS added, as `ids`."""
@@ -206,11 +170,8 @@ class Tokenizer:
         yield self._marked(rendered[at:])
 
     def _marked(self, rendered: str) -> str:
-        parts, at = [], 0
-        for start, end, token in self._control_matches(rendered):
-            parts += [self.unescape(rendered[at:start]), self._mark_of[token]]
-            at = end
-        return "".join(parts) + self.unescape(rendered[at:])
+        parts = self._controls.parts(rendered)
+        return "".join(part if isinstance(part, str) else self._mark_of[part] for part in parts)
 
     def read(self, text: str) -> NDArray[np.int32]:
         """The ids of a text with marks for control tokens. Raises TokenizerError."""
@@ -259,39 +220,13 @@ class Tokenizer:
         return limit if limit == len(rendered) else max(self._cuts(rendered, limit), default=0)
 
     def _cuts(self, rendered: str, limit: int) -> Iterator[int]:
-        """Where a control token starts or ends such that the text can be cut there, up to `limit`, in order."""
-        floor = 0
-        for start, end, token in self._control_matches(rendered):
-            a = self._added[token]
-            before = start - floor - len(rendered[floor:start].rstrip(_EACH_SPACE)) if a.lstrip else 0
-            after = _SPACES_AFTER.match(rendered, end) if a.rstrip else None
-            first, floor = start - before, after.end() if after else end
-            if first > limit:
-                return
-            # single_word looks at its neighbours, and a normalized token is found only after normalisation.
-            if a.single_word or (a.normalized and self._library.normalizer is not None):
-                continue
-            if not self._within_a_word(rendered, first):
-                yield first
-            if floor <= limit and not self.start_matters and not self._within_a_word(rendered, floor):
-                yield floor
-
-    def _within_a_word(self, rendered: str, at: int) -> bool:
-        """Whether a token that must stand alone would begin or end here, if the text did: `<|end|>x`, then `BOS`."""
-        inside = 0 < at < len(rendered) and _is_word(rendered[at - 1]) and _is_word(rendered[at])
-        return inside and any(a.single_word for a in self._added.values())
+        return self._controls.cuts(rendered, limit, behind=not self.start_matters)
 
     def spells(self, ids: Sequence[int], rendered: str) -> bool:
         """Whether the ids stand for this rendered text, control tokens exactly where it has them.
 
         They need not be the ids that `encode` would choose: sampled ones may cut the text elsewhere.
         """
-        expected: list[str | int] = []
-        at = 0
-        for start, end, token in self._control_matches(rendered):
-            expected += [self.unescape(rendered[at:start]), token]
-            at = end
-        expected.append(self.unescape(rendered[at:]))
         found: list[str | int] = []
         piece = bytearray()
         for token in ids:
@@ -302,7 +237,7 @@ class Tokenizer:
                 return False  # an id that stands for nothing
             else:
                 piece += data
-        return [*found, piece.decode(errors="replace")] == expected
+        return [*found, piece.decode(errors="replace")] == list(self._controls.parts(rendered))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token stands for (a control token: its name); b"" for an id that is not in the vocabulary."""
@@ -327,45 +262,12 @@ class Tokenizer:
 
     def is_control(self, token: int) -> bool:
         """Whether a token marks structure (or ends the answer) and is no part of the text."""
-        return token in self._controls
-
-    def _control_matches(self, text: str) -> Iterator[tuple[int, int, int]]:
-        """(start, end, token) of the control tokens in order, found as the library finds them.
-
-        Leftmost, then longest, first among the added tokens that are matched on raw text, then among the others.
-        """
-        raw, normalized = self._passes
-        at = 0
-        for start, end, token in self._matches(raw, text, 0, len(text)):
-            yield from self._special_matches(normalized, text, at, start)
-            if token in self._special:
-                yield start, end, token
-            at = end
-        yield from self._special_matches(normalized, text, at, len(text))
-
-    def _special_matches(
-        self, pattern: re.Pattern[str] | None, text: str, start: int, stop: int
-    ) -> Iterator[tuple[int, int, int]]:
-        return (m for m in self._matches(pattern, text, start, stop) if m[2] in self._special)
-
-    def _matches(
-        self, pattern: re.Pattern[str] | None, text: str, start: int, stop: int
-    ) -> Iterator[tuple[int, int, int]]:
-        if pattern is None:
-            return
-        for found in matches(pattern, text, start, stop, self._longest, self._piece):
-            token, added = self._by_text[found[0]]
-            first, last = found.span()
-            if added.single_word and (
-                (first > start and _is_word(text[first - 1])) or (last < stop and _is_word(text[last]))
-            ):
-                continue
-            yield first, last, token
+        return token in self._structure
 
     def _probe_start(self) -> bool:
         """Whether text is encoded differently at the very start than after a control token (a prepended space)."""
         for token, mark in self._mark_of.items():
-            a = self._added[token]
+            a = self._controls.added[token]
             if a.lstrip or a.rstrip or a.single_word:
                 continue
             return any(
@@ -394,36 +296,3 @@ def _gave_up(err: BaseException) -> bool:
 def _mark(text: str, like: tokenizers.AddedToken | None) -> tokenizers.AddedToken:
     flags = {"lstrip": like.lstrip, "rstrip": like.rstrip, "single_word": like.single_word} if like else {}
     return tokenizers.AddedToken(text, normalized=False, special=False, **flags)
-
-
-def _any_of(texts: Iterator[str]) -> re.Pattern[str] | None:
-    ordered = sorted(set(texts))
-    return re.compile("|".join(_longest(ordered))) if ordered else None
-
-
-def _longest(texts: list[str], depth: int = 0) -> Iterator[str]:
-    """Expressions of which at most one matches at a place: the longest of these sorted texts that stands there.
-
-    What texts have in common is looked at once: 700 of a's and a Z in a text of a's would take seconds.
-    """
-    if depth > MAX_BRANCHES:
-        raise TokenizerError(f"more than {MAX_BRANCHES} added tokens begin alike, one within the other")
-    for _, same in groupby(texts, key=lambda text: text[:1]):
-        alike = list(same)
-        same_so_far = takewhile(lambda pair: pair[0] == pair[1], zip(alike[0], alike[-1], strict=False))
-        common = "".join(char for char, _ in same_so_far)
-        if not common or len(alike) == 1:
-            if common:
-                yield re.escape(common)
-            continue
-        after = [text[len(common) :] for text in alike]
-        others = [*_longest(after, depth + 1), *([""] if not after[0] else [])]
-        yield f"{re.escape(common)}(?:{'|'.join(others)})"
-
-
-def _is_word(char: str) -> bool:
-    return re.match(r"\w", char) is not None
-
-
-def _is_reserved(char: str) -> bool:
-    return FIRST_SENTINEL <= ord(char) <= ord(FRAME)

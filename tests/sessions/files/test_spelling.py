@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text.test_tokenizer import id_of, opened
+from vocabularies import id_of, opened
 
 NAME = "byte-level"
 START, END = "<|im_start|>", "<|im_end|>"
