@@ -44,6 +44,9 @@ class Controls:
         if len(self.special) > MAX_CONTROLS or any(_is_reserved(c) for text in self.special.values() for c in text):
             raise ControlsError("the tokenizer has too many special tokens, or some with private-use characters")
         self._by_text = {str(a.content): (token, a) for token, a in added.items()}
+        spelt = sum(len(text) for text in self._by_text)
+        if spelt > MAX_ADDED:
+            raise ControlsError(f"the added tokens have {spelt} characters, at most {MAX_ADDED} are allowed")
         self._normalizes = normalizes
         self._sentinel_of = {text: chr(FIRST_SENTINEL + i) for i, text in enumerate(sorted(self.special.values()))}
         self._text_of = {sentinel: text for text, sentinel in self._sentinel_of.items()}
@@ -54,9 +57,6 @@ class Controls:
             _any_of(text for a in added.values() if (text := str(a.content)) and bool(a.normalized) is normalized)
             for normalized in (False, True)
         ]
-        spelt = sum(len(text) for text in self._by_text)
-        if spelt > MAX_ADDED:
-            raise ControlsError(f"the added tokens have {spelt} characters, at most {MAX_ADDED} are allowed")
         self._piece = min(PIECE, _SEARCHED // max(1, spelt))  # for each place may be compared with all of them
         self._longest = max((len(text) for text in (*self._by_text, QUOTE + " ")), default=0)
 

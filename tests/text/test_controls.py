@@ -101,8 +101,9 @@ def test_many_added_tokens_are_looked_for_in_small_pieces() -> None:
     text = f"a{'<' * 700}12> b{'<' * 500}499>"
     assert tokenizer.unescape(tokenizer.escape(text)) == text
     assert [tokenizer.is_control(token) for token in tokenizer.encode(text)].count(True) == 2
-    with pytest.raises(TokenizerError, match="the added tokens have 50"):
-        open_library(with_names(1000))
+    for t in (with_names(1000), with_beginnings(1000)):
+        with pytest.raises(TokenizerError, match="the added tokens have 50"):
+            open_library(t)
 
 
 def test_the_longest_of_many_that_begin_alike_is_found_and_too_many_are_refused() -> None:
