@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import numpy as np
+
 from ssmd.machine.privatefile import read_own
 from ssmd.model.artifact import Artifact
-from ssmd.runtime.protocol import Runtime
+from ssmd.model.state import State
+from ssmd.runtime.protocol import Program, Runtime
 from ssmd.runtime.verify import verify
 
 log = logging.getLogger(__name__)
@@ -88,17 +91,34 @@ def probed(
 
 
 def judge(runtime: Runtime) -> None:
-    """What such a command does: load the artifact named first on the device named second and print the verdict on
-    golden values as JSON."""
+    """What such a command does: load the artifact named first on the device named second, run all of it, and print the
+    verdict on golden values as JSON."""
     artifact = Artifact.open(Path(sys.argv[1]))
     program = runtime.load(artifact, device=sys.argv[2])
     try:
         report = verify(artifact, program)
+        run_all(program, artifact.manifest.tiers)
     finally:
         program.close()
     worst = report.worst
     why = f"its logits are {worst.rms_relative:.3g} standard deviations off, {report.tolerance:g} is allowed"
     sys.stdout.write(_json(Verdict(report.passed, "" if report.passed else why)) + "\n")
+
+
+def run_all(program: Program, tiers: Sequence[int]) -> None:
+    """Run every signature once: golden values need few of the buckets, and the least of the tiers."""
+    below = 0
+    for tier in tiers or (0,):
+        for length in (1, *program.buckets):
+            position = max(0, below + 1 - length)  # the first after which there are more tokens than the tier below has
+            zeros = {t.name: np.zeros(t.shape_at(position), t.numpy_dtype) for t in program.spec.tensors}
+            handle = program.restore(State(position, 0, zeros))
+            if length == 1:
+                program.decode([handle], [0])
+            else:
+                program.prefill(handle, [0] * length)
+            program.release(handle)
+        below = tier
 
 
 def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:

@@ -16,8 +16,10 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import commands
+import numpy as np
 import pytest
 from conftest import TinyArtifacts
 from serving import Answer, Served
@@ -227,6 +229,40 @@ def mutated(data: bytes, seed: int) -> bytes:
 def verify(artifact: Path, tmp_path: Path, *, foreign: bool = True) -> subprocess.CompletedProcess[str]:
     env = {**environment(tmp_path), "SSMD_CACHE_DIR": str(tmp_path / "cache")}
     return commands.ssmd("verify", str(artifact), env=env, foreign=foreign)
+
+
+def out_of_range(model: bytes, signature: str) -> bytes:
+    """A .tflite file one of whose signatures looks its positions up far beyond the table."""
+    import flatbuffers
+    from ai_edge_litert import schema_py_generated as schema
+
+    made = schema.ModelT.InitFromPackedBuf(model)
+    [graph] = [made.subgraphs[s.subgraphIndex] for s in made.signatureDefs if s.signatureKey.decode() == signature]
+    length = int(signature.split("_")[1])
+    counts = np.arange(length, dtype=np.int32)
+
+    def counts_up(data: Any) -> bool:
+        return data is not None and np.array_equal(np.asarray(data, np.uint8), counts.view(np.uint8))
+
+    [counted] = [t for t in graph.tensors if counts_up(made.buffers[t.buffer].data) and list(t.shape) == [length]]
+    counted.buffer = len(made.buffers)
+    made.buffers.append(schema.BufferT())
+    made.buffers[-1].data = (counts - 1_000_000_000).view(np.uint8)
+    builder = flatbuffers.Builder(len(model))
+    builder.Finish(made.Pack(builder), b"TFL3")
+    return bytes(builder.Output())
+
+
+def test_every_signature_is_tried_at_the_first_load(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Also those that golden values do not need."""
+    path = artifacts["llama-f32"]
+    model = out_of_range((path / "model.tflite").read_bytes(), "prefill_64")
+    bad = forged(path, tmp_path / "bad", {"model.tflite": model})
+    (tmp_path / "here").mkdir()
+    assert verify(bad, tmp_path / "here", foreign=False).returncode == 0, "golden values do not need it"
+    done = verify(bad, tmp_path)
+    assert done.returncode == 1
+    assert "LiteRtRunCompiledModel failed with status" in done.stderr, done.stderr
 
 
 FEW = (0, 1)
