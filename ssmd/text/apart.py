@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -119,11 +119,11 @@ class TemplateApart:
 
     def render(self, messages: Sequence[Message], *, now: datetime, generate: bool = True) -> str:
         """Render, as ChatTemplate.render does."""
-        return _text(self._asked({"do": "render", "generate": generate}, _said(messages), now))
+        return _text(self._asked({"do": "render", "generate": generate}, messages, now))
 
     def render_settled(self, messages: Sequence[Message], *, now: datetime) -> Rendered:
         """Render, and tell what stays, as ChatTemplate.render_settled does."""
-        rendered = _rendered(self._asked({"do": "settled"}, _said(messages), now), len(messages))
+        rendered = _rendered(self._asked({"do": "settled"}, messages, now), len(messages))
         if rendered is None:
             raise TemplateError("the chat template says nothing")
         return rendered
@@ -131,27 +131,10 @@ class TemplateApart:
     def render_after(self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime) -> Rendered | None:
         """Render from a message on, as ChatTemplate.render_after does; a process that was ended is a TemplateError."""
         asked = {"do": "after", "skipped": skipped}
-        return _rendered(self._asked(asked, _said([first, *tail]), now), skipped + len(tail))
+        return _rendered(self._asked(asked, [first, *tail], now), skipped + len(tail))
 
-    def render_json(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        now: datetime,
-        generate: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render JSON, as ChatTemplate.render_json does."""
-        given = {"messages": messages, "tools": tools, "documents": documents, "variables": variables}
-        return _text(self._asked({"do": "json", "generate": generate}, given, now))
-
-    def _asked(self, fields: dict[str, Any], given: Any, now: datetime) -> Packet:
-        try:
-            body = json.dumps(given, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        except (TypeError, ValueError, RecursionError) as err:
-            raise TemplateError(f"what the chat template is given is not JSON, or nests too deep: {err}") from err
+    def _asked(self, fields: dict[str, Any], messages: Sequence[Message], now: datetime) -> Packet:
+        body = encoded(json.dumps([m.to_json() for m in messages], ensure_ascii=False))
         try:
             return _checked(self._child.ask(Packet({**fields, "now": now.isoformat()}, body), RENDER_S))
         except ChildError as err:
@@ -171,10 +154,6 @@ def decoded(data: bytes) -> str:
 def json_of(data: bytes) -> Any:
     """What a body says as JSON. Raises ValueError."""
     return json.loads(decoded(data))
-
-
-def _said(said: Sequence[Message]) -> list[dict[str, Any]]:
-    return [m.to_json() for m in said]
 
 
 def _checked(answer: Packet) -> Packet:

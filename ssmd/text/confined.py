@@ -35,7 +35,6 @@ class Work:
             "render": self._render,
             "settled": self._settled,
             "after": self._after,
-            "json": self._json,
             "read": self._read,
         }
 
@@ -68,11 +67,6 @@ class Work:
         assert self.template is not None
         first, *tail = (Message(**m) for m in json_of(body))
         return _told(self.template.render_after(first, fields["skipped"], tail, now=_now(fields)))
-
-    def _json(self, fields: Fields, body: bytes) -> Packet:
-        assert self.template is not None
-        given = json_of(body)
-        return Packet({}, encoded(self.template.render_json(**given, now=_now(fields), generate=fields["generate"])))
 
     def _read(self, fields: Fields, body: bytes) -> Packet:
         assert self.tokenizer is not None

@@ -67,18 +67,6 @@ class Template(Protocol):
     def render_after(self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime) -> Rendered | None:
         """Render from a message on, as ChatTemplate.render_after does; a process that was ended is a TemplateError."""
 
-    def render_json(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        now: datetime,
-        generate: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render JSON, as ChatTemplate.render_json does."""
-
 
 class ChatTemplate:
     """A compiled chat template. Rendering the same messages at the same `now` gives the same text. Thread-safe."""

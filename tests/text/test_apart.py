@@ -28,7 +28,6 @@ from ssmd.text.template import ChatTemplate, TemplateError
 from ssmd.text.tokenizer import TokenizerError
 
 SPECIAL = SpecialTokens(bos="<s>", eos="</s>")
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"a": [1, 1.5, None, "é\ud800"]}}}]
 LONGER = [
     *(Message("system", "Be brief."), Message("user", "Hi <b>&")),
     *(Message("assistant", "Yes?\n"), Message("user", "日本 👍"), Message("assistant", "So")),
@@ -60,9 +59,6 @@ def test_every_text_is_the_one_of_this_process(name: str, vocabulary: Path) -> N
             assert of(there, "render", said) == of(here, "render", said)
             assert of(there, "render", said, generate=False) == of(here, "render", said, generate=False)
             assert of(there, "render_settled", said) == of(here, "render_settled", said)
-            as_json = [{**m.to_json(), "tool_calls": None} for m in said]
-            asked = {"tools": TOOLS, "variables": {"enable_thinking": False}}
-            assert of(there, "render_json", as_json, **asked) == of(here, "render_json", as_json, **asked)
         found = of(here, "render_settled", LONGER[:4])
         if not isinstance(found, str) and (settled := found.settled) is not None:
             given = (LONGER[0], settled.messages, LONGER[settled.messages :])
@@ -79,12 +75,6 @@ def plain(vocabulary: Path) -> Iterator[Texts]:
 def child_of(texts: Texts) -> Child:
     child: Child = texts.template._child  # type: ignore[attr-defined]
     return child
-
-
-def test_what_is_given_that_is_no_json_is_refused(plain: Texts) -> None:
-    for odd in ({1}, object(), b"x"):
-        with pytest.raises(TemplateError, match="not JSON"):
-            plain.template.render_json([{"role": "user", "content": odd}], now=NOW)
 
 
 def test_a_killed_process_fails_one_job(plain: Texts) -> None:
