@@ -3,18 +3,25 @@
 uvicorn's own deadline begins when a first answer was sent. Here a connection is *idle* from its first moment until a
 request's head is whole, and again from the end of the answer. An idle one has a deadline, and goes first when there
 are too many. What is answered, and a body that is still sent, are not touched.
+
+Bytes cost the event loop little, what they are parted into costs much: heads may have so many lines, and of a body in
+tiny pieces only some are looked at before others have their turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import h11
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ssmd.machine import descriptors
@@ -25,18 +32,25 @@ HEAD_S = 10.0  # for a request's head: from the connection's first moment, later
 IDLE_S = 65  # between two requests; clients keep theirs for 5 to 60 s, and should be the ones who let go
 STALL_S = 40.0  # for an answer of which nothing is read; a stream gives up before that, and says so in the log
 MOST = 4096
+EVENTS = 64  # of one connection, before others have their turn
+REST_S = 0.001  # and then; who only asks for the next turn hardly lets go of the interpreter, and no model decodes
+MOST_LINES = 256  # of a head, and of what may follow a body
 AT_ONCE = 4  # that are taken in before others are served again
 BACKLOG = 512  # that wait in the system meanwhile
 _SPARE = 64
 _SELDOM_S = 60.0
 _TOO_MANY = "too many connections"
+_LINES = re.compile(rb"(?:(?!\r?\n)[^\n]*\n){%d}" % (MOST_LINES + 1))
 _BY_STRANGERS = {  # how often a minute each of these is written
     "socket.accept() out of system resource": 1,
     "Invalid HTTP request": 1,
     "Unsupported upgrade": 1,
+    "No supported WebSocket library": 0,  # said with the one before; there is nothing to install
     "ASGI callable returned without": 1,  # who does not read is given up in the midst of an answer
     _TOO_MANY: 1,
     "refused ": 30,
+    "%s %s: the client went away": 30,
+    "request %s: the client went away": 30,
 }
 
 
@@ -64,7 +78,7 @@ def limit(config: Config, limits: Limits) -> None:
     config.http = type("Connection", (_Connection,), {"limits": limits, "idle": idle})
     config.backlog = AT_ONCE  # which to asyncio also is how many it takes in at a time
     config.timeout_keep_alive = IDLE_S
-    for name in ("asyncio", "uvicorn.error", "ssmd.api.security", __name__):
+    for name in ("asyncio", "uvicorn.error", "ssmd.api.security", "ssmd.api.front", __name__):
         logger = logging.getLogger(name)
         if not any(isinstance(one, Seldom) for one in logger.filters):
             logger.addFilter(Seldom())
@@ -97,15 +111,66 @@ class Seldom(logging.Filter):
         return seen < most
 
 
+class _Lines(ReceiveBuffer):
+    """What came and was not looked at yet. Each line of a head costs as much as thousands of its bytes."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        if _LINES.match(self._data):
+            raise h11.RemoteProtocolError(f"more than {MOST_LINES} lines", error_status_hint=431)
+        return super().maybe_extract_lines()
+
+
+class _Parser(h11.Connection):
+    """A connection's requests. left: how many more events there are in this turn; then it is as if no more had come."""
+
+    left = 0
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER)
+        self._receive_buffer = _Lines()
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self.left == 0:
+            return h11.NEED_DATA
+        self.left -= 1
+        return super().next_event()
+
+
+class _Flow(FlowControl):
+    """Reads from a connection while neither uvicorn has enough nor `held` says that there is something to look at."""
+
+    held = False
+
+    def pause_reading(self) -> None:
+        self.read_paused = True
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self.read_paused = False
+        if not self.held:
+            self._transport.resume_reading()
+
+    def hold(self, held: bool) -> None:
+        self.held = held
+        if held or self.read_paused:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+
 class _Connection(H11Protocol):
     limits: Limits
     idle: dict[_Connection, None]  # of this server, the one that is idle for longest first
+    conn: _Parser
+    flow: _Flow
 
+    _rest: asyncio.Handle | None = None
     _head: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in the class above it
         super().connection_made(transport)
+        self.conn, self.flow = _Parser(), _Flow(transport)
         process = process_at(transport.get_extra_info("socket"))
         if process is not None:  # clients are told apart by where they are: here there are no addresses
             self.client = (f"process.{process}", 0)
@@ -123,6 +188,22 @@ class _Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_head()
+
+    def handle_events(self) -> None:
+        """Look at what came; where that is many events, at some of them now and at the rest after others' turns."""
+        self.conn.left = EVENTS
+        super().handle_events()
+        more = self.conn.left == 0
+        if more and self._rest is None:
+            self._rest = self.loop.call_later(REST_S, self._go_on)
+        if more != self.flow.held:
+            self.flow.hold(more)
+
+    def _go_on(self) -> None:
+        self._rest = None
+        if not self.transport.is_closing():
+            self.handle_events()
+            self._watch_head()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import resource
@@ -206,6 +207,52 @@ def test_descriptors_that_run_out_are_logged_once(caplog: pytest.LogCaptureFixtu
     assert len([one for one in caplog.records if "out of system resource" in one.getMessage()]) == 1
 
 
+def test_a_body_of_tiny_pieces_does_not_hold_up_the_others() -> None:
+    """One read may bring 40,000 pieces. They are the body, in order, and others are served between them."""
+    seen, longest = hashlib.sha256(), 0.0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal longest
+        beat = asyncio.create_task(watch())
+        more = True
+        while more:
+            message = await receive()
+            seen.update(message["body"])
+            more = message["more_body"]
+        beat.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b".."})
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - began)
+
+    body = bytes(i % 251 for i in range(100_000))
+    pieces = b"".join(b"1\r\n%c\r\n" % one for one in body)
+    with serving(app) as one, one.connect(WHOLE[:-2] + b"transfer-encoding: chunked\r\n\r\n") as many:
+        many.sendall(pieces + b"0\r\n\r\n")
+        assert _answer(many)
+        assert seen.digest() == hashlib.sha256(body).digest()
+        many.sendall(WHOLE)
+        assert _answer(many)
+        assert longest < 0.05, longest  # of processor time; at once they take half a second
+
+
+@pytest.mark.parametrize("where", ["head", "trailer"])
+def test_a_head_of_many_lines_is_refused(where: str) -> None:
+    lines = b"a:\r\n" * (connections.MOST_LINES + 1)
+    chunked = WHOLE[:-2] + b"transfer-encoding: chunked\r\n\r\n0\r\n"
+    with serving(_app) as one, one.connect((WHOLE[:-2] if where == "head" else chunked) + lines) as many:
+        assert many.recv(65536).startswith(b"HTTP/1.1 400" if where == "head" else b"HTTP/1.1 ")
+        assert _closed(many)
+    with serving(_app) as one:
+        few = {f"x-{i}": "a" for i in range(connections.MOST_LINES - 10)}
+        assert one.ask("GET", "/", headers=few).status == 200
+
+
 def test_a_crowd_at_the_door_does_not_hold_up_who_is_inside() -> None:
     """Few are taken in before others are served again, and those outside are not sent away meanwhile."""
     open_files: list[int] = []
@@ -264,6 +311,9 @@ def test_strangers_who_are_refused_fill_no_disk(monkeypatch: pytest.MonkeyPatch)
 
     told = [seldom.filter(record("refused %s %s: %s")) for _ in range(1000)]
     assert told == [True] * 30 + [False] * 970
+    for text in ("%s %s: the client went away before it had sent all", "request %s: the client went away"):
+        assert sum(seldom.filter(record(text)) for _ in range(1000)) == 30
+    assert not seldom.filter(record("No supported WebSocket library detected. Please use ..."))
     assert all(seldom.filter(record("%s %s: %s")) for _ in range(100))
     monkeypatch.setattr(connections, "_SELDOM_S", 0.0)
     late = record("refused %s %s: %s")
