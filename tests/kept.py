@@ -48,7 +48,7 @@ CODE = (
     *(f"ssmd/model/{name}.py" for name in ("artifact", "formats", "plan", "rope", "source", "state")),
 )
 RUNTIME_CODE = (
-    *("build", "weights_on_disk", "constants", "recipe", "convert", "lint", "xamba", "piecewise", "stacks"),
+    *("build", "capacity", "weights_on_disk", "constants", "recipe", "convert", "lint", "xamba", "piecewise", "stacks"),
     *("pack", "plan", "reference", "package"),
 )
 # What a build reaches besides, and no key sees, for it changes often and seldom what is built: what runs an artifact,

@@ -12,15 +12,21 @@ from ssmd.build.stripping import Constants
 from ssmd.machine.memory import trim
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
+from ssmd.runtime.hoststate.graph import SLOTS
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.signatures import signature_name
 from ssmd_litert import recipe
+from ssmd_litert.capacity import open_capacity
 from ssmd_litert.runtime import LiteRTRuntime
 
 if TYPE_CHECKING:
     from ssmd.authoring.model import Model
 
 MODEL = "model.tflite"
+# Capacities of the caches, each of which has its own sizes of all that attends. A step more costs a conversation little
+# (a copy of its rows, and half a millisecond), slots that are empty cost it at each token.
+TIERS = tuple(step * n for step in (256, 512, 1024, 2048, 4096, 8192, 16384) for n in range(5 if step > 256 else 1, 9))
+NOMINAL = 251  # the capacity that a file says: no other size in it is this, or a little more
 # A converted file says at each operator the class of the module that it came from. What is said is fixed by family,
 # wherever the code lies: the same model gives the same bytes, those of the graphs that were shipped under these names.
 _CLASSES = {
@@ -42,7 +48,7 @@ class LiteRTConverter:
     buckets: tuple[int, ...] | None = None
     most_tokens: int | None = None
     context = 2048
-    tiers: tuple[int, ...] = (2048, 8192)
+    tiers: tuple[int, ...] = TIERS
     quantizations: tuple[Quantization, ...] = ("int8", "int4", "f32")
     packages: ClassVar[Mapping[str, str]] = {
         "torch": "torch",
@@ -68,17 +74,18 @@ class LiteRTConverter:
                 f"{recipe.INT4_BLOCK}; build with --quant int8"
             )
         exported, model = folder / (MODEL + ".f32"), folder / MODEL
-        capacities = target.tiers if module.spec.rows else (0,)
-        count = f", each for {len(capacities)} capacities" if len(capacities) > 1 else ""
-        with stage(f"export decode and {len(target.buckets)} prefill lengths{count}"):
-            _export(module, target.buckets, capacities, exported)
+        with stage(f"export decode and {len(target.buckets)} prefill lengths"):
+            _export(module, target.buckets, exported)
         if target.quantization != "f32":
             with stage("quantize"):
                 recipe.quantize(exported, model, target.quantization)
                 exported.unlink()
         else:
             exported.rename(model)
-        _weights_stand_once(model, shapes, target, len(capacities) * (1 + len(target.buckets)))
+        if module.spec.rows:
+            with stage("open the capacity of the caches"):
+                open_capacity(model, NOMINAL)
+        _weights_stand_once(model, shapes, target, 1 + len(target.buckets))
         return {}
 
     def constants(self, folder: Path) -> Constants:
@@ -94,7 +101,7 @@ class LiteRTConverter:
 CONVERTER = LiteRTConverter()
 
 
-def _export(module: Model, buckets: Sequence[int], capacities: Sequence[int], file: Path) -> None:
+def _export(module: Model, buckets: Sequence[int], file: Path) -> None:
     import litert_torch
     import torch
 
@@ -103,16 +110,16 @@ def _export(module: Model, buckets: Sequence[int], capacities: Sequence[int], fi
 
     converter: Any = litert_torch
     module.__class__ = _named(module)
-    for capacity in capacities:
-        for length in (1, *buckets):
-            inputs = {
-                "tokens": torch.zeros(1, length, dtype=torch.int32),
-                "pos": torch.zeros(1, dtype=torch.int32),
-                "n_valid": torch.ones(1, dtype=torch.int32),
-                **{n: torch.zeros(s) for n, s in graph_shapes(module.spec, capacity).items()},
-            }
-            signature = signature_name(length, capacity, capacities[0])
-            converter = converter.signature(signature, module, sample_kwargs=inputs)
+    for length in (1, *buckets):
+        inputs = {
+            "tokens": torch.zeros(1, length, dtype=torch.int32),
+            "pos": torch.zeros(1, dtype=torch.int32),
+            "n_valid": torch.ones(1, dtype=torch.int32),
+            **{n: torch.zeros(s) for n, s in graph_shapes(module.spec, NOMINAL).items()},
+        }
+        if module.spec.rows:
+            inputs[SLOTS] = torch.zeros(1, 1, NOMINAL)
+        converter = converter.signature(signature_name(length, 0, 0), module, sample_kwargs=inputs)
     weights = file.with_suffix(".weights")
     weights_on_disk = WeightsOnDisk(module)
     trim()  # what the parameters lay in until now

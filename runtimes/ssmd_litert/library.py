@@ -61,6 +61,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "LiteRtCreateOpaqueOptions": (c_char_p, c_void_p, _Destructor, POINTER(c_void_p)),
     "LiteRtAddOpaqueOptions": (c_void_p, c_void_p),
     "LiteRtCreateCompiledModel": (c_void_p, c_void_p, c_void_p, POINTER(c_void_p)),
+    "LiteRtCompiledModelResizeInputTensorNonStrict": (c_void_p, c_size_t, c_size_t, POINTER(c_int), c_size_t),
     "LiteRtGetNumModelSignatures": (c_void_p, POINTER(c_size_t)),
     "LiteRtGetModelSignature": (c_void_p, c_size_t, POINTER(c_void_p)),
     "LiteRtGetSignatureKey": (c_void_p, POINTER(c_char_p)),
@@ -121,6 +122,15 @@ def _tensor_type(array: Array) -> _TensorType:
     return kind
 
 
+Sizes = dict[int, tuple[int, ...]]  # shapes of inputs by their place
+
+
+def _sizes(signature: Signature, inputs: Mapping[str, Array]) -> Sizes:
+    """What a call gives that may have another size than in the file: all that goes with the capacity of the caches."""
+    places = enumerate(signature.inputs.items())
+    return {place: inputs[name].shape for place, (name, t) in places if signature.nominal in t.shape}
+
+
 _keep = _Destructor(lambda _: None)  # the options' text belongs to Python: LiteRT must not free it
 
 
@@ -131,6 +141,7 @@ class LibraryGraph(Graph):
         self._c = open_library()
         self._model, self._options, self._compiled, self._environment = (c_void_p() for _ in range(4))
         self._buffers: dict[int, c_void_p] = {}
+        self._sizes: dict[int, Sizes] = {}  # of inputs, by signature, where a call asked for others than the file's
         options = (_Option * 2)(
             _Option(_TAG_ACCELERATORS, _ANY_INT, _CPU), _Option(_TAG_SEVERITY, _ANY_INT, _ERRORS_ONLY)
         )
@@ -162,7 +173,16 @@ class LibraryGraph(Graph):
             self._indices[signature],
             [self._buffer(inputs[name]) for name in known.inputs],
             [self._buffer(outputs[name]) for name in known.outputs],
+            _sizes(known, inputs),
         )
+
+    def size(self, index: int, sizes: Sizes) -> None:
+        """Have a signature take inputs of these sizes from now on. Raises GraphError."""
+        self._sizes.pop(index, None)
+        for place, shape in sizes.items():
+            dims = (c_int * len(shape))(*shape)
+            self._call("LiteRtCompiledModelResizeInputTensorNonStrict", self._compiled, index, place, dims, len(shape))
+        self._sizes[index] = sizes
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
         start = memory.ctypes.data
@@ -190,7 +210,8 @@ class LibraryGraph(Graph):
             split = len(known.inputs)
             for name, buffer in zip(known.inputs, made[:split], strict=True):
                 self._copy(buffer, inputs[name], _LOCK_WRITE)
-            LibraryCall(self, self._indices[signature], made[:split], made[split:]).run()
+            sizes = _sizes(known, inputs)
+            LibraryCall(self, self._indices[signature], made[:split], made[split:], sizes).run()
             for array, buffer in zip(results.values(), made[split:], strict=True):
                 self._copy(buffer, array, _LOCK_READ)
         finally:
@@ -271,9 +292,15 @@ class LibraryGraph(Graph):
 
 
 class LibraryCall:
-    """One signature with its buffers bound: `run` is a single C call, during which the GIL is free."""
+    """One signature with its buffers bound: `run` is a single C call, during which the GIL is free.
 
-    def __init__(self, graph: LibraryGraph, index: int, inputs: list[c_void_p], outputs: list[c_void_p]) -> None:
+    Before that come some for each input whose size differs from that of the signature's last call.
+    """
+
+    def __init__(
+        self, graph: LibraryGraph, index: int, inputs: list[c_void_p], outputs: list[c_void_p], sizes: Sizes
+    ) -> None:
+        self._graph, self._index, self._sizes = graph, index, sizes
         self._inputs = (c_void_p * len(inputs))(*[b.value for b in inputs])
         self._outputs = (c_void_p * len(outputs))(*[b.value for b in outputs])
         self._function = graph._c.LiteRtRunCompiledModel
@@ -281,6 +308,8 @@ class LibraryCall:
 
     def run(self) -> None:
         """Compute the outputs from the inputs. Raises GraphError if LiteRT reports a failure."""
+        if self._sizes and self._graph._sizes.get(self._index) != self._sizes:
+            self._graph.size(self._index, self._sizes)
         status = self._function(*self._arguments)
         if status:
             raise GraphError(f"LiteRtRunCompiledModel failed with status {status}")

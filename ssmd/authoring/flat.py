@@ -7,6 +7,7 @@ conv   f32[1, K-1, C]   in and out whole (canonical: [C, K-1])
 ssm    f32[1, H, P, N]  in and out whole; Mamba-1: f32[1, N, D] (canonical: [D, N])
 key    f32[G, S, D]     in: the cache; out: only the T new rows, f32[G, T, D]
 value  f32[G, D, S]     in: the cache, transposed; out: only the T new columns, f32[G, D, T]
+slots  f32[1, 1, S]     in, where S is open: what is added to the scores of the slots; else it is made of pos
 """
 
 from __future__ import annotations

@@ -65,7 +65,9 @@ class Model(FlatModule):
         rows = mixers.rows(self, self.plan, n_valid, length)
         rotation = self.rotation(pos, length) if self.plan.rotated else None
         each = dict.fromkeys(m.heads // m.kv_heads for m in self.plan.mixers if isinstance(m, Attention))
-        slots = ops.slot_mask(pos, self.capacity(states)) if each else None
+        slots = states.get("slots")  # a host that gives it says which slots of the caches count
+        if each and slots is None:
+            slots = ops.slot_mask(pos, self.capacity(states))
         return _Shared(rows, rotation, slots, {n: ops.causal_mask(length, n) for n in each})
 
     def _mixed(

@@ -69,7 +69,7 @@ class Manifest(BaseModel):
     quantization_recipe: dict[str, Any]
     buckets: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=32)]
     context: PositiveInt | None
-    tiers: Annotated[tuple[PositiveInt, ...], Field(max_length=8)] = ()
+    tiers: Annotated[tuple[PositiveInt, ...], Field(max_length=64)] = ()
     vocabulary: PositiveInt
     special_tokens: SpecialTokens
     stop_tokens: tuple[TokenId, ...]

@@ -120,7 +120,7 @@ class Header(BaseModel):
     recipe: dict[str, Any]
     conversion: dict[str, Any]
     buckets: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=32)]
-    tiers: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=8)]
+    tiers: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=64)]
     builders: dict[str, str]
     golden: Golden
     files: Annotated[tuple[StrippedFile, ...], Field(min_length=1, max_length=1000)]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+SLOTS = "slots"  # the input, (1, 1, S), of a signature whose caches may have any capacity S
 
 
 class GraphError(RuntimeError):
@@ -29,14 +30,22 @@ class Signature:
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
 
+    @property
+    def nominal(self) -> int | None:
+        """The capacity of the caches that the inputs are given with, where it is open: a call may have another."""
+        return self.inputs[SLOTS].shape[-1] if SLOTS in self.inputs else None
+
     def check(self, name: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         """Check that every tensor has an array of its shape and dtype. Raises GraphError."""
         for tensors, arrays in ((self.inputs, inputs), (self.outputs, outputs)):
             for key, tensor in tensors.items():
                 array = arrays.get(key)
-                if array is None or array.shape != tensor.shape or array.dtype != tensor.dtype:
+                if array is None or not self._fits(array.shape, tensor.shape) or array.dtype != tensor.dtype:
                     have = None if array is None else (array.shape, array.dtype)
                     raise GraphError(f"{name}: tensor {key!r} needs {tensor}, was given {have}")
+
+    def _fits(self, shape: tuple[int, ...], known: tuple[int, ...]) -> bool:
+        return len(shape) == len(known) and all(a == b or b == self.nominal for a, b in zip(shape, known, strict=True))
 
 
 class Call(Protocol):

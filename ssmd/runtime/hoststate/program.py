@@ -3,9 +3,10 @@
 A step reads a handle's recurrent state from one arena and writes it into the other; committing the step swaps them, so
 nothing is copied. Attention layers put out only their new rows, which the host appends to the caches.
 
-There may be signatures for several capacities of the caches (tiers), as each attends over all slots of its own: a step
-runs in the smallest one that has room for the tokens after it. A conversation moves up by having its rows copied, and
-which signature computes a token depends on nothing but its position and its call.
+The caches may have several capacities (tiers), as a step attends over all slots there are: it runs in the smallest one
+that has room for the tokens after it. There is a signature for each, or one whose caches take any capacity, which is
+told by another input which slots count. A conversation moves up by having its rows copied, and what computes a token
+depends on nothing but its position and its call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ssmd.model.state import Part, State
 from ssmd.runtime.checked import CheckedProgram, Held
 from ssmd.runtime.hoststate.buffers import Snapshots, carve
 from ssmd.runtime.hoststate.graph import Array, Call, Graph, GraphError
-from ssmd.runtime.hoststate.signatures import check_signatures, signature_name
+from ssmd.runtime.hoststate.signatures import check_signatures, is_open, signature_name
 from ssmd.runtime.hoststate.slot import Slot, recurrent_tensors, row_groups
 from ssmd.runtime.hoststate.step import Step
 from ssmd.runtime.protocol import Logits, ProgramError
@@ -58,6 +59,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         self._tiers = manifest.tiers or (manifest.context or 1,)
         check_signatures(graph.signatures, manifest, self.spec, self._tiers)
         self.graph = graph
+        self._open = is_open(graph.signatures)
         self._groups = row_groups(self.spec)
         self._steps = [Step(length, self.vocabulary, self._groups) for length in sorted({1, *self.buckets})]
         self._slots: set[Slot] = set()  # of live handles
@@ -141,7 +143,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         return next(t for t in self._tiers if t >= tokens)
 
     def _make_slot(self, capacity: int) -> Slot:
-        return Slot(self.spec, self._groups, self.context or 0, capacity)
+        return Slot(self.spec, self._groups, self.context or 0, capacity, self._open)
 
     def _make_room(self, slot: Slot, tokens: int, rows: int) -> None:
         """Move a slot, with its first `rows` rows, up to the smallest tier that has room for `tokens` in all."""
@@ -164,7 +166,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         return slot.calls[key]
 
     def _signature(self, step: Step, slot: Slot) -> str:
-        return signature_name(step.length, slot.capacity, self._tiers[0])
+        return signature_name(step.length, slot.capacity, slot.capacity if self._open else self._tiers[0])
 
     def _run(self, step: Step, handle: _Handle, ids: NDArray[np.int32]) -> None:
         """Compute a step without committing it: until then the handle is what it was."""
@@ -175,6 +177,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         step.pos[0] = handle.position
         step.n_valid[0] = count
         self._make_room(slot, handle.position + count, handle.position)
+        slot.show(handle.position)
         self._call(step, slot, handle.side).run()
         slot.append(step.rows, handle.position, count)
 

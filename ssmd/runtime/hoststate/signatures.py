@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ssmd.model.state import StateSpec
-from ssmd.runtime.hoststate.graph import Signature, Tensor
+from ssmd.runtime.hoststate.graph import SLOTS, Signature, Tensor
 from ssmd.runtime.hoststate.slot import graph_shape
 from ssmd.runtime.protocol import ProgramError
 
@@ -25,22 +25,44 @@ def signature_name(length: int, capacity: int, smallest: int) -> str:
     return name if capacity == smallest else f"{name}_{capacity}"
 
 
+def is_open(signatures: Mapping[str, Signature]) -> bool:
+    """Whether one signature of a length serves every capacity of the caches."""
+    return any(signature.nominal is not None for signature in signatures.values())
+
+
 def check_signatures(
     signatures: Mapping[str, Signature], manifest: Manifest, spec: StateSpec, tiers: Sequence[int]
 ) -> None:
-    """Check that the graph has every bucket in every tier, with the tensors of its state. Raises ProgramError."""
+    """Check that the graph has every bucket in every tier, or once for all of them, with the tensors of its state.
+
+    Raises ProgramError.
+    """
+    lengths = (1, *manifest.buckets)
+    if is_open(signatures):
+        for length in lengths:
+            _check_signature(signatures, signature_name(length, 0, 0), length, None, manifest, spec)
+        return
     for capacity in tiers:
-        for length in (1, *manifest.buckets):
+        for length in lengths:
             _check_signature(signatures, signature_name(length, capacity, tiers[0]), length, capacity, manifest, spec)
 
 
 def _check_signature(
-    signatures: Mapping[str, Signature], name: str, length: int, capacity: int, manifest: Manifest, spec: StateSpec
+    signatures: Mapping[str, Signature],
+    name: str,
+    length: int,
+    capacity: int | None,
+    manifest: Manifest,
+    spec: StateSpec,
 ) -> None:
+    """`capacity` None: it is open."""
     signature = signatures.get(name)
     if signature is None:
         raise ProgramError(f"the model has no signature {name!r}, it has {sorted(signatures)}; build it again")
-    inputs = {t.name: Tensor(graph_shape(t, capacity), _FLOAT32) for t in spec.tensors}
+    slots = capacity or signature.nominal or 0
+    inputs = {t.name: Tensor(graph_shape(t, slots), _FLOAT32) for t in spec.tensors}
+    if capacity is None:
+        inputs[SLOTS] = Tensor((1, 1, slots), _FLOAT32)
     inputs |= {"tokens": Tensor((1, length), _INT32), "pos": Tensor((1,), _INT32), "n_valid": Tensor((1,), _INT32)}
     outputs = {t.name: Tensor(graph_shape(t, length), _FLOAT32) for t in spec.tensors}
     outputs |= {"logits": Tensor((1, manifest.vocabulary), _FLOAT32)}

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from ssmd.model.state import FLOAT16_MAX, StateSpec, TensorSpec, narrowed
 from ssmd.runtime.hoststate.buffers import Lease, Memory, carve, populate, stack
-from ssmd.runtime.hoststate.graph import Array, Call, Tensor
+from ssmd.runtime.hoststate.graph import SLOTS, Array, Call, Tensor
 
 _FLOAT32 = np.dtype(np.float32)
+_MASKED = np.float32(-6e4)  # added to a score: its softmax is exactly 0
 
 
 def graph_shape(tensor: TensorSpec, rows: int) -> tuple[int, ...]:
@@ -100,9 +101,13 @@ class NewRows:
 class Slot:
     """Memory that one handle owns until its release, and another one afterwards."""
 
-    def __init__(self, spec: StateSpec, groups: tuple[RowGroup, ...], context: int, capacity: int) -> None:
-        """`context`: the most tokens there can be; `capacity`: those that the caches have room for at first."""
+    def __init__(
+        self, spec: StateSpec, groups: tuple[RowGroup, ...], context: int, capacity: int, masked: bool = False
+    ) -> None:
+        """`context`: the most tokens there can be; `capacity`: those that the caches have room for at first; `masked`:
+        whether the graph is told which slots count."""
         self.groups = groups
+        self._masked = masked
         self._context = context
         self._used = 0  # rows that may hold something else than zero
         pairs = [carve(recurrent_tensors(spec)) for _ in range(2)]
@@ -137,6 +142,20 @@ class Slot:
         self.caches: dict[str, Array] = {
             n: c[i] for g, c in zip(self.groups, self._caches, strict=True) for i, n in enumerate(g.names)
         }
+        if self._masked:
+            block, mask = carve({SLOTS: Tensor((1, 1, capacity), _FLOAT32)})
+            mask[SLOTS].fill(_MASKED)
+            self._cache_blocks.append(block)
+            self.caches |= mask
+        self._shown = 0
+
+    def show(self, rows: int) -> None:
+        """Have a graph that is told which slots count see the first `rows` of them."""
+        if self._masked and rows != self._shown:
+            mask = self.caches[SLOTS][0, 0]
+            mask[self._shown : rows] = 0
+            mask[rows : self._shown] = _MASKED
+            self._shown = rows
 
     def resize(self, capacity: int, rows: int) -> list[Memory]:
         """Move, with the first `rows` rows, into caches of another capacity.

@@ -13,10 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import kept
 import numpy as np
 import pytest
+from conftest import TinyArtifacts
 from flat_programs import altered, conversation, silent, stale
 
+from ssmd.build.builder import BuildError
 from ssmd.machine.processor import cpu_name
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import State
@@ -25,6 +28,7 @@ from ssmd.runtime.hoststate.graph import GraphError, Tensor
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable
+from ssmd_litert.capacity import open_capacity
 from ssmd_litert.library import LibraryCall, LibraryGraph
 from ssmd_litert.managed import ManagedGraph
 from ssmd_litert.runtime import LiteRTRuntime
@@ -47,6 +51,14 @@ def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> A
 @pytest.fixture
 def granite(artifacts: Mapping[str, Path]) -> Artifact:
     return Artifact.open(artifacts["granite-f32"])
+
+
+@pytest.fixture
+def closed(artifacts: TinyArtifacts, tmp_path: Path) -> Artifact:
+    """One that was built when a graph had signatures for each capacity; it has 64 and 512."""
+    packed = (Path(__file__).parents[2] / "data" / "closed" / "granite-f32.tar.zst").read_bytes()
+    assert kept.unpack(packed, artifacts.source("granite-f32"), tmp_path / "closed")
+    return Artifact.open(tmp_path / "closed")
 
 
 def test_managed_buffers_give_the_same_bits(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,9 +132,6 @@ def conversation_state(program: FlatProgram, handle: Any) -> tuple[int, ...]:
     ("changed", "message"),
     [
         ({"buckets": [16, 32, 64]}, "no signature 'prefill_32'"),
-        ({"context": 511, "tiers": [63, 511]}, "'key_2' is"),
-        ({"tiers": [64, 128, 512]}, "no signature 'decode_128'"),
-        ({"tiers": []}, "'key_2' is"),
         ({"vocabulary": 383}, "'logits' is"),
     ],
 )
@@ -131,6 +140,21 @@ def test_manifest_and_model_must_agree(
 ) -> None:
     with pytest.raises(ProgramError, match=message):
         LiteRTRuntime().load(altered(granite, tmp_path / "copy", **changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"context": 511, "tiers": [63, 511]}, "'key_2' is"),
+        ({"tiers": [64, 128, 512]}, "no signature 'decode_128'"),
+        ({"tiers": []}, "'key_2' is"),
+    ],
+)
+def test_capacities_that_are_not_open_must_be_those_of_the_manifest(
+    closed: Artifact, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ProgramError, match=message):
+        LiteRTRuntime().load(altered(closed, tmp_path / "copy", **changed))
 
 
 def test_state_of_the_manifest_must_be_that_of_the_model(granite: Artifact, tmp_path: Path) -> None:
@@ -294,15 +318,21 @@ def _no_cycles() -> Iterator[None]:
     gc.collect()
 
 
-def test_a_conversation_moves_up_by_itself(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", ["closed", "granite"])
+def test_a_conversation_moves_up_by_itself(
+    which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each step runs in the smallest tier that has room for it, whatever happened before: a restore, a clone."""
-    assert granite.manifest.tiers == (64, 512)
-    program, ids = LiteRTRuntime().load(granite), list(range(40)) * 3
+    artifact = request.getfixturevalue(which)
+    assert artifact.manifest.tiers == (64, 512)
+    program, ids = LiteRTRuntime().load(artifact), list(range(40)) * 3
+    assert len(program.graph.signatures) == (6 if which == "closed" else 3)
     run: list[str] = []
     bind = program.graph.bind
 
     def watched(signature: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
-        run.append(signature)
+        large = which == "granite" and inputs["key_2"].shape[1] == 512
+        run.append(f"{signature}_512" if large else signature)
         return bind(signature, inputs, outputs)
 
     monkeypatch.setattr(program.graph, "bind", watched)
@@ -321,6 +351,49 @@ def test_a_conversation_moves_up_by_itself(granite: Artifact, monkeypatch: pytes
     beyond = program.restore(program.save(handle))
     assert program.decode([beyond], [3]).tobytes() == program.decode([handle], [3]).tobytes()
     assert not [name for name in run[4:] if not name.endswith("_512")]
+
+
+def test_a_step_is_the_same_whatever_capacity_the_one_before_had(granite: Artifact) -> None:
+    """Steps of conversations of other lengths in between, as many as there are capacities."""
+    granite = altered(granite, granite.path.parent / "many", tiers=[64, 96, 160, 512])
+    ids = [(7 * i) % 384 for i in range(200)]
+
+    def feeding(program: FlatProgram, handle: Any) -> Iterator[bytes]:
+        for start in range(0, 160, 40):
+            yield program.prefill(handle, ids[start : start + 40]).tobytes()
+            yield from (program.decode([handle], [ids[i]]).tobytes() for i in range(160, 170))
+
+    program = LiteRTRuntime().load(granite)
+    alone = list(feeding(program, program.new_state()))
+    late, early = feeding(program, program.new_state()), feeding(program, program.new_state())
+    first = [next(late) for _ in range(25)]
+    both = [logits for _ in range(19) for logits in (next(late), next(early))]
+    assert [*first, *both[::2]] == alone
+    assert both[1::2] == alone[:19]
+    assert {slot.capacity for slot in program._slots} == {160, 512}
+
+
+def test_a_capacity_that_is_in_other_sizes_too_is_not_opened(closed: Artifact) -> None:
+    """64 is also a prefill length here."""
+    file = closed.file("model.tflite")
+    before = file.read_bytes()
+    with pytest.raises(BuildError, match="has the capacity of the caches in its sizes otherwise than is known"):
+        open_capacity(file, 64)
+    assert file.read_bytes() == before
+    assert not list(file.parent.glob("*.open"))
+
+
+def test_a_conversation_of_an_older_artifact_goes_on(closed: Artifact, granite: Artifact) -> None:
+    """Its state, in a graph whose capacity is open: the same numbers, but for the order of sums."""
+    old, new, ids = LiteRTRuntime().load(closed), LiteRTRuntime().load(granite), list(range(100))
+    there, here = old.new_state(), new.new_state()
+    for program, handle in ((old, there), (new, here)):
+        program.prefill(handle, ids[:50])
+        program.prefill(handle, ids[50:])
+    moved = new.restore(old.save(there))
+    for token in (5, 6, 7):
+        before, after = old.decode([there], [token])[0], new.decode([moved], [token])[0]
+        assert np.abs(before - after).max() < 1e-4 * before.std()
 
 
 def test_memory_of_a_larger_tier_is_used_again_or_given_back(
