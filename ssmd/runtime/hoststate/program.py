@@ -60,6 +60,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         check_signatures(graph.signatures, manifest, self.spec, self._tiers)
         self.graph = graph
         self._open = is_open(graph.signatures)
+        self._capacity = 0  # of the last of several that were decoded together
         self._groups = row_groups(self.spec)
         self._steps = [Step(length, self.vocabulary, self._groups) for length in sorted({1, *self.buckets})]
         self._slots: set[Slot] = set()  # of live handles
@@ -88,8 +89,8 @@ class FlatProgram(CheckedProgram[_Handle]):
 
     def _decode(self, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
         step = self._steps[0]
-        for i, handle in enumerate(handles):
-            self._run(step, handle, ids[i : i + 1])
+        for i in self._in_order(handles) if len(handles) > 1 else (0,):
+            self._run(step, handles[i], ids[i : i + 1])
             logits[i] = step.logits
         for handle in handles:  # all of them, or none if a run raised
             self._commit(handle, 1)
@@ -150,6 +151,14 @@ class FlatProgram(CheckedProgram[_Handle]):
         if self.spec.rows and tokens > slot.capacity:
             for block in slot.resize(self._tier(tokens), rows):
                 self.graph.forget(block)
+
+    def _in_order(self, handles: Sequence[_Handle]) -> list[int]:
+        """Those of one capacity beside one another, those of the capacity that the graph has now first or last."""
+        order = sorted(range(len(handles)), key=lambda i: handles[i].slot.capacity)
+        if handles[order[-1]].slot.capacity == self._capacity:
+            order.reverse()
+        self._capacity = handles[order[-1]].slot.capacity
+        return order
 
     def _forget(self, slot: Slot) -> None:
         slot.calls.clear()

@@ -373,6 +373,35 @@ def test_a_step_is_the_same_whatever_capacity_the_one_before_had(granite: Artifa
     assert {slot.capacity for slot in program._slots} == {160, 512}
 
 
+def test_conversations_of_two_lengths_cost_one_change_a_step(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = LiteRTRuntime().load(granite)
+    handles = [program.new_state() for _ in range(5)]
+    for i, handle in enumerate(handles):
+        program.prefill(handle, [i + 1] * 40)
+        if i % 2:
+            program.prefill(handle, [i + 1] * 40)
+    program.decode(handles, [1] * 5)
+    changes: list[int] = []
+    size = LibraryGraph.size
+
+    def counted(graph: LibraryGraph, index: int, sizes: dict[int, tuple[int, ...]]) -> None:
+        changes.append(index)
+        size(graph, index, sizes)
+
+    monkeypatch.setattr(LibraryGraph, "size", counted)
+    together = [program.decode(handles, [i] * 5) for i in range(4)]
+    assert len(changes) == 4
+    monkeypatch.undo()
+    for i in range(5):
+        alone = program.new_state()
+        for _ in range(1 + i % 2):
+            program.prefill(alone, [i + 1] * 40)
+        program.decode([alone], [1])
+        assert [program.decode([alone], [j])[0].tobytes() for j in range(4)] == [row[i].tobytes() for row in together]
+
+
 def test_a_capacity_that_is_in_other_sizes_too_is_not_opened(closed: Artifact) -> None:
     """64 is also a prefill length here."""
     file = closed.file("model.tflite")
