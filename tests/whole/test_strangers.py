@@ -245,6 +245,10 @@ def out_of_range(model: bytes, signature: str) -> bytes:
         return data is not None and np.array_equal(np.asarray(data, np.uint8), counts.view(np.uint8))
 
     [counted] = [t for t in graph.tensors if counts_up(made.buffers[t.buffer].data) and list(t.shape) == [length]]
+    for buffer in made.buffers:
+        if buffer.size > 1:  # after the flatbuffer, whose length changes
+            buffer.data = np.frombuffer(model, np.uint8, buffer.size, buffer.offset)
+            buffer.offset = buffer.size = 0
     counted.buffer = len(made.buffers)
     made.buffers.append(schema.BufferT())
     made.buffers[-1].data = (counts - 1_000_000_000).view(np.uint8)
