@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ssmd.authoring.model import Model
 
 MODEL = "model.tflite"
-# Capacities of the caches, each of which has its own sizes of all that attends. A step more costs a conversation little
-# (a copy of its rows, and half a millisecond), slots that are empty cost it at each token.
-TIERS = tuple(step * n for step in (256, 512, 1024, 2048, 4096, 8192, 16384) for n in range(5 if step > 256 else 1, 9))
+# Capacities of the caches. Slots that are empty cost a conversation at each token, moving up costs it a copy of its
+# rows into new memory: 30 ms of SmolLM2's 1,536.
+TIERS = (256, 512, 768, *(part << power for power in range(9, 17) for part in (2, 3)))
 NOMINAL = 251  # the capacity that a file says: no other size in it is this, or a little more
 # A converted file says at each operator the class of the module that it came from. What is said is fixed by family,
 # wherever the code lies: the same model gives the same bytes, those of the graphs that were shipped under these names.
