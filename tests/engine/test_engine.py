@@ -319,7 +319,7 @@ def test_a_state_whose_turn_does_not_come_is_for_who_asks_again(
         prefilled(self, handle, position)
         if position == self.mark:
             written.append(position)
-            engine._running[0].cancel()
+            engine._worker.running[0].cancel()
 
     monkeypatch.setattr(persistence._Kept, "prefilled", hang_up)
     engine.start()

@@ -1,0 +1,298 @@
+"""The one thread that computes with a program: admits requests, prefills, decodes in turn, and takes checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ssmd.engine.choice import Choice
+from ssmd.engine.generation import Generation
+from ssmd.engine.metrics import Metrics
+from ssmd.engine.persistence import KeepsNothing, Persistence
+from ssmd.engine.queue import Queue, unavailable
+from ssmd.engine.request import Done, Event, Failed, Rejected
+from ssmd.engine.sharing import Shares
+from ssmd.engine.warmup import WarmUp
+from ssmd.runtime import buckets
+from ssmd.runtime.protocol import Logits, Program, StateLost
+from ssmd.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+BUCKET_WHILE_OTHERS_DECODE = 64
+
+
+class Worker:
+    """Takes from the queue until it closes. running: the admitted requests, which others may look at."""
+
+    def __init__(
+        self,
+        program: Program,
+        queue: Queue,
+        persistence: Persistence | KeepsNothing,
+        metrics: Metrics,
+        tokenizer: Tokenizer,
+        stop_tokens: frozenset[int],
+        max_running: int,
+    ) -> None:
+        """max_running: choices that decode at the same time."""
+        self.running: list[Generation] = []
+        self._program = program
+        self._queue = queue
+        self._persistence = persistence
+        self._metrics = metrics
+        self._tokenizer = tokenizer
+        self._stop_tokens = stop_tokens
+        self._max_running = max_running
+        self._shares = Shares(max_running)
+        self._warm_up = WarmUp()
+        self._idling = True  # something that no request waits for may be under way
+        self._thread = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has been started and has not stopped."""
+        return self._thread.is_alive()
+
+    def start(self, warm_up: WarmUp) -> None:
+        """Start, with what to do once if nobody comes in the first moments."""
+        self._warm_up = warm_up
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until it has stopped, if it was started: as it does when the queue closes."""
+        if self.alive:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._queue.wait(self._awake, self._warm_up.due_s)
+            if self._queue.closing:
+                break
+            self._admit()
+            try:
+                if not self.running:
+                    self._idle()
+                    continue
+                if self._idling:
+                    self._warm_up.cancel()
+                    self._persistence.pause()
+                    self._idling = False
+                self._step()
+            except Exception:  # of a request that is over already, or of none: the others go on
+                log.exception("the worker failed at a piece of work")
+        self._warm_up.cancel()
+        cut = unavailable("the server was shut down", "shutting_down")
+        waiting = [g for _ in range(len(self._queue)) if (g := self._queue.take()) is not None]
+        for generation in [*self.running, *waiting]:
+            generation.progress.error = cut
+            self._cancel(generation)
+
+    def _idle(self) -> None:
+        """A piece of work that no request waits for; none of them takes longer than a restore or a bucket."""
+        self._idling = True
+        if self._warm_up:
+            self._warm_up.step()
+        else:
+            self._persistence.work()
+
+    def _awake(self) -> bool:
+        busy = self._queue or self._queue.any_departed or self.running or self._queue.closing
+        return bool(busy) or self._persistence.has_work()
+
+    def _admit(self) -> None:
+        while (gone := self._queue.departed()) is not None:
+            self._finish(gone)
+        if not self._queue:  # as at nearly every token
+            return
+        while (generation := self._next()) is not None:
+            if generation.cancelled:
+                self._finish(generation)
+                continue
+            generation.progress.admitted = time.perf_counter()
+            generation.kept.restore()
+            self.running.append(generation)
+        self._metrics.queue(len(self._queue), len(self.running))
+
+    def _next(self) -> Generation | None:
+        """The request to admit now, if there is one and room for it."""
+        served = self._shares.served(self.running, self._choices_in_use())
+        return None if served is None else self._queue.take(served)
+
+    def _something_to_do(self) -> bool:
+        restored = any(g.kept.ready() for g in self.running)
+        served = self._shares.served(self.running, self._choices_in_use())
+        admissible = served is not None and self._queue.waits(served)
+        return restored or self._queue.closing or self._queue.any_departed or admissible
+
+    def _choices_in_use(self) -> int:
+        return sum(max(1, sum(choice.end is None for choice in g.progress.choices)) for g in self.running)
+
+    def _step(self) -> None:
+        """One piece of prefill for the request that waits longest for it, then one token for every open choice."""
+        for gone in [g for g in self.running if g.cancelled]:
+            self._cancel(gone)
+        decoding = [g for g in self.running if g.progress.choices]
+        ready = None
+        if len(decoding) < len(self.running):
+            reading = (g for g in self.running if not g.progress.choices and g.kept.ready())
+            ready = next((g for g in reading if self._may_read(g, decoding)), None)
+        if ready is None and not decoding:  # all wait for their states
+            self._queue.wait(self._something_to_do, 0.05)
+        if ready is not None:
+            started = time.perf_counter()
+            self._guarded([ready], partial(self._advance_prompt, ready, others=bool(decoding)))
+            self._shares.spend(ready, time.perf_counter() - started)
+        if decoding:
+            self._guarded(decoding, partial(self._decode, decoding))
+
+    def _may_read(self, g: Generation, decoding: Sequence[Generation]) -> bool:
+        return self._shares.may_read(g, decoding, self._queue.has(g.asked.request.client))
+
+    def _guarded(self, generations: Sequence[Generation], work: Callable[[], None]) -> None:
+        """A failure ends the requests it touched, and only them."""
+        try:
+            work()
+        except Exception as err:
+            if not isinstance(err, Rejected):
+                log.exception("a step failed")
+            for g in [g for g in generations if g in self.running]:
+                g.progress.error = _why(err)
+                self._cancel(g)
+
+    def _advance_prompt(self, g: Generation, others: bool) -> None:
+        p = g.progress
+        if p.handle is None:
+            self._begin(g)
+        ids, last = g.prompt.ids, len(g.prompt.ids) - 1
+        started = time.perf_counter()
+        if p.position < last:
+            mark = g.kept.mark if p.position < g.kept.mark else last
+            limit = BUCKET_WHILE_OTHERS_DECODE if others else None
+            n = buckets.plan(mark - p.position, self._program.buckets, limit)[0]
+            self._program.prefill(p.handle, ids.since(p.position)[:n].tolist())
+            p.position += n
+            p.fed += n
+            g.kept.prefilled(p.handle, p.position)
+        else:
+            saved = g.kept.save(p.handle) if p.fed else None
+            p.logits = self._program.decode([p.handle], [int(ids.own[-1])])[0]
+            g.kept.keep(saved)  # only now: encoding takes a core from the first token
+            p.position += 1
+            p.fed += 1
+            self._open_choices(g)
+        p.prefill_ms += (time.perf_counter() - started) * 1e3
+
+    def _begin(self, g: Generation) -> None:
+        """The handle to prefill: restored from the checkpoint found, or new when there is none that can be read."""
+        p, restored = g.progress, g.kept.restored()
+        if restored is not None:
+            p.prompt = restored.prompt
+        if restored is None or restored.handle is None:
+            p.handle = self._program.new_state()
+            return
+        p.handle, p.position, p.resume = restored.handle, restored.position, restored.resume
+        p.restore_ms = (time.perf_counter() - p.admitted) * 1e3
+
+    def _open_choices(self, g: Generation) -> None:
+        """Start as many of the n choices as there is room for; the last of them takes the prompt's own handle."""
+        p, request = g.progress, g.asked.request
+        if p.logits is None:
+            return
+        while len(p.choices) < request.n and (not p.choices or self._choices_in_use() < self._max_running):
+            room = None if self._program.context is None else self._program.context - len(g.prompt.ids)
+            budget = request.max_tokens if room is None else min(request.max_tokens, room)
+            choice = Choice(request, len(p.choices), budget, self._tokenizer, self._stop_tokens)
+            last = choice.index == request.n - 1
+            choice.handle = p.handle if last else self._program.clone(p.handle)
+            if last:
+                p.handle = None
+            p.choices.append(choice)
+            self._take(g, choice, p.logits)
+        self._settle(g)
+
+    def _decode(self, generations: Sequence[Generation]) -> None:
+        running = [g for g in generations if g in self.running]
+        unended = self._shares.choices([(g, c) for g in running for c in g.progress.choices if c.end is None])
+        if unended:
+            handles = [choice.handle for _, choice in unended]
+            rows = self._program.decode(handles, [choice.next_token for _, choice in unended])
+            for (g, choice), row in zip(unended, rows, strict=True):
+                self._guarded([g], partial(self._take, g, choice, row))
+        for g in running:
+            if g in self.running:
+                self._open_choices(g)
+
+    def _take(self, g: Generation, choice: Choice, logits: Logits) -> None:
+        delta = choice.take(logits)
+        if delta is not None:
+            self._send(g, delta)
+        if choice.end is not None:
+            self._close_choice(g, choice)
+
+    def _send(self, g: Generation, event: Event) -> None:
+        try:
+            g.asked.deliver(event)
+        except Exception:  # the reader is gone: an event loop that was closed, say
+            log.debug("request %s: its reader is gone", g.asked.label)
+            g.cancelled = True
+
+    def _close_choice(self, g: Generation, choice: Choice) -> None:
+        """Keep the state at the end of a choice, and give the handle back."""
+        if choice.handle is None:
+            return
+        g.kept.end(choice)
+        self._program.release(choice.handle)
+        choice.handle = None
+
+    def _cancel(self, g: Generation) -> None:
+        """End a request early: what was sent is its answer."""
+        for choice in g.progress.choices:
+            choice.cancel()
+            try:
+                self._close_choice(g, choice)
+            except Exception:
+                log.exception("request %s: its state could not be saved", g.asked.label)
+        self._finish(g)
+
+    def _settle(self, g: Generation) -> None:
+        choices = g.progress.choices
+        if len(choices) == g.asked.request.n and all(choice.end is not None for choice in choices):
+            self._finish(g)
+
+    def _finish(self, g: Generation) -> None:
+        """Out of the running; the client hears the end after the commit."""
+        p = g.progress
+        if g in self.running:
+            self.running.remove(g)
+        g.kept.discard()
+        if p.handle is not None:
+            self._program.release(p.handle)
+            p.handle = None
+        self._metrics.queue(len(self._queue), len(self.running))
+        g.kept.commit(p.choices, Done(g.finish_reasons, g.usage(True, self._program.context)), partial(self._tell, g))
+
+    def _tell(self, g: Generation, stored: bool) -> None:
+        """Deliver the last event of a request. From the writer's thread, or the worker's when nothing is kept."""
+        usage, error = g.usage(stored, self._program.context), g.progress.error
+        if error is not None:
+            self._metrics.request_failed(error.code, g.asked.request.domain.owner)
+        elif g.cancelled:
+            self._metrics.request_failed("cancelled", g.asked.request.domain.owner)
+        else:
+            g.record(self._metrics, usage)
+        self._send(g, Done(g.finish_reasons, usage) if error is None else Failed(error))
+        if stored:
+            g.kept.rerender()
+        self._queue.told()
+
+
+def _why(err: Exception) -> Rejected:
+    """What a client is told of a failed step. Who asks again after a lost device goes on from the last checkpoint."""
+    if isinstance(err, Rejected):
+        return err
+    if isinstance(err, StateLost):
+        return Rejected(str(err), status=503, code="device_lost", retry_after_s=1)
+    return Rejected(f"generation failed: {err}", status=500, code="generation_failed")
