@@ -110,8 +110,7 @@ def bench(
         progress(0, 1 + repeats)
         rounds.warm_up()
         most_resident_bytes = most_resident()
-        weights_bytes = sum(f.size for name, f in manifest.files.items() if name not in _NOT_WEIGHTS)
-        with _WeightRead(weights_bytes, program.threads) as read:
+        with WeightRead(weights_bytes(manifest), program.threads) as read:
             for done in range(1, 1 + repeats):
                 progress(done, 1 + repeats)
                 rounds.go(read)
@@ -135,11 +134,16 @@ def bench(
             state_bytes=program.spec.nbytes_at(position),
             fixed_bytes=program.spec.nbytes_at(0),
             token_bytes=program.spec.nbytes_at(1) - program.spec.nbytes_at(0),
-            weights_bytes=weights_bytes,
+            weights_bytes=weights_bytes(manifest),
             weights_read_ms=_median(took.read),
             resident_bytes=resident_bytes,
             most_resident_bytes=most_resident_bytes,
         )
+
+
+def weights_bytes(manifest: Manifest) -> int:
+    """Bytes of the files that hold an artifact's weights."""
+    return sum(f.size for name, f in manifest.files.items() if name not in _NOT_WEIGHTS)
 
 
 def _check(manifest: Manifest, position: int, repeats: int) -> None:
@@ -198,7 +202,7 @@ class _Rounds:
         self.go(None)
         self.took = self._nothing()
 
-    def go(self, read: _WeightRead | None) -> None:
+    def go(self, read: WeightRead | None) -> None:
         for bucket in self._program.buckets:
             self._prefill(bucket)
         self._save_and_restore()
@@ -252,7 +256,7 @@ def _saved(program: Program, position: int) -> State:
         program.release(handle)
 
 
-class _WeightRead:
+class WeightRead:
     """`nbytes` bytes of memory that several threads stream through the processor at once."""
 
     def __init__(self, nbytes: int, threads: int) -> None:
@@ -262,7 +266,7 @@ class _WeightRead:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ssmd-read")
 
-    def __enter__(self) -> _WeightRead:
+    def __enter__(self) -> WeightRead:
         return self
 
     def __exit__(self, *_: object) -> None:

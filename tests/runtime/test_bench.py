@@ -190,7 +190,7 @@ def test_broken_off_it_is_closed(artifacts: TinyArtifacts, when: int) -> None:
 @pytest.mark.parametrize(("size", "threads"), [(900, 1), (900, 4), (2500, 2), (2500, 3), (2000, 1), (1, 3), (0, 2)])
 def test_a_read_is_of_every_byte(monkeypatch: pytest.MonkeyPatch, size: int, threads: int) -> None:
     monkeypatch.setattr(bench_module, "_LARGEST_BUFFER", 1000)  # what is larger reads it again
-    with bench_module._WeightRead(size, threads) as read:
+    with bench_module.WeightRead(size, threads) as read:
         assert read.ms() > 0
         read_by = [list(read.parts(thread)) for thread in range(threads)]
         assert sum(part.nbytes for parts in read_by for part in parts) == size
