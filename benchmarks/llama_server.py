@@ -13,17 +13,20 @@ from daemon_process import ServerProcess, free_port
 
 
 class LlamaServer(ServerProcess):
-    """`with LlamaServer(binary, gguf, folder, …) as s:` serves one slot of `context` tokens; its files in `folder`."""
+    """`with LlamaServer(binary, gguf, folder, …) as s:` serves `parallel` slots of `context` tokens; its files in
+    `folder`."""
 
-    def __init__(self, binary: Path, gguf: Path, folder: Path, *, context: int, threads: int) -> None:
+    def __init__(
+        self, binary: Path, gguf: Path, folder: Path, *, context: int, threads: int, parallel: int = 1
+    ) -> None:
         self._slots, self._threads, port = folder / "slots", threads, free_port()
         self._slots.mkdir(parents=True)
         options = {
             "--model": gguf,
             "--host": "127.0.0.1",
             "--port": port,
-            "--ctx-size": context,
-            "--parallel": 1,
+            "--ctx-size": context * parallel,
+            "--parallel": parallel,
             "--threads": threads,
             "--slot-save-path": self._slots,
         }
