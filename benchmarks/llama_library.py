@@ -172,7 +172,7 @@ class Llama:
     name = "llama.cpp"
 
     def __init__(self, library: Library, gguf: Path, *, context: int, streams: int, threads: int) -> None:
-        function = library.function
+        self._library, function = library, library.function  # which holds what it logs to
         params = library.default("llama_model_default_params", ModelParams)
         load = function("llama_model_load_from_file", c_void_p, c_char_p, ModelParams)
         self._model = load(bytes(gguf), params)

