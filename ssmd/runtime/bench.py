@@ -257,7 +257,7 @@ def _saved(program: Program, position: int) -> State:
 
 
 class WeightRead:
-    """`nbytes` bytes of memory that several threads stream through the processor at once."""
+    """A number of bytes of memory that several threads stream through the processor at once."""
 
     def __init__(self, nbytes: int, threads: int) -> None:
         buffer = np.ones(max(1, min(nbytes, _LARGEST_BUFFER)), np.uint8)  # written, so that every page is there
