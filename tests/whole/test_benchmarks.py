@@ -13,6 +13,7 @@ from pathlib import Path
 
 import clients
 import decode
+import gpu
 import numpy as np
 import pytest
 import rendering
@@ -23,6 +24,7 @@ from llama_library import Library, LibraryError, Llama
 
 import runtimes
 from ssmd.model import smollm2
+from ssmd_wgpu.device import adapters
 
 LLAMA = os.environ.get("SSMD_LLAMA_LIBRARY", "")
 
@@ -63,6 +65,14 @@ def test_runtimes_of_three_kinds(
     printed = capsys.readouterr().out
     assert len(rows(printed)) + printed.count("is left out:") == len(names)
     assert rows(printed)[0][0] == "litert cpu int8"
+
+
+def test_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if not adapters():
+        pytest.skip("no adapter here: apt install mesa-vulkan-drivers libvulkan1")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "mamba2-130m", "--count", "--quant", "int8"])
+    gpu.main()
+    assert "dispatches " in capsys.readouterr().out
 
 
 def test_rendering(capsys: pytest.CaptureFixture[str]) -> None:
