@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,7 @@ FLOORS = {
 ALONE = {"__main__": 8, "server": 7, "installed": 5, "config": 2, "__init__": 1, "migrations": 4}  # files at the root
 ROWS, STORE, CLOSETS = 1, 2, 3  # steps of the one floor that has several; what has no folder in it but the store is 0
 HEAVY = {"torch", "litert_torch", "ai_edge_quantizer", "transformers", "gguf"}
+WITH = {"pydantic_core": "pydantic", "markupsafe": "jinja2", "flatbuffers": "ai-edge-litert"}  # imported: comes with
 MAKERS = ("ssmd.authoring", "ssmd.build", "ssmd.families", "ssmd.hub")  # what a running runtime never meets
 
 
@@ -107,6 +111,25 @@ def test_runtimes_stand_apart() -> None:
         own = module.split(".")[0]
         bad = [name for name, _ in imports(file) if name.startswith("ssmd_") and name.split(".")[0] != own]
         assert not bad, f"{file} imports {bad}"
+
+
+def test_what_is_imported_is_among_the_dependencies() -> None:
+    """By its own name, or by that of the package that is never without it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    asked = (*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra))
+    named = {_same(re.split(r"[<>=~\[; ]", one)[0]) for one in asked}
+    of = packages_distributions()
+    for module, file in MODULES.items():
+        for imported, _ in imports(file):
+            package = imported.split(".")[0]
+            if package not in sys.stdlib_module_names and not package.startswith("ssmd"):
+                known = {_same(name) for name in (package, *of.get(package, ()), WITH.get(package, package))}
+                assert known & named, f"{module} imports {package}, which pyproject.toml does not name"
+
+
+def _same(name: str) -> str:
+    """Names of distributions as the index compares them."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_no_upward_import_goes_unseen(tmp_path: Path) -> None:
