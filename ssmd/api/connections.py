@@ -40,6 +40,7 @@ BACKLOG = 512  # that wait in the system meanwhile
 _SPARE = 64
 _SELDOM_S = 60.0
 _TOO_MANY = "too many connections"
+_TELL = ("ssmd.api.security", "ssmd.api.front", "ssmd.api.delivery")
 _LINES = re.compile(rb"(?:(?!\r?\n)[^\n]*\n){%d}" % (MOST_LINES + 1))
 _BY_STRANGERS = {  # how often a minute each of these is written
     "socket.accept() out of system resource": 1,
@@ -51,6 +52,8 @@ _BY_STRANGERS = {  # how often a minute each of these is written
     "refused ": 30,
     "%s %s: the client went away": 30,
     "request %s: the client went away": 30,
+    "request %s: the client has not read": 30,
+    "a client reads so slowly": 30,
 }
 
 
@@ -78,7 +81,7 @@ def limit(config: Config, limits: Limits) -> None:
     config.http = type("Connection", (_Connection,), {"limits": limits, "idle": idle})
     config.backlog = AT_ONCE  # which to asyncio also is how many it takes in at a time
     config.timeout_keep_alive = IDLE_S
-    for name in ("asyncio", "uvicorn.error", "ssmd.api.security", "ssmd.api.front", __name__):
+    for name in ("asyncio", "uvicorn.error", *_TELL, __name__):
         logger = logging.getLogger(name)
         if not any(isinstance(one, Seldom) for one in logger.filters):
             logger.addFilter(Seldom())

@@ -16,18 +16,23 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import h11
 import pytest
+import uvicorn
 from daemon import soon
+from h11._receivebuffer import ReceiveBuffer
 from serving import Served, serving
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api import connections
+from ssmd.api import connections, delivery
 from ssmd.api.connections import Limits, Seldom
+from ssmd.api.delivery import Gone
 from ssmd.api.sessions import _PassingFile
+from ssmd.engine.request import Delta
 from ssmd.machine.privatesocket import listen_privately
 
 WHOLE = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -251,6 +256,25 @@ def test_a_head_of_many_lines_is_refused() -> None:
         assert one.ask("GET", "/", headers=few).status == 200
 
 
+@pytest.mark.parametrize(
+    ("lines", "status"), [(connections.MOST_LINES - 1, b"204"), (connections.MOST_LINES + 1, b"400")]
+)
+def test_what_follows_a_body_has_as_many_lines_as_a_head_at_most(lines: int, status: bytes) -> None:
+    async def read(request: Request) -> Response:
+        assert await request.body() == b"a"
+        return Response(status_code=204)
+
+    body = b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
+    raw = WHOLE[:-2] + body + b"a:\r\n" * lines + b"\r\n"
+    with serving(Starlette(routes=[Route("/", read)])) as one, one.connect(raw) as many:
+        assert many.recv(65536).startswith(b"HTTP/1.1 " + status)
+
+
+def test_the_parser_keeps_what_came_where_lines_are_counted() -> None:
+    """It says so nowhere: with an h11 that keeps it elsewhere nothing would be counted."""
+    assert type(h11.Connection(h11.SERVER)._receive_buffer) is ReceiveBuffer
+
+
 def test_a_crowd_at_the_door_does_not_hold_up_who_is_inside() -> None:
     """Few are taken in before others are served again, and those outside are not sent away meanwhile."""
     open_files: list[int] = []
@@ -300,6 +324,20 @@ def test_at_a_socket_clients_are_told_apart_by_process(tmp_path: Path) -> None:
     assert sorted(seen) == sorted(f"process.{pid}" for pid in (os.getpid(), *(one.pid for one in others)))
 
 
+def test_who_reads_too_slowly_fills_no_disk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(delivery.log, "filters", [])
+    monkeypatch.setattr(delivery, "MOST_WAITING", 0)
+    connections.limit(uvicorn.Config(_app, log_config=None), Limits())
+
+    async def many() -> None:
+        for _ in range(1000):
+            with pytest.raises(Gone):
+                delivery.Delivery()(Delta(0, "a"))
+
+    asyncio.run(many())
+    assert len([one for one in caplog.records if "reads so slowly" in one.getMessage()]) == 30
+
+
 def test_strangers_who_are_refused_fill_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some are told each minute, and then how many there were more; what is not theirs is told always."""
     seldom = Seldom()
@@ -309,7 +347,11 @@ def test_strangers_who_are_refused_fill_no_disk(monkeypatch: pytest.MonkeyPatch)
 
     told = [seldom.filter(record("refused %s %s: %s")) for _ in range(1000)]
     assert told == [True] * 30 + [False] * 970
-    for text in ("%s %s: the client went away before it had sent all", "request %s: the client went away"):
+    for text in (
+        "%s %s: the client went away before it had sent all",
+        "request %s: the client went away",
+        "request %s: the client has not read for %.0f s, given up",
+    ):
         assert sum(seldom.filter(record(text)) for _ in range(1000)) == 30
     assert not seldom.filter(record("No supported WebSocket library detected. Please use ..."))
     assert all(seldom.filter(record("%s %s: %s")) for _ in range(100))
