@@ -43,6 +43,12 @@ def head(length: int) -> bytes:
     ).encode()
 
 
+def in_pieces(raw: bytes) -> bytes:
+    """A request whose body comes in chunks of a byte each."""
+    start = head(0).replace(b"content-length: 0", b"transfer-encoding: chunked")
+    return start + b"".join(b"1\r\n%c\r\n" % one for one in raw) + b"0\r\n\r\n"
+
+
 def body(content: str, **fields: object) -> bytes:
     messages = [{"role": "user", "content": content}]
     return json.dumps({"model": NAME, "messages": messages, "stream": True, **fields}).encode()
@@ -112,6 +118,7 @@ def elsewhere(others: list[Other], port: int) -> None:
 
 def neighbours() -> dict[str, list[Other]]:
     long = body("hello world " * 175_000)
+    pieces = in_pieces(body("hello " * 50_000))
     keys = body("hi")[:-1] + b"," + b",".join(b'"k%d":1' % i for i in range(700_000)) + b"}"
     return {
         "nobody": [],
@@ -122,6 +129,7 @@ def neighbours() -> dict[str, list[Other]]:
         "16 that ask and go away": [again(lambda port: ask(port, body("Never mind."), read=False)) for _ in range(16)],
         "a prompt of 2 MiB, again and again": [again(lambda port: ask(port, long))],
         "8 MiB of unknown names, again and again": [again(lambda port: ask(port, keys))],
+        "300,000 chunks of 1 byte, again and again": [again(lambda port: send(port, pieces))],
         "24 that list the sessions, again and again": [again(lambda port: send(port, LIST)) for _ in range(24)],
         "200 silent connections": [held(b"", b"", 200)],
         "100 bodies that drip": [held(head(1000), b" ", 100)],
