@@ -145,18 +145,18 @@ class LibraryGraph(Graph):
         options = (_Option * 2)(
             _Option(_TAG_ACCELERATORS, _ANY_INT, _CPU), _Option(_TAG_SEVERITY, _ANY_INT, _ERRORS_ONLY)
         )
-        text = f"num_threads = {threads}\n"
-        if weight_cache is not None:  # a basic string of TOML is written like one of JSON
-            text += f"weight_cache_file_path = {json.dumps(str(weight_cache))}\n"
-        self._text = ctypes.create_string_buffer(text.encode())
+        texts = self.options(threads, weight_cache)
+        self._texts = {name: ctypes.create_string_buffer(text.encode()) for name, text in texts.items()}
         try:
             self._call("LiteRtCreateEnvironment", 2, options, byref(self._environment))
             self._call("LiteRtCreateModelFromFile", self._environment, str(path).encode(), byref(self._model))
             self._call("LiteRtCreateOptions", byref(self._options))
             self._call("LiteRtSetOptionsHardwareAccelerators", self._options, _CPU)
-            cpu = c_void_p()
-            self._call("LiteRtCreateOpaqueOptions", b"xnnpack", ctypes.addressof(self._text), _keep, byref(cpu))
-            self._call("LiteRtAddOpaqueOptions", self._options, cpu)
+            for name, memory in self._texts.items():
+                more = c_void_p()
+                address = ctypes.addressof(memory)
+                self._call("LiteRtCreateOpaqueOptions", name.encode(), address, _keep, byref(more))
+                self._call("LiteRtAddOpaqueOptions", self._options, more)
             self._call(
                 "LiteRtCreateCompiledModel", self._environment, self._model, self._options, byref(self._compiled)
             )
@@ -164,6 +164,13 @@ class LibraryGraph(Graph):
         except BaseException:
             self.close()
             raise
+
+    def options(self, threads: int, weight_cache: Path | None) -> dict[str, str]:
+        """What LiteRT is told, in TOML, by the name of whom it concerns."""
+        text = f"num_threads = {threads}\n"
+        if weight_cache is not None:  # a basic string of TOML is written like one of JSON
+            text += f"weight_cache_file_path = {json.dumps(str(weight_cache))}\n"
+        return {"xnnpack": text}
 
     def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> LibraryCall:
         known = self.signatures[signature]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ssmd.model.artifact import Artifact, Manifest
 
 log = logging.getLogger(__name__)
+SUFFIX = ".tflite"
 
 
 class LiteRTRuntime:
@@ -50,13 +51,13 @@ class LiteRTRuntime:
             why = {d.name: d.why_not for d in self.devices()}.get(device, "there is no such device")
             raise RuntimeUnavailable(f"runtime {self.name!r} cannot use device {device!r}: {why}")
         check_threads(threads)
-        models = [n for n in manifest.files if n.endswith(".tflite")]
+        models = [n for n in manifest.files if n.endswith(SUFFIX)]
         if len(models) != 1:
-            raise ProgramError(f"artifact {artifact.path} must hold one .tflite file, it lists {models}")
+            raise ProgramError(f"artifact {artifact.path} must hold one {SUFFIX} file, it lists {models}")
         # LiteRT trusts a model's inner offsets. The artifact's hashes keep damaged files out; this, other formats.
         with artifact.file(models[0]).open("rb") as f:
             if f.read(8)[4:] != b"TFL3":
-                raise ProgramError(f"{artifact.file(models[0])} is no .tflite model; build the artifact again")
+                raise ProgramError(f"{artifact.file(models[0])} is no {SUFFIX} model; build the artifact again")
         path, count, cpu = artifact.file(models[0]), threads or default_threads(), cpu_name()
         producer = f"litert {package_version()}; cpu {cpu}; {count} threads"
         unshared = ""

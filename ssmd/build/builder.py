@@ -220,8 +220,8 @@ def targeted(
         )
     if not tiers or len(set(tiers)) != len(tiers):
         raise BuildError(f"capacities {list(tiers)} must be different numbers of tokens")
-    if min(tiers) < max(buckets):
-        raise BuildError(f"a context of {min(tiers)} tokens does not hold the largest bucket, {max(buckets)}")
+    if target.context < max(buckets):
+        raise BuildError(f"a context of {target.context} tokens does not hold the largest bucket, {max(buckets)}")
     if target.context > config.max_position:
         raise BuildError(
             f"a context of {target.context} tokens is more than the model was made for: config.json says "

@@ -231,7 +231,7 @@ def large_constants(file: Path) -> list[int]:
         ({"buckets": [1, 16]}, "at least 2"),
         ({"buckets": [-16]}, "at least 2"),
         ({"buckets": [100]}, "multiples of 64"),
-        ({"buckets": [256], "tiers": [128, 512]}, "128 tokens does not hold the largest bucket"),
+        ({"buckets": [256], "tiers": [64, 128]}, "128 tokens does not hold the largest bucket"),
         ({"tiers": []}, "capacities"),
         ({"tiers": [512, 512]}, "capacities"),
         ({"tiers": [512, 4096]}, "max_position_embeddings = 2048"),

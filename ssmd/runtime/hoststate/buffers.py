@@ -40,13 +40,16 @@ def carve(tensors: Mapping[str, Tensor], memory: Memory | None = None) -> tuple[
     return block, arrays
 
 
-def stack(count: int, shape: tuple[int, ...]) -> tuple[Memory, NDArray[np.float32]]:
-    """One block and an array (count, *shape) of float32 over it, each of whose `count` parts is aligned."""
-    size = int(np.prod(shape))
-    step = -(-size * 4 // ALIGNMENT) * ALIGNMENT // 4
-    memory = aligned(count * step * 4)
-    parts: NDArray[np.float32] = memory.view(np.float32).reshape(count, step)[:, :size].reshape(count, *shape)
-    return memory, parts
+def stack_bytes(count: int, shape: tuple[int, ...]) -> int:
+    """Bytes of `count` arrays of float32, each of them aligned."""
+    return count * -(-int(np.prod(shape)) * 4 // ALIGNMENT) * ALIGNMENT
+
+
+def stacked(memory: Memory, count: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """An array (count, *shape) of float32 at the beginning of `memory`, each of whose `count` parts is aligned."""
+    size, nbytes = int(np.prod(shape)), stack_bytes(count, shape)
+    parts: NDArray[np.float32] = memory[:nbytes].view(np.float32).reshape(count, -1)[:, :size].reshape(count, *shape)
+    return parts
 
 
 class Lease:

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from ssmd.model.state import Part, State
 from ssmd.runtime.checked import CheckedProgram, Held
 from ssmd.runtime.hoststate.buffers import Snapshots, carve
+from ssmd.runtime.hoststate.caches import row_groups
 from ssmd.runtime.hoststate.graph import Array, Call, Graph, GraphError
 from ssmd.runtime.hoststate.signatures import check_signatures, is_open, signature_name
-from ssmd.runtime.hoststate.slot import Slot, recurrent_tensors, row_groups
+from ssmd.runtime.hoststate.slot import Slot, recurrent_tensors
 from ssmd.runtime.hoststate.step import Step
 from ssmd.runtime.protocol import Logits, ProgramError
 
@@ -73,11 +74,13 @@ class FlatProgram(CheckedProgram[_Handle]):
     def _new(self, tokens: int) -> _Handle:
         """Memory that was used before is there at once, new memory is not."""
         capacity = self._tier(tokens) if self.spec.rows else self._tiers[0]
-        slot = next((s for s in reversed(self._spare) if s.capacity == capacity), None)
+        spare = [s for s in reversed(self._spare) if s.caches.has_room(capacity)]
+        slot = next((s for s in spare if s.caches.capacity == capacity), spare[0] if spare else None)
         if slot is None:
             slot = self._make_slot(capacity)
         else:
             self._spare.remove(slot)
+            self._fit(slot, capacity, 0)
         self._slots.add(slot)
         return _Handle(self, slot)
 
@@ -128,7 +131,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         slot.clear()
         self._spare.append(slot)
         while len(self._spare) > 1 and sum(s.nbytes for s in self._spare) > _SPARE_SLOT_BYTES:
-            largest = max(self._spare, key=lambda s: s.capacity)
+            largest = max(self._spare, key=lambda s: s.nbytes)
             self._spare.remove(largest)
             self._forget(largest)
 
@@ -148,16 +151,21 @@ class FlatProgram(CheckedProgram[_Handle]):
 
     def _make_room(self, slot: Slot, tokens: int, rows: int) -> None:
         """Move a slot, with its first `rows` rows, up to the smallest tier that has room for `tokens` in all."""
-        if self.spec.rows and tokens > slot.capacity:
-            for block in slot.resize(self._tier(tokens), rows):
+        if self.spec.rows and tokens > slot.caches.capacity:
+            self._fit(slot, self._tier(tokens), rows)
+
+    def _fit(self, slot: Slot, capacity: int, rows: int) -> None:
+        """Give a slot's caches another capacity; they keep the first `rows` rows."""
+        if slot.caches.capacity != capacity:
+            for block in slot.resize(capacity, rows):
                 self.graph.forget(block)
 
     def _in_order(self, handles: Sequence[_Handle]) -> list[int]:
         """Those of one capacity beside one another, those of the capacity that the graph has now first or last."""
-        order = sorted(range(len(handles)), key=lambda i: handles[i].slot.capacity)
-        if handles[order[-1]].slot.capacity == self._capacity:
+        order = sorted(range(len(handles)), key=lambda i: handles[i].slot.caches.capacity)
+        if handles[order[-1]].slot.caches.capacity == self._capacity:
             order.reverse()
-        self._capacity = handles[order[-1]].slot.capacity
+        self._capacity = handles[order[-1]].slot.caches.capacity
         return order
 
     def _forget(self, slot: Slot) -> None:
@@ -169,13 +177,14 @@ class FlatProgram(CheckedProgram[_Handle]):
         """The signature bound to a slot, reading recurrent state on `side` and writing it on the other. Made once."""
         key = (step.length, side)
         if key not in slot.calls:
-            inputs = {**step.arrays, **slot.recurrent[side], **slot.caches}
+            inputs = {**step.arrays, **slot.recurrent[side], **slot.caches.arrays}
             outputs = {**step.arrays, **slot.recurrent[1 - side], **step.rows.arrays}
             slot.calls[key] = self.graph.bind(self._signature(step, slot), inputs, outputs)
         return slot.calls[key]
 
     def _signature(self, step: Step, slot: Slot) -> str:
-        return signature_name(step.length, slot.capacity, slot.capacity if self._open else self._tiers[0])
+        capacity = slot.caches.capacity
+        return signature_name(step.length, capacity, capacity if self._open else self._tiers[0])
 
     def _run(self, step: Step, handle: _Handle, ids: NDArray[np.int32]) -> None:
         """Compute a step without committing it: until then the handle is what it was."""
@@ -186,7 +195,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         step.pos[0] = handle.position
         step.n_valid[0] = count
         self._make_room(slot, handle.position + count, handle.position)
-        slot.show(handle.position)
+        slot.caches.show(handle.position)
         self._call(step, slot, handle.side).run()
         slot.append(step.rows, handle.position, count)
 
@@ -203,7 +212,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         step, slot = self._steps[0], self._spare[0]
         call = self._call(step, slot, 0)
         outputs: dict[str, Array] = {"logits": step.arrays["logits"], **slot.recurrent[1], **step.rows.arrays}
-        known = {**step.arrays, **slot.recurrent[0], **slot.caches}
+        known = {**step.arrays, **slot.recurrent[0], **slot.caches.arrays}
         noise = np.random.default_rng(0)
         try:
             for token in (self.vocabulary - 1, 0):
@@ -220,4 +229,4 @@ class FlatProgram(CheckedProgram[_Handle]):
                     raise GraphError(f"the self-test of shared memory failed at {name!r}")
         finally:
             slot.clear()
-        slot.prepare()
+        slot.caches.prepare()

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.model.state import FLOAT16_MAX, StateSpec, TensorSpec, narrowed
-from ssmd.runtime.hoststate.buffers import Lease, Memory, carve, populate, stack
-from ssmd.runtime.hoststate.graph import SLOTS, Array, Call, Tensor
+from ssmd.runtime.hoststate.buffers import Lease, Memory, aligned, carve, stack_bytes, stacked
+from ssmd.runtime.hoststate.caches import Caches, RowGroup
+from ssmd.runtime.hoststate.graph import Array, Call, Tensor
 
 _FLOAT32 = np.dtype(np.float32)
-_MASKED = np.float32(-6e4)  # added to a score: its softmax is exactly 0
 
 
 def graph_shape(tensor: TensorSpec, rows: int) -> tuple[int, ...]:
@@ -38,35 +36,6 @@ def graph_shape(tensor: TensorSpec, rows: int) -> tuple[int, ...]:
 
 def recurrent_tensors(spec: StateSpec) -> dict[str, Tensor]:
     return {t.name: Tensor(graph_shape(t, 0), _FLOAT32) for t in spec.recurrent}
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """All key or all value tensors of one shape: their rows are written together, whatever the number of layers."""
-
-    kind: str
-    heads: int
-    dim: int
-    dtype: np.dtype[Any]
-    names: tuple[str, ...]
-
-    def shape(self, rows: int) -> tuple[int, ...]:
-        return (self.heads, rows, self.dim) if self.kind == "key" else (self.heads, self.dim, rows)
-
-    def tokens(self, array: NDArray[Any], start: int, stop: int) -> NDArray[Any]:
-        """The token range of a stacked array (L, Hkv, S, D) or (L, Hkv, D, S), as a view."""
-        return array[:, :, start:stop] if self.kind == "key" else array[:, :, :, start:stop]
-
-    def canonical(self, part: NDArray[Any]) -> NDArray[Any]:
-        """View such a range as (n, L, Hkv, D)."""
-        return part.transpose(2, 0, 1, 3) if self.kind == "key" else part.transpose(3, 0, 1, 2)
-
-
-def row_groups(spec: StateSpec) -> tuple[RowGroup, ...]:
-    names: dict[tuple[str, tuple[int, ...], np.dtype[Any]], list[str]] = {}
-    for t in spec.rows:
-        names.setdefault((t.kind, t.shape, t.numpy_dtype), []).append(t.name)
-    return tuple(RowGroup(kind, s[0], s[1], dtype, tuple(found)) for (kind, s, dtype), found in names.items())
 
 
 _F16_BITS = np.array(0x8FFFE000, np.uint32).view(np.int32)[()]
@@ -92,7 +61,8 @@ class NewRows:
     """What one signature puts out for all attention layers: shared by all handles, valid until its next run."""
 
     def __init__(self, groups: tuple[RowGroup, ...], bucket: int) -> None:
-        self.stacks = [stack(len(g.names), g.shape(bucket))[1] for g in groups]
+        shapes = [(len(g.names), g.shape(bucket)) for g in groups]
+        self.stacks = [stacked(aligned(stack_bytes(n, shape)), n, shape) for n, shape in shapes]
         self.arrays: dict[str, Array] = {
             n: s[i] for g, s in zip(groups, self.stacks, strict=True) for i, n in enumerate(g.names)
         }
@@ -107,14 +77,13 @@ class Slot:
         """`context`: the most tokens there can be; `capacity`: those that the caches have room for at first; `masked`:
         whether the graph is told which slots count."""
         self.groups = groups
-        self._masked = masked
+        self.caches = Caches(groups, capacity, context, masked)
         self._context = context
         self._used = 0  # rows that may hold something else than zero
         pairs = [carve(recurrent_tensors(spec)) for _ in range(2)]
         self.arenas: list[Memory] = [memory for memory, _ in pairs]
         self.recurrent: list[dict[str, Array]] = [arrays for _, arrays in pairs]
         self.calls: dict[tuple[int, int], Call] = {}  # by length and the side that is read
-        self._make_caches(capacity)
         # Canonical rows (S, values of a row), in the dtype of the state, from `_kept_from` on; never written twice
         # while a view that `save` handed out is alive: a save copies no rows.
         self._spec = spec
@@ -127,47 +96,25 @@ class Slot:
     @property
     def blocks(self) -> list[Memory]:
         """All memory that calls are bound to."""
-        return [*self.arenas, *self._cache_blocks]
+        return [*self.arenas, *self.caches.blocks]
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that a slot keeps when it is clear."""
-        return sum(block.nbytes for block in self.blocks)
-
-    def _make_caches(self, capacity: int) -> None:
-        stacks = [stack(len(g.names), g.shape(capacity)) for g in self.groups]
-        self.capacity = capacity  # not before there is memory for it
-        self._cache_blocks = [memory for memory, _ in stacks]
-        self._caches = [array for _, array in stacks]
-        self.caches: dict[str, Array] = {
-            n: c[i] for g, c in zip(self.groups, self._caches, strict=True) for i, n in enumerate(g.names)
-        }
-        if self._masked:
-            block, mask = carve({SLOTS: Tensor((1, 1, capacity), _FLOAT32)})
-            mask[SLOTS].fill(_MASKED)
-            self._cache_blocks.append(block)
-            self.caches |= mask
-        self._shown = 0
-
-    def show(self, rows: int) -> None:
-        """Have a graph that is told which slots count see the first `rows` of them."""
-        if self._masked and rows != self._shown:
-            mask = self.caches[SLOTS][0, 0]
-            mask[self._shown : rows] = 0
-            mask[rows : self._shown] = _MASKED
-            self._shown = rows
+        return sum(arena.nbytes for arena in self.arenas) + self.caches.nbytes
 
     def resize(self, capacity: int, rows: int) -> list[Memory]:
-        """Move, with the first `rows` rows, into caches of another capacity.
+        """Have caches of another capacity that hold the first `rows` rows, for which there must be room.
 
-        Returns the memory that was left, to which no call is bound any more.
+        Returns the memory that no call may be bound to any more. Raises MemoryError before anything is changed.
         """
-        left, old = self._cache_blocks, self._caches
-        self._make_caches(capacity)
+        left = self.caches.blocks
+        if not self._used and self.caches.has_room(capacity):
+            self.caches.fit(capacity)
+        else:
+            self.caches.grow(capacity, rows)
         self.calls.clear()
         self._used = rows
-        for cache, before, group in zip(self._caches, old, self.groups, strict=True):
-            group.tokens(cache, 0, rows)[...] = group.tokens(before, 0, rows)
         return left
 
     def _new_store(self) -> None:
@@ -183,14 +130,10 @@ class Slot:
         ]
         self._lent = weakref.WeakSet()
 
-    def prepare(self) -> None:
-        """Have the system provide the memory of the caches now: a first restore takes half as long then."""
-        populate(self._cache_blocks)
-
     def clear(self) -> None:
         """Make the slot as if new: nothing of the last conversation is left where a graph reads before it writes."""
         self.arenas[0].fill(0)  # the first step reads this one and writes the whole of the other
-        for cache, group in zip(self._caches, self.groups, strict=True):
+        for cache, group in zip(self.caches.stacks, self.groups, strict=True):
             group.tokens(cache, 0, self._used)[...] = 0
         self._used = self._kept_from = 0
         if self._store.size:  # leave its rows to the views that outlive the handle, and its memory to the system
@@ -200,7 +143,9 @@ class Slot:
         """Take the first `count` new rows of a step in at `position`. The cache holds what the store holds."""
         stop = position + count
         self._used = max(self._used, stop)
-        for group, fresh, cache, store in zip(self.groups, new.stacks, self._caches, self._group_stores, strict=True):
+        for group, fresh, cache, store in zip(
+            self.groups, new.stacks, self.caches.stacks, self._group_stores, strict=True
+        ):
             rows = group.tokens(fresh, 0, count)
             kept = rows
             if group.dtype != _FLOAT32:
@@ -232,14 +177,14 @@ class Slot:
         low, high = since, self._kept_from
         if low >= high:
             return
-        for group, cache, store in zip(self.groups, self._caches, self._group_stores, strict=True):
+        for group, cache, store in zip(self.groups, self.caches.stacks, self._group_stores, strict=True):
             store[low:high] = group.canonical(group.tokens(cache, low, high))  # the cache holds rounded values: exact
         self._kept_from = low
 
     def load_rows(self, tensors: Mapping[str, Array], first: int, stop: int) -> None:
         """Take in canonical rows [first, stop), of either dtype; `first` is where those taken in so far end."""
         self._used = self._kept_from = stop
-        for group, cache in zip(self.groups, self._caches, strict=True):
+        for group, cache in zip(self.groups, self.caches.stacks, strict=True):
             target = group.tokens(cache, first, stop)
             for layer, name in enumerate(group.names):  # one at a time stays in the processor's cache
                 rows = narrowed(tensors[name], group.dtype)  # (Hkv, n, D)
@@ -249,5 +194,5 @@ class Slot:
     def copy_rows(self, other: Slot, count: int) -> None:
         """Take over rows [0, count) of another slot of the program. This slot must be clear and have room for them."""
         self._used = self._kept_from = count
-        for group, cache, theirs in zip(self.groups, self._caches, other._caches, strict=True):
+        for group, cache, theirs in zip(self.groups, self.caches.stacks, other.caches.stacks, strict=True):
             group.tokens(cache, 0, count)[...] = group.tokens(theirs, 0, count)

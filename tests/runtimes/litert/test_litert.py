@@ -23,7 +23,7 @@ from ssmd.build.builder import BuildError
 from ssmd.machine.processor import cpu_name
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import State
-from ssmd.runtime.hoststate.buffers import ALIGNMENT, Snapshots, aligned, carve, stack
+from ssmd.runtime.hoststate.buffers import ALIGNMENT, Snapshots, aligned, carve, stack_bytes, stacked
 from ssmd.runtime.hoststate.graph import GraphError, Tensor
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.threads import default_threads
@@ -267,7 +267,8 @@ def test_blocks_are_aligned_and_disjoint() -> None:
         assert array.ctypes.data % ALIGNMENT == 0
         array.fill(i + 1)
     assert [(arrays[n] == i + 1).all() for i, n in enumerate(shapes)] == [True] * 3
-    memory, parts = stack(5, (3, 7))
+    memory = aligned(stack_bytes(5, (3, 7)))
+    parts = stacked(memory, 5, (3, 7))
     assert parts.shape == (5, 3, 7)
     for i, part in enumerate(parts):
         assert part.ctypes.data % ALIGNMENT == 0
@@ -370,7 +371,7 @@ def test_a_step_is_the_same_whatever_capacity_the_one_before_had(granite: Artifa
     both = [logits for _ in range(19) for logits in (next(late), next(early))]
     assert [*first, *both[::2]] == alone
     assert both[1::2] == alone[:19]
-    assert {slot.capacity for slot in program._slots} == {160, 512}
+    assert {slot.caches.capacity for slot in program._slots} == {160, 512}
 
 
 def test_conversations_of_two_lengths_cost_one_change_a_step(
@@ -440,18 +441,23 @@ def test_memory_of_a_larger_tier_is_used_again_or_given_back(
         program.release(handle)
         return state
 
-    state = grown()  # it began with the small one's memory, which is larger now
-    assert [s.capacity for s in program._spare] == [512]
-    assert conversation(program) == fresh
-    assert [s.capacity for s in program._spare] == [512, 64]
+    state = grown()  # it began with the small one's memory, and moved to larger
+    assert [s.caches.capacity for s in program._spare] == [512]
     large = program._spare[0]
+    assert conversation(program) == fresh  # in that memory, as if it were small
+    assert program._spare == [large]
+    assert large.caches.capacity == 64
     again = program.restore(state)
     assert again.slot is large
     assert program.save(again).tensors["key_2"].tobytes() == state.tensors["key_2"].tobytes()
+    beside = program.new_state()
     program.release(again)
+    program.release(beside)
+    assert len(program._spare) == 2
     monkeypatch.setattr("ssmd.runtime.hoststate.program._SPARE_SLOT_BYTES", small.nbytes)
     program.release(program.new_state())
-    assert [s.capacity for s in program._spare] == [64]
+    assert [s.caches.capacity for s in program._spare] == [64]
+    assert program._spare != [large]
     assert conversation(program) == fresh
 
 
@@ -467,7 +473,7 @@ def test_a_handle_that_finds_no_memory_to_move_up_is_unharmed(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ssmd.runtime.hoststate.slot.stack", none)
+        patch.setattr("ssmd.runtime.hoststate.caches.aligned", none)
         with pytest.raises(MemoryError):
             program.prefill(handle, [8] * 10)
     assert conversation_state(program, handle) == before

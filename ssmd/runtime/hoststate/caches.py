@@ -1,0 +1,147 @@
+"""The caches of keys and values of one handle, in memory that they grow within.
+
+Shapes as the graph has them (L layers of one shape, S = capacity of the caches, T = tokens of a step):
+
+    key    (Hkv, S, D)      new rows of a step: (Hkv, T, D)
+    value  (Hkv, D, S)      new rows of a step: (Hkv, D, T)
+
+A step attends over all S slots, so S stays near the position: it grows often. Moving up within memory that is there
+costs no new pages but those of the added slots, and no second copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.model.state import StateSpec
+from ssmd.runtime.hoststate.buffers import Memory, aligned, populate, stack_bytes, stacked
+from ssmd.runtime.hoststate.graph import SLOTS, Array
+
+_FLOAT32 = np.dtype(np.float32)
+_MASKED = np.float32(-6e4)  # added to a score: its softmax is exactly 0
+_ROOM = 2  # times the capacity that new memory has room for: addresses only, until they are written
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """All key or all value tensors of one shape: their rows are written together, whatever the number of layers."""
+
+    kind: str
+    heads: int
+    dim: int
+    dtype: np.dtype[Any]
+    names: tuple[str, ...]
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        return (self.heads, rows, self.dim) if self.kind == "key" else (self.heads, self.dim, rows)
+
+    def tokens(self, array: NDArray[Any], start: int, stop: int) -> NDArray[Any]:
+        """The token range of a stacked array (L, Hkv, S, D) or (L, Hkv, D, S), as a view."""
+        return array[:, :, start:stop] if self.kind == "key" else array[:, :, :, start:stop]
+
+    def canonical(self, part: NDArray[Any]) -> NDArray[Any]:
+        """View such a range as (n, L, Hkv, D)."""
+        return part.transpose(2, 0, 1, 3) if self.kind == "key" else part.transpose(3, 0, 1, 2)
+
+
+def row_groups(spec: StateSpec) -> tuple[RowGroup, ...]:
+    names: dict[tuple[str, tuple[int, ...], np.dtype[Any]], list[str]] = {}
+    for t in spec.rows:
+        names.setdefault((t.kind, t.shape, t.numpy_dtype), []).append(t.name)
+    return tuple(RowGroup(kind, s[0], s[1], dtype, tuple(found)) for (kind, s, dtype), found in names.items())
+
+
+class Caches:
+    """capacity: slots that the graph sees. stacks: (L, *) for each group; arrays: the same by tensor, and the mask."""
+
+    def __init__(self, groups: tuple[RowGroup, ...], capacity: int, context: int, masked: bool) -> None:
+        """`context`: the most slots there can be; `masked`: whether the graph is told which slots count."""
+        self.groups = groups
+        self._context = context
+        self._masked = masked
+        self._make(capacity)
+
+    @property
+    def blocks(self) -> list[Memory]:
+        """All memory that calls are bound to."""
+        return self._blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were ever written."""
+        return sum(stack_bytes(len(g.names), g.shape(self._highest)) for g in self.groups)
+
+    def has_room(self, capacity: int) -> bool:
+        """Whether they can have this capacity in the memory that there is."""
+        return capacity <= self._room
+
+    def _make(self, capacity: int) -> None:
+        room = max(capacity, min(self._context, _ROOM * capacity))
+        blocks = [aligned(stack_bytes(len(g.names), g.shape(room))) for g in self.groups]
+        if self._masked:
+            blocks.append(aligned(room * _FLOAT32.itemsize))
+        self._blocks, self._room, self._highest = blocks, room, 0  # not before there is memory for all
+        self.fit(capacity)
+
+    def fit(self, capacity: int) -> None:
+        """Have another capacity, for which there is room. What they hold is lost, unless it is nothing."""
+        self.capacity = capacity
+        self._highest = max(self._highest, capacity)
+        self.stacks = [
+            stacked(block, len(g.names), g.shape(capacity)) for g, block in zip(self.groups, self._blocks, strict=False)
+        ]
+        self.arrays: dict[str, Array] = {
+            n: s[i] for g, s in zip(self.groups, self.stacks, strict=True) for i, n in enumerate(g.names)
+        }
+        self._shown = 0
+        if self._masked:
+            mask = self._blocks[-1].view(_FLOAT32)[:capacity]
+            mask.fill(_MASKED)
+            self.arrays[SLOTS] = mask.reshape(1, 1, capacity)
+
+    def grow(self, capacity: int, rows: int) -> None:
+        """Have a larger capacity, with the first `rows` rows where they belong and zeros after them. Raises MemoryError
+        before anything is changed."""
+        before, blocks = self.stacks, self._blocks
+        if self.has_room(capacity):
+            self.fit(capacity)
+        else:
+            self._make(capacity)
+        for group, old, new in zip(self.groups, before, self.stacks, strict=True):
+            if self._blocks is blocks:
+                _spread(group, old, new, rows)
+                group.tokens(new, rows, capacity)[...] = 0  # where others' rows lay
+            else:
+                group.tokens(new, 0, rows)[...] = group.tokens(old, 0, rows)
+
+    def show(self, rows: int) -> None:
+        """Have a graph that is told which slots count see the first `rows` of them."""
+        if self._masked and rows != self._shown:
+            mask = self.arrays[SLOTS][0, 0]
+            mask[self._shown : rows] = 0
+            mask[rows : self._shown] = _MASKED
+            self._shown = rows
+
+    def prepare(self) -> None:
+        """Have the system provide the memory of this capacity now."""
+        sizes = [stack_bytes(len(g.names), g.shape(self.capacity)) for g in self.groups]
+        populate([block[:size] for block, size in zip(self._blocks, sizes, strict=False)])
+
+
+def _spread(group: RowGroup, old: Array, new: Array, rows: int) -> None:
+    """Move rows to where they lie with a larger capacity, in the same memory: from the last one on, so that none is
+    written over before it was moved. Nothing is allocated: it cannot fail half way."""
+    size = group.dim * rows if group.kind == "key" else rows  # of a run of values that stays together
+    lines = (len(group.names), group.heads, 1 if group.kind == "key" else group.dim)
+    if not size:
+        return
+    for layer in reversed(range(lines[0])):
+        target, source = new[layer].ctypes.data, old[layer].ctypes.data
+        apart, was = (int(np.prod(a.shape[1:])) * 4 // (lines[1] * lines[2]) for a in (new, old))
+        for line in reversed(range(lines[1] * lines[2])):
+            ctypes.memmove(target + line * apart, source + line * was, size * 4)
