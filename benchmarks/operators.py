@@ -10,15 +10,12 @@ operator; what the sums leave of the step without a profiler are the nodes below
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from ctypes import POINTER, c_int, c_void_p
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from daemon_process import conditions
@@ -28,45 +25,11 @@ from ssmd.runtime import buckets
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import get_runtime
-from ssmd_litert.library import LibraryGraph
+from ssmd_litert.profiler import Node, ProfiledGraph
 from ssmd_litert.runtime import SUFFIX
 
 REPEATS = 40
-_WORDS = 13  # of 64 bits in an event (LiteRtProfileEventData): a pointer to its name first, us fourth
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "LiteRtCompiledModelGetProfiler": (c_void_p, POINTER(c_void_p)),
-    "LiteRtStartProfiler": (c_void_p,),
-    "LiteRtStopProfiler": (c_void_p,),
-    "LiteRtResetProfiler": (c_void_p,),
-    "LiteRtGetNumProfilerEvents": (c_void_p, POINTER(c_int)),
-    "LiteRtGetProfilerEvents": (c_void_p, c_int, c_void_p),
-}
-_NO_NODES = ("LiteRT::", "AllocateTensors", "TfLiteXNNPack", "Invoke")  # what such a name begins is a whole call
 Step = Callable[[], object]
-
-
-class ProfiledGraph(LibraryGraph):
-    """A graph that can tell how long each of its nodes takes."""
-
-    def options(self, threads: int, weight_cache: Path | None) -> dict[str, str]:
-        return {**super().options(threads, weight_cache), "runtime_options_string": "enable_profiling = true\n"}
-
-    def nodes(self, step: Step) -> list[tuple[str, int]]:
-        """Run a step. Returns its nodes' operators, in their order, and the us that each took."""
-        for name, arguments in _FUNCTIONS.items():
-            function = getattr(self._c, name)
-            function.argtypes, function.restype = arguments, c_int
-        profiler, count = c_void_p(), c_int()
-        self._call("LiteRtCompiledModelGetProfiler", self._compiled, ctypes.byref(profiler))
-        self._call("LiteRtResetProfiler", profiler)
-        self._call("LiteRtStartProfiler", profiler)
-        step()
-        self._call("LiteRtStopProfiler", profiler)
-        self._call("LiteRtGetNumProfilerEvents", profiler, ctypes.byref(count))
-        raw = np.zeros((count.value, _WORDS), np.uint64)
-        self._call("LiteRtGetProfilerEvents", profiler, count.value, raw.ctypes.data)
-        named = ((ctypes.string_at(int(event[0])).decode(), int(event[3])) for event in raw)
-        return [(name, us) for name, us in named if not name.startswith(_NO_NODES)]
 
 
 def step_of(program: FlatProgram, depth: int, tokens: int, streams: int) -> Step:
@@ -99,7 +62,7 @@ def measure(program: FlatProgram, depth: int, tokens: int, streams: int) -> floa
     return statistics.median(took)
 
 
-def profile(graph: ProfiledGraph, program: FlatProgram, depth: int, tokens: int, streams: int) -> list[tuple[str, int]]:
+def profile(graph: ProfiledGraph, program: FlatProgram, depth: int, tokens: int, streams: int) -> list[Node]:
     """The nodes of a step with the least us that each took."""
     step = step_of(program, depth, tokens, streams)
     step()
@@ -137,7 +100,7 @@ def main(
     print(f"\n{conditions()}")
 
 
-def show(nodes: Sequence[tuple[str, int]], ms: float, slowest: int) -> None:
+def show(nodes: Sequence[Node], ms: float, slowest: int) -> None:
     """Print the table of operators, and of the slowest nodes."""
     count, sums = Counter(name for name, _ in nodes), Counter[str]()
     for name, us in nodes:

@@ -22,6 +22,7 @@ from ssmd.api.keys import Keys
 from ssmd.api.security import Rules, guarded
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
+from ssmd.engine.lanes import affordable
 from ssmd.engine.metrics import Metrics
 from ssmd.installed import resolve
 from ssmd.machine.descriptors import raise_limit
@@ -86,7 +87,7 @@ def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[E
         program,
         store,
         metrics=numbers,
-        max_running=settings.max_running,
+        max_running=affordable(program.spec, program.context, settings.max_running),
         max_queue=settings.max_queue,
         apart=not made_here,
     )

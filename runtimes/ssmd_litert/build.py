@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,17 +13,22 @@ from ssmd.build.stripping import Constants
 from ssmd.machine.memory import trim
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
+from ssmd.model.state import of_lane
 from ssmd.runtime.hoststate.graph import SLOTS
 from ssmd.runtime.hoststate.program import FlatProgram
-from ssmd.runtime.hoststate.signatures import signature_name
+from ssmd.runtime.hoststate.signatures import LANES, lanes_name, signature_name
 from ssmd_litert import recipe
 from ssmd_litert.capacity import open_capacity
+from ssmd_litert.delegated import delegate_all
+from ssmd_litert.lint import lint
+from ssmd_litert.modelfile import Edited, edit
 from ssmd_litert.runtime import LiteRTRuntime
 
 if TYPE_CHECKING:
     from ssmd.authoring.model import Model
 
 MODEL = "model.tflite"
+MOST_SAID = 3  # of what a lint finds
 # Capacities of the caches. Slots that are empty cost a conversation at each token, moving up costs it once: 3 to 20 ms
 # of SmolLM2, for its rows move within their memory.
 TIERS = (*range(128, 1024, 128), *(part << power for power in range(7, 14) for part in range(8, 16)))
@@ -82,10 +88,15 @@ class LiteRTConverter:
                 exported.unlink()
         else:
             exported.rename(model)
+        changes: list[Callable[[Edited], None]] = [delegate_all]
         if module.spec.rows:
-            with stage("open the capacity of the caches"):
-                open_capacity(model, NOMINAL)
-        _weights_stand_once(model, shapes, target, 1 + len(target.buckets))
+            changes.append(partial(open_capacity, nominal=NOMINAL))
+        with stage("put the graphs into forms that run fast"):
+            edit(model, *changes)
+        with stage("look at what runs where"):
+            if wrong := lint(model):
+                raise BuildError("; ".join(wrong[:MOST_SAID]))
+        _weights_stand_once(model, shapes, target, 1 + len(target.buckets) + sum(LANES))
         return {}
 
     def constants(self, folder: Path) -> Constants:
@@ -110,16 +121,24 @@ def _export(module: Model, buckets: Sequence[int], file: Path) -> None:
 
     converter: Any = litert_torch
     module.__class__ = _named(module)
+    shapes = graph_shapes(module.spec, NOMINAL)
+    if module.spec.rows:
+        shapes[SLOTS] = (1, 1, NOMINAL)
     for length in (1, *buckets):
         inputs = {
             "tokens": torch.zeros(1, length, dtype=torch.int32),
             "pos": torch.zeros(1, dtype=torch.int32),
             "n_valid": torch.ones(1, dtype=torch.int32),
-            **{n: torch.zeros(s) for n, s in graph_shapes(module.spec, NOMINAL).items()},
+            **{name: torch.zeros(shape) for name, shape in shapes.items()},
         }
-        if module.spec.rows:
-            inputs[SLOTS] = torch.zeros(1, 1, NOMINAL)
         converter = converter.signature(signature_name(length, 0, 0), module, sample_kwargs=inputs)
+    for lanes in LANES:
+        inputs = {
+            "tokens": torch.zeros(1, lanes, dtype=torch.int32),
+            "pos": torch.zeros(lanes, dtype=torch.int32),
+            **{of_lane(n, lane): torch.zeros(s) for lane in range(lanes) for n, s in shapes.items()},
+        }
+        converter = converter.signature(lanes_name(lanes), module, sample_kwargs=inputs)
     weights = file.with_suffix(".weights")
     weights_on_disk = WeightsOnDisk(module)
     trim()  # what the parameters lay in until now

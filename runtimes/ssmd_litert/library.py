@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint, c_uint32, c_void_p
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.runtime.hoststate.graph import Array, Graph, GraphError, Signature, Tensor
+from ssmd_litert.calls import LanesCall, LibraryCall, Sizes, sizes_of
 
 PACKAGE = "ai-edge-litert"
 TESTED = "2.3."
@@ -122,34 +123,31 @@ def _tensor_type(array: Array) -> _TensorType:
     return kind
 
 
-Sizes = dict[int, tuple[int, ...]]  # shapes of inputs by their place
-
-
-def _sizes(signature: Signature, inputs: Mapping[str, Array]) -> Sizes:
-    """What a call gives that may have another size than in the file: all that goes with the capacity of the caches."""
-    places = enumerate(signature.inputs.items())
-    return {place: inputs[name].shape for place, (name, t) in places if signature.nominal in t.shape}
-
-
 _keep = _Destructor(lambda _: None)  # the options' text belongs to Python: LiteRT must not free it
 
 
 class LibraryGraph(Graph):
     """A model whose tensors lie in numpy memory. Not thread-safe: one call at a time, which the program sees to."""
 
-    def __init__(self, path: Path, *, threads: int, weight_cache: Path | None) -> None:
-        self._c = open_library()
-        self._model, self._options, self._compiled, self._environment = (c_void_p() for _ in range(4))
+    def __init__(
+        self, path: Path, *, threads: int, weight_cache: Path | None, wanted: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        """`wanted`: which signatures are compiled, by their names; `signatures` has those. Raises GraphError."""
+        self.functions = open_library()
+        self._model, self._options, self.compiled, self._environment = (c_void_p() for _ in range(4))
         self._buffers: dict[int, c_void_p] = {}
         self._sizes: dict[int, Sizes] = {}  # of inputs, by signature, where a call asked for others than the file's
         options = (_Option * 2)(
             _Option(_TAG_ACCELERATORS, _ANY_INT, _CPU), _Option(_TAG_SEVERITY, _ANY_INT, _ERRORS_ONLY)
         )
-        texts = self.options(threads, weight_cache)
-        self._texts = {name: ctypes.create_string_buffer(text.encode()) for name, text in texts.items()}
         try:
             self._call("LiteRtCreateEnvironment", 2, options, byref(self._environment))
             self._call("LiteRtCreateModelFromFile", self._environment, str(path).encode(), byref(self._model))
+            self.indices, known = self._read_signatures()
+            self.names = tuple(known)  # of all signatures in the file
+            self.signatures = {name: signature for name, signature in known.items() if wanted(name)}
+            texts = self.options(threads, weight_cache)
+            self._texts = {name: ctypes.create_string_buffer(text.encode()) for name, text in texts.items()}
             self._call("LiteRtCreateOptions", byref(self._options))
             self._call("LiteRtSetOptionsHardwareAccelerators", self._options, _CPU)
             for name, memory in self._texts.items():
@@ -157,10 +155,7 @@ class LibraryGraph(Graph):
                 address = ctypes.addressof(memory)
                 self._call("LiteRtCreateOpaqueOptions", name.encode(), address, _keep, byref(more))
                 self._call("LiteRtAddOpaqueOptions", self._options, more)
-            self._call(
-                "LiteRtCreateCompiledModel", self._environment, self._model, self._options, byref(self._compiled)
-            )
-            self._indices, self.signatures = self._read_signatures()
+            self._call("LiteRtCreateCompiledModel", self._environment, self._model, self._options, byref(self.compiled))
         except BaseException:
             self.close()
             raise
@@ -170,31 +165,43 @@ class LibraryGraph(Graph):
         text = f"num_threads = {threads}\n"
         if weight_cache is not None:  # a basic string of TOML is written like one of JSON
             text += f"weight_cache_file_path = {json.dumps(str(weight_cache))}\n"
-        return {"xnnpack": text}
+        chosen = f"selected_signature_keys = {json.dumps(list(self.signatures))}\n"
+        return {"xnnpack": text, "runtime_options_string": chosen}
 
     def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> LibraryCall:
         known = self.signatures[signature]
         known.check(signature, inputs, outputs)
         return LibraryCall(
             self,
-            self._indices[signature],
-            [self._buffer(inputs[name]) for name in known.inputs],
-            [self._buffer(outputs[name]) for name in known.outputs],
-            _sizes(known, inputs),
+            self.indices[signature],
+            [self.buffer(inputs[name]) for name in known.inputs],
+            [self.buffer(outputs[name]) for name in known.outputs],
+            sizes_of(known, inputs),
         )
+
+    def bind_lanes(
+        self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array], lanes: int
+    ) -> LanesCall:
+        return LanesCall(self, signature, inputs, outputs, lanes)
 
     def size(self, index: int, sizes: Sizes) -> None:
         """Have a signature take inputs of these sizes from now on. Raises GraphError."""
-        self._sizes.pop(index, None)
+        known = self._sizes.pop(index, {})
         for place, shape in sizes.items():
-            dims = (c_int * len(shape))(*shape)
-            self._call("LiteRtCompiledModelResizeInputTensorNonStrict", self._compiled, index, place, dims, len(shape))
-        self._sizes[index] = sizes
+            if known.get(place) != shape:
+                dims = (c_int * len(shape))(*shape)
+                resize = "LiteRtCompiledModelResizeInputTensorNonStrict"
+                self._call(resize, self.compiled, index, place, dims, len(shape))
+        self._sizes[index] = {**known, **sizes}
+
+    def sized(self, index: int) -> Sizes:
+        """What sizes a signature takes now, where they are others than the file's."""
+        return self._sizes.get(index, {})
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
         start = memory.ctypes.data
         for address in [a for a in self._buffers if start <= a < start + memory.nbytes]:
-            self._c.LiteRtDestroyTensorBuffer(self._buffers.pop(address))
+            self.functions.LiteRtDestroyTensorBuffer(self._buffers.pop(address))
 
     def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
         known = self.signatures[signature]
@@ -217,31 +224,31 @@ class LibraryGraph(Graph):
             split = len(known.inputs)
             for name, buffer in zip(known.inputs, made[:split], strict=True):
                 self._copy(buffer, inputs[name], _LOCK_WRITE)
-            sizes = _sizes(known, inputs)
-            LibraryCall(self, self._indices[signature], made[:split], made[split:], sizes).run()
+            sizes = sizes_of(known, inputs)
+            LibraryCall(self, self.indices[signature], made[:split], made[split:], sizes).run()
             for array, buffer in zip(results.values(), made[split:], strict=True):
                 self._copy(buffer, array, _LOCK_READ)
         finally:
             for buffer in made:
-                self._c.LiteRtDestroyTensorBuffer(buffer)
+                self.functions.LiteRtDestroyTensorBuffer(buffer)
         return results
 
     def close(self) -> None:
         for buffer in self._buffers.values():
-            self._c.LiteRtDestroyTensorBuffer(buffer)
+            self.functions.LiteRtDestroyTensorBuffer(buffer)
         self._buffers.clear()
         for handle, destroy in (
-            (self._compiled, "LiteRtDestroyCompiledModel"),
+            (self.compiled, "LiteRtDestroyCompiledModel"),
             (self._options, "LiteRtDestroyOptions"),
             (self._model, "LiteRtDestroyModel"),
             (self._environment, "LiteRtDestroyEnvironment"),
         ):
             if handle.value:
-                getattr(self._c, destroy)(handle)
+                getattr(self.functions, destroy)(handle)
                 handle.value = None
 
     def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._c, name)(*arguments)
+        status = getattr(self.functions, name)(*arguments)
         if status:
             raise GraphError(f"{name} failed with status {status}")
 
@@ -255,7 +262,7 @@ class LibraryGraph(Graph):
         finally:
             self._call("LiteRtUnlockTensorBuffer", buffer)
 
-    def _buffer(self, array: Array) -> c_void_p:
+    def buffer(self, array: Array) -> c_void_p:
         """The tensor buffer over this array, made once. The array must stay where it is until `forget`."""
         address = array.ctypes.data
         if address % ALIGNMENT or not array.flags.c_contiguous:
@@ -296,27 +303,3 @@ class LibraryGraph(Graph):
                 raise GraphError(f"tensor {text!r} has element type {kind.element}, expected float32 or int32")
             tensors[text] = Tensor(tuple(kind.layout.dimensions[: kind.layout.rank]), _ELEMENTS[kind.element])
         return tensors
-
-
-class LibraryCall:
-    """One signature with its buffers bound: `run` is a single C call, during which the GIL is free.
-
-    Before that come some for each input whose size differs from that of the signature's last call.
-    """
-
-    def __init__(
-        self, graph: LibraryGraph, index: int, inputs: list[c_void_p], outputs: list[c_void_p], sizes: Sizes
-    ) -> None:
-        self._graph, self._index, self._sizes = graph, index, sizes
-        self._inputs = (c_void_p * len(inputs))(*[b.value for b in inputs])
-        self._outputs = (c_void_p * len(outputs))(*[b.value for b in outputs])
-        self._function = graph._c.LiteRtRunCompiledModel
-        self._arguments = (graph._compiled, index, len(inputs), self._inputs, len(outputs), self._outputs)
-
-    def run(self) -> None:
-        """Compute the outputs from the inputs. Raises GraphError if LiteRT reports a failure."""
-        if self._sizes and self._graph._sizes.get(self._index) != self._sizes:
-            self._graph.size(self._index, self._sizes)
-        status = self._function(*self._arguments)
-        if status:
-            raise GraphError(f"LiteRtRunCompiledModel failed with status {status}")

@@ -8,11 +8,17 @@ ssm    f32[1, H, P, N]  in and out whole; Mamba-1: f32[1, N, D] (canonical: [D, 
 key    f32[G, S, D]     in: the cache; out: only the T new rows, f32[G, T, D]
 value  f32[G, D, S]     in: the cache, transposed; out: only the T new columns, f32[G, D, T]
 slots  f32[1, 1, S]     in, where S is open: what is added to the scores of the slots; else it is made of pos
+
+A decode step of B streams ("lanes") has tokens i32[1, B] and pos i32[B], no n_valid, and logits f32[B, V]. Each state
+and its slots are there for each lane by themselves (`of_lane`); the new rows of all lanes come out together: key
+f32[B G, 1, D], value f32[B G, D, 1]. Products with weights have B rows; what a lane's state is in is computed for each
+lane as a step of one stream computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +28,26 @@ from torch import Tensor, nn
 
 from ssmd.authoring import ops, ops_open
 from ssmd.model.state import StateSpec
+
+Held: TypeAlias = "Tensor | Sequence[Tensor]"  # a state of one stream, or of each lane
+
+
+def by_lane(step: Callable[..., tuple[Tensor, Tensor]], *rows: int) -> Callable[..., tuple[Tensor, list[Tensor]]]:
+    """Make of a step of one token, (y (1, 1, width), new state), that of a token of each lane: arguments at the places
+    `rows` have a row for each, (1, B, width), states are sequences, and others are the same for all."""
+
+    def steps(*given: Any) -> tuple[Tensor, list[Tensor]]:
+        def own(lane: int, place: int) -> Any:
+            value = given[place]
+            if place in rows:
+                return value[:, lane : lane + 1]
+            return value if isinstance(value, Tensor | None) else value[lane]
+
+        lanes = next(len(value) for value in given if not isinstance(value, Tensor | None))
+        made = [step(*(own(lane, place) for place in range(len(given)))) for lane in range(lanes)]
+        return torch.cat([y for y, _ in made], 1), [new for _, new in made]
+
+    return steps
 
 
 class FlatModule(nn.Module):
@@ -70,16 +96,18 @@ class FlatModule(nn.Module):
         """What picks the new conv state: (1, K-1, K-1+T), or where T is open (K-1,)."""
         return ops_open.tail_rows(n_valid, width) if self.open else ops.tail_rows(n_valid, length, width)
 
-    def causal_conv(self, layer: int, conv: Tensor, x: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
+    def causal_conv(self, layer: int, conv: Held, x: Tensor, tail: Tensor | None) -> tuple[Tensor, Held]:
         """conv (1, K-1, C), x (1, T, C) -> (1, T, C) and the new conv. `tail` is None when T = 1."""
         bias = getattr(self, f"layer{layer}_conv_bias", None)
-        form = ops_open.causal_conv if self.open else ops.causal_conv
+        form: Callable[..., tuple[Tensor, Any]] = ops_open.causal_conv if self.open else ops.causal_conv
+        if not isinstance(conv, Tensor):
+            form = by_lane(form, 1)
         y, sequence = form(conv, x, self.weight(layer, "conv"), bias)  # sequence (1, K-1+T, C)
         if tail is None:
-            return y, sequence[:, 1:]
+            return y, sequence[:, 1:] if isinstance(sequence, Tensor) else [s[:, 1:] for s in sequence]
         return y, torch.index_select(sequence, 1, tail) if self.open else torch.matmul(tail, sequence)
 
-    def capacity(self, states: Mapping[str, Tensor]) -> int:
+    def capacity(self, states: Mapping[str, Any]) -> int:
         """S: the slots of the KV caches that a forward was given; 0 without attention."""
         return next((states[t.name].shape[1] for t in self.spec.rows if t.kind == "key"), 0)
 
@@ -90,13 +118,19 @@ class FlatModule(nn.Module):
         cos, sin = (torch.index_select(t, 0, rows).reshape(length, 1, -1) for t in (self.cos, self.sin))
         return cos, sin
 
+    def lane_rotation(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of each lane's position, each (B, 1, R/2)."""
+        rows = torch.clamp(pos, max=self.context - 1)
+        cos, sin = (torch.index_select(t, 0, rows).reshape(len(pos), 1, -1) for t in (self.cos, self.sin))
+        return cos, sin
+
     def attention(
         self,
         layer: int,
         x: Tensor,
-        key: Tensor,
-        value: Tensor,
-        masks: tuple[Tensor, Tensor],
+        key: Held,
+        value: Held,
+        masks: tuple[Held | None, Tensor | None],
         rotation: tuple[Tensor, Tensor] | None,
         qk_eps: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +138,8 @@ class FlatModule(nn.Module):
 
         `qk_eps`: of the norms of each head's query and key before RoPE, where the family has them.
         """
-        groups, size = int(key.shape[0]), int(key.shape[2])  # numbers to a tracer that leaves S open, too
+        shape = (key if isinstance(key, Tensor) else key[0]).shape
+        groups, size = int(shape[0]), int(shape[2])  # numbers to a tracer that leaves S open, too
         heads = int(self.weight(layer, "q").shape[0]) // size
         q = self.linear(layer, "q", x).reshape(-1, heads, size)  # (T, G R, D)
         k = self.linear(layer, "k", x).reshape(-1, groups, size)
@@ -114,7 +149,10 @@ class FlatModule(nn.Module):
         if rotation is not None:
             q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
         q = q.reshape(-1, groups, heads // groups, size)  # (T, G, R, D)
-        out, new_key, new_value = ops.attention(q, k, v, key, value, *masks)
+        attend: Callable[..., tuple[Tensor, Tensor, Tensor]] = ops.attention
+        if not isinstance(key, Tensor):
+            attend = ops.attention_by_lane
+        out, new_key, new_value = attend(q, k, v, key, value, *masks)
         return self.linear(layer, "o", out), new_key, new_value
 
     def swiglu(self, layer: int, x: Tensor) -> Tensor:
@@ -126,10 +164,10 @@ class FlatModule(nn.Module):
         """Compute an MLP with squared ReLU and no gate: x (1, T, hidden) -> (1, T, hidden)."""
         return self.linear(layer, "down", ops.relu2(self.linear(layer, "up", x)))
 
-    def logits(self, h: Tensor, n_valid: Tensor, eps: float) -> Tensor:
-        """h (1, T, hidden) -> (1, V) of the last valid token."""
+    def logits(self, h: Tensor, n_valid: Tensor | None, eps: float) -> Tensor:
+        """h (1, T, hidden) -> (1, V) of the last valid token; of each lane, (B, V)."""
         length = h.shape[1]
-        if length > 1 and not self.every:
+        if length > 1 and not self.every and n_valid is not None:
             h = torch.matmul(ops.last_row(n_valid, length), h)  # (1, 1, hidden)
         if hasattr(self, "spread_norm"):
             h = self.spread("norm", self.spread("norm", ops.rms_norm(h, None, eps)) * self.norm)

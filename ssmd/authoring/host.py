@@ -5,15 +5,16 @@ What a runtime does fast, this does plainly; golden values and parity tests come
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ssmd.authoring import ops
 from ssmd.authoring.flat import FlatModule
-from ssmd.model.state import State, StateError, StateSpec
+from ssmd.model.state import State, StateError, StateSpec, of_lane
 
 
 def graph_shapes(spec: StateSpec, context: int) -> dict[str, tuple[int, ...]]:
@@ -49,6 +50,11 @@ class Host:
         at = torch.tensor([self.position], dtype=torch.int32)
         with torch.no_grad():
             out: dict[str, Tensor] = self.module(padded, at, torch.tensor([n], dtype=torch.int32), **self.states)
+        self._take(out, n)
+        logits: NDArray[np.float32] = out["logits"].numpy()[:n]
+        return logits if self.module.every else logits[0]
+
+    def _take(self, out: Mapping[str, Tensor], n: int) -> None:
         rows = slice(self.position, self.position + n)
         for t in self.module.spec.tensors:
             if t.recurrent:
@@ -58,8 +64,6 @@ class Host:
             else:
                 self.states[t.name][..., rows] = out[t.name][..., :n]
         self.position += n
-        logits: NDArray[np.float32] = out["logits"].numpy()[:n]
-        return logits if self.module.every else logits[0]
 
     def rows(self, tokens: Sequence[int], bucket: int) -> NDArray[np.float32]:
         """Feed any number of tokens, `bucket` at a time. Returns the logits after each: (n, V)."""
@@ -98,3 +102,21 @@ class Host:
                 held[:, : state.position] = array
             else:
                 held[..., : state.position] = array.transpose(1, 2)
+
+
+def step_together(hosts: Sequence[Host], tokens: Sequence[int]) -> NDArray[np.float32]:
+    """Feed a token to each of several hosts of one module, whatever their capacities, in one call. Logits (B, V)."""
+    module = hosts[0].module
+    given: dict[str, Tensor] = {}
+    for lane, host in enumerate(hosts):
+        given |= {of_lane(name, lane): state for name, state in host.states.items()}
+        if module.spec.rows:
+            given[of_lane("slots", lane)] = ops.slot_mask(torch.tensor([host.position]), host.capacity)
+    at = torch.tensor([host.position for host in hosts], dtype=torch.int32)
+    with torch.no_grad():
+        out: dict[str, Tensor] = module(torch.tensor([tokens], dtype=torch.int32), at, **given)
+    for lane, host in enumerate(hosts):
+        rows = {t.name: out[t.name].tensor_split(len(hosts))[lane] for t in module.spec.rows}
+        host._take(rows | {t.name: out[of_lane(t.name, lane)] for t in module.spec.recurrent}, 1)
+    logits: NDArray[np.float32] = out["logits"].numpy()
+    return logits

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ssmd.authoring import ops, ops_open, scan
-from ssmd.authoring.flat import FlatModule
+from ssmd.authoring.flat import FlatModule, Held, by_lane
 from ssmd.model.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
 
 
@@ -31,9 +31,9 @@ class Rows:
     lower: Tensor | None
 
 
-def rows(module: FlatModule, plan: Plan, n_valid: Tensor, length: int) -> Rows | None:
-    """Make what the mixers of all layers share; None when T = 1."""
-    if length == 1:
+def rows(module: FlatModule, plan: Plan, n_valid: Tensor | None, length: int) -> Rows | None:
+    """Make what the mixers of all layers share; None when T = 1, of each of several lanes too."""
+    if length == 1 or n_valid is None:
         return None
     chunked = any(isinstance(m, Mamba2) for m in plan.mixers)
     lower = ops_open.lower_ones(length) if module.open and chunked else None
@@ -44,8 +44,8 @@ def rows(module: FlatModule, plan: Plan, n_valid: Tensor, length: int) -> Rows |
 
 
 def mamba1(
-    module: FlatModule, m: Mamba1, layer: int, x: Tensor, conv: Tensor, ssm: Tensor, rows: Rows | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    module: FlatModule, m: Mamba1, layer: int, x: Tensor, conv: Held, ssm: Held, rows: Rows | None
+) -> tuple[Tensor, Held, Held]:
     """Compute Mamba's mixer: x (1, T, hidden) -> (1, T, hidden), new conv (1, K-1, C), new ssm (1, N, C)."""
     x, gate = module.linear(layer, "in", x).chunk(2, -1)  # (1, T, C)
     y, new_conv = module.causal_conv(layer, conv, x, None if rows is None else rows.tails[m.width])
@@ -56,7 +56,8 @@ def mamba1(
     dt = ops.softplus(module.linear(layer, "dt", dt))  # (1, T, C)
     a, d = module.weight(layer, "A"), module.weight(layer, "D")
     if rows is None:
-        y, new_ssm = scan.step(x, dt, a, b, cc, d, ssm)
+        step = scan.step if isinstance(ssm, Tensor) else by_lane(scan.step, 0, 1, 3, 4)
+        y, new_ssm = step(x, dt, a, b, cc, d, ssm)
     else:
         form, valid = scan.loop() if module.open else scan.blocked, rows.valid
         y, new_ssm = form(x, dt * valid, a, b, cc, d, ssm)
@@ -64,8 +65,8 @@ def mamba1(
 
 
 def mamba2(
-    module: FlatModule, m: Mamba2, layer: int, x: Tensor, conv: Tensor, ssm: Tensor, rows: Rows | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    module: FlatModule, m: Mamba2, layer: int, x: Tensor, conv: Held, ssm: Held, rows: Rows | None
+) -> tuple[Tensor, Held, Held]:
     """Compute Mamba-2's mixer: x (1, T, hidden) -> (1, T, hidden), new conv (1, K-1, C), new ssm (1, H, P, N)."""
     states = m.groups * m.states
     gate, xbc, dt = module.linear(layer, "in", x).split([m.inner, m.channels, m.heads], -1)
@@ -77,7 +78,8 @@ def mamba2(
         dt = torch.clamp(dt, low, high)
     a, d = module.weight(layer, "A"), module.weight(layer, "D")
     if rows is None:
-        y, new_ssm = ops.ssd_step(xs, dt, a, b, c, d, ssm)
+        step = ops.ssd_step if isinstance(ssm, Tensor) else by_lane(ops.ssd_step, 0, 1, 3, 4)
+        y, new_ssm = step(xs, dt, a, b, c, d, ssm)
     elif rows.lower is None:
         form = ops.ssd_naive if module.naive else ops.ssd_chunked
         y, new_ssm = form(xs, dt * rows.valid, a, b, c, d, ssm)
@@ -92,8 +94,8 @@ def mamba2(
 
 
 def short_conv(
-    module: FlatModule, m: ShortConv, layer: int, x: Tensor, conv: Tensor, rows: Rows | None
-) -> tuple[Tensor, Tensor]:
+    module: FlatModule, m: ShortConv, layer: int, x: Tensor, conv: Held, rows: Rows | None
+) -> tuple[Tensor, Held]:
     """Compute LFM2's gated convolution: x (1, T, hidden) -> (1, T, hidden), new conv (1, K-1, C)."""
     b, gate, x = module.linear(layer, "in", x).chunk(3, -1)  # (1, T, C)
     y, new_conv = module.causal_conv(layer, conv, b * x, None if rows is None else rows.tails[m.width])

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssmd.authoring import mixers, ops
-from ssmd.authoring.flat import FlatModule
+from ssmd.authoring.flat import FlatModule, Held
 from ssmd.authoring.mixers import Rows
 from ssmd.families.registry import Family
 from ssmd.model.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
+from ssmd.model.state import of_lane
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class _Shared:
 
     rows: Rows | None
     rotation: tuple[Tensor, Tensor] | None
-    slots: Tensor | None
+    slots: Held | None
     causal: Mapping[int, Tensor]
 
 
@@ -37,17 +38,20 @@ class Model(FlatModule):
         super().__init__(parameters, plan.spec("float32"), context, plan.tables(context))
         self.plan, self.family = plan, family
 
-    def forward(self, tokens: Tensor, pos: Tensor, n_valid: Tensor, **states: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, tokens: Tensor, pos: Tensor, n_valid: Tensor | None = None, **states: Tensor
+    ) -> dict[str, Tensor]:
         plan, length = self.plan, tokens.shape[1]
         h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
         if plan.embedding_scale != 1.0:
             h = h * plan.embedding_scale
-        shared = self._shared(pos, n_valid, length, states)
-        out: dict[str, Tensor] = {}
+        held: Mapping[str, Held] = states if n_valid is not None else self._by_lane(states, length)
+        shared = self._shared(pos, n_valid, length, held)
+        out: dict[str, Any] = {}
         for i, layer in enumerate(plan.layers):
             if layer.mixers:
                 x = self.normed(i, layer.norms[0], h, plan.eps)
-                mixed = [self._mixed(mixer, i, x, states, out, shared) for mixer in layer.mixers]
+                mixed = [self._mixed(mixer, i, x, held, out, shared) for mixer in layer.mixers]
                 if len(mixed) == 1:
                     (y,) = mixed
                     h = h + y
@@ -58,14 +62,23 @@ class Model(FlatModule):
                 mlp = self.swiglu if layer.mlp.activation == "swiglu" else self.relu2
                 h = h + mlp(i, self.normed(i, layer.norms[-1], h, plan.eps))
         out["logits"] = self.logits(h, n_valid, plan.eps)
-        return out
+        return out if n_valid is not None else _with_lanes(out)
 
-    def _shared(self, pos: Tensor, n_valid: Tensor, length: int, states: Mapping[str, Tensor]) -> _Shared:
+    def _by_lane(self, states: Mapping[str, Tensor], lanes: int) -> dict[str, Held]:
+        """The states of a step of several streams, and their slots, under the names that a step of one gives them."""
+        names = [t.name for t in self.spec.tensors] + ["slots"] * bool(self.spec.rows)
+        return {name: [states[of_lane(name, lane)] for lane in range(lanes)] for name in names}
+
+    def _shared(self, pos: Tensor, n_valid: Tensor | None, length: int, states: Mapping[str, Held]) -> _Shared:
         """Make what the layers of one call share, and of that only what a layer reads."""
         rows = mixers.rows(self, self.plan, n_valid, length)
-        rotation = self.rotation(pos, length) if self.plan.rotated else None
+        rotation = None
+        if self.plan.rotated:
+            rotation = self.lane_rotation(pos) if n_valid is None else self.rotation(pos, length)
         each = dict.fromkeys(m.heads // m.kv_heads for m in self.plan.mixers if isinstance(m, Attention))
         slots = states.get("slots")  # a host that gives it says which slots of the caches count
+        if n_valid is None:
+            return _Shared(rows, rotation, slots, {})
         if each and slots is None:
             slots = ops.slot_mask(pos, self.capacity(states))
         return _Shared(rows, rotation, slots, {n: ops.causal_mask(length, n) for n in each})
@@ -75,14 +88,14 @@ class Model(FlatModule):
         m: Mamba1 | Mamba2 | ShortConv | Attention,
         i: int,
         x: Tensor,
-        states: Mapping[str, Tensor],
-        out: dict[str, Tensor],
+        states: Mapping[str, Held],
+        out: dict[str, Any],
         shared: _Shared,
     ) -> Tensor:
         """Compute what mixer `m` of layer `i` adds, x (1, T, hidden) -> (1, T, hidden), and put its states in `out`."""
         conv, ssm, key, value = (f"{kind}_{i}" for kind in ("conv", "ssm", "key", "value"))
         if isinstance(m, Attention):
-            masks = shared.slots, shared.causal[m.heads // m.kv_heads]
+            masks = shared.slots, shared.causal.get(m.heads // m.kv_heads)
             made = self.attention(i, x, states[key], states[value], masks, shared.rotation, m.qk_eps)
             y, out[key], out[value] = made
         elif isinstance(m, ShortConv):
@@ -92,6 +105,14 @@ class Model(FlatModule):
         else:
             y, out[conv], out[ssm] = mixers.mamba2(self, m, i, x, states[conv], states[ssm], shared.rows)
         return y
+
+
+def _with_lanes(out: Mapping[str, Held]) -> dict[str, Tensor]:
+    """The outputs of a step of several streams: what each lane has for itself under a name of its own."""
+    tensors: dict[str, Tensor] = {}
+    for name, made in out.items():
+        tensors |= {name: made} if isinstance(made, Tensor) else {of_lane(name, i): t for i, t in enumerate(made)}
+    return tensors
 
 
 def author(family: Family, config: Any, parameters: Mapping[str, NDArray[np.float32]], context: int) -> Model:

@@ -11,6 +11,7 @@ C channels and K width of the convolution; H heads, P head_dim, N d_state, g gro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -267,7 +268,7 @@ def causal_mask(length: int, each: int) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slots: Tensor, causal: Tensor
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slots: Tensor, causal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Grouped-query attention over a cache and T new rows.
 
@@ -281,7 +282,7 @@ def attention(
     length, groups, each, size = q.shape
     rows = q.permute(1, 0, 2, 3).reshape(groups, -1, size)  # (G, T R, D)
     new_key, new_value = k.permute(1, 0, 2), v.permute(1, 2, 0)  # (G, T, D), (G, D, T)
-    if length <= QUERY_BLOCK:
+    if causal is None or length <= QUERY_BLOCK:
         out = _attend(rows, new_key, new_value, key, value, slots, None if length == 1 else causal)
     else:
         blocks = []
@@ -292,6 +293,28 @@ def attention(
         out = torch.cat(blocks, 1)  # (G, T R, D)
     out = out.reshape(groups, -1, each, size).permute(1, 0, 2, 3)  # (T, G, R, D)
     return out.reshape(1, -1, groups * each * size), new_key, new_value
+
+
+def attention_by_lane(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Sequence[Tensor],
+    value: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    causal: None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention` of one token for each of B lanes, each over its own caches, of its own S.
+
+    q (B, G, R, D) scaled, k and v (B, G, D). Returns (1, B, G R D) and the new rows of all: key (B G, 1, D), value
+    (B G, D, 1).
+    """
+    lanes, groups, _, size = q.shape
+    outs = []
+    for b in range(lanes):
+        row = slice(b, b + 1)
+        outs.append(attention(q[row], k[row], v[row], key[b], value[b], slots[b], None)[0])
+    return torch.cat(outs, 1), k.reshape(lanes * groups, 1, size), v.reshape(lanes * groups, size, 1)
 
 
 def _attend(

@@ -35,7 +35,7 @@ class Engine:
         store: Store | None,
         *,
         metrics: Metrics,
-        max_running: int = 4,
+        max_running: int = 8,
         max_queue: int = 512,
         apart: bool = False,
     ) -> None:

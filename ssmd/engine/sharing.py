@@ -1,14 +1,14 @@
 """How clients share the device: who gets a lane and the next tokens, and who may read a prompt beside others' answers.
 
-One client has all of it. While several have answers under way, each of them gets a token in every step, however many
-answers it has; and prompts that one of them sends without end are read in a small part of the time, so that most steps
-of the others are no longer than they would be.
+One client has all of it. While several have answers under way, each of them gets a token in every step, and who has
+more answers gets more tokens only as far as the step stays about as short; and prompts that one of them sends without
+end are read in a small part of the time, so that most steps of the others are no longer than they would be.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ssmd.engine.choice import Choice
 from ssmd.engine.generation import Generation
@@ -16,14 +16,17 @@ from ssmd.engine.generation import Generation
 SPARE_LANES = 1  # for who has none, while others have them all
 CREDIT_S = 1.0  # for which a client may read prompts beside others' answers at once
 REFILL = 0.03  # of the time: a piece of 64 tokens takes as long as a step for two, so one step in 30 has one in it
+FAIR = 1.7  # times as long as for one may a step take that has more than a token for each client
 Open = tuple[Generation, Choice]
 
 
 class Shares:
-    """The worker's alone. max_running: choices that decode at the same time."""
+    """The worker's alone. max_running: choices that decode at the same time. step_cost: of a decode step, by how many
+    take it, where that of one is 1."""
 
-    def __init__(self, max_running: int) -> None:
+    def __init__(self, max_running: int, step_cost: Callable[[int], float] = float) -> None:
         self._max_running = max_running
+        self._step_cost = step_cost
         self._turns: dict[str, int] = {}
         self._credit: dict[str, tuple[float, float, float]] = {}  # by client: seconds left, when, and of the last piece
 
@@ -39,14 +42,22 @@ class Shares:
         return None
 
     def choices(self, unended: Sequence[Open]) -> Sequence[Open]:
-        """Those that get a token in this step: all of one client's; one of each, in turn, where there are several."""
+        """Those that get a token in this step: all of one client's. Where there are several, one of each, in turn, and
+        more, in turn too, while the step costs no more than it would for those, or than FAIR."""
         by_client: dict[str, list[Open]] = {}
         for g, choice in unended:
             by_client.setdefault(g.asked.request.client, []).append((g, choice))
         if len(by_client) < 2:
             return unended
-        self._turns = {client: self._turns.get(client, 0) + 1 for client in by_client}
-        return [mine[self._turns[client] % len(mine)] for client, mine in by_client.items()]
+        self._turns = {client: self._turns.get(client, 0) for client in by_client}
+        most = max(self._step_cost(len(by_client)), FAIR)
+        chosen: list[Open] = []
+        for place in range(max(map(len, by_client.values()))):
+            for client, mine in by_client.items():
+                if place < len(mine) and (place == 0 or self._step_cost(len(chosen) + 1) <= most):
+                    chosen.append(mine[self._turns[client] % len(mine)])
+                    self._turns[client] += 1
+        return chosen
 
     def may_read(self, g: Generation, decoding: Sequence[Generation], more_wait: bool) -> bool:
         """Whether a piece of this prompt may be read now, beside the answers that are under way.

@@ -46,7 +46,7 @@ class Worker:
         self._tokenizer = tokenizer
         self._stop_tokens = stop_tokens
         self._max_running = max_running
-        self._shares = Shares(max_running)
+        self._shares = Shares(max_running, getattr(program, "step_cost", float))
         self._warm_up = WarmUp()
         self._idling = True  # something that no request waits for may be under way
         self._thread = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)

@@ -13,6 +13,8 @@ _BIG_BYTES = 8 << 20
 _MADV_DONTNEED = 4  # mman.h of Linux
 _STATUS = Path("/proc/self/status")
 _MAPS = Path("/proc/self/maps")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def return_big_blocks() -> None:
@@ -33,6 +35,16 @@ def trim() -> None:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+def available() -> int | None:
+    """Bytes that this process can still take without others being moved out, by the system and by the limit of a
+    container; None where the system does not tell (Linux does)."""
+    free = [_field(_MEMINFO, "MemAvailable")]
+    with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
+        free.append(int((_CGROUP / "memory.max").read_text()) - int((_CGROUP / "memory.current").read_text()))
+    known = [n for n in free if n is not None]
+    return max(0, min(known)) if known else None
+
+
 def resident() -> int | None:
     """Bytes of this process in memory now, those of mapped files too; None where the system does not tell."""
     return _status("VmRSS")
@@ -51,8 +63,12 @@ def most_resident() -> int | None:
 
 
 def _status(field: str) -> int | None:
+    return _field(_STATUS, field)
+
+
+def _field(file: Path, field: str) -> int | None:
     try:
-        found = re.search(rf"^{field}:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+        found = re.search(rf"^{field}:\s*(\d+) kB$", file.read_text(), re.MULTILINE)
     except OSError:
         return None
     return None if found is None else int(found[1]) * 1024

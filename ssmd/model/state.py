@@ -209,6 +209,11 @@ class Part:
                 raise StateError(f"state tensor {name!r} is {array.dtype} {array.shape}, the program needs {shape}")
 
 
+def of_lane(name: str, lane: int) -> str:
+    """Name what one lane has for itself in a graph that takes a decode step of several streams."""
+    return f"{name}_lane{lane}"
+
+
 def narrowed(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Float32 rows in float16 if that is `dtype`, never rounded to infinity; others as they are."""
     if dtype == DTYPES["float16"] != rows.dtype:

@@ -100,6 +100,10 @@ class CheckedProgram(ABC, Generic[H]):
             self._decode(handles, ids, logits)
             return logits
 
+    def step_cost(self, streams: int) -> float:
+        """What a decode step of so many handles costs, where one of one is 1: their number, one after another."""
+        return float(streams)
+
     def position(self, handle: Handle) -> int:
         with self._lock:
             return self._held(handle, 0).position

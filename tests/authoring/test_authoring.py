@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ssmd.authoring import ops, ops_open, scan
 from ssmd.authoring.flat import FlatModule
-from ssmd.authoring.host import Host, graph_shapes
+from ssmd.authoring.host import Host, graph_shapes, step_together
 from ssmd.authoring.model import author
 from ssmd.families.registry import family_of
 from ssmd.model.source import Source
@@ -176,6 +176,23 @@ def test_forms_for_open_lengths_compute_the_same(pair: Pair, split: str) -> None
         pair.module.open = False
     worst = max(relative(row, pair.logits[position]) for position, row in logits.items())
     assert max(worst, state_error(host.state(), pair.state)) < RELATIVE
+
+
+@pytest.mark.parametrize("positions", [(0, 21, 100), (3, 3), (149, 1, 64, 0, 2, 30, 148, 7, 90)])
+def test_streams_that_take_a_step_together_are_those_of_transformers(pair: Pair, positions: tuple[int, ...]) -> None:
+    hosts = [Host(pair.module, CONTEXT - lane) for lane in range(len(positions))]
+    for host, position in zip(hosts, positions, strict=True):
+        if position:
+            host.feed(pair.ids[:position], CONTEXT)
+    steps = min(3, TOKENS - max(positions))
+    for step in range(steps):
+        rows = step_together(hosts, [pair.ids[position + step] for position in positions])
+        for row, position in zip(rows, positions, strict=True):
+            assert relative(row, pair.logits[position + step]) < RELATIVE
+    for host in hosts:
+        alone = Host(pair.module)
+        alone.feed(pair.ids[: host.position], CONTEXT)
+        assert state_error(host.state(), alone.state()) < RELATIVE
 
 
 @pytest.mark.parametrize("decoded", [24, pytest.param(128, marks=pytest.mark.full)])

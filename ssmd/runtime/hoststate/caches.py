@@ -37,8 +37,9 @@ class RowGroup:
     dtype: np.dtype[Any]
     names: tuple[str, ...]
 
-    def shape(self, rows: int) -> tuple[int, ...]:
-        return (self.heads, rows, self.dim) if self.kind == "key" else (self.heads, self.dim, rows)
+    def shape(self, rows: int, lanes: int = 1) -> tuple[int, ...]:
+        heads = lanes * self.heads
+        return (heads, rows, self.dim) if self.kind == "key" else (heads, self.dim, rows)
 
     def tokens(self, array: NDArray[Any], start: int, stop: int) -> NDArray[Any]:
         """The token range of a stacked array (L, Hkv, S, D) or (L, Hkv, D, S), as a view."""

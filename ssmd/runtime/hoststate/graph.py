@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.model.state import of_lane
+
 Array = NDArray[Any]
 SLOTS = "slots"  # the input, (1, 1, S), of a signature whose caches may have any capacity S
 
@@ -33,16 +35,21 @@ class Signature:
     @property
     def nominal(self) -> int | None:
         """The capacity of the caches that the inputs are given with, where it is open: a call may have another."""
-        return self.inputs[SLOTS].shape[-1] if SLOTS in self.inputs else None
+        told = next((self.inputs[n] for n in (SLOTS, of_lane(SLOTS, 0)) if n in self.inputs), None)
+        return None if told is None else told.shape[-1]
 
     def check(self, name: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         """Check that every tensor has an array of its shape and dtype. Raises GraphError."""
-        for tensors, arrays in ((self.inputs, inputs), (self.outputs, outputs)):
-            for key, tensor in tensors.items():
-                array = arrays.get(key)
-                if array is None or not self._fits(array.shape, tensor.shape) or array.dtype != tensor.dtype:
-                    have = None if array is None else (array.shape, array.dtype)
-                    raise GraphError(f"{name}: tensor {key!r} needs {tensor}, was given {have}")
+        self.check_tensors(name, self.inputs, inputs)
+        self.check_tensors(name, self.outputs, outputs)
+
+    def check_tensors(self, name: str, tensors: Mapping[str, Tensor], arrays: Mapping[str, Array]) -> None:
+        """Check that each of these tensors has an array of its shape and dtype. Raises GraphError."""
+        for key, tensor in tensors.items():
+            array = arrays.get(key)
+            if array is None or not self._fits(array.shape, tensor.shape) or array.dtype != tensor.dtype:
+                have = None if array is None else (array.shape, array.dtype)
+                raise GraphError(f"{name}: tensor {key!r} needs {tensor}, was given {have}")
 
     def _fits(self, shape: tuple[int, ...], known: tuple[int, ...]) -> bool:
         return len(shape) == len(known) and all(a == b or b == self.nominal for a, b in zip(shape, known, strict=True))

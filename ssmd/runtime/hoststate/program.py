@@ -11,7 +11,8 @@ depends on nothing but its position and its call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,11 +21,12 @@ from numpy.typing import NDArray
 
 from ssmd.model.state import Part, State
 from ssmd.runtime.checked import CheckedProgram, Held
-from ssmd.runtime.hoststate.buffers import Snapshots, carve
+from ssmd.runtime.hoststate.batches import Batch, Batches, LanesGraph, Stream
+from ssmd.runtime.hoststate.buffers import Memory, Snapshots, carve
 from ssmd.runtime.hoststate.caches import row_groups
 from ssmd.runtime.hoststate.graph import Array, Call, Graph, GraphError
 from ssmd.runtime.hoststate.signatures import check_signatures, is_open, signature_name
-from ssmd.runtime.hoststate.slot import Slot, recurrent_tensors
+from ssmd.runtime.hoststate.slot import NewRows, Slot, recurrent_tensors
 from ssmd.runtime.hoststate.step import Step
 from ssmd.runtime.protocol import Logits, ProgramError
 
@@ -50,7 +52,16 @@ class FlatProgram(CheckedProgram[_Handle]):
     never changes a result: the contract suite sets it to show that.
     """
 
-    def __init__(self, graph: Graph, manifest: Manifest, producer: str, threads: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        manifest: Manifest,
+        producer: str,
+        threads: int,
+        lanes: Callable[[int], LanesGraph] | None = None,
+        sizes: Sequence[int] = (),
+    ) -> None:
+        """lanes: opens the graph of a decode step of so many streams, of which there are some of these `sizes`."""
         super().__init__(manifest)
         self.producer = producer
         self.threads = threads
@@ -63,11 +74,22 @@ class FlatProgram(CheckedProgram[_Handle]):
         self._open = is_open(graph.signatures)
         self._capacity = 0  # of the last of several that were decoded together
         self._groups = row_groups(self.spec)
+        self._flips = bool(self.spec.recurrent)  # a step writes another arena than it reads
         self._steps = [Step(length, self.vocabulary, self._groups) for length in sorted({1, *self.buckets})]
         self._slots: set[Slot] = set()  # of live handles
         self._spare: list[Slot] = [self._make_slot(self._tiers[0])]  # the one used last is the last
         arena = self._spare[0].arenas[0].nbytes
         self._snapshots = Snapshots(arena, ready=2, spare_bytes=_SPARE_BYTES)
+        self._open_lanes = lanes
+        self._idle: Slot | None = None  # for lanes that have no stream
+        self.batches = Batches(sizes, self._make_batch, self._scratch, self._alone, self._lock)
+
+    def close(self) -> None:
+        super().close()
+        self.batches.join()
+
+    def step_cost(self, streams: int) -> float:
+        return self.batches.step_cost(streams)
 
     # steps of the contract
 
@@ -91,10 +113,14 @@ class FlatProgram(CheckedProgram[_Handle]):
         return step.logits.copy()
 
     def _decode(self, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
-        step = self._steps[0]
-        for i in self._in_order(handles) if len(handles) > 1 else (0,):
-            self._run(step, handles[i], ids[i : i + 1])
-            logits[i] = step.logits
+        step, order = self._steps[0], self._in_order(handles) if len(handles) > 1 else [0]
+        for lanes in self.batches.parts(len(handles)):
+            chosen, order = order[:lanes], order[lanes:]
+            if lanes == 1:
+                self._run(step, handles[chosen[0]], ids[chosen[0] : chosen[0] + 1])
+                logits[chosen[0]] = step.logits
+            else:
+                self._run_together(lanes, [(handles[i], int(ids[i])) for i in chosen], [logits[i] for i in chosen])
         for handle in handles:  # all of them, or none if a run raised
             self._commit(handle, 1)
 
@@ -136,6 +162,7 @@ class FlatProgram(CheckedProgram[_Handle]):
             self._forget(largest)
 
     def _close(self) -> None:
+        self.batches.close()
         self._slots.clear()
         self._spare.clear()
         self.graph.close()
@@ -151,14 +178,13 @@ class FlatProgram(CheckedProgram[_Handle]):
 
     def _make_room(self, slot: Slot, tokens: int, rows: int) -> None:
         """Move a slot, with its first `rows` rows, up to the smallest tier that has room for `tokens` in all."""
-        if self.spec.rows and tokens > slot.caches.capacity:
+        if self._groups and tokens > slot.caches.capacity:
             self._fit(slot, self._tier(tokens), rows)
 
     def _fit(self, slot: Slot, capacity: int, rows: int) -> None:
         """Give a slot's caches another capacity; they keep the first `rows` rows."""
         if slot.caches.capacity != capacity:
-            for block in slot.resize(capacity, rows):
-                self.graph.forget(block)
+            self._forget_blocks(slot.resize(capacity, rows))
 
     def _in_order(self, handles: Sequence[_Handle]) -> list[int]:
         """Those of one capacity beside one another, those of the capacity that the graph has now first or last."""
@@ -169,9 +195,47 @@ class FlatProgram(CheckedProgram[_Handle]):
         return order
 
     def _forget(self, slot: Slot) -> None:
-        slot.calls.clear()
-        for block in slot.blocks:
+        slot.unbind()
+        self._forget_blocks(slot.blocks)
+
+    def _forget_blocks(self, blocks: Sequence[Memory]) -> None:
+        for block in blocks:
             self.graph.forget(block)
+            self.batches.forget(block)
+
+    def _make_batch(self, lanes: int) -> Batch:
+        """Open a batch. Raises GraphError."""
+        assert self._open_lanes is not None  # else there are no sizes
+        if self._idle is None:
+            self._idle = Slot(self.spec, self._groups, 1, 1, self._open)
+        graph = self._open_lanes(lanes)
+        return Batch(graph, lanes, self.vocabulary, self._groups, self._idle)
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Slot]:
+        """Lend a slot for a trial. Called without the lock."""
+        slot = self._make_slot(self._tiers[0])
+        try:
+            yield slot
+        finally:
+            with self._lock:
+                if not self._closed:
+                    self._forget(slot)
+
+    def _alone(self, stream: Stream) -> tuple[Logits, NewRows]:
+        """Compute a stream's step, of which nothing is kept."""
+        slot, side, position, token = stream
+        step = self._steps[0]
+        step.tokens[0], step.pos[0], step.n_valid[0] = token, position, 1
+        slot.caches.show(position)
+        self._call(step, slot, side).run()
+        return step.logits, step.rows
+
+    def _run_together(self, lanes: int, streams: Sequence[tuple[_Handle, int]], logits: Sequence[Logits]) -> None:
+        """Compute a step of several handles in one call, without committing it, and fill the logits of each."""
+        for handle, _ in streams:
+            self._make_room(handle.slot, handle.position + 1, handle.position)
+        self.batches.batch(lanes).run([(h.slot, h.side, h.position, token) for h, token in streams], logits)
 
     def _call(self, step: Step, slot: Slot, side: int) -> Call:
         """The signature bound to a slot, reading recurrent state on `side` and writing it on the other. Made once."""
@@ -197,10 +261,11 @@ class FlatProgram(CheckedProgram[_Handle]):
         self._make_room(slot, handle.position + count, handle.position)
         slot.caches.show(handle.position)
         self._call(step, slot, handle.side).run()
-        slot.append(step.rows, handle.position, count)
+        slot.append(step.rows.taken(count), handle.position, count)
 
     def _commit(self, handle: _Handle, count: int) -> None:
-        handle.side ^= 1
+        if self._flips:
+            handle.side ^= 1
         handle.position += count
 
     def self_test(self) -> None:

@@ -15,6 +15,7 @@ from ssmd.runtime.protocol import ProgramError
 if TYPE_CHECKING:
     from ssmd.model.artifact import Manifest
 
+LANES = (4, 8)  # streams of a decode step that builds make signatures for
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
 
@@ -23,6 +24,11 @@ def signature_name(length: int, capacity: int, smallest: int) -> str:
     """Name the signature of a bucket. `length`: of the bucket, 1 for decode. The smallest tier has plain names."""
     name = "decode" if length == 1 else f"prefill_{length}"
     return name if capacity == smallest else f"{name}_{capacity}"
+
+
+def lanes_name(lanes: int) -> str:
+    """Name the signature of a decode step of so many streams."""
+    return f"decode_b{lanes}"
 
 
 def is_open(signatures: Mapping[str, Signature]) -> bool:

@@ -10,7 +10,8 @@ Shapes as the graph has them (L layers of one shape, S = capacity of the caches,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,14 +59,36 @@ def widened(rows: Array) -> NDArray[np.float32]:
 
 
 class NewRows:
-    """What one signature puts out for all attention layers: shared by all handles, valid until its next run."""
+    """What one signature puts out for all attention layers: shared by all handles, valid until its next run.
 
-    def __init__(self, groups: tuple[RowGroup, ...], bucket: int) -> None:
-        shapes = [(len(g.names), g.shape(bucket)) for g in groups]
-        self.stacks = [stacked(aligned(stack_bytes(n, shape)), n, shape) for n, shape in shapes]
+    A step of several streams puts theirs out one beside another, along the axis of the heads.
+    """
+
+    def __init__(self, groups: tuple[RowGroup, ...], bucket: int, lanes: int = 1) -> None:
+        self._groups = groups
+        shapes = [(len(g.names), g.shape(bucket, lanes)) for g in groups]
+        self._stacks = [stacked(aligned(stack_bytes(n, shape)), n, shape) for n, shape in shapes]
         self.arrays: dict[str, Array] = {
-            n: s[i] for g, s in zip(groups, self.stacks, strict=True) for i, n in enumerate(g.names)
+            n: s[i] for g, s in zip(groups, self._stacks, strict=True) for i, n in enumerate(g.names)
         }
+
+    def lane(self, lane: int) -> list[Array]:
+        """What a lane's step put out, as it is: (L, Hkv, ...) of each group."""
+        return [s[:, lane * g.heads : (lane + 1) * g.heads] for g, s in zip(self._groups, self._stacks, strict=True)]
+
+    def taken(self, count: int) -> list[tuple[Array, Array]]:
+        """The first `count` rows, of each group (L, Hkv or all lanes' Hkv, ...): as float32, and as they are kept. The
+        former are rounded to the latter: a cache holds what is stored."""
+        found = []
+        for group, fresh in zip(self._groups, self._stacks, strict=True):
+            rows = group.tokens(fresh, 0, count)
+            kept = rows
+            if group.dtype != _FLOAT32:
+                rows.clip(-FLOAT16_MAX, FLOAT16_MAX, out=rows)  # rounding must not overflow to infinity
+                kept = rows.astype(group.dtype)
+                rows[...] = kept  # here: a cache's columns are far apart, and a cast there takes twice as long
+            found.append((rows, kept))
+        return found
 
 
 class Slot:
@@ -84,6 +107,7 @@ class Slot:
         self.arenas: list[Memory] = [memory for memory, _ in pairs]
         self.recurrent: list[dict[str, Array]] = [arrays for _, arrays in pairs]
         self.calls: dict[tuple[int, int], Call] = {}  # by length and the side that is read
+        self.bounds: dict[tuple[int, int], Any] = {}  # what a step of so many streams needs to read that side
         # Canonical rows (S, values of a row), in the dtype of the state, from `_kept_from` on; never written twice
         # while a view that `save` handed out is alive: a save copies no rows.
         self._spec = spec
@@ -113,9 +137,14 @@ class Slot:
             self.caches.fit(capacity)
         else:
             self.caches.grow(capacity, rows)
-        self.calls.clear()
+        self.unbind()
         self._used = rows
         return left
+
+    def unbind(self) -> None:
+        """Drop the calls that are bound to the memory."""
+        self.calls.clear()
+        self.bounds.clear()
 
     def _new_store(self) -> None:
         """Memory that is not there before it is written: a handle that was restored writes its new rows only."""
@@ -139,23 +168,16 @@ class Slot:
         if self._store.size:  # leave its rows to the views that outlive the handle, and its memory to the system
             self._new_store()
 
-    def append(self, new: NewRows, position: int, count: int) -> None:
-        """Take the first `count` new rows of a step in at `position`. The cache holds what the store holds."""
+    def append(self, new: Sequence[tuple[Array, Array]], position: int, count: int, lane: int = 0) -> None:
+        """Take in at `position` what `NewRows.taken` gave of a step's first `count` rows, those of one lane."""
         stop = position + count
         self._used = max(self._used, stop)
-        for group, fresh, cache, store in zip(
-            self.groups, new.stacks, self.caches.stacks, self._group_stores, strict=True
+        for group, (rows, kept), cache, store in zip(
+            self.groups, new, self.caches.stacks, self._group_stores, strict=True
         ):
-            rows = group.tokens(fresh, 0, count)
-            kept = rows
-            if group.dtype != _FLOAT32:
-                rows.clip(-FLOAT16_MAX, FLOAT16_MAX, out=rows)  # rounding must not overflow to infinity
-                kept = rows.astype(group.dtype)
-                rows[...] = (
-                    kept  # here, not in the cache: its columns are far apart, and a cast there takes twice as long
-                )
-            group.tokens(cache, position, stop)[...] = rows
-            store[position:stop] = group.canonical(kept)
+            own = slice(lane * group.heads, (lane + 1) * group.heads)
+            group.tokens(cache, position, stop)[...] = rows[:, own]
+            store[position:stop] = group.canonical(kept[:, own])
 
     def canonical_rows(self, since: int, stop: int) -> dict[str, Array]:
         """Views (Hkv, n, D) of the canonical rows, read-only, over one array in the order of StateSpec.row_columns."""

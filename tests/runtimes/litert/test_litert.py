@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from ssmd.runtime.hoststate.graph import GraphError, Tensor
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable
+from ssmd_litert.calls import LibraryCall
 from ssmd_litert.capacity import open_capacity
-from ssmd_litert.library import LibraryCall, LibraryGraph
+from ssmd_litert.library import LibraryGraph
 from ssmd_litert.managed import ManagedGraph
+from ssmd_litert.modelfile import edit
 from ssmd_litert.runtime import LiteRTRuntime
 from ssmd_litert.weight_cache import WeightCache
 
@@ -408,7 +411,7 @@ def test_a_capacity_that_is_in_other_sizes_too_is_not_opened(closed: Artifact) -
     file = closed.file("model.tflite")
     before = file.read_bytes()
     with pytest.raises(BuildError, match="has the capacity of the caches in its sizes otherwise than is known"):
-        open_capacity(file, 64)
+        edit(file, partial(open_capacity, nominal=64))
     assert file.read_bytes() == before
     assert not list(file.parent.glob("*.open"))
 

@@ -1,0 +1,47 @@
+"""What a .tflite must keep to so that it is fast: XNNPACK computes everything from its first operator on.
+
+What stands before that is LiteRT's own: looking tokens and positions up, and masks. An operator of LiteRT's after it
+splits the graph: tensors go out of XNNPACK and in again, and LiteRT's kernels use one thread and no packed weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from ssmd.runtime.hoststate.buffers import carve
+from ssmd_litert.profiler import Node, ProfiledGraph
+
+
+def lint(file: Path) -> list[str]:
+    """What is wrong with a model, a sentence for each signature that breaks the rule; empty if nothing is. Each is run
+    once. Raises GraphError."""
+    found = []
+    graph = ProfiledGraph(file, threads=1, weight_cache=None)
+    try:
+        for name, signature in graph.signatures.items():
+            blocks, sides = zip(*(carve(tensors) for tensors in (signature.inputs, signature.outputs)), strict=True)
+            inputs, outputs = sides
+            if "n_valid" in inputs:
+                inputs["n_valid"][...] = 1
+            if beyond := left_out(graph.nodes(graph.bind(name, inputs, outputs).run)):
+                counts = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(beyond).items()))
+                found.append(f"{name}: XNNPACK leaves {counts} to LiteRT, in the middle of the graph")
+            for block in blocks:
+                graph.forget(block)
+    finally:
+        graph.close()
+    return found
+
+
+def left_out(nodes: Sequence[Node]) -> list[str]:
+    """The operators that LiteRT computes itself after XNNPACK has begun."""
+    names = [name for name, _ in nodes]
+    begun = next((i for i, name in enumerate(names) if not _is_own(name)), len(names))
+    return [name for name in names[begun:] if _is_own(name)]
+
+
+def _is_own(name: str) -> bool:
+    """Whether a node is one of LiteRT's own: those are named in capitals, such as FULLY_CONNECTED."""
+    return name == name.upper()

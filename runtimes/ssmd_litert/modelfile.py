@@ -1,0 +1,107 @@
+"""A .tflite that was converted, changed after that: its flatbuffer as objects, its constants left where they are."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ai_edge_litert import schema_py_generated as schema
+from numpy.typing import NDArray
+
+OPERATORS = {value: name for name, value in vars(schema.BuiltinOperator).items() if isinstance(value, int)}
+_ALIGNMENT = 64  # of constants in the file
+_SMALL = 1024  # bytes of a constant that stays within the flatbuffer
+_COPY_BYTES = 8 << 20
+
+
+class Edited:
+    """A model whose graphs are changed. model: schema.ModelT; its large constants stay in `data`, the file."""
+
+    def __init__(self, file: Path) -> None:
+        with file.open("rb") as f:
+            self.data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)  # closed with the last array over it
+        self.model: Any = schema.ModelT.InitFromObj(schema.Model.GetRootAs(self.data, 0))
+        model = self.model
+        self._codes: list[int] = [max(c.builtinCode, c.deprecatedBuiltinCode) for c in model.operatorCodes]
+        self._buffers: dict[tuple[int, ...], int] = {}  # of the numbers that were added
+
+    def code(self, operator: Any) -> int:
+        """Which of schema.BuiltinOperator an operator is."""
+        return self._codes[int(operator.opcodeIndex)]
+
+    def place_of(self, code: int) -> int:
+        """The place of an operator among those that the model knows, which it does from now on."""
+        if code not in self._codes:
+            made = schema.OperatorCodeT()
+            made.builtinCode, made.deprecatedBuiltinCode, made.version = code, min(code, 127), 1
+            self._codes.append(code)
+            self.model.operatorCodes.append(made)
+        return self._codes.index(code)
+
+    def is_constant(self, tensor: Any) -> bool:
+        buffer = self.model.buffers[tensor.buffer]
+        return buffer.size > 1 or buffer.data is not None
+
+    def numbers(self, tensor: Any) -> tuple[int, ...]:
+        """The values of a small constant of int32."""
+        data = self.model.buffers[tensor.buffer].data
+        return () if data is None else tuple(np.asarray(data, np.uint8).view(np.int32).tolist())
+
+    def add_numbers(self, graph: Any, values: tuple[int, ...], known: dict[tuple[int, ...], int]) -> int:
+        """The graph's constant of these int32; `known`: those that it got so far."""
+        if values not in self._buffers:
+            buffer = schema.BufferT()
+            buffer.data = np.array(values, np.int32).view(np.uint8)
+            self._buffers[values] = len(self.model.buffers)
+            self.model.buffers.append(buffer)
+        if values not in known:
+            known[values] = add_tensor(graph, (len(values),), schema.TensorType.INT32, b"bounds", self._buffers[values])
+        return known[values]
+
+
+def add_tensor(graph: Any, shape: tuple[int, ...], kind: int, name: bytes, buffer: int = 0) -> int:
+    """Add a tensor to a graph. Returns its place."""
+    tensor = schema.TensorT()
+    tensor.shape, tensor.type, tensor.name, tensor.buffer = np.array(shape, np.int32), kind, name, buffer
+    graph.tensors.append(tensor)
+    return len(graph.tensors) - 1
+
+
+def edit(file: Path, *changes: Callable[[Edited], None]) -> None:
+    """Change a file; it is what it was if a change raises."""
+    import flatbuffers
+
+    edited = Edited(file)
+    model, data = edited.model, edited.data
+    for change in changes:
+        change(edited)
+
+    def packed() -> bytearray:
+        builder = flatbuffers.Builder(1 << 20)
+        builder.Finish(model.Pack(builder), b"TFL3")
+        made: bytearray = builder.Output()
+        return made
+
+    apart: list[tuple[Any, NDArray[np.uint8]]] = []
+    for buffer in model.buffers:
+        if buffer.size > 1:  # of large files they stand after the flatbuffer already
+            apart.append((buffer, np.frombuffer(data, np.uint8, buffer.size, buffer.offset)))
+        elif buffer.data is not None and len(buffer.data) >= _SMALL:
+            apart.append((buffer, buffer.data))
+    for buffer, array in apart:
+        buffer.data, buffer.offset, buffer.size = None, 1, len(array)  # which takes as much room as the right offset
+    place = len(packed())
+    for buffer, array in apart:
+        buffer.offset = place = -(-place // _ALIGNMENT) * _ALIGNMENT
+        place += len(array)
+    changed = file.with_suffix(".open")
+    with changed.open("xb") as out:
+        out.write(packed())
+        for buffer, array in apart:
+            out.write(b"\0" * (buffer.offset - out.tell()))
+            for start in range(0, len(array), _COPY_BYTES):
+                out.write(array[start : start + _COPY_BYTES].tobytes())
+    changed.replace(file)

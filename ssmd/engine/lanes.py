@@ -1,0 +1,33 @@
+"""How many choices may decode at the same time: as many as there is memory for."""
+
+from __future__ import annotations
+
+import logging
+
+from ssmd.machine.memory import available
+from ssmd.machine.size import show_size
+from ssmd.model.state import StateSpec
+
+log = logging.getLogger(__name__)
+TOKENS = 2048  # that a conversation is reckoned with, if the context is no shorter
+SIDES = 2  # of a recurrent state: one is read, the other written
+PART = 0.75  # of the free memory
+
+
+def affordable(spec: StateSpec, context: int | None, asked: int, free: int | None = None) -> int:
+    """How many of the choices asked for there is memory for, one at least; says so if they are fewer.
+
+    `free`: bytes that can still be taken; by default what the system tells.
+    """
+    free = available() if free is None else free
+    tokens = TOKENS if context is None else min(context, TOKENS)
+    rows = sum(t.nbytes_at(tokens) * 4 // t.numpy_dtype.itemsize + t.nbytes_at(tokens) for t in spec.rows)
+    each = SIDES * sum(t.nbytes_at(0) for t in spec.recurrent) + rows  # rows as float32, and as they are stored
+    if free is None or asked * each <= PART * free:
+        return asked
+    found = max(1, int(PART * free) // each)
+    log.warning(
+        "there is memory for %d choices at the same time, not for %d: %s are free, and one of %d tokens takes %s",
+        *(found, asked, show_size(free), tokens, show_size(each)),
+    )
+    return found

@@ -1,0 +1,266 @@
+"""Decode steps of several handles in one call, so that the weights are read once for all of them.
+
+A signature takes a fixed number of streams, in lanes. Each lane has its own state, of its own capacity; one without a
+handle works on a state that is nobody's. No lane's result depends on the others: a graph is tried for that, bit for
+bit, before it is used, and measured, as it is of use only where it is faster than one step after another.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.runtime.hoststate.buffers import carve
+from ssmd.runtime.hoststate.caches import RowGroup
+from ssmd.runtime.hoststate.graph import Array, GraphError, Tensor
+from ssmd.runtime.hoststate.signatures import lanes_name
+from ssmd.runtime.hoststate.slot import NewRows, Slot
+from ssmd.runtime.protocol import Logits
+
+log = logging.getLogger(__name__)
+_INT32 = np.dtype(np.int32)
+_FLOAT32 = np.dtype(np.float32)
+_TIMES = 12  # that a step is timed; the least counts
+Stream = tuple[Slot, int, int, int]  # the side of a slot that is read, the position, and the token to feed there
+Alone = Callable[[Stream], tuple[Logits, NewRows]]  # computes the step of one stream, of which nothing is kept
+
+
+class LanesCall(Protocol):
+    def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Any:
+        """What a lane needs to read and write these arrays, by the states' names. Raises GraphError."""
+
+    def put(self, lane: int, bound: Any) -> None:
+        """Have a lane read and write this from the next run on."""
+
+    def run(self) -> None:
+        """Compute a step of all lanes. Raises GraphError."""
+
+
+class LanesGraph(Protocol):
+    def bind_lanes(
+        self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array], lanes: int
+    ) -> LanesCall:
+        """A call that reads and writes these arrays for all lanes together, and what each lane is given by itself."""
+
+    def forget(self, memory: NDArray[np.uint8]) -> None:
+        """Drop what was bound to arrays inside `memory`, which is about to go away."""
+
+    def close(self) -> None:
+        """Free the graph."""
+
+
+class Batch:
+    """The signature for so many lanes. `idle`: a slot for lanes that have no stream; nobody reads what it holds."""
+
+    def __init__(
+        self, graph: LanesGraph, lanes: int, vocabulary: int, groups: tuple[RowGroup, ...], idle: Slot
+    ) -> None:
+        self.graph, self.lanes, self._idle = graph, lanes, idle
+        tensors = {"tokens": Tensor((1, lanes), _INT32), "pos": Tensor((lanes,), _INT32)}
+        self._memory, arrays = carve({**tensors, "logits": Tensor((lanes, vocabulary), _FLOAT32)})
+        self._tokens, self._pos, self.logits = arrays["tokens"][0], arrays["pos"], arrays["logits"]
+        self.rows = NewRows(groups, 1, lanes)
+        outputs = {"logits": arrays["logits"], **self.rows.arrays}
+        self._call = graph.bind_lanes(lanes_name(lanes), {n: arrays[n] for n in tensors}, outputs, lanes)
+        self._slots: list[Slot] = [idle] * lanes  # the last to be in each lane
+        self._bounds: list[Any] = [None] * lanes
+
+    def run(self, streams: Sequence[Stream], logits: Sequence[Logits]) -> None:
+        """Compute a step of at most as many streams as there are lanes, without committing it, and fill the logits of
+        each."""
+        lanes = self.seats([slot for slot, *_ in streams])
+        self.compute(dict(zip(lanes, streams, strict=True)))
+        new = self.rows.taken(1)
+        for lane, (slot, _, position, _), row in zip(lanes, streams, logits, strict=True):
+            slot.append(new, position, 1, lane)
+            row[...] = self.logits[lane]
+
+    def compute(self, seated: Mapping[int, Stream]) -> None:
+        """Compute a step of streams by their lanes; their slots' rows are left alone."""
+        for lane in range(self.lanes):
+            slot, side, position, token = seated.get(lane, (self._idle, 0, 0, 0))
+            self._tokens[lane], self._pos[lane] = token, position
+            slot.caches.show(position)
+            bound = self._bound(slot, side)
+            if bound is not self._bounds[lane]:
+                self._call.put(lane, bound)
+                self._bounds[lane] = bound
+            self._slots[lane] = slot
+        self._call.run()
+
+    def seats(self, slots: Sequence[Slot]) -> list[int]:
+        """A lane for each of these slots: the one that it had in the last step, if it had one, else a free one."""
+        had = {id(slot): lane for lane, slot in enumerate(self._slots)}
+        kept = [had.get(id(slot)) for slot in slots]
+        free = iter([lane for lane in range(self.lanes) if lane not in kept])
+        return [next(free) if lane is None else lane for lane in kept]
+
+    def _bound(self, slot: Slot, side: int) -> Any:
+        key = (self.lanes, side)
+        if key not in slot.bounds:
+            inputs = {**slot.recurrent[side], **slot.caches.arrays}
+            slot.bounds[key] = self._call.bound(inputs, slot.recurrent[1 - side])
+        return slot.bounds[key]
+
+
+class Batches:
+    """The batches that a program has: opened in a thread when first there is use for them."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        make: Callable[[int], Batch],
+        scratch: Callable[[], AbstractContextManager[Slot]],
+        alone: Alone,
+        turn: AbstractContextManager[object],
+    ) -> None:
+        """`sizes` ascend. make: opens a graph and binds it; raises GraphError. scratch: lends a slot for a trial.
+        `turn`: held while a step is computed, as in every call of the program."""
+        self._sizes = tuple(sizes)
+        self._make, self._scratch, self._alone, self._turn = make, scratch, alone, turn
+        self._opened: dict[int, Batch] = {}
+        self._tried: set[int] = set()
+        self.costs: dict[int, float] = {1: 1.0}  # ms of a step, by lanes
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def parts(self, streams: int) -> tuple[int, ...]:
+        """How many lanes each of the calls has that a step of so many streams is cheapest in. Never waits."""
+        wanted = self._wanted(streams)
+        if wanted and not self._closed and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self.open, args=(streams,), name="ssmd-batches", daemon=True)
+            self._thread.start()
+        return cheapest(streams, tuple(sorted(self.costs.items())))
+
+    def step_cost(self, streams: int) -> float:
+        """What a step of so many streams costs, where one of one is 1."""
+        costs = self.costs
+        return sum(costs[lanes] for lanes in cheapest(streams, tuple(sorted(costs.items())))) / costs[1]
+
+    def batch(self, lanes: int) -> Batch:
+        """The batch of so many lanes, which `parts` named."""
+        return self._opened[lanes]
+
+    def open(self, streams: int) -> None:
+        """Open what a step of so many streams may use, and try it. Takes half a second; no lock may be held."""
+        for size in self._wanted(streams):
+            if self._closed:
+                return
+            self._tried.add(size)
+            try:
+                batch = self._make(size)
+            except (GraphError, MemoryError) as err:
+                log.warning("steps of %d streams are computed one after another: %s", size, err)
+                continue
+            self._try(batch)
+
+    def forget(self, memory: NDArray[np.uint8]) -> None:
+        """Drop what was bound to arrays inside `memory`."""
+        for batch in self._opened.values():
+            batch.graph.forget(memory)
+
+    def close(self) -> None:
+        """Let the graphs go. Called with the turn held: a trial that is under way finds that they are closed."""
+        self._closed = True
+        for batch in self._opened.values():
+            batch.graph.close()
+        self._opened.clear()
+        self.costs = {1: 1.0}
+
+    def join(self) -> None:
+        """Wait for a trial that is under way. Called without the turn, after `close`."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _wanted(self, streams: int) -> list[int]:
+        """The sizes up to the first that has a lane for each stream."""
+        upto = next((i for i, size in enumerate(self._sizes) if size >= streams), len(self._sizes) - 1)
+        return [size for size in self._sizes[: upto + 1] if size not in self._tried] if streams > 1 else []
+
+    def _try(self, batch: Batch) -> None:
+        """Take a batch into use if each lane gives what a step alone gives, bit for bit, in less time."""
+        why, kept = "", False
+        try:
+            with self._scratch() as first, self._scratch() as second:
+                why = self._differing(batch, [first, second])
+                one, all_ = (0.0, 0.0) if why else self._timed(batch, [first, second])
+                if not why and all_ >= batch.lanes * one:
+                    why = f"together they take {all_:.1f} ms, one {one:.1f}"
+                with self._turn:
+                    if not why and not self._closed:
+                        self._opened[batch.lanes], kept = batch, True
+                        self.costs = {**self.costs, 1: one, batch.lanes: all_}
+        except GraphError as err:
+            why = str(err)
+        finally:
+            if not kept:
+                batch.graph.close()
+        if why and not self._closed:
+            log.warning("steps of %d streams are computed one after another: %s", batch.lanes, why)
+
+    def _differing(self, batch: Batch, slots: Sequence[Slot]) -> str:
+        """What a lane gives otherwise than a step alone, or "". Two streams of other numbers go through all lanes."""
+        noise = np.random.default_rng(0)
+        for slot in slots:
+            for array in (*slot.recurrent[0].values(), *slot.caches.stacks):
+                array[...] = noise.standard_normal(array.shape, np.float32) * 0.1
+        streams: list[Stream] = [(slots[0], 0, 3, 1), (slots[1], 0, slots[1].caches.capacity - 1, 2)]
+        expected = []
+        for stream in streams:
+            with self._turn:
+                self._check_open()
+                logits, rows = self._alone(stream)
+                expected.append([a.copy() for a in (logits, *rows.lane(0), *stream[0].recurrent[1].values())])
+        for first in range(0, batch.lanes, 2):
+            with self._turn:
+                self._check_open()
+                batch.compute({first + i: stream for i, stream in enumerate(streams)})
+            for lane, (slot, *_), wanted in zip((first, first + 1), streams, expected, strict=True):
+                found = (batch.logits[lane], *batch.rows.lane(lane), *slot.recurrent[1].values())
+                if not all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)):
+                    return f"lane {lane} gives other numbers than a step alone"
+        return ""
+
+    def _timed(self, batch: Batch, slots: Sequence[Slot]) -> tuple[float, float]:
+        """ms of a step alone, and of one of all lanes."""
+        full: dict[int, Stream] = {lane: (slots[lane % 2], 0, 3, 1) for lane in range(batch.lanes)}
+        steps: tuple[Callable[[], object], ...] = (lambda: self._alone(full[0]), lambda: batch.compute(full))
+        took: tuple[list[float], ...] = ([], [])
+        for _ in range(_TIMES):
+            for times, step in zip(took, steps, strict=True):
+                with self._turn:
+                    self._check_open()
+                    began = time.perf_counter()
+                    step()
+                    times.append((time.perf_counter() - began) * 1e3)
+                time.sleep(0)  # a worker that waits for its turn gets it
+        return min(took[0]), min(took[1])
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GraphError("the program is closed")
+
+
+@lru_cache(maxsize=64)
+def cheapest(streams: int, costs: tuple[tuple[int, float], ...]) -> tuple[int, ...]:
+    """The lanes of calls, largest first, that have room for so many streams and cost least together, by (lanes, cost).
+
+    A call costs the same however many of its lanes are used. Among equals the one of fewest calls is taken.
+    """
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for n in range(1, streams + 1):
+        options = []
+        for lanes, cost in costs:
+            total, calls = best[max(0, n - lanes)]
+            options.append((cost + total, len(calls), (lanes, *calls)))
+        total, _, calls = min(options)
+        best.append((total, tuple(sorted(calls, reverse=True))))
+    return best[streams][1]
