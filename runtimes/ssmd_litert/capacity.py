@@ -13,7 +13,7 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 
 from ssmd.build.builder import BuildError
-from ssmd_litert.modelfile import OPERATORS, Edited
+from ssmd_litert.modelfile import OPERATORS, Edited, Known
 from ssmd_litert.weights_on_disk import OTHER
 
 _Op = schema.BuiltinOperator
@@ -29,7 +29,7 @@ def open_capacity(edited: Edited, nominal: int) -> None:
 
 def _open(edited: Edited, graph: Any, nominal: int) -> None:
     """Follow what has S in its size from the inputs on. Raises BuildError where that leads to another operator."""
-    constants: dict[tuple[int, ...], int] = {}  # tensors of this graph
+    constants: Known = {}  # tensors of this graph
     sized = {int(i) for i in graph.inputs if nominal in graph.tensors[i].shape}
     for operator in graph.operators:
         if not sized.intersection(map(int, operator.inputs)):
@@ -47,7 +47,7 @@ def _open(edited: Edited, graph: Any, nominal: int) -> None:
             sized.add(made)
 
 
-def _exchange(edited: Edited, graph: Any, operator: Any, nominal: int, constants: dict[tuple[int, ...], int]) -> bool:
+def _exchange(edited: Edited, graph: Any, operator: Any, nominal: int, constants: Known) -> bool:
     """Make a slice along the last axis one that counts from its end. Returns whether it takes the S that grow."""
     source, begin, size = (graph.tensors[i] for i in operator.inputs)
     first, count = (edited.numbers(tensor) for tensor in (begin, size))

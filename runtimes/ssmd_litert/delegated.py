@@ -1,8 +1,9 @@
 """What XNNPACK would leave to LiteRT's own kernels, in forms that it takes.
 
-The converter makes a fully connected layer of a batched product whose batch is one; its weight is no constant then. And
-it makes one concatenation of several in a row, with more parts than XNNPACK has arguments. Each of them would split the
-graph in two: granite-4.0-h-350m lost an eighth of a prefill of 64 tokens to 56 such layers.
+The converter makes a fully connected layer of a batched product whose batch is one; its weight is no constant then. It
+makes one concatenation of several in a row, with more parts than XNNPACK has arguments; and of a product with ones that
+is there to repeat something a broadcast, which XNNPACK has not. Each of them would split the graph in two:
+granite-4.0-h-350m lost an eighth of a prefill of 64 tokens to 56 such layers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 
-from ssmd_litert.modelfile import Edited, add_tensor
+from ssmd_litert.modelfile import Edited, Known, add_tensor
 
 MOST_PARTS = 5  # of a concatenation in XNNPACK
 _Op = schema.BuiltinOperator
@@ -21,21 +22,21 @@ _JOIN = schema.BuiltinOptions.ConcatenationOptions
 
 def delegate_all(edited: Edited) -> None:
     """Give every operator of these kinds a form that XNNPACK takes."""
-    forms = {_Op.FULLY_CONNECTED: _batched, _Op.CONCATENATION: _joined}
+    forms = {_Op.FULLY_CONNECTED: _batched, _Op.CONCATENATION: _joined, _Op.BROADCAST_TO: _repeated}
     for graph in edited.model.subgraphs:
-        shapes: dict[tuple[int, ...], int] = {}
+        known: Known = {}
         graph.operators = [
             made
             for operator in graph.operators
-            for made in forms.get(edited.code(operator), _kept)(edited, graph, operator, shapes)
+            for made in forms.get(edited.code(operator), _kept)(edited, graph, operator, known)
         ]
 
 
-def _kept(edited: Edited, graph: Any, operator: Any, shapes: dict[tuple[int, ...], int]) -> list[Any]:
+def _kept(edited: Edited, graph: Any, operator: Any, known: Known) -> list[Any]:
     return [operator]
 
 
-def _joined(edited: Edited, graph: Any, operator: Any, shapes: dict[tuple[int, ...], int]) -> list[Any]:
+def _joined(edited: Edited, graph: Any, operator: Any, known: Known) -> list[Any]:
     """A concatenation of more than MOST_PARTS parts as one of concatenations."""
     parts, axis = [int(i) for i in operator.inputs], operator.builtinOptions.axis
     found: list[Any] = []
@@ -54,7 +55,18 @@ def _joined(edited: Edited, graph: Any, operator: Any, shapes: dict[tuple[int, .
     return [*found, operator]
 
 
-def _batched(edited: Edited, graph: Any, operator: Any, shapes: dict[tuple[int, ...], int]) -> list[Any]:
+def _repeated(edited: Edited, graph: Any, operator: Any, known: Known) -> list[Any]:
+    """A broadcast as a product with ones."""
+    source, target = graph.tensors[int(operator.inputs[0])], graph.tensors[int(operator.outputs[0])]
+    shape = [int(n) for n in target.shape]
+    own = [1] * (len(shape) - len(source.shape)) + [int(n) for n in source.shape]
+    ones = np.ones([1 if n == m else n for n, m in zip(shape, own, strict=True)], np.float32)
+    inputs = [int(operator.inputs[0]), edited.add_constant(graph, ones, known)]
+    kind = schema.BuiltinOptions.MulOptions
+    return [_operator(edited, _Op.MUL, inputs, int(operator.outputs[0]), schema.MulOptionsT(), kind)]
+
+
+def _batched(edited: Edited, graph: Any, operator: Any, known: Known) -> list[Any]:
     """x (..., K) and w (N, K) as a product (1, rows, K) x (1, N, K) -> (1, rows, N), with its shapes around it; a layer
     whose weight is a constant stays what it is."""
     x, weight, *bias = (int(i) for i in operator.inputs)
@@ -69,7 +81,7 @@ def _batched(edited: Edited, graph: Any, operator: Any, shapes: dict[tuple[int, 
         options = schema.ReshapeOptionsT()
         options.newShape = np.array(shape, np.int32)
         target = add_tensor(graph, shape, schema.TensorType.FLOAT32, b"reshaped") if into is None else into
-        inputs = [tensor, edited.add_numbers(graph, shape, shapes)]
+        inputs = [tensor, edited.add_numbers(graph, shape, known)]
         found.append(_operator(edited, _Op.RESHAPE, inputs, target, options, schema.BuiltinOptions.ReshapeOptions))
         return target
 

@@ -15,6 +15,7 @@ OPERATORS = {value: name for name, value in vars(schema.BuiltinOperator).items()
 _ALIGNMENT = 64  # of constants in the file
 _SMALL = 1024  # bytes of a constant that stays within the flatbuffer
 _COPY_BYTES = 8 << 20
+Known = dict[tuple[str, tuple[int, ...], bytes], int]  # places of constants, by what they are
 
 
 class Edited:
@@ -26,7 +27,7 @@ class Edited:
         self.model: Any = schema.ModelT.InitFromObj(schema.Model.GetRootAs(self.data, 0))
         model = self.model
         self._codes: list[int] = [max(c.builtinCode, c.deprecatedBuiltinCode) for c in model.operatorCodes]
-        self._buffers: dict[tuple[int, ...], int] = {}  # of the numbers that were added
+        self._buffers: Known = {}  # of the constants that were added
 
     def code(self, operator: Any) -> int:
         """Which of schema.BuiltinOperator an operator is."""
@@ -50,16 +51,22 @@ class Edited:
         data = self.model.buffers[tensor.buffer].data
         return () if data is None else tuple(np.asarray(data, np.uint8).view(np.int32).tolist())
 
-    def add_numbers(self, graph: Any, values: tuple[int, ...], known: dict[tuple[int, ...], int]) -> int:
-        """The graph's constant of these int32; `known`: those that it got so far."""
-        if values not in self._buffers:
+    def add_numbers(self, graph: Any, values: tuple[int, ...], known: Known) -> int:
+        """The graph's constant of these int32, a vector; `known`: those that it got so far."""
+        return self.add_constant(graph, np.array(values, np.int32), known)
+
+    def add_constant(self, graph: Any, array: NDArray[Any], known: Known) -> int:
+        """The graph's constant of these int32 or float32."""
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._buffers:
             buffer = schema.BufferT()
-            buffer.data = np.array(values, np.int32).view(np.uint8)
-            self._buffers[values] = len(self.model.buffers)
+            buffer.data = np.frombuffer(array.tobytes(), np.uint8)
+            self._buffers[key] = len(self.model.buffers)
             self.model.buffers.append(buffer)
-        if values not in known:
-            known[values] = add_tensor(graph, (len(values),), schema.TensorType.INT32, b"bounds", self._buffers[values])
-        return known[values]
+        if key not in known:
+            kind = schema.TensorType.INT32 if array.dtype == np.int32 else schema.TensorType.FLOAT32
+            known[key] = add_tensor(graph, array.shape, kind, b"constant", self._buffers[key])
+        return known[key]
 
 
 def add_tensor(graph: Any, shape: tuple[int, ...], kind: int, name: bytes, buffer: int = 0) -> int:

@@ -80,6 +80,13 @@ class Loaded:
         return ids
 
 
+def ready(program: Program) -> None:
+    """Have open what a program would open once several handles are decoded together, where there is such a thing."""
+    batches = getattr(program, "batches", None)
+    if batches is not None:
+        batches.open(8)
+
+
 def feed(program: Program, handle: Handle, ids: Sequence[int], lengths: Iterable[int]) -> Logits:
     """Prefill calls of these lengths from ids' start. Returns the last logits."""
     at, logits = 0, np.empty(0, np.float32)

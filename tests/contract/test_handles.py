@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from contract.driving import Loaded, decode, frozen, same, started
+from contract.driving import Loaded, decode, frozen, ready, same, started
 
 from ssmd.runtime.protocol import Program, ProgramError
 
 
 def test_a_handle_does_not_depend_on_the_others_of_its_call(loaded: Loaded) -> None:
     program = loaded.program
+    ready(program)
     prompts = [loaded.ids(n, seed=n) for n in (3, 40, 77)]
     steps = np.array([loaded.ids(12, seed=50 + i) for i in range(3)])
     alone = []
@@ -31,6 +33,37 @@ def test_a_handle_does_not_depend_on_the_others_of_its_call(loaded: Loaded) -> N
         assert np.stack([row[i] for row in together]).tobytes() == alone[i][0].tobytes()
         assert same(program.save(handle), alone[i][1])
         program.release(handle)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_streams_that_join_and_leave_change_nothing(loaded: Loaded, seed: int) -> None:
+    """Up to nine at a time, of any length, each for some steps: the bits of each are those that it has alone."""
+    program, chance = loaded.program, np.random.default_rng(seed)
+    ready(program)
+    prompts = [loaded.ids(n, seed=n) for n in (1, 2, 16, 40, 58, 63, 64, 77, 115, 120, 127, 130)]
+    steps = [loaded.ids(int(chance.integers(3, 25)), seed=70 + i) for i in range(len(prompts))]
+    alone = []
+    for prompt, own in zip(prompts, steps, strict=True):
+        handle = started(program, prompt)
+        alone.append((decode(program, handle, own).tobytes(), frozen(program.save(handle))))
+        program.release(handle)
+    waiting: list[int] = chance.permutation(len(prompts)).tolist()
+    running: dict[int, Any] = {}
+    rows: dict[int, list[bytes]] = {i: [] for i in range(len(prompts))}
+    while waiting or running:
+        while waiting and len(running) < 9 and chance.random() < 0.5:
+            begun = waiting.pop()
+            running[begun] = started(program, prompts[begun])
+        if not running:
+            continue
+        taking = [i for i in chance.permutation(list(running)).tolist() if chance.random() < 0.9] or list(running)
+        logits = program.decode([running[i] for i in taking], [steps[i][len(rows[i])] for i in taking])
+        for i, row in zip(taking, logits, strict=True):
+            rows[i].append(row.tobytes())
+            if len(rows[i]) == len(steps[i]):
+                assert same(program.save(running[i]), alone[i][1])
+                program.release(running.pop(i))
+    assert [b"".join(rows[i]) for i in range(len(prompts))] == [logits for logits, _ in alone]
 
 
 def test_prefills_of_others_in_between_change_nothing(loaded: Loaded) -> None:

@@ -1,0 +1,278 @@
+"""Decode steps of several streams in one call: when they are taken, what is thrown away, and what a failure leaves."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.hoststate.batches import Batches, cheapest
+from ssmd.runtime.hoststate.graph import GraphError
+from ssmd.runtime.hoststate.program import FlatProgram
+from ssmd.runtime.protocol import ProgramError
+from ssmd_litert.calls import LanesCall
+from ssmd_litert.library import LibraryGraph
+from ssmd_litert.runtime import LiteRTRuntime
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=["granite-f32", "llama-int8"])
+def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Artifact:
+    return Artifact.open(artifacts[request.param])
+
+
+@pytest.fixture
+def granite(artifacts: Mapping[str, Path]) -> Artifact:
+    return Artifact.open(artifacts["granite-f32"])
+
+
+def loaded(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int] = (4, 8)) -> FlatProgram:
+    """A program whose steps are taken together by so many, whatever they cost on this machine."""
+    monkeypatch.setattr(Batches, "_timed", lambda self, batch, slots: (1.0, 1.0 + batch.lanes / 100))
+    program = LiteRTRuntime().load(artifact)
+    program.batches.open(max(sizes))
+    assert sorted(program.batches.costs) == [1, *sizes]
+    return program
+
+
+def begun(program: FlatProgram, count: int, length: int = 5) -> list[Any]:
+    handles = [program.new_state() for _ in range(count)]
+    for i, handle in enumerate(handles):
+        program.prefill(handle, [(i + j) % 300 for j in range(length)])
+    return handles
+
+
+def alone(program: FlatProgram, count: int, tokens: int, length: int = 5) -> list[list[bytes]]:
+    """The logits of each stream, one after another."""
+    found = []
+    for i, handle in enumerate(begun(program, count, length)):
+        found.append([program.decode([handle], [(i + t) % 300])[0].tobytes() for t in range(tokens)])
+        program.release(handle)
+    return found
+
+
+def together(program: FlatProgram, handles: Sequence[Any], tokens: Sequence[int]) -> list[list[bytes]]:
+    rows = [program.decode(handles, [(i + t) % 300 for i in range(len(handles))]) for t in tokens]
+    return [[row[i].tobytes() for row in rows] for i in range(len(handles))]
+
+
+@pytest.mark.parametrize("count", [2, 4, 5, 8, 9, 17])
+def test_each_gets_what_it_gets_alone(artifact: Artifact, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = loaded(artifact, monkeypatch)
+    runs: list[LanesCall] = []
+    run = LanesCall.run
+
+    def counted(call: LanesCall) -> None:
+        runs.append(call)
+        run(call)
+
+    monkeypatch.setattr(LanesCall, "run", counted)
+    assert together(program, begun(program, count), range(6)) == alone(program, count, 6)
+    assert len(runs) == 6 * {2: 1, 4: 1, 5: 1, 8: 1, 9: 1, 17: 2}[count]
+
+
+def test_capacities_change_within_a_batch(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream moves up at a step of its own; the others go on in their lanes."""
+    program = loaded(artifact, monkeypatch)
+    first = program._tiers[0]
+    lengths = [first - 9 + 2 * i for i in range(4)]
+
+    def starts() -> Iterator[Any]:
+        for i, length in enumerate(lengths):
+            handle = program.new_state()
+            for at in range(0, length, 64):
+                program.prefill(handle, [(i + j) % 300 for j in range(at, min(at + 64, length))])
+            yield handle
+
+    expected = []
+    for i, handle in enumerate(starts()):
+        expected.append([program.decode([handle], [(i + t) % 300])[0].tobytes() for t in range(12)])
+    handles = list(starts())
+    assert together(program, handles, range(12)) == expected
+    assert {h.slot.caches.capacity for h in handles} == {program._tiers[1]}
+
+
+def test_lanes_are_kept(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are exchanged for who comes and goes, and for sides of recurrent states, not for who stays."""
+    program = loaded(granite, monkeypatch)
+    handles = begun(program, 6)
+    together(program, handles, range(2))
+    batch = program.batches.batch(8)
+    seats = batch.seats([h.slot for h in handles])
+    together(program, list(reversed(handles)), range(2))
+    assert batch.seats([h.slot for h in handles]) == seats
+    del handles[2]
+    handles.append(begun(program, 1)[0])
+    together(program, handles, range(2))
+    assert batch.seats([h.slot for h in handles]) == [s for s in seats if s != seats[2]] + [seats[2]]
+
+
+def test_without_recurrent_states_nothing_is_exchanged(
+    artifacts: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = loaded(Artifact.open(artifacts["llama-int8"]), monkeypatch)
+    handles = begun(program, 3)
+    together(program, handles, range(1))
+    puts: list[int] = []
+    monkeypatch.setattr(LanesCall, "put", lambda call, lane, bound: puts.append(lane))
+    together(program, handles, range(5))
+    assert not puts
+
+
+@pytest.mark.parametrize("lane", [0, 1, 3])
+def test_a_graph_whose_lane_computes_otherwise_is_not_used(
+    artifact: Artifact, lane: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = LiteRTRuntime().load(artifact)
+    put, lanes = LanesCall.put, {}
+
+    def misled(call: LanesCall, at: int, bound: Any) -> None:
+        """One lane is given what its neighbour has."""
+        lanes[at] = bound
+        put(call, at, bound)
+        if at == lane and (other := lanes.get((lane + 1) % 4)) is not None:
+            put(call, at, other)
+
+    monkeypatch.setattr(LanesCall, "put", misled)
+    with caplog.at_level(logging.WARNING):
+        program.batches.open(4)
+    assert f"lane {lane} gives other numbers" in caplog.text
+    assert list(program.batches.costs) == [1]
+    monkeypatch.undo()
+    assert together(program, begun(program, 4), range(3)) == alone(program, 4, 3)
+
+
+def test_a_graph_that_is_no_faster_is_not_used(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Batches, "_timed", lambda self, batch, slots: (1.0, 4.0 if batch.lanes == 4 else 7.9))
+    program = LiteRTRuntime().load(granite)
+    with caplog.at_level(logging.WARNING):
+        program.batches.open(8)
+    assert "4 streams are computed one after another: together they take 4.0 ms, one 1.0" in caplog.text
+    assert program.batches.costs == {1: 1.0, 8: 7.9}
+    assert program.batches.parts(7) == (1,) * 7
+    assert program.batches.parts(8) == (8,)
+
+
+def test_a_graph_that_cannot_be_opened_is_done_without(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = LiteRTRuntime().load(artifact)
+
+    def none(*_: object) -> None:
+        raise GraphError("no such signature")
+
+    monkeypatch.setattr(LibraryGraph, "bind_lanes", none)
+    with caplog.at_level(logging.WARNING):
+        program.batches.open(8)
+    assert caplog.text.count("no such signature") == 2
+    assert together(program, begun(program, 3), range(3)) == alone(program, 3, 3)
+    assert not program.batches._wanted(8)  # nobody tries again
+
+
+def test_it_is_opened_beside_steps_that_go_on(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Batches, "_timed", lambda self, batch, slots: (1.0, 1.1))
+    program, begin = LiteRTRuntime().load(artifact), threading.Event()
+    make = program.batches._make
+
+    def waits(lanes: int) -> Any:
+        assert begin.wait(20)
+        return make(lanes)
+
+    program.batches._make = waits
+    expected, handles = alone(program, 3, 40), begun(program, 3)
+    first = together(program, handles, range(5))
+    assert list(program.batches.costs) == [1]
+    begin.set()
+    rest = together(program, handles, range(5, 20))
+    program.batches.join()
+    assert sorted(program.batches.costs) == [1, 4]
+    last = together(program, handles, range(20, 40))
+    assert [a + b + c for a, b, c in zip(first, rest, last, strict=True)] == expected
+
+
+def test_a_failed_step_leaves_all_of_them_as_they_were(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = loaded(artifact, monkeypatch)
+    handles, expected = begun(program, 5), alone(program, 5, 2)
+    run = LanesCall.run
+
+    def failing(call: LanesCall) -> None:
+        run(call)
+        raise GraphError("it broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LanesCall, "run", failing)
+        with pytest.raises(GraphError, match="it broke"):
+            program.decode(handles, [1, 2, 3, 4, 5])
+    assert [program.position(h) for h in handles] == [5] * 5
+    assert together(program, handles, range(2)) == expected
+
+
+def test_closing_ends_a_trial(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, tried = LiteRTRuntime().load(granite), threading.Event()
+    differing = Batches._differing
+
+    def held(batches: Batches, batch: Any, slots: Any) -> str:
+        tried.set()
+        while not batches._closed:
+            pass
+        return differing(batches, batch, slots)
+
+    monkeypatch.setattr(Batches, "_differing", held)
+    handles = begun(program, 2)
+    together(program, handles, range(1))
+    assert tried.wait(20)
+    program.close()
+    assert list(program.batches.costs) == [1]
+    with pytest.raises(ProgramError, match="closed"):
+        program.decode(handles, [1, 2])
+
+
+def test_memory_of_those_who_left_is_used_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that moved up, was released and serves another stream is bound anew."""
+    program = loaded(artifact, monkeypatch)
+    long = begun(program, 4, length=60)
+    for t in range(0, program._tiers[0], 8):
+        program.decode(long, [t] * 4)
+        for handle in long:
+            program.prefill(handle, [t] * 7)
+    for handle in long:
+        program.release(handle)
+    del long
+    assert together(program, begun(program, 4), range(4)) == alone(program, 4, 4)
+
+
+def test_the_cheapest_calls_are_taken() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        costs = {1: 1.0, 4: float(rng.uniform(0.5, 4.5)), 8: float(rng.uniform(1, 9))}
+        for streams in range(1, 14):
+            found = cheapest(streams, tuple(sorted(costs.items())))
+            assert sum(found) >= streams
+            best = min(
+                sum(costs[lanes] for lanes in calls)
+                for n in range(1, streams + 1)
+                for calls in itertools.combinations_with_replacement(costs, n)
+                if sum(calls) >= streams
+            )
+            assert sum(costs[lanes] for lanes in found) == pytest.approx(best)
+            assert list(found) == sorted(found, reverse=True)
+
+
+def test_what_a_step_costs(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = LiteRTRuntime().load(granite)
+    assert [program.step_cost(n) for n in (1, 3, 8)] == [1, 3, 8]
+    program.batches.costs = {1: 2.0, 4: 3.0, 8: 5.0}
+    assert [program.step_cost(n) for n in (1, 2, 4, 5, 8, 9)] == [1, 1.5, 1.5, 2.5, 2.5, 3.5]
