@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -105,8 +105,15 @@ def judge(runtime: Runtime) -> None:
     sys.stdout.write(_json(Verdict(report.passed, "" if report.passed else why)) + "\n")
 
 
-def run_all(program: Program, tiers: Sequence[int]) -> None:
-    """Run every signature once: golden values need few of the buckets, and the least of the tiers."""
+def run_all(program: Program, tiers: Iterable[int]) -> None:
+    """Run every signature once: golden values need few of the buckets, the least of the tiers, and one stream. Where a
+    signature serves all tiers, it runs with the least and the largest."""
+    tiers = tuple(tiers)
+    if getattr(program, "open_capacity", False):
+        tiers = (*tiers[:1], *tiers[1:][-1:])
+    batches = getattr(program, "batches", None)
+    if batches is not None:
+        batches.open_all()
     below = 0
     for tier in tiers or (0,):
         for length in (1, *program.buckets):

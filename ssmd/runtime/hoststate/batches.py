@@ -162,6 +162,10 @@ class Batches:
                 continue
             self._try(batch)
 
+    def open_all(self) -> None:
+        """Open and try all there are."""
+        self.open(max(self._sizes, default=1))
+
     def forget(self, memory: NDArray[np.uint8]) -> None:
         """Drop what was bound to arrays inside `memory`."""
         for batch in self._opened.values():

@@ -106,8 +106,8 @@ class Caches:
             self.arrays[SLOTS] = mask.reshape(1, 1, capacity)
 
     def grow(self, capacity: int, rows: int) -> None:
-        """Have a larger capacity, with the first `rows` rows where they belong and zeros after them. Raises MemoryError
-        before anything is changed."""
+        """Have a larger capacity, with the first `rows` rows where they belong and zeros after them. Pages that were
+        never written stay so. Raises MemoryError before anything is changed."""
         before, blocks = self.stacks, self._blocks
         if self.has_room(capacity):
             self.fit(capacity)
@@ -116,7 +116,7 @@ class Caches:
         for group, old, new in zip(self.groups, before, self.stacks, strict=True):
             if self._blocks is blocks:
                 _spread(group, old, new, rows)
-                group.tokens(new, rows, capacity)[...] = 0  # where others' rows lay
+                _cleared(group, old, new, rows)
             else:
                 group.tokens(new, 0, rows)[...] = group.tokens(old, 0, rows)
 
@@ -146,3 +146,9 @@ def _spread(group: RowGroup, old: Array, new: Array, rows: int) -> None:
         apart, was = (int(np.prod(a.shape[1:])) * 4 // (lines[1] * lines[2]) for a in (new, old))
         for line in reversed(range(lines[1] * lines[2])):
             ctypes.memmove(target + line * apart, source + line * was, size * 4)
+
+
+def _cleared(group: RowGroup, old: Array, new: Array, rows: int) -> None:
+    """Set to zero what stands after the rows and lay within the smaller caches: others' rows."""
+    layers = -(-len(old) * old.strides[0] // new.strides[0])  # those that begin there
+    group.tokens(new[:layers], rows, new.shape[2 if group.kind == "key" else 3])[...] = 0

@@ -71,7 +71,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         self._tiers = manifest.tiers or (manifest.context or 1,)
         check_signatures(graph.signatures, manifest, self.spec, self._tiers)
         self.graph = graph
-        self._open = is_open(graph.signatures)
+        self.open_capacity = is_open(graph.signatures)
         self._capacity = 0  # of the last of several that were decoded together
         self._groups = row_groups(self.spec)
         self._flips = bool(self.spec.recurrent)  # a step writes another arena than it reads
@@ -79,7 +79,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         self._slots: set[Slot] = set()  # of live handles
         self._spare: list[Slot] = [self._make_slot(self._tiers[0])]  # the one used last is the last
         arena = self._spare[0].arenas[0].nbytes
-        self._snapshots = Snapshots(arena, ready=2, spare_bytes=_SPARE_BYTES)
+        self._snapshots = Snapshots(arena, ready=1, spare_bytes=_SPARE_BYTES)
         self._open_lanes = lanes
         self._idle: Slot | None = None  # for lanes that have no stream
         self.batches = Batches(sizes, self._make_batch, self._scratch, self._alone, self._lock)
@@ -174,7 +174,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         return next(t for t in self._tiers if t >= tokens)
 
     def _make_slot(self, capacity: int) -> Slot:
-        return Slot(self.spec, self._groups, self.context or 0, capacity, self._open)
+        return Slot(self.spec, self._groups, self.context or 0, capacity, self.open_capacity)
 
     def _make_room(self, slot: Slot, tokens: int, rows: int) -> None:
         """Move a slot, with its first `rows` rows, up to the smallest tier that has room for `tokens` in all."""
@@ -207,7 +207,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         """Open a batch. Raises GraphError."""
         assert self._open_lanes is not None  # else there are no sizes
         if self._idle is None:
-            self._idle = Slot(self.spec, self._groups, 1, 1, self._open)
+            self._idle = Slot(self.spec, self._groups, 1, 1, self.open_capacity)
         graph = self._open_lanes(lanes)
         return Batch(graph, lanes, self.vocabulary, self._groups, self._idle)
 
@@ -248,7 +248,7 @@ class FlatProgram(CheckedProgram[_Handle]):
 
     def _signature(self, step: Step, slot: Slot) -> str:
         capacity = slot.caches.capacity
-        return signature_name(step.length, capacity, capacity if self._open else self._tiers[0])
+        return signature_name(step.length, capacity, capacity if self.open_capacity else self._tiers[0])
 
     def _run(self, step: Step, handle: _Handle, ids: NDArray[np.int32]) -> None:
         """Compute a step without committing it: until then the handle is what it was."""

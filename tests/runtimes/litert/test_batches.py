@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ssmd.model.artifact import Artifact
-from ssmd.runtime.hoststate.batches import Batches, cheapest
+from ssmd.runtime.hoststate.batches import Batch, Batches, cheapest
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.protocol import ProgramError
@@ -130,21 +130,24 @@ def test_without_recurrent_states_nothing_is_exchanged(
     assert not puts
 
 
-@pytest.mark.parametrize("lane", [0, 1, 3])
+@pytest.mark.parametrize(("lane", "what"), [(0, "logits"), (3, "logits"), (1, "rows"), (2, "state")])
 def test_a_graph_whose_lane_computes_otherwise_is_not_used(
-    artifact: Artifact, lane: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    granite: Artifact, lane: int, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    program = LiteRTRuntime().load(artifact)
-    put, lanes = LanesCall.put, {}
+    """By one bit of one number."""
+    program, compute = LiteRTRuntime().load(granite), Batch.compute
 
-    def misled(call: LanesCall, at: int, bound: Any) -> None:
-        """One lane is given what its neighbour has."""
-        lanes[at] = bound
-        put(call, at, bound)
-        if at == lane and (other := lanes.get((lane + 1) % 4)) is not None:
-            put(call, at, other)
+    def otherwise(batch: Batch, seated: Mapping[int, Any]) -> None:
+        compute(batch, seated)
+        found = {"logits": batch.logits[lane], "rows": batch.rows.lane(lane)[0][0, 0]}
+        if lane in seated:
+            found["state"] = seated[lane][0].recurrent[1]["ssm_0"][0, 0, 0]
+        if what in found:
+            numbers = found[what].reshape(-1)
+            numbers[-1:] = np.nextafter(numbers[-1:], np.float32(np.inf))
+            assert np.shares_memory(numbers, found[what])
 
-    monkeypatch.setattr(LanesCall, "put", misled)
+    monkeypatch.setattr(Batch, "compute", otherwise)
     with caplog.at_level(logging.WARNING):
         program.batches.open(4)
     assert f"lane {lane} gives other numbers" in caplog.text
