@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from daemon_process import conditions
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.hoststate.program import FlatProgram
+from ssmd.runtime.hoststate.signatures import LANES, lanes_name
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import get_runtime
 from ssmd_litert.profiler import Node, ProfiledGraph
@@ -38,6 +40,7 @@ def step_of(program: FlatProgram, depth: int, tokens: int, streams: int) -> Step
     for n in buckets.plan(depth, program.buckets):
         program.prefill(handle, [1 + i % 100 for i in range(at, at + n)])
         at += n
+    program.batches.open(streams)
     handles = [program.clone(handle) for _ in range(streams)]
     ids = [7] * (streams if tokens == 1 else tokens)
 
@@ -62,11 +65,42 @@ def measure(program: FlatProgram, depth: int, tokens: int, streams: int) -> floa
     return statistics.median(took)
 
 
-def profile(graph: ProfiledGraph, program: FlatProgram, depth: int, tokens: int, streams: int) -> list[Node]:
+class Profiled:
+    """The graphs of an artifact's file, each opened once, and the program over them."""
+
+    def __init__(self, artifact: Artifact, threads: int) -> None:
+        (name,) = (n for n in artifact.manifest.files if n.endswith(SUFFIX))
+        self._file, self._threads = artifact.file(name), threads
+        self._graphs = {1: self._opened(lambda signature: signature not in map(lanes_name, LANES))}
+        sizes = [n for n in LANES if lanes_name(n) in self._graphs[1].names]
+        self.program = FlatProgram(self._graphs[1], artifact.manifest, "profiled", threads, self._lanes, sizes)
+
+    def _opened(self, wanted: Callable[[str], bool]) -> ProfiledGraph:
+        return ProfiledGraph(self._file, threads=self._threads, weight_cache=None, wanted=wanted)
+
+    def _lanes(self, lanes: int) -> ProfiledGraph:
+        self._graphs[lanes] = self._opened(lambda signature: signature == lanes_name(lanes))
+        return self._graphs[lanes]
+
+    def nodes(self, step: Step) -> list[Node]:
+        """Run a step. Returns the nodes of all its calls, graph by graph."""
+        chained: Step = step
+        found: list[Node] = []
+        for graph in self._graphs.values():
+            chained = partial(_noted, graph, chained, found)
+        chained()
+        return found
+
+
+def _noted(graph: ProfiledGraph, step: Step, found: list[Node]) -> None:
+    found += graph.nodes(step)
+
+
+def profile(graphs: Profiled, depth: int, tokens: int, streams: int) -> list[Node]:
     """The nodes of a step with the least us that each took."""
-    step = step_of(program, depth, tokens, streams)
+    step = step_of(graphs.program, depth, tokens, streams)
     step()
-    runs = [graph.nodes(step) for _ in range(REPEATS)]
+    runs = [graphs.nodes(step) for _ in range(REPEATS)]
     names = [name for name, _ in runs[0]]
     if any([name for name, _ in run] != names for run in runs):
         raise RuntimeError("the profiler does not tell the same nodes each time")
@@ -84,14 +118,13 @@ def main(
     print(conditions())
     for folder in folders:
         artifact = Artifact.open(folder)
-        (file,) = (n for n in artifact.manifest.files if n.endswith(SUFFIX))
         for threads in counts or sorted({1, default_threads()}):
             with closing(get_runtime("litert").load(artifact, threads=threads)) as bare:
                 assert isinstance(bare, FlatProgram)
                 ms = measure(bare, depth, tokens, streams)
-            graph = ProfiledGraph(artifact.file(file), threads=threads, weight_cache=None)
-            with closing(FlatProgram(graph, artifact.manifest, "profiled", threads)) as program:
-                nodes = profile(graph, program, depth, tokens, streams)
+            graphs = Profiled(artifact, threads)
+            with closing(graphs.program):
+                nodes = profile(graphs, depth, tokens, streams)
             print(
                 f"\n{artifact.manifest.name} {artifact.manifest.build[:12]}: a step of {tokens} tokens after {depth}, "
                 f"{streams} streams, {threads} threads: {ms:.2f} ms, {len(nodes)} nodes\n"

@@ -45,6 +45,8 @@ class ProfiledGraph(LibraryGraph):
         step()
         self._call("LiteRtStopProfiler", profiler)
         self._call("LiteRtGetNumProfilerEvents", profiler, ctypes.byref(count))
+        if not count.value:  # the step did not use this graph
+            return []
         raw = np.zeros((count.value, _WORDS), np.uint64)
         self._call("LiteRtGetProfilerEvents", profiler, count.value, raw.ctypes.data)
         named = ((ctypes.string_at(int(event[0])).decode(), int(event[3])) for event in raw)

@@ -307,14 +307,21 @@ def attention_by_lane(
     """`attention` of one token for each of B lanes, each over its own caches, of its own S.
 
     q (B, G, R, D) scaled, k and v (B, G, D). Returns (1, B, G R D) and the new rows of all: key (B G, 1, D), value
-    (B G, D, 1).
+    (B G, D, 1). What does not read a cache is computed for all lanes at once, by the operations of `_attend`.
     """
-    lanes, groups, _, size = q.shape
+    lanes, groups, each, size = q.shape
+    rows, new_key, new_value = q.reshape(-1, each, size), k.reshape(-1, 1, size), v.reshape(-1, 1, size)
+    new = (rows * new_key).sum(-1, keepdim=True)  # (B G, R, 1)
     outs = []
     for b in range(lanes):
-        row = slice(b, b + 1)
-        outs.append(attention(q[row], k[row], v[row], key[b], value[b], slots[b], None)[0])
-    return torch.cat(outs, 1), k.reshape(lanes * groups, 1, size), v.reshape(lanes * groups, size, 1)
+        own, context = slice(b * groups, (b + 1) * groups), slots[b].shape[-1]
+        old = torch.matmul(rows[own], key[b].transpose(1, 2)) + slots[b]  # (G, R, S)
+        weights = torch.softmax(torch.cat([old, new[own]], -1), -1)  # (G, R, S + 1)
+        seen = torch.matmul(weights[..., :context], value[b].transpose(1, 2))
+        # Added here: LiteRT's converter makes one product of products that are concatenated, of caches that are.
+        outs.append(seen + weights[..., context:] * new_value[own])  # (G, R, D)
+    out = torch.cat(outs, 0).reshape(1, lanes, groups * each * size)
+    return out, new_key, v.reshape(-1, size, 1)
 
 
 def _attend(

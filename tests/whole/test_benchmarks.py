@@ -15,6 +15,7 @@ import clients
 import decode
 import gpu
 import numpy as np
+import operators
 import pytest
 import rendering
 import sampling
@@ -43,6 +44,17 @@ def test_decode(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) ->
     assert [cells[:2] for cells in steps] == [["4", "1"], ["4", "3"]] * 2  # with 1 thread and with 2
     assert [cells[0] for cells in prompts] == ["4"] * 2  # what there is no room for is no row
     assert all(float(cell) >= 0 for cells in found for cell in cells)
+
+
+@pytest.mark.parametrize(("tokens", "streams"), [(1, 1), (16, 1), (1, 3)])
+def test_operators(artifacts: TinyArtifacts, tokens: int, streams: int, capsys: pytest.CaptureFixture[str]) -> None:
+    operators.main([artifacts["granite-f32"]], 5, tokens, streams, counts=(1,), slowest=2)
+    printed = capsys.readouterr().out
+    assert f"a step of {tokens} tokens after 5, {streams} streams, 1 threads: " in printed
+    nodes, listed = re.search(r"ms, (\d+) nodes", printed), re.findall(r"\| (\d+) \| -?[0-9.]+ \| -?\d+ % \|", printed)
+    assert nodes is not None
+    assert sum(map(int, listed)) == int(nodes[1]) > 100
+    assert printed.count("node ") == 2
 
 
 def test_clients(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:

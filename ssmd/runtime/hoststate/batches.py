@@ -145,9 +145,17 @@ class Batches:
         costs = self.costs
         return sum(costs[lanes] for lanes in cheapest(streams, tuple(sorted(costs.items())))) / costs[1]
 
-    def batch(self, lanes: int) -> Batch:
-        """The batch of so many lanes, which `parts` named."""
-        return self._opened[lanes]
+    def run(self, lanes: int, streams: Sequence[Stream], logits: Sequence[Logits]) -> bool:
+        """Compute a step in so many lanes, which `parts` named, and fill the logits of each. Returns False if that
+        failed: the graph is not used any more."""
+        try:
+            self._opened[lanes].run(streams, logits)
+        except GraphError as err:
+            log.warning("steps of %d streams are computed one after another from now on: %s", lanes, err)
+            self._opened.pop(lanes).graph.close()
+            self.costs = {n: cost for n, cost in self.costs.items() if n != lanes}
+            return False
+        return True
 
     def open(self, streams: int) -> None:
         """Open what a step of so many streams may use, and try it. Takes half a second; no lock may be held."""

@@ -116,11 +116,12 @@ class FlatProgram(CheckedProgram[_Handle]):
         step, order = self._steps[0], self._in_order(handles) if len(handles) > 1 else [0]
         for lanes in self.batches.parts(len(handles)):
             chosen, order = order[:lanes], order[lanes:]
-            if lanes == 1:
-                self._run(step, handles[chosen[0]], ids[chosen[0] : chosen[0] + 1])
-                logits[chosen[0]] = step.logits
-            else:
-                self._run_together(lanes, [(handles[i], int(ids[i])) for i in chosen], [logits[i] for i in chosen])
+            streams = [(handles[i], int(ids[i])) for i in chosen]
+            if lanes > 1 and self._run_together(lanes, streams, [logits[i] for i in chosen]):
+                continue
+            for i in chosen:
+                self._run(step, handles[i], ids[i : i + 1])
+                logits[i] = step.logits
         for handle in handles:  # all of them, or none if a run raised
             self._commit(handle, 1)
 
@@ -231,11 +232,13 @@ class FlatProgram(CheckedProgram[_Handle]):
         self._call(step, slot, side).run()
         return step.logits, step.rows
 
-    def _run_together(self, lanes: int, streams: Sequence[tuple[_Handle, int]], logits: Sequence[Logits]) -> None:
-        """Compute a step of several handles in one call, without committing it, and fill the logits of each."""
+    def _run_together(self, lanes: int, streams: Sequence[tuple[_Handle, int]], logits: Sequence[Logits]) -> bool:
+        """Compute a step of several handles in one call, without committing it, and fill the logits of each. Returns
+        False if that failed, which leaves them as they were."""
         for handle, _ in streams:
             self._make_room(handle.slot, handle.position + 1, handle.position)
-        self.batches.batch(lanes).run([(h.slot, h.side, h.position, token) for h, token in streams], logits)
+        given = [(h.slot, h.side, h.position, token) for h, token in streams]
+        return self.batches.run(lanes, given, logits)
 
     def _call(self, step: Step, slot: Slot, side: int) -> Call:
         """The signature bound to a slot, reading recurrent state on `side` and writing it on the other. Made once."""

@@ -17,7 +17,7 @@ from ssmd.runtime.hoststate.batches import Batch, Batches, cheapest
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.protocol import ProgramError
-from ssmd_litert.calls import LanesCall
+from ssmd_litert.calls import LanesCall, LibraryCall
 from ssmd_litert.library import LibraryGraph
 from ssmd_litert.runtime import LiteRTRuntime
 
@@ -108,7 +108,7 @@ def test_lanes_are_kept(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> N
     program = loaded(granite, monkeypatch)
     handles = begun(program, 6)
     together(program, handles, range(2))
-    batch = program.batches.batch(8)
+    batch = program.batches._opened[8]
     seats = batch.seats([h.slot for h in handles])
     together(program, list(reversed(handles)), range(2))
     assert batch.seats([h.slot for h in handles]) == seats
@@ -206,20 +206,38 @@ def test_it_is_opened_beside_steps_that_go_on(artifact: Artifact, monkeypatch: p
     assert [a + b + c for a, b, c in zip(first, rest, last, strict=True)] == expected
 
 
-def test_a_failed_step_leaves_all_of_them_as_they_were(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_fails_in_the_middle_is_not_used_any_more(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     program = loaded(artifact, monkeypatch)
-    handles, expected = begun(program, 5), alone(program, 5, 2)
-    run = LanesCall.run
+    handles, expected = begun(program, 5), alone(program, 5, 6)
+    first, run = together(program, handles, range(2)), LanesCall.run
 
     def failing(call: LanesCall) -> None:
         run(call)
         raise GraphError("it broke")
 
+    monkeypatch.setattr(LanesCall, "run", failing)
+    with caplog.at_level(logging.WARNING):
+        rest = together(program, handles, range(2, 6))
+    assert [a + b for a, b in zip(first, rest, strict=True)] == expected
+    assert caplog.text.count("one after another from now on: it broke") == 2  # that of 8, then that of 4
+    assert list(program.batches.costs) == [1]
+
+
+def test_a_failed_step_leaves_all_of_them_as_they_were(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = loaded(artifact, monkeypatch)
+    handles, expected = begun(program, 6), alone(program, 6, 2)
+
+    def failing(call: LibraryCall) -> None:
+        raise GraphError("it broke")
+
     with monkeypatch.context() as patch:
         patch.setattr(LanesCall, "run", failing)
+        patch.setattr(LibraryCall, "run", failing)
         with pytest.raises(GraphError, match="it broke"):
-            program.decode(handles, [1, 2, 3, 4, 5])
-    assert [program.position(h) for h in handles] == [5] * 5
+            program.decode(handles, [1, 2, 3, 4, 5, 6])
+    assert [program.position(h) for h in handles] == [5] * 6
     assert together(program, handles, range(2)) == expected
 
 
