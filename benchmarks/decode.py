@@ -27,10 +27,11 @@ from llama_library import Library, Llama
 
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
-from ssmd.runtime.bench import WeightRead, weights_bytes
+from ssmd.runtime.bench import weights_bytes
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import get_runtime
+from ssmd.runtime.weightread import WeightRead
 
 DEPTHS = (64, 512, 1500)
 STREAMS = (1, 4, 8)

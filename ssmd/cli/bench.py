@@ -104,12 +104,17 @@ def _fields(artifact: Artifact, report: Report) -> dict[str, Any]:
         "load_ms": {"first": report.load_first_ms, "again": report.load_again_ms},
         "prefill": [{"bucket": p.bucket, "ms": p.ms, "tokens_per_s": p.tokens_per_s} for p in report.prefill],
         "decode": {"steps": report.decode_steps, "p50_ms": report.tbt_p50_ms, "p95_ms": report.tbt_p95_ms},
+        "together": [{"streams": t.streams, "p50_ms": t.ms, "tokens_per_s": t.tokens_per_s} for t in report.together],
         "save_ms": report.save_ms,
         "restore_ms": report.restore_ms,
         "state_bytes": {"fixed": report.fixed_bytes, "a_token": report.token_bytes, "at_position": report.state_bytes},
         "weights": {"bytes": report.weights_bytes, "read_ms": report.weights_read_ms},
         "decode_per_read": report.decode_per_read,
-        "memory_bytes": {"loaded": report.resident_bytes, "most": report.most_resident_bytes},
+        "memory_bytes": {
+            "loaded": report.resident_bytes,
+            "most": report.most_resident_bytes,
+            "together": report.resident_together_bytes,
+        },
     }
 
 
@@ -132,6 +137,7 @@ def _print(artifact: Artifact, report: Report) -> None:
         ("load again", report.load_again_ms, ""),
         *((f"prefill of {p.bucket}{after}", p.ms, f"{p.tokens_per_s:.0f} tokens/s") for p in report.prefill),
         (f"decode step{after}", report.tbt_p50_ms, f"{tokens_per_s:.1f} tokens/s; p95 {report.tbt_p95_ms:.2f} ms"),
+        *((f"of {t.streams} streams{after}", t.ms, f"{t.tokens_per_s:.1f} tokens/s") for t in report.together),
         ("one read of the weights", report.weights_read_ms, f"{show_size(report.weights_bytes)}, {gb_per_s:.1f} GB/s"),
         ("save", report.save_ms, state),
         ("restore", report.restore_ms, state),
@@ -144,8 +150,8 @@ def _print(artifact: Artifact, report: Report) -> None:
         table.add_row(*map(Text, (name, f"{ms:.2f}" if ms < 100 else f"{ms:.0f}", note)))
     console = Console() if sys.stdout.isatty() else Console(width=1000)
     console.print(table)
-    sizes = (report.resident_bytes, report.most_resident_bytes)
-    loaded, most = ("unknown" if size is None else show_size(size) for size in sizes)
+    sizes = (report.resident_bytes, report.most_resident_bytes, report.resident_together_bytes)
+    loaded, most, several = ("unknown" if size is None else show_size(size) for size in sizes)
     typer.echo(f"a decode step takes {report.decode_per_read:.2f} x one read of the weights")
     typer.echo(f"state: {show_size(report.fixed_bytes)} and {report.token_bytes:,} bytes a token")
-    typer.echo(f"memory: {loaded} when loaded, {most} at most")
+    typer.echo(f"memory: {loaded} when loaded, {most} at most, {several} with {report.together[-1].streams} streams")

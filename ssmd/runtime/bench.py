@@ -8,24 +8,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ssmd.machine.memory import most_resident, resident, return_big_blocks, trim
 from ssmd.machine.processor import cpu_name
 from ssmd.model.artifact import REQUIRED, Artifact, Manifest
 from ssmd.model.state import State, StateSpec
 from ssmd.runtime.protocol import Handle, Program, Runtime
+from ssmd.runtime.weightread import WeightRead
 
+STREAMS = (4, 8)  # that are decoded together
 STEPS = 20  # decode steps of a round, after one that does not count
 READS = 4  # reads of the weights in a round, after one that does not count
 MOST_POSITION = 1 << 30  # a graph counts tokens in 32 bits
 _NOT_WEIGHTS = (*REQUIRED, "chat_template.jinja")
-_LARGEST_BUFFER = 1 << 30  # bytes; no processor's cache holds as much, so reading it again is reading memory
 
 Progress = Callable[[int, int], None]  # rounds done, rounds in all
 
@@ -44,6 +43,18 @@ class Prefill:
     @property
     def tokens_per_s(self) -> float:
         return self.bucket / self.ms * 1e3
+
+
+@dataclass(frozen=True)
+class Together:
+    """The time of a decode step of several streams. `ms`: the median."""
+
+    streams: int
+    ms: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.streams / self.ms * 1e3
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class Report:
     decode_steps: int
     tbt_p50_ms: float
     tbt_p95_ms: float
+    together: tuple[Together, ...]
     save_ms: float
     restore_ms: float
     state_bytes: int  # at `position`: what save_ms and restore_ms are for
@@ -75,6 +87,7 @@ class Report:
     weights_read_ms: float
     resident_bytes: int | None  # after the load
     most_resident_bytes: int | None  # up to the end of the first round, before there is memory to read
+    resident_together_bytes: int | None  # with as many streams as are decoded together at most
 
     @property
     def decode_per_read(self) -> float:
@@ -115,6 +128,9 @@ def bench(
                 progress(done, 1 + repeats)
                 rounds.go(read)
         took = rounds.took
+        trim()
+        together = tuple(Together(streams, _median(rounds.together(streams))) for streams in STREAMS)
+        resident_together_bytes = rounds.resident
         tbt_p50_ms, tbt_p95_ms = np.percentile(took.decode, [50, 95])
         return Report(
             producer=program.producer,
@@ -129,6 +145,7 @@ def bench(
             decode_steps=len(took.decode),
             tbt_p50_ms=float(tbt_p50_ms),
             tbt_p95_ms=float(tbt_p95_ms),
+            together=together,
             save_ms=_median(took.save),
             restore_ms=_median(took.restore),
             state_bytes=program.spec.nbytes_at(position),
@@ -138,6 +155,7 @@ def bench(
             weights_read_ms=_median(took.read),
             resident_bytes=resident_bytes,
             most_resident_bytes=most_resident_bytes,
+            resident_together_bytes=resident_together_bytes,
         )
 
 
@@ -189,13 +207,15 @@ class _Took:
 
 
 class _Rounds:
-    """Rounds of calls on one program. At most one handle is alive, as in a daemon that serves one conversation."""
+    """Rounds of calls on one program. At most one handle is alive, as in a daemon that serves one conversation, but for
+    steps of several streams. resident: bytes while the last of those were taken."""
 
     def __init__(self, program: Program, position: int) -> None:
         self._program = program
         self._tokens = [7919 * i % program.vocabulary for i in range(max(*program.buckets, 1 + STEPS))]
         self._state = _saved(program, position)
         self.took = self._nothing()
+        self.resident: int | None = None
 
     def warm_up(self) -> None:
         """Run a round that does not count."""
@@ -233,6 +253,21 @@ class _Rounds:
                 times.append(_ms_since(begin))
             self.took.decode += times[1:]
 
+    def together(self, streams: int) -> list[float]:
+        """Take steps of several streams that all stand at the position. Returns the time of each, ms."""
+        batches = getattr(self._program, "batches", None)
+        if batches is not None:
+            batches.open(streams)  # as in a daemon after the first of them
+        with ExitStack() as stack:
+            handles = [stack.enter_context(self._restored()) for _ in range(streams)]
+            times = []
+            for token in self._tokens[: 1 + STEPS]:
+                begin = time.perf_counter()
+                self._program.decode(handles, [token] * streams)
+                times.append(_ms_since(begin))
+            self.resident = resident()
+        return times[1:]
+
     @contextmanager
     def _restored(self) -> Iterator[Handle]:
         handle = self._program.restore(self._state)
@@ -254,37 +289,6 @@ def _saved(program: Program, position: int) -> State:
         return program.save(handle)
     finally:
         program.release(handle)
-
-
-class WeightRead:
-    """A number of bytes of memory that several threads stream through the processor at once."""
-
-    def __init__(self, nbytes: int, threads: int) -> None:
-        buffer = np.ones(max(1, min(nbytes, _LARGEST_BUFFER)), np.uint8)  # written, so that every page is there
-        whole, rest = divmod(nbytes, buffer.size)
-        self._passes = [buffer] * whole + [buffer[:rest]] * (rest > 0)
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ssmd-read")
-
-    def __enter__(self) -> WeightRead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-
-    def ms(self) -> float:
-        """Read all the memory once; the time, ms."""
-        begin = time.perf_counter()
-        list(self._pool.map(self._read, range(self._threads)))
-        return _ms_since(begin)
-
-    def parts(self, thread: int) -> Iterator[NDArray[np.uint8]]:
-        """The parts that one of the threads reads."""
-        return (np.array_split(whole, self._threads)[thread] for whole in self._passes)
-
-    def _read(self, thread: int) -> None:
-        for part in self.parts(thread):
-            np.maximum.reduce(part, initial=0)  # of numpy's reductions the one that waits for memory alone
 
 
 def _ms_since(begin: float) -> float:

@@ -21,8 +21,8 @@ from ssmd.machine.memory import most_resident, resident
 from ssmd.machine.processor import cpu_name
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import State
-from ssmd.runtime import bench as bench_module
-from ssmd.runtime.bench import STEPS, BenchError, Report, bench
+from ssmd.runtime import weightread
+from ssmd.runtime.bench import STEPS, STREAMS, BenchError, Report, bench
 from ssmd.runtime.protocol import Device, Program, ProgramError, get_runtime
 
 # By variant: the quantization, and the positions that a bucket of 64 has room after in a context of 512.
@@ -37,7 +37,8 @@ KEYS: dict[str, Any] = {
     "decode": {"steps": int, "p50_ms": float, "p95_ms": float},
     "state_bytes": {"fixed": int, "a_token": int, "at_position": int},
     "weights": {"bytes": int, "read_ms": float},
-    "memory_bytes": {"loaded": int, "most": int},
+    "together": [{"streams": int, "p50_ms": float, "tokens_per_s": float}],
+    "memory_bytes": {"loaded": int, "most": int, "together": int},
 }
 
 
@@ -100,6 +101,10 @@ def check_numbers(report: Report, artifact: Artifact, position: int, repeats: in
     assert report.resident_bytes is not None
     assert report.most_resident_bytes is not None
     assert report.weights_bytes < report.resident_bytes <= report.most_resident_bytes
+    assert tuple(t.streams for t in report.together) == STREAMS
+    assert all(t.ms > 0 and abs(t.tokens_per_s * t.ms / 1e3 - t.streams) < 1e-6 for t in report.together)
+    assert report.resident_together_bytes is not None
+    assert report.resident_together_bytes > report.weights_bytes
 
 
 @pytest.mark.parametrize(("variant", "position"), [(v, p) for v, (_, ps) in CASES.items() for p in ps])
@@ -152,7 +157,8 @@ def test_everything_is_measured_after_the_position(artifacts: TinyArtifacts, mon
     bench(artifact, runtime, threads=1, position=120, repeats=2)
     decoded = [("decode", 120 + i, 1) for i in range(1 + STEPS)]  # from one KV tier into the next
     a_round = [("prefill", 120, 16), ("prefill", 120, 64), ("save", 120, 0), *decoded]
-    assert calls == [("save", 120, 0), *a_round * 3]
+    together = [("decode", 120 + i, n) for n in STREAMS for i in range(1 + STEPS)]
+    assert calls == [("save", 120, 0), *a_round * 3, *together]
 
 
 def test_what_has_no_room_is_refused_before_anything_is_loaded(artifacts: TinyArtifacts) -> None:
@@ -189,8 +195,8 @@ def test_broken_off_it_is_closed(artifacts: TinyArtifacts, when: int) -> None:
 
 @pytest.mark.parametrize(("size", "threads"), [(900, 1), (900, 4), (2500, 2), (2500, 3), (2000, 1), (1, 3), (0, 2)])
 def test_a_read_is_of_every_byte(monkeypatch: pytest.MonkeyPatch, size: int, threads: int) -> None:
-    monkeypatch.setattr(bench_module, "_LARGEST_BUFFER", 1000)  # what is larger reads it again
-    with bench_module.WeightRead(size, threads) as read:
+    monkeypatch.setattr(weightread, "_LARGEST_BUFFER", 1000)  # what is larger reads it again
+    with weightread.WeightRead(size, threads) as read:
         assert read.ms() > 0
         read_by = [list(read.parts(thread)) for thread in range(threads)]
         assert sum(part.nbytes for parts in read_by for part in parts) == size
@@ -268,6 +274,8 @@ def test_the_table(home: Path, variant: str) -> None:
         "prefill of 16 ",
         "prefill of 64 ",
         "decode step",
+        "of 8 streams",
+        "with 8 streams",
     ):
         assert wanted in said
     for wanted in ("p95", "x one read of the weights", "save", "restore", "bytes a token", "when loaded,", "1 threads"):
