@@ -1,4 +1,4 @@
-"""Files that only save time: kept with their sha256, dropped when in doubt."""
+"""Files that only save time: kept with a checksum against damage, dropped when in doubt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import os
 from pathlib import Path
 
 import platformdirs
+import xxhash
 
 log = logging.getLogger(__name__)
+_BLOCK = 1 << 20  # bytes; what is read stays in the processor's cache
 
 
 def cache_folder() -> Path:
@@ -19,7 +21,7 @@ def cache_folder() -> Path:
 
 
 class CachedFile:
-    """A file and, in another beside it, its size and sha256. It is written under another name and put in place whole.
+    """A file and, in another beside it, its size and checksum. It is written under another name and put in place whole.
 
     Nothing here raises for a folder that cannot be written to: the log says what that costs.
     """
@@ -36,7 +38,12 @@ class CachedFile:
             seal = json.loads(self._seal.read_text())
             if not isinstance(seal, dict) or self.path.stat().st_size != seal.get("size"):
                 return False
-            return _sha256(self.path) == seal.get("sha256")
+            if "sha256" not in seal:
+                return _checksum(self.path) == seal.get("xxh3")
+            if _sha256(self.path) != seal["sha256"]:  # of before, which takes a second for each GB
+                return False
+            self._seal.write_text(_sealed(self.path))
+            return True
         except (OSError, ValueError):
             return False
 
@@ -58,9 +65,9 @@ class CachedFile:
         try:
             if fresh.is_file():
                 fresh.chmod(0o600)
-                seal = {"size": fresh.stat().st_size, "sha256": _sha256(fresh)}
+                seal = _sealed(fresh)
                 os.replace(fresh, self.path)
-                self._seal.write_text(json.dumps(seal))
+                self._seal.write_text(seal)
         except OSError as err:
             log.warning("the cache %s could not be kept (%s)", self.path, err)
             fresh.unlink(missing_ok=True)
@@ -71,6 +78,18 @@ class CachedFile:
                 path.unlink(missing_ok=True)
             except OSError as err:
                 log.warning("the cache %s could not be removed (%s)", path, err)
+
+
+def _sealed(path: Path) -> str:
+    return json.dumps({"size": path.stat().st_size, "xxh3": _checksum(path)})
+
+
+def _checksum(path: Path) -> str:
+    running, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as f:
+        while length := f.readinto(block):
+            running.update(block[:length])
+    return running.hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ssmd.model.artifact import Manifest
 
 _SPARE_BYTES = 48 << 20  # idle snapshots
+_NOISE = 65_537  # numbers that a trial repeats: as many of their own as a state has take it a tenth of a second
 _SPARE_SLOT_BYTES = 192 << 20  # memory of released handles that is kept for the next ones; one is kept in any case
 
 
@@ -285,8 +286,9 @@ class FlatProgram(CheckedProgram[_Handle]):
         try:
             for token in (self.vocabulary - 1, 0):
                 step.tokens[0], step.pos[0], step.n_valid[0] = token, 0, 1
+                some = noise.standard_normal(_NOISE, np.float32) * 0.1
                 for array in slot.recurrent[0].values():
-                    array[...] = noise.standard_normal(array.shape, np.float32) * 0.1
+                    array[...] = np.resize(some, array.shape)
                 for array in outputs.values():
                     array.fill(np.nan)
                 call.run()
