@@ -103,6 +103,11 @@ class Batch:
         free = iter([lane for lane in range(self.lanes) if lane not in kept])
         return [next(free) if lane is None else lane for lane in kept]
 
+    def leave(self, slot: Slot) -> None:
+        """Have a slot out of its lane, which holds its memory else until another one comes."""
+        for lane in [lane for lane, held in enumerate(self._slots) if held is slot]:
+            self._slots[lane], self._bounds[lane] = self._idle, None
+
     def _bound(self, slot: Slot, side: int) -> Any:
         key = (self.lanes, side)
         if key not in slot.bounds:
@@ -130,6 +135,7 @@ class Batches:
         self._tried: set[int] = set()
         self.costs: dict[int, float] = {1: 1.0}  # ms of a step, by lanes
         self._thread: threading.Thread | None = None
+        self._opening = threading.Lock()
         self._closed = False
 
     def parts(self, streams: int) -> tuple[int, ...]:
@@ -159,16 +165,17 @@ class Batches:
 
     def open(self, streams: int) -> None:
         """Open what a step of so many streams may use, and try it. Takes half a second; no lock may be held."""
-        for size in self._wanted(streams):
-            if self._closed:
-                return
-            self._tried.add(size)
-            try:
-                batch = self._make(size)
-            except (GraphError, MemoryError) as err:
-                log.warning("steps of %d streams are computed one after another: %s", size, err)
-                continue
-            self._try(batch)
+        with self._opening:
+            for size in self._wanted(streams):
+                if self._closed:
+                    return
+                self._tried.add(size)
+                try:
+                    batch = self._make(size)
+                except (GraphError, MemoryError) as err:
+                    log.warning("steps of %d streams are computed one after another: %s", size, err)
+                    continue
+                self._try(batch)
 
     def open_all(self) -> None:
         """Open and try all there are."""
@@ -178,6 +185,11 @@ class Batches:
         """Drop what was bound to arrays inside `memory`."""
         for batch in self._opened.values():
             batch.graph.forget(memory)
+
+    def leave(self, slot: Slot) -> None:
+        """Let go of a slot that is used no more, though it was the last in its lane."""
+        for batch in self._opened.values():
+            batch.leave(slot)
 
     def close(self) -> None:
         """Let the graphs go. Called with the turn held: a trial that is under way finds that they are closed."""

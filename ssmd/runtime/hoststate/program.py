@@ -198,6 +198,7 @@ class FlatProgram(CheckedProgram[_Handle]):
 
     def _forget(self, slot: Slot) -> None:
         slot.unbind()
+        self.batches.leave(slot)
         self._forget_blocks(slot.blocks)
 
     def _forget_blocks(self, blocks: Sequence[Memory]) -> None:

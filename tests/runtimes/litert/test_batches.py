@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -273,6 +275,38 @@ def test_memory_of_those_who_left_is_used_again(artifact: Artifact, monkeypatch:
         program.release(handle)
     del long
     assert together(program, begun(program, 4), range(4)) == alone(program, 4, 4)
+
+
+def test_memory_of_those_who_left_is_given_back(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody has taken their lanes since."""
+    program = loaded(granite, monkeypatch)
+    monkeypatch.setattr("ssmd.runtime.hoststate.program._SPARE_SLOT_BYTES", 0)
+    handles = begun(program, 8)
+    together(program, handles, range(1))
+    slots = [weakref.ref(handle.slot) for handle in handles]
+    for handle in handles:
+        program.release(handle)
+    gc.collect()
+    assert sum(slot() is not None for slot in slots) == 1  # which is kept for the next conversation
+    assert together(program, begun(program, 3), range(2)) == alone(program, 3, 2)
+
+
+def test_it_is_opened_once_whoever_asks(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Batches, "_timed", lambda self, batch, slots: (1.0, 1.1))
+    program = LiteRTRuntime().load(granite)
+    make, made = program.batches._make, list[int]()
+
+    def counted(lanes: int) -> Batch:
+        made.append(lanes)
+        return make(lanes)
+
+    program.batches._make = counted
+    threads = [threading.Thread(target=program.batches.open, args=(8,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [4, 8]
 
 
 def test_the_cheapest_calls_are_taken() -> None:
