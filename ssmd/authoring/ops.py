@@ -304,7 +304,7 @@ def attention_by_lane(
     slots: Sequence[Tensor],
     causal: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention` of one token for each of B lanes, each over its own caches, of its own S.
+    """Compute `attention` of one token for each of B lanes, each over its own caches, of its own S.
 
     q (B, G, R, D) scaled, k and v (B, G, D). Returns (1, B, G R D) and the new rows of all: key (B G, 1, D), value
     (B G, D, 1). What does not read a cache is computed for all lanes at once, by the operations of `_attend`.

@@ -573,9 +573,24 @@ def steps(program: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
     return made
 
 
+class Alone:
+    """Steps of several streams, where there is no graph for that."""
+
+    def parts(self, streams: int) -> tuple[int, ...]:
+        return (1,) * streams
+
+    def step_cost(self, streams: int) -> float:
+        return float(streams)
+
+    def forget(self, memory: Any) -> None: ...
+
+    leave = forget
+
+
 def test_one_of_each_client_s_answers_gets_a_token_in_a_step(
     engine: Engine, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine.program, "batches", Alone())
     made = steps(engine.program, monkeypatch)
     slowly = partial(time.sleep, 0.002)
     greedy = [

@@ -58,7 +58,8 @@ def row_groups(spec: StateSpec) -> tuple[RowGroup, ...]:
 
 
 class Caches:
-    """capacity: slots that the graph sees. stacks: (L, *) for each group; arrays: the same by tensor, and the mask."""
+    """Keys and values of all layers. capacity: slots that the graph sees. stacks: (L, *) for each group; arrays: the
+    same by tensor, and the mask."""
 
     def __init__(self, groups: tuple[RowGroup, ...], capacity: int, context: int, masked: bool) -> None:
         """`context`: the most slots there can be; `masked`: whether the graph is told which slots count."""
