@@ -19,9 +19,11 @@ import operators
 import pytest
 import rendering
 import sampling
+import speculation
 import store_scale
 from conftest import TinyArtifacts
 from llama_library import Library, LibraryError, Llama
+from prompt_lookup import Step, steps
 
 import runtimes
 from ssmd.model import smollm2
@@ -96,6 +98,23 @@ def test_sampling(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     monkeypatch.setattr(sys, "argv", ["sampling.py", "--vocabulary", "1000", "--draws", "3"])
     sampling.main()
     assert "slowest median without logprobs" in capsys.readouterr().out
+
+
+def test_a_draft_is_what_followed_the_longest_match() -> None:
+    """The prompt gives the first token. Behind a match of 4, what was drafted is not what came."""
+    prompt, answer = [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 9]
+    assert steps(prompt, answer, shortest=1, most=3) == [Step(4, 3), Step(4, 0)]
+    assert steps(prompt, answer, shortest=2, most=3) == [Step(1, 0), Step(4, 3)]
+    assert steps(prompt, answer, shortest=1, most=3, brake={4: 2.0}) == [Step(1, 0)] * 5
+
+
+def test_speculation(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:
+    speculation.main([artifacts["granite-int8"]], most=12, prompts=1)
+    printed = capsys.readouterr().out
+    assert [cells[:2] for cells in rows(printed) if len(cells) == 8] == [["0.0", "3"], ["0.7", "9"]]
+    gains = re.findall(r"^\| (chat|code|rewrite) .*\| ([\d.]+) \(([\d.]+)\) \|$", printed, re.MULTILINE)
+    assert {kind for kind, _, _ in gains} == {"chat", "code", "rewrite"}
+    assert all(float(of_all) >= float(worst) > 0 for _, of_all, worst in gains)
 
 
 def test_store_scale(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
