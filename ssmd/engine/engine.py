@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ssmd.engine.feeding import BUCKET_WHILE_OTHERS_DECODE
 from ssmd.engine.generation import Asked, Generation
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
@@ -17,7 +18,7 @@ from ssmd.engine.prompt import Planner
 from ssmd.engine.queue import Queue
 from ssmd.engine.request import Event, Rejected, Request
 from ssmd.engine.warmup import WarmUp, once
-from ssmd.engine.worker import BUCKET_WHILE_OTHERS_DECODE, Worker
+from ssmd.engine.worker import Worker
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.reply import Reply, ReplyKey

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ssmd.engine.choice import Choice
+from ssmd.engine.feeding import feed, is_read
 from ssmd.engine.generation import Generation
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
@@ -16,12 +17,11 @@ from ssmd.engine.queue import Queue, unavailable
 from ssmd.engine.request import Done, Event, Failed, Rejected
 from ssmd.engine.sharing import Shares
 from ssmd.engine.warmup import WarmUp
-from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Logits, Program, StateLost
+from ssmd.sessions.checkpoint import NewCheckpoint
 from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-BUCKET_WHILE_OTHERS_DECODE = 64
 
 
 class Worker:
@@ -143,10 +143,12 @@ class Worker:
             self._queue.wait(self._something_to_do, 0.05)
         if ready is not None:
             started = time.perf_counter()
-            self._guarded([ready], partial(self._advance_prompt, ready, others=bool(decoding)))
+            self._guarded([ready], partial(self._read_on, ready, others=bool(decoding)))
             self._shares.spend(ready, time.perf_counter() - started)
         if decoding:
-            self._guarded(decoding, partial(self._decode, decoding))
+            joining = ready if ready in self.running and is_read(ready) else None
+            touched = decoding if joining is None else [*decoding, joining]
+            self._guarded(touched, partial(self._decode, decoding, joining))
 
     def _may_read(self, g: Generation, decoding: Sequence[Generation]) -> bool:
         return self._shares.may_read(g, decoding, self._queue.has(g.asked.request.client))
@@ -162,39 +164,22 @@ class Worker:
                 g.progress.error = _why(err)
                 self._cancel(g)
 
-    def _advance_prompt(self, g: Generation, others: bool) -> None:
-        p = g.progress
-        if p.handle is None:
-            self._begin(g)
-        ids, last = g.prompt.ids, len(g.prompt.ids) - 1
-        started = time.perf_counter()
-        if p.position < last:
-            mark = g.kept.mark if p.position < g.kept.mark else last
-            limit = BUCKET_WHILE_OTHERS_DECODE if others else None
-            n = buckets.plan(mark - p.position, self._program.buckets, limit)[0]
-            self._program.prefill(p.handle, ids.since(p.position)[:n].tolist())
-            p.position += n
-            p.fed += n
-            g.kept.prefilled(p.handle, p.position)
+    def _read_on(self, g: Generation, others: bool) -> None:
+        """Read a piece of a prompt, or its last token if nobody else decodes whom that could join."""
+        if is_read(g) and not others:
+            self._decode([], g)
         else:
-            saved = g.kept.save(p.handle) if p.fed else None
-            p.logits = self._program.decode([p.handle], [int(ids.own[-1])])[0]
-            g.kept.keep(saved)  # only now: encoding takes a core from the first token
-            p.position += 1
-            p.fed += 1
-            self._open_choices(g)
-        p.prefill_ms += (time.perf_counter() - started) * 1e3
+            feed(g, self._program, others=others)
 
-    def _begin(self, g: Generation) -> None:
-        """The handle to prefill: restored from the checkpoint found, or new when there is none that can be read."""
-        p, restored = g.progress, g.kept.restored()
-        if restored is not None:
-            p.prompt = restored.prompt
-        if restored is None or restored.handle is None:
-            p.handle = self._program.new_state()
-            return
-        p.handle, p.position, p.resume = restored.handle, restored.position, restored.resume
-        p.restore_ms = (time.perf_counter() - p.admitted) * 1e3
+    def _begin_answer(self, g: Generation, logits: Logits, saved: NewCheckpoint | None, started: float) -> None:
+        """Go on from a prompt whose last token was fed since `started`. saved: its state before that."""
+        p = g.progress
+        g.kept.keep(saved)  # only now: encoding takes a core from the first token
+        p.logits = logits
+        p.position += 1
+        p.fed += 1
+        p.prefill_ms += (time.perf_counter() - started) * 1e3
+        self._open_choices(g)
 
     def _open_choices(self, g: Generation) -> None:
         """Start as many of the n choices as there is room for; the last of them takes the prompt's own handle."""
@@ -213,14 +198,23 @@ class Worker:
             self._take(g, choice, p.logits)
         self._settle(g)
 
-    def _decode(self, generations: Sequence[Generation]) -> None:
+    def _decode(self, generations: Sequence[Generation], joining: Generation | None = None) -> None:
+        """A token for open choices of these, in one step with the last token of the prompt that is `joining`."""
         running = [g for g in generations if g in self.running]
         unended = self._shares.choices([(g, c) for g in running for c in g.progress.choices if c.end is None])
-        if unended:
-            handles = [choice.handle for _, choice in unended]
-            rows = self._program.decode(handles, [choice.next_token for _, choice in unended])
-            for (g, choice), row in zip(unended, rows, strict=True):
+        handles = [choice.handle for _, choice in unended]
+        tokens = [choice.next_token for _, choice in unended]
+        started, saved = time.perf_counter(), None
+        if joining is not None:
+            saved = joining.kept.save(joining.progress.handle) if joining.progress.fed else None
+            handles.append(joining.progress.handle)
+            tokens.append(int(joining.prompt.ids.own[-1]))
+        if handles:
+            rows = self._program.decode(handles, tokens)
+            for (g, choice), row in zip(unended, rows, strict=False):
                 self._guarded([g], partial(self._take, g, choice, row))
+            if joining is not None:
+                self._guarded([joining], partial(self._begin_answer, joining, rows[-1], saved, started))
         for g in running:
             if g in self.running:
                 self._open_choices(g)

@@ -37,6 +37,11 @@ def plan(
     return [best] * whole + list(_cheapest(n - whole * best, tuple(sorted(price.items(), reverse=True))))
 
 
+def bucket_of(n: int, buckets: Sequence[int]) -> int:
+    """The length that a call of n tokens runs with: 1, or the smallest bucket that has room for them."""
+    return 1 if n == 1 else min(b for b in buckets if b >= n)
+
+
 @lru_cache(maxsize=64)
 def _tables(price: tuple[tuple[int, float], ...], n: int) -> tuple[list[float], list[int], list[int]]:
     """Tables over every length up to n: its cost, its number of calls, and the bucket of its first call."""

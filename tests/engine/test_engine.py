@@ -602,7 +602,8 @@ def test_one_of_each_client_s_answers_gets_a_token_in_a_step(
     honest = Asked(engine, user("Just one."), max_tokens=40, sampling=endless, client="b", before=slowly)
     assert honest.answer().usage.completion_tokens == 40
     both = [count for name, count in made if name == "decode" and count > 1]
-    assert set(both) == {2}, "of three answers two are computed in a step"
+    assert both.count(3) <= 1, "of three answers two are computed in a step, but where the prompt's last token joins it"
+    assert set(both) <= {2, 3}
     assert both.count(2) >= 39
     assert [one.answer().usage.completion_tokens for one in greedy] == [300, 300]
 
