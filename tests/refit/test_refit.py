@@ -28,7 +28,7 @@ from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source, SourceError, Tensors
 from ssmd.refit.encodings import ENCODINGS, EncodingError
 from ssmd.refit.graphfile import StrippedError, StrippedGraph
-from ssmd.refit.refit import RefitError, refit
+from ssmd.refit.refit import RefitError, bindings_of, refit
 from ssmd_litert.build import CONVERTER as LITERT
 from ssmd_openvino import library
 from ssmd_openvino.build import CONVERTER as OPENVINO
@@ -114,7 +114,11 @@ def test_artifacts_can_be_had_again(artifacts: TinyArtifacts, name: str, tmp_pat
     graph = stripped(artifact, source)
     files = refitted(graph, source, tmp_path / "out")
     assert files == {n: artifact.file(n).read_bytes() for n in files}
-    assert sum(map(len, graph.literals)) < 0.6 * len(b"".join(files.values()))
+    holes = [hole for part in graph.header.files for hole in part.holes]
+    left = sum(map(len, graph.literals))
+    assert left + sum(hole.length for hole in holes) == len(b"".join(files.values()))
+    wanted = bindings_of(source.config, artifact.manifest.quantization_recipe, graph.header.tiers[-1])
+    assert {hole.parameter for hole in holes} == {name for name in wanted if not name.startswith("spread_")}
 
 
 @pytest.mark.parametrize("dtype", ["bf16 in shards", "f16"])
