@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssmd.machine.processor import cpu_name
 from ssmd.runtime.hoststate.graph import Graph, GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
-from ssmd.runtime.hoststate.signatures import LANES, lanes_name
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
+from ssmd_litert import lanes
 from ssmd_litert.library import LibraryGraph, package_version
 from ssmd_litert.managed import ManagedGraph
 from ssmd_litert.weight_cache import WeightCache
@@ -78,24 +77,14 @@ class LiteRTRuntime:
         return program
 
 
-def _of_one_stream(signature: str) -> bool:
-    return signature not in map(lanes_name, LANES)
-
-
-def _open_lanes(path: Path, threads: int, weights: Path | None, lanes: int) -> LibraryGraph:
-    """Open the graph of a decode step of so many streams. Raises GraphError."""
-    return LibraryGraph(path, threads=threads, weight_cache=weights, wanted=lambda name: name == lanes_name(lanes))
-
-
 def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, cache: WeightCache) -> FlatProgram:
     """Load the graph, with the weight cache if that works. Raises GraphError if it fails without it too."""
     for weights in dict.fromkeys((cache.path(), None)):
         graph: Graph | None = None
         try:
-            graph = LibraryGraph(path, threads=threads, weight_cache=weights, wanted=_of_one_stream)
-            open_lanes = partial(_open_lanes, path, threads, weights)
-            sizes = [n for n in LANES if lanes_name(n) in graph.names]
-            program = FlatProgram(graph, manifest, producer, threads, open_lanes, sizes)
+            graph = LibraryGraph(path, threads=threads, weight_cache=weights, wanted=lanes.of_one_stream)
+            opener, notes = lanes.LanesFile(path, threads, cache), lanes.LanesNotes(cache.name, threads)
+            program = FlatProgram(graph, manifest, producer, threads, opener.open, lanes.sizes(graph), notes)
             program.self_test()
         except GraphError:
             if graph is not None:

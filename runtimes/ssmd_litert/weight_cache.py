@@ -18,8 +18,10 @@ class WeightCache:
 
     def __init__(self, build: str, version: str, cpu: str) -> None:
         machine = hashlib.sha256(cpu.encode()).hexdigest()[:12]
-        name = f"{build[:24]}-{re.sub(r'[^0-9A-Za-z.]', '_', version)}-{machine}"
-        self._file = CachedFile(cache_folder() / "litert" / f"{name}.xnnpack", "loading takes longer and more memory")
+        self.name = f"{build[:24]}-{re.sub(r'[^0-9A-Za-z.]', '_', version)}-{machine}"
+        self._file = CachedFile(
+            cache_folder() / "litert" / f"{self.name}.xnnpack", "loading takes longer and more memory"
+        )
         self._fresh: Path | None = None
 
     def path(self) -> Path | None:
@@ -35,6 +37,10 @@ class WeightCache:
         if self._fresh is not None:
             self._file.keep(self._fresh)
             self._fresh = None
+
+    def kept(self) -> Path | None:
+        """The file, for another graph of the same model; None if there is none that was kept."""
+        return self._file.path if self._file.path.is_file() and self._fresh is None else None
 
     def drop(self) -> None:
         """Drop the file after a model did not load: it may be why."""

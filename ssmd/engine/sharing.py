@@ -16,7 +16,7 @@ from ssmd.engine.generation import Generation
 SPARE_LANES = 1  # for who has none, while others have them all
 CREDIT_S = 1.0  # for which a client may read prompts beside others' answers at once
 REFILL = 0.03  # of the time: a piece of 64 tokens takes as long as a step for two, so one step in 30 has one in it
-FAIR = 1.7  # times as long as for one may a step take that has more than a token for each client
+FAIR = 1.5  # times as long as for one may a step take that has more than a token for each client
 Open = tuple[Generation, Choice]
 
 

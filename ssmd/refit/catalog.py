@@ -22,7 +22,7 @@ from ssmd.model.source import Source
 from ssmd.refit.graphfile import Header, StrippedGraph
 from ssmd.refit.install import checked_tokenizer, fields_of, placed, save_texts
 from ssmd.refit.refit import RefitError, differences, fits, refit, shown
-from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
+from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime, prepare
 from ssmd.runtime.verify import GOLDEN_POSITIONS, GOLDEN_TOKENS, StepError, compare, golden_tokens, replay, save_golden
 
 SEED = 1
@@ -106,6 +106,7 @@ def install(
             try:
                 tokens = golden_tokens(tokenizer)
                 logits = np.stack([row for _, row in replay(program, tokens, GOLDEN_POSITIONS)])
+                prepare(program)  # now, not beside the first conversations
             finally:
                 program.close()
             if not np.isfinite(logits).all():

@@ -100,6 +100,9 @@ class CheckedProgram(ABC, Generic[H]):
             self._decode(handles, ids, logits)
             return logits
 
+    def prepare(self) -> None:
+        """Do now what a program otherwise does when it is first needed: for those who have time, and for trials."""
+
     def step_cost(self, streams: int) -> float:
         """What a decode step of so many handles costs, where one of one is 1: their number, one after another."""
         return float(streams)

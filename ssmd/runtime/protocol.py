@@ -107,6 +107,13 @@ class Runtime(Protocol):
         """Load an artifact of this runtime. Raises ProgramError or RuntimeUnavailable."""
 
 
+def prepare(program: Program) -> None:
+    """Have a program do now what it otherwise does when it is first needed, if there is such a thing."""
+    more = getattr(program, "prepare", None)  # programs from elsewhere may have none
+    if more is not None:
+        more()
+
+
 def _installed() -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group="ssmd.runtimes")}
 

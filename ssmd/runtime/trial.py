@@ -23,7 +23,7 @@ import numpy as np
 from ssmd.machine.privatefile import read_own
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import State
-from ssmd.runtime.protocol import Program, Runtime
+from ssmd.runtime.protocol import Program, Runtime, prepare
 from ssmd.runtime.verify import verify
 
 log = logging.getLogger(__name__)
@@ -111,9 +111,7 @@ def run_all(program: Program, tiers: Iterable[int]) -> None:
     tiers = tuple(tiers)
     if getattr(program, "open_capacity", False):
         tiers = (*tiers[:1], *tiers[1:][-1:])
-    batches = getattr(program, "batches", None)
-    if batches is not None:
-        batches.open_all()
+    prepare(program)
     below = 0
     for tier in tiers or (0,):
         for length in (1, *program.buckets):

@@ -576,8 +576,8 @@ def steps(program: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
 class Alone:
     """Steps of several streams, where there is no graph for that."""
 
-    def parts(self, streams: int) -> tuple[int, ...]:
-        return (1,) * streams
+    def parts(self, streams: int) -> tuple[tuple[int, int], ...]:
+        return ((1, 1),) * streams
 
     def step_cost(self, streams: int) -> float:
         return float(streams)

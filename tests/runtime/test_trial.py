@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import TinyArtifacts
 
-from ssmd.runtime.trial import last_line, probed
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.protocol import get_runtime
+from ssmd.runtime.trial import last_line, probed, run_all
 
 PASSED = json.dumps({"passed": True, "why": ""})
 FAILED = json.dumps({"passed": False, "why": "somebody said so"})
@@ -84,3 +87,23 @@ def test_a_trial_is_told_no_secrets_and_asked_nothing(monkeypatch: pytest.Monkey
 
 def test_only_the_end_of_what_a_trial_says_is_read() -> None:
     assert len(last_line([sys.executable, "-c", "print('x' * (1 << 20))"])) <= 64 << 10
+
+
+def test_what_is_opened_later_is_opened_in_a_trial(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path))
+    artifact = Artifact.open(artifacts["granite-f32"])
+    program: Any = get_runtime("litert").load(artifact)
+    lengths: list[int] = []
+    prefill = program.prefill
+
+    def noted(handle: Any, ids: list[int]) -> Any:
+        lengths.append(len(ids))
+        return prefill(handle, ids)
+
+    monkeypatch.setattr(program, "prefill", noted)
+    run_all(program, artifact.manifest.tiers)
+    assert program.batches._tried == {4, 8}
+    assert lengths == [*artifact.manifest.buckets] * 2, "with the least capacity and with the largest"
+    program.close()

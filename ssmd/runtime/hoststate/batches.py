@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -28,9 +29,32 @@ from ssmd.runtime.protocol import Logits
 log = logging.getLogger(__name__)
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
-_TIMES = 12  # that a step is timed; the least counts
+_TIMES = 6  # that a step is timed; the least counts
 Stream = tuple[Slot, int, int, int]  # the side of a slot that is read, the position, and the token to feed there
+Calls = tuple[tuple[int, int], ...]  # lanes of each, and how many streams are in them
 Alone = Callable[[Stream], tuple[Logits, NewRows]]  # computes the step of one stream, of which nothing is kept
+
+
+@dataclass(frozen=True)
+class Cost:
+    """ms of a call: with one stream in its lanes, and with one in each."""
+
+    one: float
+    full: float
+
+    def of(self, streams: int, lanes: int) -> float:
+        """With so many streams in so many lanes."""
+        return self.one + (self.full - self.one) * (streams - 1) / max(1, lanes - 1)
+
+
+class Notes(Protocol):
+    """What trials found, from one start to the next."""
+
+    def read(self, lanes: int) -> tuple[Cost, Cost] | None:
+        """What a step alone and one of so many lanes cost, if that was noted of this graph on this machine."""
+
+    def write(self, lanes: int, alone: Cost, together: Cost) -> None:
+        """Note it. Raises nothing."""
 
 
 class LanesCall(Protocol):
@@ -126,20 +150,22 @@ class Batches:
         scratch: Callable[[], AbstractContextManager[Slot]],
         alone: Alone,
         turn: AbstractContextManager[object],
+        notes: Notes | None = None,
     ) -> None:
         """`sizes` ascend. make: opens a graph and binds it; raises GraphError. scratch: lends a slot for a trial.
-        `turn`: held while a step is computed, as in every call of the program."""
+        `turn`: held while a step is computed, as in every call of the program. notes: spare a trial."""
         self._sizes = tuple(sizes)
         self._make, self._scratch, self._alone, self._turn = make, scratch, alone, turn
+        self._notes = notes
         self._opened: dict[int, Batch] = {}
         self._tried: set[int] = set()
-        self.costs: dict[int, float] = {1: 1.0}  # ms of a step, by lanes
+        self.costs: dict[int, Cost] = {1: Cost(1.0, 1.0)}  # of a call, by lanes
         self._thread: threading.Thread | None = None
         self._opening = threading.Lock()
         self._closed = False
 
-    def parts(self, streams: int) -> tuple[int, ...]:
-        """How many lanes each of the calls has that a step of so many streams is cheapest in. Never waits."""
+    def parts(self, streams: int) -> Calls:
+        """The calls that a step of so many streams is cheapest in. Never waits."""
         wanted = self._wanted(streams)
         if wanted and not self._closed and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self.open, args=(streams,), name="ssmd-batches", daemon=True)
@@ -149,7 +175,8 @@ class Batches:
     def step_cost(self, streams: int) -> float:
         """What a step of so many streams costs, where one of one is 1."""
         costs = self.costs
-        return sum(costs[lanes] for lanes in cheapest(streams, tuple(sorted(costs.items())))) / costs[1]
+        calls = cheapest(streams, tuple(sorted(costs.items())))
+        return sum(costs[lanes].of(seated, lanes) for lanes, seated in calls) / costs[1].one
 
     def run(self, lanes: int, streams: Sequence[Stream], logits: Sequence[Logits]) -> bool:
         """Compute a step in so many lanes, which `parts` named, and fill the logits of each. Returns False if that
@@ -175,7 +202,11 @@ class Batches:
                 except (GraphError, MemoryError) as err:
                     log.warning("steps of %d streams are computed one after another: %s", size, err)
                     continue
-                self._try(batch)
+                noted = None if self._notes is None else self._notes.read(size)
+                if noted is None:
+                    self._try(batch)
+                else:
+                    self._take(batch, *noted)
 
     def open_all(self) -> None:
         """Open and try all there are."""
@@ -197,7 +228,7 @@ class Batches:
         for batch in self._opened.values():
             batch.graph.close()
         self._opened.clear()
-        self.costs = {1: 1.0}
+        self.costs = {1: Cost(1.0, 1.0)}
 
     def join(self) -> None:
         """Wait for a trial that is under way. Called without the turn, after `close`."""
@@ -211,24 +242,32 @@ class Batches:
 
     def _try(self, batch: Batch) -> None:
         """Take a batch into use if each lane gives what a step alone gives, bit for bit, in less time."""
-        why, kept = "", False
         try:
             with self._scratch() as first, self._scratch() as second:
                 why = self._differing(batch, [first, second])
-                one, all_ = (0.0, 0.0) if why else self._timed(batch, [first, second])
-                if not why and all_ >= batch.lanes * one:
-                    why = f"together they take {all_:.1f} ms, one {one:.1f}"
-                with self._turn:
-                    if not why and not self._closed:
-                        self._opened[batch.lanes], kept = batch, True
-                        self.costs = {**self.costs, 1: one, batch.lanes: all_}
+                if not why:
+                    alone, together = self._timed(batch, [first, second])
+                    if together.full >= batch.lanes * alone.one:
+                        why = f"together they take {together.full:.1f} ms, one {alone.one:.1f}"
         except GraphError as err:
             why = str(err)
-        finally:
-            if not kept:
+        if why:
+            batch.graph.close()
+            if not self._closed:
+                log.warning("steps of %d streams are computed one after another: %s", batch.lanes, why)
+            return
+        if self._notes is not None:
+            self._notes.write(batch.lanes, alone, together)
+        self._take(batch, alone, together)
+
+    def _take(self, batch: Batch, alone: Cost, together: Cost) -> None:
+        """Take a batch into use."""
+        with self._turn:
+            if self._closed:
                 batch.graph.close()
-        if why and not self._closed:
-            log.warning("steps of %d streams are computed one after another: %s", batch.lanes, why)
+            else:
+                self._opened[batch.lanes] = batch
+                self.costs = {**self.costs, 1: alone, batch.lanes: together}
 
     def _differing(self, batch: Batch, slots: Sequence[Slot]) -> str:
         """What a lane gives otherwise than a step alone, or "". Two streams of other numbers go through all lanes."""
@@ -253,20 +292,26 @@ class Batches:
                     return f"lane {lane} gives other numbers than a step alone"
         return ""
 
-    def _timed(self, batch: Batch, slots: Sequence[Slot]) -> tuple[float, float]:
-        """ms of a step alone, and of one of all lanes."""
+    def _timed(self, batch: Batch, slots: Sequence[Slot]) -> tuple[Cost, Cost]:
+        """What a step alone costs, and one of the lanes."""
         full: dict[int, Stream] = {lane: (slots[lane % 2], 0, 3, 1) for lane in range(batch.lanes)}
-        steps: tuple[Callable[[], object], ...] = (lambda: self._alone(full[0]), lambda: batch.compute(full))
-        took: tuple[list[float], ...] = ([], [])
+        steps: tuple[Callable[[], object], ...] = (
+            lambda: self._alone(full[0]),
+            lambda: batch.compute({0: full[0]}),
+            lambda: batch.compute(full),
+        )
+        took: list[list[float]] = [[] for _ in steps]
         for _ in range(_TIMES):
             for times, step in zip(took, steps, strict=True):
                 with self._turn:
                     self._check_open()
+                    step()  # which may change sizes
                     began = time.perf_counter()
                     step()
                     times.append((time.perf_counter() - began) * 1e3)
                 time.sleep(0)  # a worker that waits for its turn gets it
-        return min(took[0]), min(took[1])
+        alone, one, all_ = map(min, took)
+        return Cost(alone, alone), Cost(min(one, all_), all_)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -274,17 +319,15 @@ class Batches:
 
 
 @lru_cache(maxsize=64)
-def cheapest(streams: int, costs: tuple[tuple[int, float], ...]) -> tuple[int, ...]:
-    """The lanes of calls, largest first, that have room for so many streams and cost least together, by (lanes, cost).
-
-    A call costs the same however many of its lanes are used. Among equals the one of fewest calls is taken.
-    """
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+def cheapest(streams: int, costs: tuple[tuple[int, Cost], ...]) -> Calls:
+    """The calls that have room for so many streams and cost least together, by (lanes, cost); those with most lanes
+    first. Among equals the fewest are taken."""
+    best: list[tuple[float, int, Calls]] = [(0.0, 0, ())]
     for n in range(1, streams + 1):
         options = []
         for lanes, cost in costs:
-            total, calls = best[max(0, n - lanes)]
-            options.append((cost + total, len(calls), (lanes, *calls)))
-        total, _, calls = min(options)
-        best.append((total, tuple(sorted(calls, reverse=True))))
-    return best[streams][1]
+            for seated in range(1, min(n, lanes) + 1):
+                total, count, calls = best[n - seated]
+                options.append((cost.of(seated, lanes) + total, count + 1, (*calls, (lanes, seated))))
+        best.append(min(options))
+    return tuple(sorted(best[streams][2], reverse=True))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ssmd.model.state import Part, State
 from ssmd.runtime.checked import CheckedProgram, Held
-from ssmd.runtime.hoststate.batches import Batch, Batches, LanesGraph, Stream
+from ssmd.runtime.hoststate.batches import Batch, Batches, LanesGraph, Notes, Stream
 from ssmd.runtime.hoststate.buffers import Memory, Snapshots, carve
 from ssmd.runtime.hoststate.caches import row_groups
 from ssmd.runtime.hoststate.graph import Array, Call, Graph, GraphError
@@ -61,8 +61,10 @@ class FlatProgram(CheckedProgram[_Handle]):
         threads: int,
         lanes: Callable[[int], LanesGraph] | None = None,
         sizes: Sequence[int] = (),
+        notes: Notes | None = None,
     ) -> None:
-        """lanes: opens the graph of a decode step of so many streams, of which there are some of these `sizes`."""
+        """lanes: opens the graph of a decode step of so many streams, of which there are some of these `sizes`; notes:
+        what trials of those found."""
         super().__init__(manifest)
         self.producer = producer
         self.threads = threads
@@ -83,11 +85,15 @@ class FlatProgram(CheckedProgram[_Handle]):
         self._snapshots = Snapshots(arena, ready=1, spare_bytes=_SPARE_BYTES)
         self._open_lanes = lanes
         self._idle: Slot | None = None  # for lanes that have no stream
-        self.batches = Batches(sizes, self._make_batch, self._scratch, self._alone, self._lock)
+        self.batches = Batches(sizes, self._make_batch, self._scratch, self._alone, self._lock, notes)
 
     def close(self) -> None:
         super().close()
         self.batches.join()
+
+    def prepare(self) -> None:
+        """Open and try all batches."""
+        self.batches.open_all()
 
     def step_cost(self, streams: int) -> float:
         return self.batches.step_cost(streams)
@@ -115,8 +121,8 @@ class FlatProgram(CheckedProgram[_Handle]):
 
     def _decode(self, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
         step, order = self._steps[0], self._in_order(handles) if len(handles) > 1 else [0]
-        for lanes in self.batches.parts(len(handles)):
-            chosen, order = order[:lanes], order[lanes:]
+        for lanes, seated in self.batches.parts(len(handles)):
+            chosen, order = order[:seated], order[seated:]
             streams = [(handles[i], int(ids[i])) for i in chosen]
             if lanes > 1 and self._run_together(lanes, streams, [logits[i] for i in chosen]):
                 continue

@@ -1,0 +1,74 @@
+"""Graphs of decode steps of several streams: how one is opened, and what its trial found the last time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from ssmd.machine.cache import cache_folder
+from ssmd.machine.privatefile import read_own
+from ssmd.runtime.hoststate.batches import Cost
+from ssmd.runtime.hoststate.signatures import LANES, lanes_name
+from ssmd_litert.library import LibraryGraph
+from ssmd_litert.weight_cache import WeightCache
+
+log = logging.getLogger(__name__)
+_MOST_BYTES = 4096
+
+
+def of_one_stream(signature: str) -> bool:
+    return signature not in map(lanes_name, LANES)
+
+
+def sizes(graph: LibraryGraph) -> list[int]:
+    """How many lanes there are signatures for in a graph's file."""
+    return [lanes for lanes in LANES if lanes_name(lanes) in graph.names]
+
+
+class LanesFile:
+    """The signatures of several lanes in a model's file."""
+
+    def __init__(self, path: Path, threads: int, cache: WeightCache) -> None:
+        self._path, self._threads, self._cache = path, threads, cache
+
+    def open(self, lanes: int) -> LibraryGraph:
+        """Open the graph of so many lanes. Raises GraphError."""
+        weights = self._cache.kept()
+        return LibraryGraph(
+            self._path, threads=self._threads, weight_cache=weights, wanted=lambda name: name == lanes_name(lanes)
+        )
+
+
+class LanesNotes:
+    """What trials found of one build, with one version of LiteRT, processor and number of threads."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._file = cache_folder() / "litert" / f"{name}-{threads}.lanes.json"
+
+    def read(self, lanes: int) -> tuple[Cost, Cost] | None:
+        match self._read().get(str(lanes)):
+            case [float(alone), float(one), float(full)] if alone > 0 and 0 < one <= full < lanes * alone:
+                return Cost(alone, alone), Cost(one, full)
+        return None
+
+    def write(self, lanes: int, alone: Cost, together: Cost) -> None:
+        text = json.dumps({**self._read(), str(lanes): [alone.one, together.one, together.full]})
+        fresh = self._file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fresh.unlink(missing_ok=True)
+            fresh.touch(mode=0o600)
+            fresh.write_text(text)
+            os.replace(fresh, self._file)
+        except OSError as err:
+            log.warning("the trial of %d lanes could not be noted: %s", lanes, err)
+
+    def _read(self) -> dict[str, object]:
+        """What is noted, if only this user can have written it."""
+        try:
+            found = json.loads(read_own(self._file, _MOST_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
