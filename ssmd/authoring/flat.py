@@ -101,7 +101,7 @@ class FlatModule(nn.Module):
         bias = getattr(self, f"layer{layer}_conv_bias", None)
         form: Callable[..., tuple[Tensor, Any]] = ops_open.causal_conv if self.open else ops.causal_conv
         if not isinstance(conv, Tensor):
-            form = by_lane(form, 1)
+            form = ops.causal_conv_by_lane
         y, sequence = form(conv, x, self.weight(layer, "conv"), bias)  # sequence (1, K-1+T, C)
         if tail is None:
             return y, sequence[:, 1:] if isinstance(sequence, Tensor) else [s[:, 1:] for s in sequence]

@@ -7,7 +7,7 @@ names the same model has other bytes, and its sessions resume as `portable`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -78,8 +78,10 @@ def mamba2(
         dt = torch.clamp(dt, low, high)
     a, d = module.weight(layer, "A"), module.weight(layer, "D")
     if rows is None:
-        step = ops.ssd_step if isinstance(ssm, Tensor) else by_lane(ops.ssd_step, 0, 1, 3, 4)
-        y, new_ssm = step(xs, dt, a, b, c, d, ssm)
+        ssd_step: Callable[..., tuple[Tensor, Held]] = ops.ssd_step
+        if not isinstance(ssm, Tensor):
+            ssd_step = ops.ssd_step_by_lane
+        y, new_ssm = ssd_step(xs, dt, a, b, c, d, ssm)
     elif rows.lower is None:
         form = ops.ssd_naive if module.naive else ops.ssd_chunked
         y, new_ssm = form(xs, dt * rows.valid, a, b, c, d, ssm)

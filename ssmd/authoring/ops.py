@@ -92,6 +92,20 @@ def causal_conv(conv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     return (y if bias is None else y + bias), sequence
 
 
+def causal_conv_by_lane(
+    conv: Sequence[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute `causal_conv` of a token of each of B lanes: conv (1, K-1, C) each, x (1, B, C).
+
+    Returns y (1, B, C) and the sequences (1, K, C).
+    """
+    sequences = [torch.cat([state, x[:, i : i + 1]], 1) for i, state in enumerate(conv)]  # (1, K, C) each
+    width, _, channels = weight.shape
+    y = (torch.cat(sequences, 0) * weight.reshape(1, width, channels)).sum(1)  # (B, C)
+    y = y.reshape(1, len(sequences), channels)
+    return (y if bias is None else y + bias), sequences
+
+
 def causal_conv_ref(conv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     sequence = torch.cat([conv, x], 1)
     y = F.conv1d(sequence.transpose(1, 2), weight.permute(2, 1, 0), bias, groups=weight.shape[2])
@@ -111,6 +125,38 @@ def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, 
     y = (new * _to_heads(c, heads, states)).sum(-1)  # (1, H, P): a product and a sum leave the state where it is
     y = y + x.reshape(1, heads, size) * d.reshape(1, heads, 1)
     return y.reshape(1, 1, heads * size), new
+
+
+def ssd_step_by_lane(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute `ssd_step` of a token of each of B lanes.
+
+    x (1, B, H P), dt (1, B, H), b and c (1, B, g N); ssm (1, H, P, N) each. What reads no state is computed for all
+    lanes at once.
+    """
+    _, heads, size, states = ssm[0].shape
+    lanes = x.shape[1]
+    decay = torch.exp(dt * a).reshape(lanes, heads, 1, 1)
+    added = x.reshape(lanes, heads, size, 1) * dt.reshape(lanes, heads, 1, 1)  # (B, H, P, 1)
+    bs, cs = (_lanes_to_heads(t, lanes, heads, states) for t in (b, c))  # (B, 1 or H, 1, N)
+    ys, made = [], []
+    for i in range(lanes):
+        row = slice(i, i + 1)
+        new = ssm[i] * decay[row] + added[row] * bs[row]  # (1, H, P, N)
+        ys.append((new * cs[row]).sum(-1))  # (1, H, P)
+        made.append(new)
+    y = torch.cat(ys, 0) + x.reshape(lanes, heads, size) * d.reshape(1, heads, 1)  # (B, H, P)
+    return y.reshape(1, lanes, heads * size), made
+
+
+def _lanes_to_heads(x: Tensor, lanes: int, heads: int, states: int) -> Tensor:
+    """(1, B, g N) -> (B, 1, 1, N) for one group, else (B, H, 1, N), as `_to_heads`."""
+    groups = x.shape[-1] // states
+    if groups == 1:
+        return x.reshape(lanes, 1, 1, states)
+    spread = x.reshape(lanes * groups, 1, states) * torch.ones(1, heads // groups, 1)  # (B g, H/g, N)
+    return spread.reshape(lanes, heads, 1, states)
 
 
 def _to_heads(x: Tensor, heads: int, states: int) -> Tensor:

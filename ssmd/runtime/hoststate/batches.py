@@ -127,6 +127,12 @@ class Batch:
         free = iter([lane for lane in range(self.lanes) if lane not in kept])
         return [next(free) if lane is None else lane for lane in kept]
 
+    def drop(self, slot: Slot) -> None:
+        """Drop a slot, and what was bound to its memory."""
+        self.leave(slot)
+        for block in slot.blocks:
+            self.graph.forget(block)
+
     def leave(self, slot: Slot) -> None:
         """Have a slot out of its lane, which holds its memory else until another one comes."""
         for lane in [lane for lane, held in enumerate(self._slots) if held is slot]:
@@ -249,6 +255,8 @@ class Batches:
                     alone, together = self._timed(batch, [first, second])
                     if together.full >= batch.lanes * alone.one:
                         why = f"together they take {together.full:.1f} ms, one {alone.one:.1f}"
+                for slot in (first, second):  # whose memory another slot may get
+                    batch.drop(slot)
         except GraphError as err:
             why = str(err)
         if why:

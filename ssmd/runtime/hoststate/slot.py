@@ -67,20 +67,20 @@ class NewRows:
     def __init__(self, groups: tuple[RowGroup, ...], bucket: int, lanes: int = 1) -> None:
         self._groups = groups
         shapes = [(len(g.names), g.shape(bucket, lanes)) for g in groups]
-        self._stacks = [stacked(aligned(stack_bytes(n, shape)), n, shape) for n, shape in shapes]
+        self.stacks = [stacked(aligned(stack_bytes(n, shape)), n, shape) for n, shape in shapes]
         self.arrays: dict[str, Array] = {
-            n: s[i] for g, s in zip(groups, self._stacks, strict=True) for i, n in enumerate(g.names)
+            n: s[i] for g, s in zip(groups, self.stacks, strict=True) for i, n in enumerate(g.names)
         }
 
     def lane(self, lane: int) -> list[Array]:
         """What a lane's step put out, as it is: (L, Hkv, ...) of each group."""
-        return [s[:, lane * g.heads : (lane + 1) * g.heads] for g, s in zip(self._groups, self._stacks, strict=True)]
+        return [s[:, lane * g.heads : (lane + 1) * g.heads] for g, s in zip(self._groups, self.stacks, strict=True)]
 
     def taken(self, count: int) -> list[tuple[Array, Array]]:
         """The first `count` rows, of each group (L, Hkv or all lanes' Hkv, ...): as float32, and as they are kept. The
         former are rounded to the latter: a cache holds what is stored."""
         found = []
-        for group, fresh in zip(self._groups, self._stacks, strict=True):
+        for group, fresh in zip(self._groups, self.stacks, strict=True):
             rows = group.tokens(fresh, 0, count)
             kept = rows
             if group.dtype != _FLOAT32:

@@ -297,6 +297,16 @@ def test_memory_of_those_who_left_is_given_back(granite: Artifact, monkeypatch: 
     assert together(program, begun(program, 3), range(2)) == alone(program, 3, 2)
 
 
+def test_memory_of_a_trial_is_nobody_s_afterwards(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that comes to lie there is bound by its own sizes."""
+    program = loaded(granite, monkeypatch)
+    for batch in program.batches._opened.values():
+        bound = list(batch.graph._buffers)  # type: ignore[attr-defined]
+        own = [batch._memory, *batch._idle.blocks, *(np.asarray(s.base) for s in batch.rows.stacks)]
+        spans = [(b.ctypes.data, b.ctypes.data + b.nbytes) for b in own]
+        assert [a for a in bound if not any(start <= a < stop for start, stop in spans)] == []
+
+
 def test_it_is_opened_once_whoever_asks(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Batches, "_timed", timed(1.0, 1.0, lambda lanes: 1.1))
     program = LiteRTRuntime().load(granite)
