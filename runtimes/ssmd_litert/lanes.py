@@ -30,14 +30,18 @@ def sizes(graph: LibraryGraph) -> list[int]:
 class LanesFile:
     """The signatures of several lanes in a model's file."""
 
-    def __init__(self, path: Path, threads: int, cache: WeightCache) -> None:
-        self._path, self._threads, self._cache = path, threads, cache
+    def __init__(self, graph: LibraryGraph, path: Path, threads: int, cache: WeightCache) -> None:
+        """graph: that of one stream, which is open for as long as those of several are."""
+        self._graph, self._path, self._threads, self._cache = graph, path, threads, cache
 
     def open(self, lanes: int) -> LibraryGraph:
         """Open the graph of so many lanes. Raises GraphError."""
-        weights = self._cache.kept()
         return LibraryGraph(
-            self._path, threads=self._threads, weight_cache=weights, wanted=lambda name: name == lanes_name(lanes)
+            self._path,
+            threads=self._threads,
+            weight_cache=self._cache.kept(),
+            wanted=lambda name: name == lanes_name(lanes),
+            beside=self._graph,
         )
 
 

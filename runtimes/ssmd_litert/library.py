@@ -130,19 +130,30 @@ class LibraryGraph(Graph):
     """A model whose tensors lie in numpy memory. Not thread-safe: one call at a time, which the program sees to."""
 
     def __init__(
-        self, path: Path, *, threads: int, weight_cache: Path | None, wanted: Callable[[str], bool] = lambda name: True
+        self,
+        path: Path,
+        *,
+        threads: int,
+        weight_cache: Path | None,
+        wanted: Callable[[str], bool] = lambda name: True,
+        beside: LibraryGraph | None = None,
     ) -> None:
-        """`wanted`: which signatures are compiled, by their names; `signatures` has those. Raises GraphError."""
+        """`wanted`: which signatures are compiled, by their names; `signatures` has those. beside: a graph of the same
+        file, which has read it and is closed after this one. Raises GraphError."""
         self.functions = open_library()
         self._model, self._options, self.compiled, self._environment = (c_void_p() for _ in range(4))
+        self._own_model = beside is None
         self._buffers: dict[int, c_void_p] = {}
         self._sizes: dict[int, Sizes] = {}  # of inputs, by signature, where a call asked for others than the file's
         options = (_Option * 2)(
             _Option(_TAG_ACCELERATORS, _ANY_INT, _CPU), _Option(_TAG_SEVERITY, _ANY_INT, _ERRORS_ONLY)
         )
         try:
-            self._call("LiteRtCreateEnvironment", 2, options, byref(self._environment))
-            self._call("LiteRtCreateModelFromFile", self._environment, str(path).encode(), byref(self._model))
+            if beside is None:
+                self._call("LiteRtCreateEnvironment", 2, options, byref(self._environment))
+                self._call("LiteRtCreateModelFromFile", self._environment, str(path).encode(), byref(self._model))
+            else:
+                self._environment, self._model = beside._environment, beside._model
             self.indices, known = self._read_signatures()
             self.names = tuple(known)  # of all signatures in the file
             self.signatures = {name: signature for name, signature in known.items() if wanted(name)}
@@ -237,12 +248,10 @@ class LibraryGraph(Graph):
         for buffer in self._buffers.values():
             self.functions.LiteRtDestroyTensorBuffer(buffer)
         self._buffers.clear()
-        for handle, destroy in (
-            (self.compiled, "LiteRtDestroyCompiledModel"),
-            (self._options, "LiteRtDestroyOptions"),
-            (self._model, "LiteRtDestroyModel"),
-            (self._environment, "LiteRtDestroyEnvironment"),
-        ):
+        own = [(self.compiled, "LiteRtDestroyCompiledModel"), (self._options, "LiteRtDestroyOptions")]
+        if self._own_model:
+            own += [(self._model, "LiteRtDestroyModel"), (self._environment, "LiteRtDestroyEnvironment")]
+        for handle, destroy in own:
             if handle.value:
                 getattr(self.functions, destroy)(handle)
                 handle.value = None

@@ -237,9 +237,11 @@ class Batches:
         self.costs = {1: Cost(1.0, 1.0)}
 
     def join(self) -> None:
-        """Wait for a trial that is under way. Called without the turn, after `close`."""
+        """Wait for what is being opened or tried. Called without the turn, after `close`."""
         if self._thread is not None:
             self._thread.join()
+        with self._opening:
+            pass
 
     def _wanted(self, streams: int) -> list[int]:
         """The sizes up to the first that has a lane for each stream."""

@@ -88,8 +88,10 @@ class FlatProgram(CheckedProgram[_Handle]):
         self.batches = Batches(sizes, self._make_batch, self._scratch, self._alone, self._lock, notes)
 
     def close(self) -> None:
+        with self._lock:
+            self.batches.close()
+        self.batches.join()  # before the graph goes that theirs stand on
         super().close()
-        self.batches.join()
 
     def prepare(self) -> None:
         """Open and try all batches."""
@@ -170,7 +172,6 @@ class FlatProgram(CheckedProgram[_Handle]):
             self._forget(largest)
 
     def _close(self) -> None:
-        self.batches.close()
         self._slots.clear()
         self._spare.clear()
         self.graph.close()
