@@ -27,6 +27,7 @@ HONEST, OTHER = "127.0.0.2", "127.0.0.1"  # clients are told apart by address
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 WORD = sys.argv[2] if len(sys.argv) > 2 else ""
 LIST = b"GET /ssmd/v1/sessions?limit=1000 HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+LINES = b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 14_000 + b"\r\n"
 REFUSALS = "a refusal, queue full"
 Other = Callable[[int], None]  # what one of the others does, given the port, until it is killed
 
@@ -130,6 +131,7 @@ def neighbours() -> dict[str, list[Other]]:
         "a prompt of 2 MiB, again and again": [again(lambda port: ask(port, long))],
         "8 MiB of unknown names, again and again": [again(lambda port: ask(port, keys))],
         "300,000 chunks of 1 byte, again and again": [again(lambda port: send(port, pieces))],
+        "4 heads of 14,000 lines, again and again": [again(lambda port: send(port, LINES)) for _ in range(4)],
         "24 that list the sessions, again and again": [again(lambda port: send(port, LIST)) for _ in range(24)],
         "200 silent connections": [held(b"", b"", 200)],
         "100 bodies that drip": [held(head(1000), b" ", 100)],
