@@ -43,7 +43,7 @@ class Cost:
     full: float
 
     def of(self, streams: int, lanes: int) -> float:
-        """With so many streams in so many lanes."""
+        """Give the ms of a call with so many streams in so many lanes."""
         return self.one + (self.full - self.one) * (streams - 1) / max(1, lanes - 1)
 
 
