@@ -93,6 +93,10 @@ def _ordered(edited: Edited, graph: Any, signatures: list[Any]) -> None:
         return np.where(found >= 0, places[found], found).astype(np.int32)
 
     graph.tensors = [graph.tensors[i] for i in order]
+    for tensor in graph.tensors:  # of int4: what a block's values are multiplied by is a tensor, too
+        details = None if tensor.quantization is None else tensor.quantization.details
+        if isinstance(details, schema.BlockwiseQuantizationT):
+            details.scales, details.zeroPoints = (int(i) for i in moved([details.scales, details.zeroPoints]))
     graph.inputs, graph.outputs = moved(graph.inputs), moved(graph.outputs)
     for operator in graph.operators:
         operator.inputs, operator.outputs = moved(operator.inputs), moved(operator.outputs)
