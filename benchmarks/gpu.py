@@ -29,7 +29,6 @@ from ssmd_wgpu.model import Model
 from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import HARDWARE, SOFTWARE
 from ssmd_wgpu.recorder import Copy, Region, dispatch
-from ssmd_wgpu.slots import Slot
 from ssmd_wgpu.tuning import tuned
 
 PROMPT, MOST = 512, 256
@@ -127,15 +126,15 @@ def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, rea
     model = Model(gpu, plan, cast(pack.Weights, weights), MOST, half, tiling)
     load_s = time.perf_counter() - begin
     spec: StateSpec = plan.spec("float16" if half else "float32")
-    slot = Slot(gpu, spec, MOST, 1024)
-    head, region = model.head(0)
-    step = slot.dispatches([*model.embed, *model.decode, *head], 1)
+    slot = model.slots.take()
+    model.slots.reserve(slot, 1024)
+    step = model.step(1, len(slot.pages))
     row: dict[str, Any] = {
         "model": name,
         "quant": quantization,
         "weights_mb": weights.nbytes / 1e6,
         "dispatches": len(step),
-        "prefill_dispatches": len(model.embed) + len(model.prefill(MOST)) + len(head),
+        "prefill_dispatches": len(model.prefill(MOST)),
         "tiling": str(tiling),
         "weight_reads_per_prompt_token": -(-MOST // tiling.tile) / MOST,
         "load_s": load_s,
@@ -149,14 +148,14 @@ def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, rea
 
     def decode() -> None:
         nonlocal position
-        slot.feed(position % 900, np.array([5], np.int32))
-        gpu.recorder.read(step, [region])
+        model.slots.feed([slot], [position % 900], np.array([5], np.int32))
+        gpu.recorder.read(step, [model.logits(0)])
         position += 1
 
     def prompt() -> None:
         for at in range(0, PROMPT, MOST):
-            slot.feed(at, np.full(MOST, 7, np.int32))
-            gpu.recorder.read(slot.dispatches([*model.embed, *model.prefill(MOST), *head], MOST), [region])
+            model.slots.feed([slot], [at], np.full(MOST, 7, np.int32))
+            gpu.recorder.read(model.slots.dispatches(model.prefill(MOST), MOST), [model.logits(0)])
 
     token_s = median_s(decode, 7 if gpu.found.software else 64)
     prompt_s = median_s(prompt, 1 if gpu.found.software else 5)

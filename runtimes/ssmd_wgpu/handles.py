@@ -11,11 +11,7 @@ from ssmd.model.state import State, StateSpec
 from ssmd.runtime.checked import Held
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.model import Model
-from ssmd_wgpu.slots import Slot
-
-FIRST_CAPACITY = 512  # tokens that a handle's caches have room for at first; twice as many whenever that is too few
-RESIDENT = 16  # handles on the device at once
-_SPARE = 4  # slots of released handles that are kept for the next ones
+from ssmd_wgpu.slots import RESIDENT, Slot
 
 
 @dataclass(eq=False, slots=True)
@@ -31,11 +27,10 @@ class Handled(Held):
 class Handles:
     """The handles of one model on a device. Every call may raise GraphError."""
 
-    def __init__(self, spec: StateSpec, context: int | None) -> None:
-        self._spec, self._context = spec, context
+    def __init__(self, spec: StateSpec) -> None:
+        self._spec = spec
         self.resident = RESIDENT
         self.live: OrderedDict[Handled, None] = OrderedDict()  # those on the device, the one used last is the last
-        self.spare: list[Slot] = []
 
     def new(self, model: Model, program: object, tokens: int, keep: Handled | None = None) -> Handled:
         """Make a handle with room for `tokens` tokens. `keep` stays on the device."""
@@ -52,22 +47,21 @@ class Handles:
             handle.slot, handle.away = slot, None
         self.live[handle] = None
         self.live.move_to_end(handle)
-        if self._spec.rows and handle.position + more > handle.slot.capacity:
-            handle.slot.grow(self._capacity(handle.position + more), handle.position)
+        self._reserve(model, handle.slot, handle.position + more, handle)
         return handle.slot
 
-    def release(self, handle: Handled) -> None:
+    def release(self, model: Model | None, handle: Handled) -> None:
+        """Free a handle. `model`: where its slot is, if that is still there."""
         self.live.pop(handle, None)
         slot, handle.slot, handle.away = handle.slot, None, None
-        if slot is not None:
-            self._keep(slot)
+        if slot is not None and model is not None:
+            model.slots.give(slot)
 
     def forget(self) -> None:
         """Forget all that is on the device, which is gone, or about to go."""
         for handle in self.live:
             handle.slot, handle.lost = None, True
         self.live.clear()
-        self.spare.clear()
 
     def read(self, model: Model, handle: Handled, since: int) -> State:
         """Read a canonical copy of the state with the rows from `since` on."""
@@ -77,51 +71,50 @@ class Handles:
             return State(position, since, {**handle.away.tensors, **rows})
         slot = handle.slot
         assert slot is not None
-        tensors = [*self._spec.recurrent, *(self._spec.rows if position > since else ())]
-        regions = slot.recurrent_regions()
-        if position > since:
-            regions += slot.row_regions(since, position)
-        arrays = {t.name: np.empty((t.shape[0], 0, t.shape[1]), t.numpy_dtype) for t in self._spec.rows}
-        for t, raw in zip(tensors, model.gpu.recorder.read([], regions) if regions else [], strict=True):
+        tensors = [*self._spec.recurrent, *self._spec.rows]
+        regions = [[model.slots.region(slot, t)] for t in self._spec.recurrent]
+        regions += [list(model.slots.rows(slot, t, since, position)) for t in self._spec.rows]
+        arrays = {}
+        for t, raw in zip(tensors, model.gpu.recorder.gathered(regions), strict=True):
+            whole = raw.view(t.numpy_dtype)
             if t.recurrent:
-                arrays[t.name] = raw.view(t.numpy_dtype).reshape(t.shape)
+                arrays[t.name] = whole.reshape(t.shape)
             else:
-                arrays[t.name] = raw.view(t.numpy_dtype).reshape(position - since, *t.shape).transpose(1, 0, 2)
+                arrays[t.name] = whole.reshape(position - since, *t.shape).transpose(1, 0, 2)
             arrays[t.name].flags.writeable = False
         return State(position, since, arrays)
 
     def _load(self, model: Model, slot: Slot, state: State) -> None:
         for t in self._spec.recurrent:
-            model.gpu.write(slot.regions[t.name], np.ascontiguousarray(state.tensors[t.name]))
-        for t, region in zip(self._spec.rows, slot.row_regions(0, state.position), strict=True):
-            model.gpu.write(region, np.ascontiguousarray(state.tensors[t.name].transpose(1, 0, 2)))
+            model.gpu.write(model.slots.region(slot, t), np.ascontiguousarray(state.tensors[t.name]))
+        rows = {t.name: state.tensors[t.name] for t in self._spec.rows}
+        model.slots.write(slot, 0, state.position, rows)
 
     def _new_slot(self, model: Model, tokens: int, keep: Handled | None) -> Slot:
         while len(self.live) >= self.resident and self._send_away(model, keep):
             pass
-        capacity = self._capacity(tokens)
-        fitting = [slot for slot in self.spare if slot.capacity >= capacity]
-        if fitting:
-            slot = min(fitting, key=lambda s: s.capacity)
-            self.spare.remove(slot)
-            slot.clear()
-            return slot
         while True:
             try:
-                return Slot(model.gpu, self._spec, model.most_tokens, capacity)
+                slot = model.slots.take()
+                break
             except GraphError:
-                if self.spare:
-                    self.spare.clear()
-                elif not self._send_away(model, keep):
+                if not self._send_away(model, keep):
                     raise
+        try:
+            self._reserve(model, slot, tokens, keep)
+        except GraphError:
+            model.slots.give(slot)
+            raise
+        return slot
 
-    def _capacity(self, tokens: int) -> int:
-        if self._context is None:
-            return 0
-        capacity = FIRST_CAPACITY
-        while capacity < tokens:
-            capacity *= 2
-        return min(capacity, self._context)
+    def _reserve(self, model: Model, slot: Slot, tokens: int, keep: Handled | None) -> None:
+        while True:
+            try:
+                model.slots.reserve(slot, tokens)
+                return
+            except GraphError:
+                if not self._send_away(model, keep):
+                    raise
 
     def _send_away(self, model: Model, keep: Handled | None) -> bool:
         """Take the whole handle that was used least recently off the device. False if there is none."""
@@ -130,10 +123,6 @@ class Handles:
                 handle.away = self.read(model, handle, 0)
                 slot, handle.slot = handle.slot, None
                 del self.live[handle]
-                self._keep(slot)
+                model.slots.give(slot)
                 return True
         return False
-
-    def _keep(self, slot: Slot) -> None:
-        if len(self.spare) < _SPARE:
-            self.spare.append(slot)

@@ -8,12 +8,13 @@ from ssmd.model.plan import Mamba1, Mamba2, ShortConv
 from ssmd_wgpu import library
 from ssmd_wgpu.device import ALIGNMENT, Gpu
 from ssmd_wgpu.op import Op
-from ssmd_wgpu.operations import Operations, parts_of
+from ssmd_wgpu.operations import Operations
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import Tiling
-from ssmd_wgpu.recorder import Region
+from ssmd_wgpu.recorder import Dispatch, Region
 from ssmd_wgpu.resident import Resident
+from ssmd_wgpu.slots import STREAMS, Slots
 from ssmd_wgpu.ssd import CHUNK
 
 
@@ -27,22 +28,25 @@ class Model:
         self.gpu, self.plan, self.most_tokens = gpu, plan, most_tokens
         self._tiling = tiling
         self._chunked = tiling.chunked and most_tokens > CHUNK
+        self.slots = Slots(gpu, plan.spec("float16" if half else "float32"), most_tokens, plan.context)
         weighty = Resident(gpu, plan, weights)
-        self._ops = Operations(gpu, plan, weighty, self._make_buffers(), half, tiling)
+        self._stride = -(-4 * plan.vocabulary // ALIGNMENT) * ALIGNMENT // 4  # values, of a stream
+        self._logits = gpu.region(4 * STREAMS * self._stride)
+        self._ops = Operations(gpu, plan, weighty, self._make_buffers(), half, tiling, self.slots)
         weighty.upload()
-        self._logits: Region | None = None
-        self._heads: list[list[Op]] = []
         self.embed = list(self._ops.embedding())
-        self.decode = [op for i in range(len(plan.layers)) for op in self._ops.layer(i, one=True)]
+        self._steps: dict[int, list[Op]] = {}
+        layers, head = range(len(plan.layers)), list(self._ops.head(self._logits, self._stride, 0))
         self._prefills = [
-            [op for i in range(len(plan.layers)) for op in self._ops.layer(i, one=False, chunked=chunked)]
+            [*self.embed, *(op for i in layers for op in self._ops.layer(i, 0, chunked=chunked)), *head]
             for chunked in ((False, True) if self._chunked else (False,))
         ]
+        self.decode(1)
 
     def _make_buffers(self) -> dict[str, Region]:
-        plan, t = self.plan, self.most_tokens
+        plan, t = self.plan, max(STREAMS, self.most_tokens)
         width = {"x": plan.hidden, "wide": 4, "qkv": 4, "u": 4, "bc": 4, "dt": 4, "logs": 4, "y": 4, "scale": 1}
-        parts = chunks = 4  # of attention, in one token; states that chunks begin with
+        parts = chunks = 4  # of attention, in a decode step; states that chunks begin with
 
         def grow(**sizes: int) -> None:
             for name, size in sizes.items():
@@ -63,33 +67,32 @@ class Model:
                     grow(wide=3 * m.channels, y=m.channels)
                 else:
                     grow(qkv=m.rows, y=m.heads * m.head_dim)
-                    parts = max(parts, m.heads * parts_of(plan.context) * (m.head_dim + 2))
+                    parts = max(parts, STREAMS * m.heads * self.slots.most_pages * (m.head_dim + 2))
         made = {name: self.gpu.region(4 * size * t) for name, size in width.items()}
         return {**made, "parts": self.gpu.region(4 * parts), "chunks": self.gpu.region(4 * chunks)}
 
     def prefill(self, count: int) -> Sequence[Op]:
-        """The operations of `count` tokens, without embedding and head."""
-        if count == 1:
-            return self.decode
+        """The operations of `count` tokens of one stream."""
         return self._prefills[-1 if count > CHUNK else 0]
+
+    def decode(self, count: int) -> Sequence[Op]:
+        """The operations of a token of each of `count` streams, by kernels for 1, 2, 4 or 8, which are kept."""
+        streams = 1 << (count - 1).bit_length()
+        if streams not in self._steps:
+            layers, stride = range(len(self.plan.layers)), self._stride
+            made = [op for i in layers for op in self._ops.layer(i, streams)]
+            self._steps[streams] = [*self.embed, *made, *self._ops.head(self._logits, stride, streams)]
+        return self._steps[streams]
+
+    def step(self, count: int, pages: int) -> list[Dispatch]:
+        """The dispatches of a token of each of `count` streams, the longest of which has so many pages."""
+        return self.slots.step(self.decode(count), count, pages)
+
+    def logits(self, row: int) -> Region:
+        """Where the logits of a step's stream are, those of a prefill in row 0."""
+        return Region(self._logits.buffer, 4 * row * self._stride, 4 * self.plan.vocabulary)
 
     @property
     def producer(self) -> str:
         """What an exact resume needs beside the build: other drivers and other tilings sum in another order."""
         return f"wgpu {library.package_version()}; {self.gpu.found.description}; {self._tiling}"
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one handle's logits."""
-        return -(-4 * self.plan.vocabulary // ALIGNMENT) * ALIGNMENT
-
-    def head(self, row: int) -> tuple[Sequence[Op], Region]:
-        """The dispatches that write row `row` of the logits, and where they are."""
-        if self._logits is None or (row + 1) * self.row_bytes > self._logits.size:
-            rows = max(4, 2 * row)
-            self._logits = self.gpu.region(rows * self.row_bytes)
-            self._heads.clear()
-        while len(self._heads) <= row:
-            own = Region(self._logits.buffer, len(self._heads) * self.row_bytes, self.row_bytes)
-            self._heads.append(list(self._ops.head(own)))
-        return self._heads[row], Region(self._logits.buffer, row * self.row_bytes, 4 * self.plan.vocabulary)

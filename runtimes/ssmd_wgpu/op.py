@@ -17,8 +17,8 @@ from ssmd_wgpu.ssd import MOST_GROUPS
 class Op:
     """A kernel with its buffers and workgroups. `layer`: whose state group 1 binds, where the kernel has a group 1.
 
-    `tokens`: those that one workgroup's y takes in a prefill; 0 where y does not count tokens. `rows`: those of the
-    cache that it takes; 0 where y does not count them.
+    `tokens`: the rows of x, tokens or streams, that one workgroup's y takes; 0 where y does not count them. `paged`:
+    y counts the pages of a cache, too.
     """
 
     kernel: Kernel
@@ -26,7 +26,7 @@ class Op:
     layer: int
     grid: tuple[int, int]
     tokens: int = 0
-    rows: int = 0
+    paged: bool = False
 
 
 def operation(
@@ -36,14 +36,14 @@ def operation(
     grid: tuple[int, int],
     layer: int = 0,
     tokens: int = 0,
-    rows: int = 0,
+    paged: bool = False,
 ) -> Op:
     """A shader over regions, of which it binds those that it names. Raises GraphError if the device refuses it."""
     if grid[0] > MOST_GROUPS or grid[1] > MOST_GROUPS:
         raise GraphError(f"a dispatch of {grid} workgroups is more than any device takes")
     kernel = gpu.kernel(text)
     group0 = gpu.bound(kernel, 0, {n: r for n, r in regions.items() if r is not None})
-    return Op(kernel, group0, layer, grid, tokens, rows)
+    return Op(kernel, group0, layer, grid, tokens, paged)
 
 
 def f32(value: float) -> str:

@@ -1,7 +1,9 @@
-"""The operations of a plan: which kernels, over which buffers, for one token and for T.
+"""The operations of a plan: which kernels, over which buffers, for a token of some streams each and for T of one.
 
-Buffers that all handles share, T tokens of one call: x (T, hidden) the residual stream; wide and qkv, what a
-first product gives; u, after a convolution; bc and dt, of Mamba-1; y, what a mixer gives; scale (T).
+Buffers of T rows, each a token or a stream of the call: x (T, hidden) the residual stream; wide and qkv, what a first
+product gives; u, after a convolution; bc and dt, of Mamba-1; y, what a mixer gives; scale (T).
+
+`streams` is how many the kernels of a decode step are made for, and 0 in a prefill.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import Products, Tiling
 from ssmd_wgpu.recorder import Region
 from ssmd_wgpu.resident import Resident
+from ssmd_wgpu.slots import CONTROL, Slots
 from ssmd_wgpu.ssd import recurrence
 
-PART_ROWS = 256  # of a KV cache, for one workgroup of a decode step
 _NO_BOUND = 3.0e38  # of dt
 
 
@@ -29,77 +31,89 @@ class Operations:
     """
 
     def __init__(
-        self, gpu: Gpu, plan: PackedPlan, weights: Resident, buffers: Mapping[str, Region], half: bool, tiling: Tiling
+        self,
+        gpu: Gpu,
+        plan: PackedPlan,
+        weights: Resident,
+        buffers: Mapping[str, Region],
+        half: bool,
+        tiling: Tiling,
+        slots: Slots,
     ) -> None:
         self._gpu, self._plan, self._half, self._buffers = gpu, plan, half, buffers
+        self._pages = {"page": slots.page, "tables": slots.tables, "most_pages": slots.most_pages}
         self._matrices, self._parts, self._tables = weights.matrices, weights.vectors, weights.tables
         self._products = Products(gpu, weights, buffers, plan.eps, tiling)
 
     def embedding(self) -> Iterator[Op]:
         m, scale = self._matrices["embedding"], f32(self._plan.embedding_scale)
         for part in m.parts:
-            text = shader("embed", **m.sizes, first=part.first, rows=part.rows, scale=scale)
+            text = shader("embed", **m.sizes, control=CONTROL, first=part.first, rows=part.rows, scale=scale)
             regions = {"W": part.values, "S": part.scales, "X": self._buffers["x"]}
             yield operation(self._gpu, text, regions, (-(-m.sizes["blocks"] // 64), 1), tokens=1)
 
-    def head(self, logits: Region) -> Iterator[Op]:
+    def head(self, logits: Region, stride: int, streams: int) -> Iterator[Op]:
+        """The operations of the head, into rows `stride` values apart; of the last token alone in a prefill."""
         name = "embedding" if self._plan.tied else "head"
-        norm = {"gain": self._parts[""].at["norm"], "eps": f32(self._plan.eps)}
-        yield from self._products.matvec(name, "", "x", logits, norm=norm, last_row=True)
+        norm: dict[str, Any] = {"gain": self._parts[""].at["norm"], "eps": f32(self._plan.eps), "bias": None}
+        parts = self._matrices[name].parts
+        columns = max(1, streams)
+        yield from self._products.matvec(name, "", "x", logits, stride, columns, parts, last_row=not streams, **norm)
 
-    def layer(self, i: int, *, one: bool, chunked: bool = False) -> Iterator[Op]:
-        """The operations of layer `i`, for one token or for T; `chunked`: Mamba-2 by chunks."""
+    def layer(self, i: int, streams: int, *, chunked: bool = False) -> Iterator[Op]:
+        """The operations of layer `i`; `chunked`: Mamba-2 by chunks."""
         layer = self._plan.layers[i]
         parts = [(f"layer{i}_mixer{j}", mixer) for j, mixer in enumerate(layer.mixers)]
-        if not one and parts:
+        if not streams and parts:
             yield self._rms()
         for part, mixer in parts:  # before another mixer changes x
             if isinstance(mixer, Attention):
                 gain = self._parts[part].at["norm1"]
-                yield from self._products.of(f"layer{i}_qkv", part, "x", "qkv", one, gain=gain)
+                yield from self._products.of(f"layer{i}_qkv", part, "x", "qkv", streams, gain=gain)
         for part, mixer in parts:
             if isinstance(mixer, Attention):
-                yield from self._attention(i, part, mixer, one)
+                yield from self._attention(i, part, mixer, streams)
             elif isinstance(mixer, Mamba1):
-                yield from self._mamba1(i, part, mixer, one)
+                yield from self._mamba1(i, part, mixer, streams)
             elif isinstance(mixer, Mamba2):
-                yield from self._mamba2(i, part, mixer, one, chunked)
+                yield from self._mamba2(i, part, mixer, streams, chunked)
             else:
-                yield from self._short_conv(i, part, mixer, one)
+                yield from self._short_conv(i, part, mixer, streams)
         if layer.mlp is not None:
             to, part = f"layer{i}_", f"layer{i}_mlp"
-            if not one:
+            if not streams:
                 yield self._rms()
             gain = self._parts[part].at["norm2"]
             into, _ = layer.mlp.into
-            yield from self._products.of(to + into, part, "x", "wide", one, gain=gain, end=layer.mlp.activation)
-            yield from self._products.of(to + "down", part, "wide", "x", one, end="add")
+            yield from self._products.of(to + into, part, "x", "wide", streams, gain=gain, end=layer.mlp.activation)
+            yield from self._products.of(to + "down", part, "wide", "x", streams, end="add")
 
-    def _mamba1(self, i: int, part: str, m: Mamba1, one: bool) -> Iterator[Op]:
+    def _mamba1(self, i: int, part: str, m: Mamba1, streams: int) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
         conv = _sizes_of_conv(m.inner, m.width, at)
         gain = at["norm1"]
         small = {"a": at["A"], "dt_bias": at["dt_bias"], "d": at["D"]}
-        if one:
-            yield from self._products.of(to + "in", part, "x", "wide", True, gain=gain, end="mamba1", layer=i, **conv)
-            yield from self._products.of(to + "x", part, "u", "bc", True)
+        if streams:
+            fused: dict[str, Any] = {**conv, "end": "mamba1", "layer": i}
+            yield from self._products.of(to + "in", part, "x", "wide", streams, gain=gain, **fused)
+            yield from self._products.of(to + "x", part, "u", "bc", streams)
             w, values = self._matrices[to + "dt"], self._products.whole(to + "dt").values
             if w.fmt not in ("f32", "f16"):
                 raise GraphError(f"{to}dt is {w.fmt}; it may be f32 or f16")
             sizes = {"channels": m.inner, "states": m.states, "rank": m.rank, "mixer_eps": f32_or_none(m.mixer_eps)}
             text = shader("selective_step", format=w.fmt, blocks=w.sizes["blocks"], **sizes, **small)
             regions = {"W": values, **self._named("bc", "u", "y"), **self._wide(part)}
-            yield operation(self._gpu, text, regions, (-(-m.inner // 4), 1), i)
+            yield operation(self._gpu, text, regions, (-(-m.inner // 4), 1), i, tokens=1)
         else:
-            yield from self._products.of(to + "in", part, "x", "wide", False, gain=gain)
-            yield self._conv(part, i, "u", gated=False, stride=2 * m.inner, offset=0, **conv)
-            yield from self._products.of(to + "x", part, "u", "bc", False)
+            yield from self._products.of(to + "in", part, "x", "wide", 0, gain=gain)
+            yield self._conv(part, i, "u", 0, gated=False, stride=2 * m.inner, offset=0, **conv)
+            yield from self._products.of(to + "x", part, "u", "bc", 0)
             stride = m.rank + 2 * m.states
             if m.mixer_eps is not None:
                 for offset, columns in ((0, m.rank), (m.rank, m.states), (m.rank + m.states, m.states)):
                     norm = {"columns": columns, "stride": stride, "offset": offset, "eps": f32(m.mixer_eps)}
                     yield self._group_norm("bc", part, 1, gain=None, gate=None, **norm)
-            yield from self._products.of(to + "dt", part, "bc", "dt", False, stride=stride, biased=False)
+            yield from self._products.of(to + "dt", part, "bc", "dt", 0, stride=stride, biased=False)
             yield self._scan(
                 part,
                 i,
@@ -114,19 +128,19 @@ class Operations:
                 z_offset=m.inner,
                 gate=True,
             )
-        yield from self._products.of(to + "out", part, "y", "x", one, end="add")
+        yield from self._products.of(to + "out", part, "y", "x", streams, end="add")
 
-    def _mamba2(self, i: int, part: str, m: Mamba2, one: bool, chunked: bool) -> Iterator[Op]:
+    def _mamba2(self, i: int, part: str, m: Mamba2, streams: int, chunked: bool) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
         conv = _sizes_of_conv(m.channels, m.width, at)
         small = {"a": at["A"], "dt_bias": at["dt_bias"], "d": at["D"]}
         gain = at["norm1"]
-        if one:
+        if streams:
             fused: dict[str, Any] = {**conv, "inner": m.inner, "end": "mamba2", "layer": i}
-            yield from self._products.of(to + "in", part, "x", "wide", True, gain=gain, **fused)
+            yield from self._products.of(to + "in", part, "x", "wide", streams, gain=gain, **fused)
         else:
-            yield from self._products.of(to + "in", part, "x", "wide", False, gain=gain)
-            yield self._conv(part, i, "u", gated=False, stride=m.rows, offset=m.inner, **conv)
+            yield from self._products.of(to + "in", part, "x", "wide", 0, gain=gain)
+            yield self._conv(part, i, "u", 0, gated=False, stride=m.rows, offset=m.inner, **conv)
         shape: dict[str, Any] = {
             "heads": m.heads,
             "head_dim": m.head_dim,
@@ -140,29 +154,31 @@ class Operations:
             "gate": m.norm != "before the gate",
         }
         regions = {**self._named("u", "y", "dt", "logs", "chunks"), **self._wide(part)}
-        for text, grid, tokens in recurrence({**small, **shape}, chunked=chunked):
+        for text, grid, tokens in recurrence({**small, **shape}, one=bool(streams), chunked=chunked):
             yield operation(self._gpu, text, regions, grid, i, tokens)
-        fused_norm = one and m.norm == "after the gate" and m.groups == 1
+        fused_norm = streams and m.norm == "after the gate" and m.groups == 1
         if m.norm != "none" and not fused_norm:
             gate = m.rows if m.norm == "before the gate" else None
             sizes = {"columns": m.inner // m.groups, "stride": m.inner, "offset": 0, "eps": f32(m.eps)}
             yield self._group_norm("y", part, m.groups, gain=at["gated_norm"], gate=gate, **sizes)
         norm: dict[str, Any] = {"gain": at["gated_norm"], "eps": m.eps} if fused_norm else {}
-        yield from self._products.of(to + "out", part, "y", "x", one, end="add", **norm)
+        yield from self._products.of(to + "out", part, "y", "x", streams, end="add", **norm)
 
-    def _short_conv(self, i: int, part: str, m: ShortConv, one: bool) -> Iterator[Op]:
+    def _short_conv(self, i: int, part: str, m: ShortConv, streams: int) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
         conv = _sizes_of_conv(m.channels, m.width, at)
-        yield from self._products.of(to + "in", part, "x", "wide", one, gain=at["norm1"])
-        yield self._conv(part, i, "y", gated=True, stride=3 * m.channels, offset=0, **conv)
-        yield from self._products.of(to + "out", part, "y", "x", one, end="add")
+        yield from self._products.of(to + "in", part, "x", "wide", streams, gain=at["norm1"])
+        yield self._conv(part, i, "y", streams, gated=True, stride=3 * m.channels, offset=0, **conv)
+        yield from self._products.of(to + "out", part, "y", "x", streams, end="add")
 
-    def _attention(self, i: int, part: str, m: Attention, one: bool) -> Iterator[Op]:
+    def _attention(self, i: int, part: str, m: Attention, streams: int) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
         sizes = {"heads": m.heads, "kv_heads": m.kv_heads, "head_dim": m.head_dim, "half": self._half}
         text = shader(
             "rotate",
             **sizes,
+            **self._pages,
+            one=bool(streams),
             rotated=m.rotated,
             qk_eps=f32_or_none(m.qk_eps),
             q_norm=at.get("q_norm"),
@@ -172,21 +188,21 @@ class Operations:
         if m.rotated:
             regions |= self._tables
         yield operation(self._gpu, text, regions, (m.heads + 2 * m.kv_heads, 1), i, tokens=1)
-        cut = {"part": PART_ROWS if one else 0, "parts": parts_of(self._plan.context)}
-        text = shader("attention", **sizes, **cut, per_thread=-(-m.head_dim // 64))
-        regions = {"QKV": self._buffers["qkv"], "Y": self._buffers["parts" if one else "y"]}
-        yield operation(self._gpu, text, regions, (m.heads, 1), i, tokens=0 if one else 1, rows=PART_ROWS if one else 0)
-        if one:
-            text = shader("attention_merge", heads=m.heads, head_dim=m.head_dim, **cut)
-            yield operation(self._gpu, text, self._named("parts", "y"), (m.heads, 1), i)
-        yield from self._products.of(to + "o", part, "y", "x", one, end="add")
+        text = shader("attention", **sizes, **self._pages, one=bool(streams), per_thread=-(-m.head_dim // 64))
+        regions = {"QKV": self._buffers["qkv"], "Y": self._buffers["parts" if streams else "y"]}
+        yield operation(self._gpu, text, regions, (m.heads, 1), i, tokens=1, paged=bool(streams))
+        if streams:
+            text = shader("attention_merge", heads=m.heads, head_dim=m.head_dim, **self._pages)
+            yield operation(self._gpu, text, self._named("parts", "y"), (m.heads, 1), i, tokens=1)
+        yield from self._products.of(to + "o", part, "y", "x", streams, end="add")
 
-    def _conv(self, part: str, layer: int, to: str, **sizes: Any) -> Op:
+    def _conv(self, part: str, layer: int, to: str, streams: int, **sizes: Any) -> Op:
         regions = {"X": self._buffers["wide"], "U": self._buffers[to], "P": self._parts[part].region}
-        return operation(self._gpu, shader("conv", **sizes), regions, (-(-sizes["channels"] // 32), 1), layer)
+        text = shader("conv", one=bool(streams), **sizes)
+        return operation(self._gpu, text, regions, (-(-sizes["channels"] // 32), 1), layer, tokens=bool(streams))
 
     def _scan(self, part: str, layer: int, small: dict[str, int], **sizes: Any) -> Op:
-        text = shader("scan", source="BC", per_thread=-(-sizes["states"] // 16), **small, **sizes)
+        text = shader("scan", one=False, source="BC", per_thread=-(-sizes["states"] // 16), **small, **sizes)
         regions = {**self._named("u", "y", "bc", "dt"), **self._wide(part)}
         return operation(self._gpu, text, regions, (-(-sizes["channels"] // 4), 1), layer)
 
@@ -203,11 +219,6 @@ class Operations:
 
     def _wide(self, part: str) -> dict[str, Region | None]:
         return {"Z": self._buffers["wide"], "P": self._parts[part].region}
-
-
-def parts_of(rows: int) -> int:
-    """Count the parts of a KV cache with room for `rows` rows: a decode step reads each by a workgroup of its own."""
-    return -(-rows // PART_ROWS)
 
 
 def _sizes_of_conv(channels: int, width: int, at: Mapping[str, int]) -> dict[str, Any]:

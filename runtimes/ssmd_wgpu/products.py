@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,11 @@ SOFTWARE = Tiling(8, 4, 64, 2, chunked=True)  # measured on lavapipe and llvmpip
 HARDWARE = Tiling(16, 4, 64, 2, chunked=True)  # where nothing could be measured
 
 
+def rows_per_thread(tiling: Tiling, streams: int) -> int:
+    """Rows that a thread of a matvec has: fewer, where their sums over all streams would not fit into registers."""
+    return max(2, min(tiling.rows_per_thread, 32 // streams))
+
+
 class Products:
     """Makes the operations of products. `eps`: of the norms that stand before them."""
 
@@ -53,7 +58,7 @@ class Products:
         part: str,
         x: str,
         y: str,
-        one: bool,
+        streams: int,
         *,
         gain: int | None = None,
         eps: float | None = None,
@@ -63,13 +68,18 @@ class Products:
         biased: bool = True,
         **sizes: Any,
     ) -> Iterator[Op]:
-        """The operations of a product y = W x: a matvec for one token, else a matmul. `gain`: of the norm of x."""
+        """The operations of a product y = W x: a matvec for a token of each of `streams`, or a matmul of T tokens where
+        there are none. `gain`: of the norm of x.
+        """
         bias = self._parts[part].at.get(name.partition("_")[2] + "_bias") if biased else None
-        if one:
-            norm = {"gain": gain, "eps": f32(self._eps if eps is None else eps)}
-            yield from self.matvec(name, part, x, self._buffers[y], norm=norm, bias=bias, end=end, layer=layer, **sizes)
+        m, tile = self._matrices[name], self._tiling.tile
+        if streams:
+            rows = m.rows // 2 if end == "swiglu" else m.rows
+            more: dict[str, Any] = {"gain": gain, "eps": f32(self._eps if eps is None else eps), "bias": bias, **sizes}
+            parts, to = (self.whole(name),), self._buffers[y]
+            yield from self.matvec(name, part, x, to, rows, streams, parts, end=end, layer=layer, **more)
             return
-        m, whole, tile = self._matrices[name], self.whole(name), self._tiling.tile
+        whole = self.whole(name)
         text = shader(
             "matmul",
             **m.sizes,
@@ -92,17 +102,19 @@ class Products:
         part: str,
         x: str,
         y: Region,
+        y_stride: int,
+        streams: int,
+        parts: Sequence[Part],
         *,
-        norm: dict[str, Any],
-        bias: int | None = None,
         end: str = "store",
         layer: int = 0,
         last_row: bool = False,
         **sizes: Any,
     ) -> Iterator[Op]:
+        """A matvec for each of these parts of a matrix, into rows of y that are `y_stride` values apart."""
         m, t = self._matrices[name], self._tiling
-        for cut in m.parts if last_row else (self.whole(name),):
-            rows = t.rows_per_thread if cut.rows >= 512 else 2
+        for cut in parts:
+            rows = rows_per_thread(t, streams) if cut.rows >= 512 else 2
             text = shader(
                 "matvec",
                 **m.sizes,
@@ -110,11 +122,11 @@ class Products:
                 threads_per_row=t.threads_per_row,
                 subgroups=t.subgroups,
                 rows_per_thread=rows,
+                streams=streams,
+                stride=y_stride,
                 first=cut.first,
-                bias=bias,
                 end=end,
                 last_row=last_row,
-                **norm,
                 **sizes,
             )
             regions = {"W": cut.values, "S": cut.scales, "P": self._parts[part].region}

@@ -1,7 +1,8 @@
 """The calls of a Program over a model on a GPU: handles whose state stays there.
 
-A handle's state is changed in place, by kernels that read nothing of other handles. Only tokens go to the device, only
-logits come back. Handles beyond what is kept on the device wait in host memory, the one used least recently first.
+A handle's state is changed in place. A step reads the weights once for all its handles, and sums for each in the order
+that it would have alone. Only tokens go to the device, only logits come back. Handles beyond what is kept on the device
+wait in host memory, the one used least recently first.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.model.state import Part, State, narrowed
+from ssmd.model.state import Part, State
 from ssmd.runtime.checked import CheckedProgram
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.protocol import Logits, RuntimeUnavailable, StateLost
 from ssmd_wgpu.handles import Handled, Handles
 from ssmd_wgpu.model import Model
+from ssmd_wgpu.slots import STREAMS
 
 if TYPE_CHECKING:
     from ssmd.model.artifact import Manifest
@@ -38,7 +40,7 @@ class WgpuProgram(CheckedProgram[Handled]):
         self._load_model = load
         self._loaded: Model | None = load()
         self.producer = self._loaded.producer
-        self.handles = Handles(self.spec, self.context)
+        self.handles = Handles(self.spec)
 
     # steps of the contract
 
@@ -49,41 +51,37 @@ class WgpuProgram(CheckedProgram[Handled]):
     def _prefill(self, handle: Handled, ids: NDArray[np.int32]) -> Logits:
         with self._device() as model:
             slot = self.handles.at_hand(model, handle, len(ids))
-            slot.feed(handle.position, ids)
-            head, region = model.head(0)
-            ops = [*model.embed, *model.prefill(len(ids)), *head]
-            dispatches = slot.dispatches(ops, len(ids))
+            model.slots.feed([slot], [handle.position], ids)
+            if len(ids) == 1:
+                dispatches = model.step(1, len(slot.pages))
+            else:
+                dispatches = model.slots.dispatches(model.prefill(len(ids)), len(ids))
             # Not all at once: a driver takes what runs for seconds for a hang, and no window moves meanwhile.
             while len(dispatches) > _AT_ONCE:
                 model.gpu.recorder.submit(dispatches[:_AT_ONCE])
                 dispatches = dispatches[_AT_ONCE:]
-            [row] = model.gpu.recorder.read(dispatches, [region])
+            [row] = model.gpu.recorder.read(dispatches, [model.logits(0)])
         handle.position += len(ids)
         return row.view(np.float32)
 
     def _decode(self, handles: Sequence[Handled], ids: NDArray[np.int32], logits: Logits) -> None:
-        for first in range(0, len(handles), self.handles.resident):  # no more than can be on the device at once
-            part = slice(first, first + self.handles.resident)
+        together = min(STREAMS, self.handles.resident)  # no more than can be on the device at once
+        for first in range(0, len(handles), together):
+            part = slice(first, first + together)
             with self._device() as model:
                 self._step(model, handles[part], ids[part], logits[part])
 
     def _step(self, model: Model, handles: Sequence[Handled], ids: NDArray[np.int32], logits: Logits) -> None:
-        dispatches, regions = [], []
         slots = [self.handles.at_hand(model, handle, 1) for handle in handles]
         if any(handle.slot is not slot for handle, slot in zip(handles, slots, strict=True)):
             half = len(handles) // 2  # one took another's memory
             self._step(model, handles[:half], ids[:half], logits[:half])
             self._step(model, handles[half:], ids[half:], logits[half:])
             return
-        heads = [model.head(row) for row in reversed(range(len(handles)))][::-1]  # the last one makes room
-        for handle, slot, (head, region), i in zip(handles, slots, heads, range(len(ids)), strict=True):
-            slot.feed(handle.position, ids[i : i + 1])
-            if not slot.decode:
-                slot.decode = slot.dispatches([*model.embed, *model.decode], 1)
-            dispatches += slot.decode
-            dispatches += slot.dispatches(head, 1)
-            regions.append(region)
-        for i, row in enumerate(model.gpu.recorder.read(dispatches, regions, probed=True)):
+        model.slots.feed(slots, [handle.position for handle in handles], ids)
+        dispatches = model.step(len(slots), max(len(slot.pages) for slot in slots))
+        rows = model.gpu.recorder.read(dispatches, [model.logits(i) for i in range(len(slots))], probed=True)
+        for i, row in enumerate(rows):
             logits[i] = row.view(np.float32)
         for handle in handles:
             handle.position += 1
@@ -96,23 +94,23 @@ class WgpuProgram(CheckedProgram[Handled]):
         slot = handle.slot
         assert slot is not None  # a handle that is not whole is never sent away
         with self._device() as model:
-            for name, array in recurrent.items():
-                model.gpu.write(slot.regions[name], np.ascontiguousarray(array, np.float32))
+            for t in self.spec.recurrent:
+                if t.name in recurrent:
+                    array = np.ascontiguousarray(recurrent[t.name], np.float32)
+                    model.gpu.write(model.slots.region(slot, t), array)
             if rows is not None:
-                for t, region in zip(self.spec.rows, slot.row_regions(rows.first, rows.last), strict=True):
-                    stored = narrowed(rows.tensors[t.name], t.numpy_dtype).transpose(1, 0, 2)  # (n, G, D)
-                    model.gpu.write(region, np.ascontiguousarray(stored, t.numpy_dtype))
+                model.slots.write(slot, rows.first, rows.last, rows.tensors)
 
     def _clone(self, handle: Handled) -> Handled:
         with self._device() as model:
             slot = self.handles.at_hand(model, handle, 0)
             twin = self.handles.new(model, self, handle.position, keep=handle)
             assert twin.slot is not None
-            twin.slot.take(slot, handle.position)
+            model.slots.copy(slot, twin.slot, handle.position)
         return twin
 
     def _release(self, handle: Handled) -> None:
-        self.handles.release(handle)
+        self.handles.release(self._loaded, handle)
 
     def _close(self) -> None:
         self.handles.forget()

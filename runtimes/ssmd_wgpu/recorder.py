@@ -141,15 +141,24 @@ class Recorder:
         self, dispatches: Sequence[Dispatch], regions: Sequence[Region], *, probed: bool = False
     ) -> list[NDArray[np.uint8]]:
         """Submit, wait, and return fresh copies of these regions."""
-        total = sum(region.size for region in regions)
+        return self.gathered([[region] for region in regions], dispatches, probed=probed)
+
+    def gathered(
+        self, groups: Sequence[Sequence[Region]], dispatches: Sequence[Dispatch] = (), *, probed: bool = False
+    ) -> list[NDArray[np.uint8]]:
+        """Submit, wait, and return a fresh array of each group's regions, one after another."""
+        copies, sizes, at = [], [sum(region.size for region in group) for group in groups], 0
+        total = sum(sizes)
+        if not total:
+            self.submit(dispatches, probed=probed)
+            return [np.empty(0, np.uint8) for _ in groups]
         if self._staging is None or self._staging.size < total:
             self._staging = self._make_staging(total)
-        copies, at = [], 0
-        for region in regions:
+        for region in (region for group in groups for region in group):
             copies.append(Copy(region.buffer, region.offset, self._staging, at, region.size))
             at += region.size
         self.submit(dispatches, copies, probed=probed)
-        parts = self._mapped(total, [region.size for region in regions])
+        parts = self._mapped(total, sizes)
         if self._staging.size > _STAGING_BYTES:
             self._staging = None
         return parts

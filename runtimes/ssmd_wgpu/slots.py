@@ -1,126 +1,218 @@
-"""A slot: the device memory of one handle's state, in canonical layout, and the bind groups over it.
+"""Slots: the states of all handles in a device's memory, in canonical layout, and the bind groups over them.
 
-All recurrent tensors stand in one buffer, one after another; all keys and values in another, for each tensor `capacity`
-rows of (kv_heads, head_dim).
+A recurrent tensor has one buffer for all slots, `index` after `index`; a key or value tensor one for all pages of PAGE
+rows (kv_heads, head_dim). Which pages a slot has, in order, stands in the control buffer beside what a call is about.
+So one dispatch reaches the states of every handle, and a cache grows by a page without a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.model.state import StateSpec, TensorSpec
-from ssmd_wgpu.device import ALIGNMENT, Gpu, Kernel
+from ssmd.model.state import StateSpec, TensorSpec, narrowed
+from ssmd.runtime.hoststate.graph import GraphError
+from ssmd_wgpu.device import Gpu, Kernel
 from ssmd_wgpu.op import Op
 from ssmd_wgpu.recorder import Copy, Dispatch, Region, dispatch
 
+RESIDENT = 16  # handles on the device at once
+STREAMS = 8  # handles that one decode step takes
+PAGE = 256  # rows of a cache: a decode step reads each page by a workgroup of its own
+CONTROL = 4 * STREAMS  # words before the tokens of a call: of each stream its position, the rows of x, its slot, 0
+_FIRST_PAGES = 2
+_SPARE = 4  # slots that there is always room for, once there was
 _BINDINGS = {"CONV": "conv", "SSM": "ssm", "KEY": "key", "VALUE": "value"}
-CONTROL = 4  # words before the tokens of a call: position, count, 0, 0
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def row_bytes(t: TensorSpec) -> int:
-    return t.shape[0] * t.shape[1] * t.numpy_dtype.itemsize
-
-
+@dataclass(eq=False)
 class Slot:
-    def __init__(self, gpu: Gpu, spec: StateSpec, most_tokens: int, capacity: int) -> None:
+    """A place for one handle's state."""
+
+    index: int
+    pages: list[int] = field(default_factory=list)
+
+
+class Slots:
+    """The slots of one model on a device. Calls may raise GraphError: there is no memory, or the device is lost."""
+
+    def __init__(self, gpu: Gpu, spec: StateSpec, most_tokens: int, context: int) -> None:
         self._gpu, self._spec = gpu, spec
-        self.control = gpu.region(4 * (CONTROL + most_tokens))
-        self._words = np.zeros(CONTROL + most_tokens, np.uint32)
-        total = sum(_aligned(t.nbytes_at(0)) for t in spec.recurrent)
-        self._recurrent = gpu.buffer(total) if total else None
-        self.regions: dict[str, Region] = {}
-        at = 0
-        for t in spec.recurrent:
-            self.regions[t.name] = Region(self._recurrent, at, t.nbytes_at(0))
-            at += _aligned(t.nbytes_at(0))
-        self._rows: Any = None
-        self.capacity = 0
+        self.page = PAGE
+        self.most_pages = -(-context // self.page) if spec.rows else 0  # of one slot
+        self.tables = CONTROL + most_tokens  # where the pages of slot 0 begin in the control buffer, in words
+        self.control = gpu.region(4 * (self.tables + RESIDENT * self.most_pages))
+        self._words = np.zeros(self.tables, np.uint32)
+        self._free: list[int] = []  # indices, a heap: the lowest first, so that the end of a buffer comes free
+        self._free_pages: list[int] = []
+        self._taken: set[Slot] = set()
+        self._buffers: dict[str, Region] = {}
+        self._count = self._page_count = 0  # that there is room for
+        self._scratch: Region | None = None
         self._groups: dict[tuple[Any, ...], Any] = {}
-        self.decode: list[Dispatch] = []  # of a decode step, once they were asked for
-        self._make_rows(capacity)
+        self._made: dict[tuple[int, int, int], list[Dispatch]] = {}
 
-    def _make_rows(self, capacity: int) -> None:
-        sizes = [_aligned(capacity * row_bytes(t)) for t in self._spec.rows]
-        self._rows = self._gpu.buffer(sum(sizes)) if sizes else None
-        at = 0
-        for t, size in zip(self._spec.rows, sizes, strict=True):
-            self.regions[t.name] = Region(self._rows, at, size)
-            at += size
-        self.capacity = capacity
+    # slots
 
-    def grow(self, capacity: int, rows: int) -> None:
-        """Move, with the first `rows` rows, into memory for `capacity` of them."""
-        before = dict(self.regions)
-        self._make_rows(capacity)
-        self._groups.clear()
-        self.decode = []
-        self._gpu.recorder.submit([], self._row_copies(before, self.regions, rows))
+    def take(self) -> Slot:
+        """A slot whose state is zero and which has no rows."""
+        if not self._free:
+            most = min([RESIDENT, *(self._gpu.binding_bytes // t.nbytes_at(0) for t in self._spec.recurrent)])
+            self._resize(max(1, 2 * self._count), most, paged=False)
+        slot = Slot(heapq.heappop(self._free))
+        self._taken.add(slot)
+        self._gpu.recorder.submit([], clears=[self.region(slot, t) for t in self._spec.recurrent])
+        return slot
 
-    def take(self, other: Slot, rows: int) -> None:
-        """Copy another slot's state, with its first `rows` rows, for which there must be room."""
-        copies = self._row_copies(other.regions, self.regions, rows)
-        if self._recurrent is not None:
-            copies.append(Copy(other._recurrent, 0, self._recurrent, 0, self._recurrent.size))
+    def give(self, slot: Slot) -> None:
+        """Take a slot back; buffers that are three quarters empty give half of their memory back."""
+        self._taken.remove(slot)
+        heapq.heappush(self._free, slot.index)
+        for page in slot.pages:
+            heapq.heappush(self._free_pages, page)
+        used = max((s.index + 1 for s in self._taken), default=0)
+        if self._count > _SPARE and 4 * used <= self._count:
+            self._resize(self._count // 2, RESIDENT, paged=False)
+        used = max((page + 1 for s in self._taken for page in s.pages), default=0)
+        if self._page_count > _SPARE * _FIRST_PAGES and 4 * used <= self._page_count:
+            self._resize(self._page_count // 2, self._page_count, paged=True)
+
+    def reserve(self, slot: Slot, rows: int) -> None:
+        """Give a slot pages for so many rows."""
+        wanted = -(-rows // self.page) if self._spec.rows else 0
+        while len(self._free_pages) < wanted - len(slot.pages):
+            most = min(self._gpu.binding_bytes // self._page_bytes(t) for t in self._spec.rows)
+            self._resize(max(_FIRST_PAGES, 2 * self._page_count), most, paged=True)
+        if len(slot.pages) < wanted:
+            first = len(slot.pages)
+            slot.pages += [heapq.heappop(self._free_pages) for _ in range(first, wanted)]
+            at = self.tables + slot.index * self.most_pages + first
+            self._gpu.write(self.control, np.array(slot.pages[first:], np.uint32), 4 * at)
+
+    def copy(self, source: Slot, target: Slot, rows: int) -> None:
+        """Copy a state with its first `rows` rows, for which the target must have pages."""
+        pairs = [(self.region(source, t), self.region(target, t)) for t in self._spec.recurrent]
+        for t in self._spec.rows:
+            pairs += zip(self.rows(source, t, 0, rows), self.rows(target, t, 0, rows), strict=True)
+        largest = max((a.size for a, _ in pairs), default=0)
+        if self._scratch is None or self._scratch.size < largest:
+            self._scratch = self._gpu.region(largest)
+        copies, between = [], self._scratch.buffer  # no copy's ends may lie in one buffer
+        for a, b in pairs:
+            copies.append(Copy(a.buffer, a.offset, between, 0, a.size))
+            copies.append(Copy(between, 0, b.buffer, b.offset, b.size))
         self._gpu.recorder.submit([], copies)
 
-    def _row_copies(self, source: dict[str, Region], target: dict[str, Region], rows: int) -> list[Copy]:
-        made = []
-        for t in self._spec.rows if rows else ():
-            a, b = source[t.name], target[t.name]
-            size = -(-rows * row_bytes(t) // 4) * 4  # copies are of whole words
-            made.append(Copy(a.buffer, a.offset, b.buffer, b.offset, size))
-        return made
+    def region(self, slot: Slot, t: TensorSpec) -> Region:
+        """Where a slot's recurrent tensor stands."""
+        size = t.nbytes_at(0)
+        return Region(self._buffers[t.name].buffer, slot.index * size, size)
 
-    def clear(self) -> None:
-        """Make the slot as if new. Rows are never read before they were written."""
-        if self._recurrent is not None:
-            self._gpu.recorder.submit([], clears=[Region(self._recurrent, 0, self._recurrent.size)])
+    def rows(self, slot: Slot, t: TensorSpec, first: int, last: int) -> Iterator[Region]:
+        """Where rows [first, last) of a slot's key or value tensor stand, page by page."""
+        size = row_bytes(t)
+        while first < last:
+            count = min(last, (first // self.page + 1) * self.page) - first
+            at = slot.pages[first // self.page] * self.page + first % self.page
+            yield Region(self._buffers[t.name].buffer, at * size, count * size)
+            first += count
 
-    def feed(self, position: int, tokens: NDArray[np.int32]) -> None:
-        """Write what the next dispatches are to read: position, number of tokens, and the tokens."""
-        self._words[:2] = position, len(tokens)
+    def write(self, slot: Slot, first: int, last: int, rows: Mapping[str, NDArray[Any]]) -> None:
+        """Write canonical rows [first, last) of every key and value tensor, each (kv_heads, rows, head_dim)."""
+        for t in self._spec.rows:
+            stored = narrowed(rows[t.name], t.numpy_dtype).transpose(1, 0, 2)  # (n, G, D)
+            for region in self.rows(slot, t, first, last):
+                count = region.size // row_bytes(t)
+                self._gpu.write(region, np.ascontiguousarray(stored[:count], t.numpy_dtype))
+                stored = stored[count:]
+
+    def _resize(self, wanted: int, most: int, *, paged: bool) -> None:
+        """Make room for `wanted` slots or pages; where that is not to be had, for one more than there are."""
+        have = self._page_count if paged else self._count
+        count = min(wanted, most)
+        if have >= most and wanted > have:
+            what = "pages of 256 rows" if paged else "states"
+            raise GraphError(f"{have} {what} are all that {self._gpu.found.name} can bind at once")
+        try:
+            self._move(count, paged=paged)
+        except GraphError:
+            if count > have + 1:
+                count = have + 1
+                self._move(count, paged=paged)
+            elif count > have:
+                raise
+        free = self._free_pages if paged else self._free
+        free[:] = sorted([i for i in free if i < count] + list(range(have, count)))
+        if paged:
+            self._page_count = count
+        else:
+            self._count = count
+
+    def _move(self, count: int, *, paged: bool) -> None:
+        """Move tensors into buffers for `count` slots or pages, one by one, as memory may be short.
+
+        Where it ends for one of them, those before it have room that is not used.
+        """
+        self._groups.clear()
+        self._made.clear()
+        for t in self._spec.rows if paged else self._spec.recurrent:
+            size = count * (self._page_bytes(t) if paged else t.nbytes_at(0))
+            before = self._buffers.get(t.name)
+            self._buffers[t.name] = after = self._gpu.region(size)
+            if before is not None:
+                copy = Copy(before.buffer, 0, after.buffer, 0, min(before.size, after.size))
+                self._gpu.recorder.submit([], [copy])
+                self._gpu.recorder.poll()  # what was there before is free again
+
+    def _page_bytes(self, t: TensorSpec) -> int:
+        return self.page * row_bytes(t)
+
+    # calls
+
+    def feed(self, slots: Sequence[Slot], positions: Sequence[int], tokens: NDArray[np.int32]) -> None:
+        """Write what the next dispatches read: a slot and the tokens of a prefill, or slots with one each."""
+        streams = self._words[:CONTROL].reshape(STREAMS, 4)
+        for i, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            streams[i, :3] = position, len(tokens), slot.index
         self._words[CONTROL : CONTROL + len(tokens)] = tokens
         self._gpu.write(self.control, self._words[: CONTROL + len(tokens)])
 
-    def group(self, kernel: Kernel, layer: int) -> Any:
-        """Group 1 of a kernel over this slot, or None where the kernel has none."""
-        if len(kernel.layouts) < 2:
-            return None
-        key = (id(kernel.layouts[1]), layer, *kernel.bindings[1])
-        if key not in self._groups:
-            state = {
-                name: self.regions[f"{kind}_{layer}"] for name, kind in _BINDINGS.items() if name in kernel.bindings[1]
-            }
-            self._groups[key] = self._gpu.bound(kernel, 1, {"CTL": self.control, **state})
-        return self._groups[key]
+    def step(self, ops: Sequence[Op], count: int, parts: int) -> list[Dispatch]:
+        """The dispatches of a decode step of `count` streams, which are kept. `parts`: pages of the longest cache."""
+        key = (id(ops), count, parts)
+        if key not in self._made:
+            self._made[key] = self.dispatches(ops, count, parts)
+        return self._made[key]
 
-    def dispatches(self, ops: Sequence[Op], count: int) -> list[Dispatch]:
-        """Make the dispatches of some operations over `count` tokens."""
+    def dispatches(self, ops: Sequence[Op], count: int, parts: int = 1) -> list[Dispatch]:
+        """Make the dispatches of some operations over `count` rows of x: tokens or streams."""
         made = []
         for op in ops:
             x, y = op.grid
             if op.tokens:
                 y = -(-count // op.tokens)
-            if op.rows:
-                y = -(-self.capacity // op.rows)
-            made.append(dispatch(op.kernel.pipeline, op.group0, self.group(op.kernel, op.layer), x, y))
+            if op.paged:
+                y *= parts
+            made.append(dispatch(op.kernel.pipeline, op.group0, self._group(op.kernel, op.layer), x, y))
         return made
 
-    def recurrent_regions(self) -> list[Region]:
-        return [self.regions[t.name] for t in self._spec.recurrent]
+    def _group(self, kernel: Kernel, layer: int) -> Any:
+        """Group 1 of a kernel over these slots, or None where the kernel has none."""
+        if len(kernel.layouts) < 2:
+            return None
+        key = (id(kernel.layouts[1]), layer, *kernel.bindings[1])
+        if key not in self._groups:
+            state = {
+                name: self._buffers[f"{kind}_{layer}"] for name, kind in _BINDINGS.items() if name in kernel.bindings[1]
+            }
+            self._groups[key] = self._gpu.bound(kernel, 1, {"CTL": self.control, **state})
+        return self._groups[key]
 
-    def row_regions(self, first: int, last: int) -> list[Region]:
-        """The regions of rows [first, last) of every cache, which must be whole words."""
-        made = []
-        for t in self._spec.rows:
-            r, size = self.regions[t.name], row_bytes(t)
-            made.append(Region(r.buffer, r.offset + first * size, (last - first) * size))
-        return made
+
+def row_bytes(t: TensorSpec) -> int:
+    return t.shape[0] * t.shape[1] * t.numpy_dtype.itemsize

@@ -122,6 +122,8 @@ class _Bench:
             threads_per_row=t.threads_per_row,
             rows_per_thread=t.rows_per_thread,
             subgroups=t.subgroups,
+            streams=1,
+            stride=ROWS,
             first=0,
             eps="f32(0.0)",
             last_row=False,
@@ -146,7 +148,7 @@ class _Bench:
         sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "states": states, "groups": 1, "gate": True}
         sizes |= {"a": 0, "dt_bias": 0, "d": 0, "dt_low": "f32(0.0)", "dt_high": "f32(1.0)"}
         sizes |= {"u_stride": made["u"], "z_stride": made["z"], "dt_offset": made["z"] - heads}
-        steps = recurrence(sizes, chunked=chunked)
+        steps = recurrence(sizes, one=False, chunked=chunked)
         return self._seconds(
             *(self._dispatch(text, x, -(-TOKENS // tokens) if tokens else y, regions) for text, (x, y), tokens in steps)
         )

@@ -16,7 +16,7 @@ const THREADS = SIDE * SIDE;
 {% if gain is not none %}
 @group(0) @binding(5) var<storage, read> R: array<f32>;  // (T): 1 / rms(x)
 {% endif %}
-@group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
+{% include "control.wgsl" %}
 
 var<workgroup> xs: array<vec4<f32>, {{ 32 * tile // 4 }}>;  // (TK, TM / 4)
 var<workgroup> ws: array<vec4<f32>, {{ 32 * tile // 4 }}>;  // (TK, TN / 4)
@@ -90,7 +90,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
       {% endif %}
       {% for i in range(values // 4) %}
       {
-        let v = scale * {{ weights.part(format, i) }};
+        let v = scale * {{ weights.part(format, "w", i) }};
         {% for j in range(4) %}
         ws[(part * {{ values }}u + {{ 4 * i + j }}u) * (TN / 4u) + n / 4u][n % 4u] = v[{{ j }}];
         {% endfor %}

@@ -1,5 +1,6 @@
-// One token: y = W norm(x) + bias and what follows it, fused. TPR threads share RPT rows, so that x is read once for
-// those rows; norm(x) = x * g / rms(x), its sum of squares taken in the same loop.
+// One token of each of STREAMS streams: y = W norm(x) + bias and what follows it, fused. TPR threads share RPT rows, so
+// that x is read once for those rows, and a weight once for all streams. norm(x) = x * g / rms(x), its sum of squares
+// taken in the same loop. Each stream has its own sums, in the same order however many there are.
 {% import "weights.wgsl" as weights %}
 {% include "numbers.wgsl" %}
 {% include "vectors.wgsl" %}
@@ -7,31 +8,32 @@
 
 const TPR = {{ threads_per_row }}u;
 const RPT = {{ rows_per_thread }}u;
+const STREAMS = {{ streams }}u;
 @group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // gain (K), bias (N) and what the end needs, see Vectors
 @group(0) @binding(3) var<storage, read> X: array<{{ "vec4<f32>" if columns % 4 == 0 else "f32" }}>;  // (T, K)
-@group(0) @binding(4) var<storage, read_write> Y: array<f32>;  // (N), or as `end` says
+@group(0) @binding(4) var<storage, read_write> Y: array<f32>;  // (STREAMS, stride), or as `end` says
 {% if end in ("mamba1", "mamba2") %}
-@group(0) @binding(5) var<storage, read_write> U: array<f32>;  // (C) after the convolution
-@group(1) @binding(1) var<storage, read_write> CONV: array<f32>;  // (C, width - 1), oldest first
+@group(0) @binding(5) var<storage, read_write> U: array<f32>;  // (STREAMS, C) after the convolution
+@group(1) @binding(1) var<storage, read_write> CONV: array<f32>;  // (slots, C, width - 1), oldest first
 {% endif %}
-{% if last_row %}
-@group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
+{% if last_row or streams > 1 or end in ("mamba1", "mamba2") %}
+{% include "control.wgsl" %}
 {% endif %}
 
 {% if not subgroups %}
-var<workgroup> sums: array<f32, {{ 64 * (rows_per_thread + (1 if gain is not none else 0)) }}>;
+var<workgroup> sums: array<f32, {{ 64 * streams * (rows_per_thread + (1 if gain is not none else 0)) }}>;
 
 {% endif %}
-fn loaded(from0: u32, i: u32) -> vec4<f32> {  // values 4 i to 4 i + 3 of the row that begins at `from0`
+fn loaded(row: u32, i: u32) -> vec4<f32> {  // values 4 i to 4 i + 3 of a row of x
 {% if columns % 4 == 0 %}
   {% if columns != blocks * values %}
   if (i >= K / 4u) { return vec4<f32>(); }
   {% endif %}
-  return X[from0 / 4u + i];
+  return X[row * (K / 4u) + i];
 {% else %}
   var v = vec4<f32>();
   {% for j in range(4) %}
-  if (4u * i + {{ j }}u < K) { v[{{ j }}] = X[from0 + 4u * i + {{ j }}u]; }
+  if (4u * i + {{ j }}u < K) { v[{{ j }}] = X[row * K + 4u * i + {{ j }}u]; }
   {% endfor %}
   return v;
 {% endif %}
@@ -57,8 +59,8 @@ fn finished(i: u32, sum: f32, rms: f32) -> f32 {  // row i of this shader
 }
 {% if end in ("mamba1", "mamba2") %}
 
-fn convolved(c: u32, v: f32) -> f32 {  // takes a channel's new value in and moves its state on
-  let at = c * {{ width - 1 }}u;
+fn convolved(stream: u32, c: u32, v: f32) -> f32 {  // takes a channel's new value in and moves its state on
+  let at = (CTL[4u * stream + 2u] * {{ channels }}u + c) * {{ width - 1 }}u;
   let weight = {{ conv }}u + c * {{ width }}u;
   var sum = {{ "p(%du + c)" % conv_bias if conv_bias is not none else "0.0" }} + p(weight + {{ width - 1 }}u) * v;
   {% for k in range(width - 1) %}
@@ -73,21 +75,22 @@ fn convolved(c: u32, v: f32) -> f32 {  // takes a channel's new value in and mov
 }
 {% endif %}
 
-fn end(r: u32, v: f32) {
+fn end(stream: u32, r: u32, v: f32) {
+  let at = stream * {{ stride }}u + {{ first }}u + r;
 {% if end == "store" %}
-  Y[{{ first }}u + r] = v;
+  Y[at] = v;
 {% elif end == "add" %}
-  Y[r] += v;
+  Y[at] += v;
 {% elif end == "relu2" %}
   let a = max(v, 0.0);
-  Y[r] = a * a;
+  Y[at] = a * a;
 {% elif end == "mamba1" %}
-  if (r < {{ channels }}u) { U[r] = convolved(r, v); }  // rows: conv input, gate
-  Y[r] = v;
+  if (r < {{ channels }}u) { U[stream * {{ channels }}u + r] = convolved(stream, r, v); }  // rows: conv input, gate
+  Y[at] = v;
 {% elif end == "mamba2" %}
   let c = r - {{ inner }}u;  // rows: gate, conv input, dt
-  if (r >= {{ inner }}u && c < {{ channels }}u) { U[c] = convolved(c, v); }
-  Y[r] = v;
+  if (r >= {{ inner }}u && c < {{ channels }}u) { U[stream * {{ channels }}u + c] = convolved(stream, c, v); }
+  Y[at] = v;
 {% endif %}
 }
 
@@ -99,69 +102,96 @@ fn main(
 ) {
   let lane = li % TPR;
   let base = ((group.y * groups.x + group.x) * {{ 64 // threads_per_row }}u + li / TPR) * RPT;
-  let from0 = {{ "(CTL[1] - 1u) * K" if last_row else "0u" }};
+  let row = {{ "CTL[1] - 1u" if last_row else "0u" }};  // of x
   {% for i in range(rows_per_thread) %}
   let r{{ i }} = row_of(base + {{ i }}u) * KB;
-  var a{{ i }} = 0.0;
+  {% for c in range(streams) %}
+  var a{{ i }}_{{ c }} = 0.0;
   {% endfor %}
-  var squares = 0.0;
+  {% endfor %}
+  {% for c in range(streams) if gain is not none %}
+  var squares{{ c }} = 0.0;
+  {% endfor %}
   for (var b = lane; b < KB; b += TPR) {
-    {% for i in range(values // 4) %}
-    var x{{ i }} = loaded(from0, b * {{ values // 4 }}u + {{ i }}u);
-    {% if gain is not none %}
-    squares += dot(x{{ i }}, x{{ i }});
-    {% if columns % 4 == 0 and columns == blocks * values %}
-    x{{ i }} *= P[{{ gain // 4 }}u + b * {{ values // 4 }}u + {{ i }}u];
-    {% else %}
-    x{{ i }} *= P[min({{ gain // 4 }}u + b * {{ values // 4 }}u + {{ i }}u, arrayLength(&P) - 1u)];
-    {% endif %}
-    {% endif %}
+    {% for i in range(rows_per_thread) %}
+    let w{{ i }} = W[r{{ i }} + b];
+    {% for c in range(streams) %}
+    var s{{ i }}_{{ c }} = 0.0;
+    {% endfor %}
+    {% endfor %}
+    {% for j in range(values // 4) %}
+    {
+      let k = b * {{ values // 4 }}u + {{ j }}u;
+      {% if gain is not none and columns % 4 == 0 and columns == blocks * values %}
+      let g = P[{{ gain // 4 }}u + k];
+      {% elif gain is not none %}
+      let g = P[min({{ gain // 4 }}u + k, arrayLength(&P) - 1u)];
+      {% endif %}
+      {% for c in range(streams) %}
+      var x{{ c }} = loaded(row + {{ c }}u, k);
+      {% if gain is not none %}
+      squares{{ c }} += dot(x{{ c }}, x{{ c }});
+      x{{ c }} *= g;
+      {% endif %}
+      {% endfor %}
+      {% for i in range(rows_per_thread) %}
+      {
+        let v = {{ weights.part(format, "w%d" % i, j) }};
+        {% for c in range(streams) %}
+        s{{ i }}_{{ c }} += dot(v, x{{ c }});
+        {% endfor %}
+      }
+      {% endfor %}
+    }
     {% endfor %}
     {% for i in range(rows_per_thread) %}
     {
-      let w = W[r{{ i }} + b];
-      var s = 0.0;
-      {% for j in range(values // 4) %}
-      s += dot({{ weights.part(format, j) }}, x{{ j }});
+      {% if format == "int4" %}
+      let scale = block_scale(r{{ i }} + b);
+      {% endif %}
+      {% for c in range(streams) %}
+      a{{ i }}_{{ c }} += s{{ i }}_{{ c }}{{ " * scale" if format == "int4" }};
       {% endfor %}
-      a{{ i }} += s{% if format == "int4" %} * block_scale(r{{ i }} + b){% endif %};
     }
     {% endfor %}
   }
   {% if subgroups %}
-  var totals: array<f32, RPT>;
+  var totals: array<f32, RPT * STREAMS>;
+  var scales: array<f32, STREAMS>;
+  {% for c in range(streams) %}
   {% for i in range(rows_per_thread) %}
-  totals[{{ i }}] = over_threads(a{{ i }});
+  totals[{{ i * streams + c }}] = over_threads(a{{ i }}_{{ c }});
   {% endfor %}
   {% if gain is not none %}
-  let rms = inverseSqrt(over_threads(squares) / f32(K) + {{ eps }});
-  {% else %}
-  let rms = 1.0;
+  scales[{{ c }}] = inverseSqrt(over_threads(squares{{ c }}) / f32(K) + {{ eps }});
   {% endif %}
+  {% endfor %}
   {% else %}
+  {% for c in range(streams) %}
   {% for i in range(rows_per_thread) %}
-  sums[{{ i * 64 }}u + li] = a{{ i }};
+  sums[{{ (i * streams + c) * 64 }}u + li] = a{{ i }}_{{ c }};
   {% endfor %}
   {% if gain is not none %}
-  sums[{{ rows_per_thread * 64 }}u + li] = squares;
+  sums[{{ (rows_per_thread * streams + c) * 64 }}u + li] = squares{{ c }};
   {% endif %}
+  {% endfor %}
   workgroupBarrier();
   let first = li - lane;
-  {% if gain is not none %}
-  let rms = inverseSqrt(total(RPT, first) / f32(K) + {{ eps }});
-  {% else %}
-  let rms = 1.0;
-  {% endif %}
   {% endif %}
   {% set total = "totals[%s]" if subgroups else "total(%s, first)" %}
-  {% if end == "swiglu" %}
-  let i = base + 2u * lane;
-  if (2u * lane < RPT && i + 1u < N) {
-    let gate = finished(i, {{ total % "2u * lane" }}, rms);
-    Y[i / 2u] = silu(gate) * finished(i + 1u, {{ total % "2u * lane + 1u" }}, rms);
+  {% set rms = "scales[stream]" if subgroups else "inverseSqrt(total(RPT * STREAMS + stream, first) / f32(K) + %s)" % eps %}
+  {% set pair = 2 if end == "swiglu" else 1 %}
+  for (var j = lane; j < RPT / {{ pair }}u * STREAMS; j += TPR) {
+    let stream = j % STREAMS;
+    let at = j / STREAMS * {{ pair }}u;  // of this thread's rows
+    let i = base + at;
+    if (i + {{ pair }}u > N{{ " || stream >= CTL[1]" if streams > 1 }}) { continue; }
+    let rms = {{ rms if gain is not none else "1.0" }};
+    {% if end == "swiglu" %}
+    let gate = finished(i, {{ total % "at * STREAMS + stream" }}, rms);
+    Y[stream * {{ stride }}u + i / 2u] = silu(gate) * finished(i + 1u, {{ total % "(at + 1u) * STREAMS + stream" }}, rms);
+    {% else %}
+    end(stream, i, finished(i, {{ total % "at * STREAMS + stream" }}, rms));
+    {% endif %}
   }
-  {% else %}
-  let i = base + lane;
-  if (lane < RPT && i < N) { end(i, finished(i, {{ total % "lane" }}, rms)); }
-  {% endif %}
 }

@@ -1,5 +1,5 @@
 // Norms of queries and keys where the family has them, RoPE (arXiv:2104.09864), and the new rows of the KV cache.
-// A workgroup for each head of a token: H query heads (changed in place), G key heads, G value heads.
+// `one`: of a token of each stream. A workgroup for each head of a token: H query heads (changed in place), G key heads, G value heads.
 {% include "vectors.wgsl" %}
 
 const H = {{ heads }}u;
@@ -12,9 +12,10 @@ const HALF = {{ rotated // 2 }}u;
 @group(0) @binding(2) var<storage, read> COS: array<f32>;  // (context, HALF)
 @group(0) @binding(3) var<storage, read> SIN: array<f32>;  // (context, HALF)
 {% endif %}
-@group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
-@group(1) @binding(1) var<storage, read_write> KEY: array<{{ "u32" if half else "f32" }}>;  // (capacity, G, D)
-@group(1) @binding(2) var<storage, read_write> VALUE: array<{{ "u32" if half else "f32" }}>;  // (capacity, G, D)
+{% include "control.wgsl" %}
+{% include "pages.wgsl" %}
+@group(1) @binding(1) var<storage, read_write> KEY: array<{{ "u32" if half else "f32" }}>;  // (rows of all pages, G, D)
+@group(1) @binding(2) var<storage, read_write> VALUE: array<{{ "u32" if half else "f32" }}>;  // (rows of all pages, G, D)
 
 var<workgroup> row: array<f32, {{ head_dim }}>;
 var<workgroup> sums: array<f32, 64>;
@@ -40,7 +41,13 @@ fn packed(x: f32, y: f32) -> u32 {  // rounding must not overflow to infinity
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   let head = group.x;
   let from0 = (group.y * (H + 2u * G) + head) * D;
+  {% if one %}
+  let stream = group.y;
+  let position = CTL[4u * stream];
+  {% else %}
+  let stream = 0u;
   let position = CTL[0] + group.y;
+  {% endif %}
   for (var i = li; i < D; i += 64u) { row[i] = QKV[from0 + i]; }
   workgroupBarrier();
   {% if qk_eps is not none %}
@@ -63,7 +70,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     for (var i = li; i < D; i += 64u) { QKV[from0 + i] = turned(i, position); }
   } else {
     let is_key = head < H + G;
-    let to = (position * G + (head - H) % G) * D;
+    let to = (placed(CTL[4u * stream + 2u], position) * G + (head - H) % G) * D;
     {% if half %}
     for (var i = 2u * li; i < D; i += 128u) {
       if (is_key) {

@@ -1,5 +1,6 @@
 // The recurrence of T tokens: h' = exp(dt A) h + dt x B^T, y = (h' C + D x) silu(gate). 16 threads share a channel's N
 // states and keep them in registers; what they add up to is gathered for 16 tokens at a time.
+// `one`: of a token of each stream.
 // Mamba-1 (arXiv:2312.00752): A of every state, dt of every channel. Mamba-2 (arXiv:2405.21060): both of every head.
 {% include "numbers.wgsl" %}
 {% include "vectors.wgsl" %}
@@ -14,8 +15,8 @@ const N = {{ states }}u;
 @group(0) @binding(4) var<storage, read> BC: array<f32>;  // (T, rank + 2 N): dt's input, B, C
 @group(0) @binding(5) var<storage, read> DT: array<f32>;  // (T, C) before its bias
 {% endif %}
-@group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
-@group(1) @binding(2) var<storage, read_write> SSM: array<f32>;  // (C, N)
+{% include "control.wgsl" %}
+@group(1) @binding(2) var<storage, read_write> SSM: array<f32>;  // (slots, C, N)
 
 var<workgroup> sums: array<f32, 1024>;  // (16 tokens, 64 threads)
 
@@ -24,7 +25,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let lane = li % 16u;
   let c = min(group.x * 4u + li / 16u, C - 1u);
   let live = group.x * 4u + li / 16u < C;
-  let count = CTL[1];
+  {% if one %}
+  let row = group.y;  // of u, the first
+  let end = row + 1u;
+  {% else %}
+  let row = 0u;
+  let end = CTL[1];
+  {% endif %}
+  let state = (CTL[4u * row + 2u] * C + c) * N;
   {% if heads is not none %}
   let h = c / {{ channels // heads }}u;
   let g = h / {{ heads // groups }}u;
@@ -42,14 +50,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   var a{{ j }} = 0.0;
   {% endif %}
   if (on{{ j }}) {
-    s{{ j }} = SSM[c * N + n{{ j }}];
+    s{{ j }} = SSM[state + n{{ j }}];
     {% if heads is none %}
     a{{ j }} = p({{ a }}u + c * N + n{{ j }});
     {% endif %}
   }
   {% endfor %}
-  for (var t0 = 0u; t0 < count; t0 += 16u) {
-    for (var q = 0u; q < min(16u, count - t0); q++) {
+  for (var t0 = row; t0 < end; t0 += 16u) {
+    for (var q = 0u; q < min(16u, end - t0); q++) {
       let t = t0 + q;
       let x = U[t * {{ u_stride }}u + c];
       {% if heads is none %}
@@ -74,7 +82,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     workgroupBarrier();
     let t = t0 + lane;
-    if (t < count && live) {
+    if (t < end && live) {
       var y = skip * U[t * {{ u_stride }}u + c];
       for (var i = 0u; i < 16u; i++) { y += sums[lane * 64u + (li - lane) + i]; }
       {% if gate %}
@@ -86,7 +94,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   }
   if (live) {
     {% for j in range(per_thread) %}
-    if (on{{ j }}) { SSM[c * N + n{{ j }}] = s{{ j }}; }
+    if (on{{ j }}) { SSM[state + n{{ j }}] = s{{ j }}; }
     {% endfor %}
   }
 }

@@ -1,4 +1,4 @@
-// Mamba-1, one token (arXiv:2312.00752, algorithm 2): the product that gives dt, the norms of dt's input, B and C where
+// Mamba-1, one token of each stream (arXiv:2312.00752, algorithm 2): the product that gives dt, the norms of dt's input, B and C where
 // the family has them, the recurrence and the gate. 16 threads share a channel's N states.
 {% include "numbers.wgsl" %}
 {% include "vectors.wgsl" %}
@@ -7,12 +7,13 @@ const C = {{ channels }}u;
 const N = {{ states }}u;
 const RANK = {{ rank }}u;
 @group(0) @binding(0) var<storage, read> W: array<{{ "f32" if format == "f32" else "u32" }}>;  // (C, padded rank)
-@group(0) @binding(1) var<storage, read> BC: array<f32>;  // (rank + 2 N): dt's input, B, C
+@group(0) @binding(1) var<storage, read> BC: array<f32>;  // (streams, rank + 2 N): dt's input, B, C
 @group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // A (C, N), dt_bias (C), D (C), see Vectors
-@group(0) @binding(3) var<storage, read> U: array<f32>;  // (C)
-@group(0) @binding(4) var<storage, read> Z: array<f32>;  // (2 C): the gate from C on
-@group(0) @binding(5) var<storage, read_write> Y: array<f32>;  // (C)
-@group(1) @binding(2) var<storage, read_write> SSM: array<f32>;  // (C, N)
+@group(0) @binding(3) var<storage, read> U: array<f32>;  // (streams, C)
+@group(0) @binding(4) var<storage, read> Z: array<f32>;  // (streams, 2 C): the gate from C on
+@group(0) @binding(5) var<storage, read_write> Y: array<f32>;  // (streams, C)
+@group(1) @binding(2) var<storage, read_write> SSM: array<f32>;  // (slots, C, N)
+{% include "control.wgsl" %}
 
 var<workgroup> sums: array<f32, 64>;
 var<workgroup> squares: array<f32, 64>;
@@ -39,11 +40,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let first = li - lane;
   let c = min(group.x * 4u + li / 16u, C - 1u);
   let live = group.x * 4u + li / 16u < C;
+  let bc = group.y * (RANK + 2u * N);
+  let state = (CTL[4u * group.y + 2u] * C + c) * N;
   var sum = 0.0;
   var square = 0.0;
   for (var k = lane; k < RANK; k += 16u) {
-    sum += weight(c, k) * BC[k];
-    square += BC[k] * BC[k];
+    sum += weight(c, k) * BC[bc + k];
+    square += BC[bc + k] * BC[bc + k];
   }
   sums[li] = sum;
   squares[li] = square;
@@ -57,25 +60,25 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   workgroupBarrier();
   {% if mixer_eps is not none %}
   sum *= inverseSqrt(square / f32(RANK) + {{ mixer_eps }});
-  let rms_b = rms(RANK, N);
-  let rms_c = rms(RANK + N, N);
+  let rms_b = rms(bc + RANK, N);
+  let rms_c = rms(bc + RANK + N, N);
   {% else %}
   let rms_b = 1.0;
   let rms_c = 1.0;
   {% endif %}
   let dt = softplus(sum + p({{ dt_bias }}u + c));
-  let x = U[c];
+  let x = U[group.y * C + c];
   var y = 0.0;
   for (var n = lane; n < N; n += 16u) {
-    let s = exp(dt * p({{ a }}u + c * N + n)) * SSM[c * N + n] + dt * x * rms_b * BC[RANK + n];
-    if (live) { SSM[c * N + n] = s; }
-    y += s * rms_c * BC[RANK + N + n];
+    let s = exp(dt * p({{ a }}u + c * N + n)) * SSM[state + n] + dt * x * rms_b * BC[bc + RANK + n];
+    if (live) { SSM[state + n] = s; }
+    y += s * rms_c * BC[bc + RANK + N + n];
   }
   sums[li] = y;
   workgroupBarrier();
   if (lane == 0u && live) {
     y = p({{ d }}u + c) * x;
     for (var i = 0u; i < 16u; i++) { y += sums[first + i]; }
-    Y[c] = y * silu(Z[C + c]);
+    Y[group.y * C + c] = y * silu(Z[(2u * group.y + 1u) * C + c]);
   }
 }

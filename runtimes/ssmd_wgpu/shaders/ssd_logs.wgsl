@@ -9,7 +9,7 @@ const Q = {{ chunk }}u;
 @group(0) @binding(1) var<storage, read> P: array<vec4<f32>>;  // A (H), dt_bias (H), see Vectors
 @group(0) @binding(2) var<storage, read_write> DT: array<f32>;  // (T, H)
 @group(0) @binding(3) var<storage, read_write> LOGS: array<f32>;  // (T, H)
-@group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
+{% include "control.wgsl" %}
 
 @compute @workgroup_size(64)
 fn main(@builtin(global_invocation_id) at: vec3<u32>) {

@@ -14,7 +14,7 @@ const Q = 32u;
 @group(0) @binding(4) var<storage, read> LOGS: array<f32>;  // (T, H)
 @group(0) @binding(5) var<storage, read> CHUNKS: array<f32>;  // (T / Q, H, D, N): the states that chunks begin with
 @group(0) @binding(6) var<storage, read_write> Y: array<f32>;  // (T, H, D)
-@group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
+{% include "control.wgsl" %}
 
 var<workgroup> left: array<vec4<f32>, 256>;  // (32 summed over, 32 tokens)
 var<workgroup> right: array<vec4<f32>, 256>;  // (32 summed over, 32 of what is multiplied with)

@@ -8,7 +8,7 @@ const Q = {{ chunk }}u;
 @group(0) @binding(1) var<storage, read> DT: array<f32>;  // (T, H)
 @group(0) @binding(2) var<storage, read> LOGS: array<f32>;  // (T, H)
 @group(0) @binding(3) var<storage, read_write> CHUNKS: array<f32>;  // (T / Q, H, D, N)
-@group(1) @binding(0) var<storage, read> CTL: array<u32>;  // position, T, 0, 0, T tokens
+{% include "control.wgsl" %}
 
 var<workgroup> xs: array<vec4<f32>, {{ chunk * 8 }}>;  // (Q, 32 values)
 var<workgroup> bs: array<vec4<f32>, {{ chunk * 8 }}>;  // (Q, 32 states)

@@ -12,11 +12,11 @@ fn block_scale(block: u32) -> f32 {
 }
 {% endif %}
 {% endmacro %}
-{# Values 4 i to 4 i + 3 of a block `w`, before any scale. #}
-{% macro part(format, i) %}
-{%- if format == "f32" -%} w
-{%- elif format == "f16" -%} vec4<f32>(unpack2x16float(w[{{ 2 * i }}]), unpack2x16float(w[{{ 2 * i + 1 }}]))
-{%- elif format == "int8" -%} vec4<f32>(unpack4xI8(w[{{ i }}]))
-{%- else -%} (vec4<f32>(unpack4xU8((w[{{ i // 2 }}]{{ " >> 4u" if i % 2 }}) & 0x0f0f0f0fu)) - 8.0)
+{# Values 4 i to 4 i + 3 of a block named `w`, before any scale. #}
+{% macro part(format, w, i) %}
+{%- if format == "f32" -%} {{ w }}
+{%- elif format == "f16" -%} vec4<f32>(unpack2x16float({{ w }}[{{ 2 * i }}]), unpack2x16float({{ w }}[{{ 2 * i + 1 }}]))
+{%- elif format == "int8" -%} vec4<f32>(unpack4xI8({{ w }}[{{ i }}]))
+{%- else -%} (vec4<f32>(unpack4xU8(({{ w }}[{{ i // 2 }}]{{ " >> 4u" if i % 2 }}) & 0x0f0f0f0fu)) - 8.0)
 {%- endif -%}
 {% endmacro %}

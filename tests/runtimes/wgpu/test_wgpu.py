@@ -26,7 +26,7 @@ from ssmd.model.state import State
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, StateLost
 from ssmd.runtime.verify import verify
-from ssmd_wgpu import device, handles, pack, program, runtime, tuning
+from ssmd_wgpu import device, pack, program, runtime, slots, tuning
 from ssmd_wgpu.build import CONVERTER, packed_plan, packed_rows, rows_of
 from ssmd_wgpu.device import Found, Gpu, adapters, devices, no_adapter
 from ssmd_wgpu.model import Model
@@ -101,24 +101,52 @@ def test_handles_beyond_what_the_device_keeps_wait_in_host_memory(
     loaded.release(them[0])
 
 
-def test_a_cache_that_grows_changes_no_bit(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = WgpuRuntime()
+def test_pages_anywhere_change_no_bit(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches that grow page by page, in turn with others', through buffers that grow under them and shrink again."""
+    monkeypatch.setattr(slots, "PAGE", 64)
 
-    def read() -> tuple[bytes, int]:
-        one = runtime.load(granite)
-        handle = one.new_state()
-        logits = [one.prefill(handle, IDS[at : at + 25]) for at in range(0, 200, 25)]
+    def read(first: int, others: int) -> tuple[bytes, list[int], State]:
+        monkeypatch.setattr(slots, "_FIRST_PAGES", first)
+        one = WgpuRuntime().load(granite)
+        handle, beside = one.new_state(), [one.new_state() for _ in range(others)]
+        logits = []
+        for at in range(0, 200, 25):
+            logits.append(one.prefill(handle, IDS[at : at + 25]))
+            for other in beside:
+                one.prefill(other, IDS[at : at + 50])
+        while beside:
+            one.release(beside.pop())
         twin = one.clone(handle)
         logits += [one.decode([twin], [7])[0], one.decode([handle], [7])[0]]
-        capacity = handle.slot.capacity
+        state, pages = one.save(handle, since=30), handle.slot.pages
+        again = one.restore(one.save(twin))
+        logits += [one.decode([again], [9])[0], one.decode([handle], [9])[0]]
         one.close()
-        return np.stack(logits).tobytes(), capacity
+        return np.stack(logits).tobytes(), pages, state
 
-    large = read()
-    monkeypatch.setattr(handles, "FIRST_CAPACITY", 16)
-    small = read()
-    assert (large[1], small[1]) == (512, 256)
+    large, small = read(40, 0), read(1, 4)
+    assert large[1] == [0, 1, 2, 3]
+    assert sorted(small[1]) != list(range(small[1][0], small[1][0] + 4))
     assert small[0] == large[0]
+    assert all(small[2].tensors[name].tobytes() == array.tobytes() for name, array in large[2].tensors.items())
+
+
+def test_memory_follows_the_handles(granite: Artifact) -> None:
+    """Buffers of states and of pages double as they are needed, and halve when three quarters are free."""
+    one = WgpuRuntime().load(granite)
+    found = model_of(one).slots
+    sizes = []
+    them: list[Any] = []
+    for count in (1, 3, 9, 16, 5, 4, 2, 1, 0):
+        while len(them) < count:
+            them.append(started(one, IDS[:20]))
+        while len(them) > count:
+            one.release(them.pop())
+        sizes.append((found._count, found._page_count))
+    assert sizes == [(1, 2), (4, 4), (16, 16), (16, 16), (16, 16), (8, 8), (4, 8), (4, 8), (4, 8)]
+    handle = started(one, IDS[:300])
+    assert (handle.slot.index, handle.slot.pages) == (0, [0, 1])
+    one.close()
 
 
 def test_parts_of_the_embedding(artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,10 +157,11 @@ def test_parts_of_the_embedding(artifacts: TinyArtifacts, monkeypatch: pytest.Mo
     for most in (Gpu(adapters()[0]).binding_bytes, size * 4 // 5, size * 4 // 5 + 100):
         monkeypatch.setattr(Gpu, "binding_bytes", most)
         one = WgpuRuntime().load(artifact)
-        counts = (len(model_of(one).embed), len(model_of(one).head(0)[0]))
+        counts = (len(model_of(one).embed), len(model_of(one).decode(1)))
         outcomes.append((counts, conversation(one, 5)))
         one.close()
-    assert [counts for counts, _ in outcomes] == [(1, 1), (2, 2), (2, 2)]
+    whole = outcomes[0][0][1]
+    assert [counts for counts, _ in outcomes] == [(1, whole), (2, whole + 2), (2, whole + 2)]
     assert len({logits for _, logits in outcomes}) == 1
 
 
@@ -199,16 +228,15 @@ def test_too_little_memory_is_said_before_anything_is_uploaded(
 
 def refused_once(loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The next slot there is no memory for. The list is empty until then."""
-    loaded.handles.spare.clear()
-    refused = list[bool]()
+    refused, take = list[bool](), model_of(loaded).slots.take
 
-    def slot(*arguments: Any) -> Slot:
+    def slot() -> Slot:
         if not refused:
             refused.append(True)
             raise GraphError("no memory")
-        return Slot(*arguments)
+        return take()
 
-    monkeypatch.setattr(handles, "Slot", slot)
+    monkeypatch.setattr(model_of(loaded).slots, "take", slot)
     return refused
 
 

@@ -6,7 +6,7 @@ Quantized kernels are held against the weights that their bytes stand for.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,16 @@ from numpy.typing import NDArray
 from ssmd_wgpu.device import Gpu, adapters, choose, shader
 from ssmd_wgpu.pack import VALUES, Format, blocks, decoded, encode
 from ssmd_wgpu.recorder import Region, dispatch
+from ssmd_wgpu.slots import CONTROL
 from ssmd_wgpu.ssd import CHUNK, recurrence, spread
 
 Array = NDArray[Any]
 TOLERANCE = 1e-5  # of the largest value
 FORMATS: tuple[Format, ...] = ("f32", "f16", "int8", "int4")
 EPS = "f32(1e-5)"
+TABLES = CONTROL + 64  # where the pages begin in these tests' words
+PAGE, PAGES = 64, 5  # rows of a page, pages of a slot
+PAGED = {"page": PAGE, "tables": TABLES, "most_pages": PAGES}
 
 
 @pytest.fixture(scope="module", params=["vulkan", pytest.param("gl", marks=pytest.mark.full)])
@@ -73,9 +77,33 @@ def run(gpu: Gpu, text: str, arrays: Mapping[str, Array], grid: tuple[int, ...],
     ]
 
 
-def control(position: int, count: int, tokens: Array | None = None) -> NDArray[np.uint32]:
-    ids = np.zeros(count, np.uint32) if tokens is None else tokens.astype(np.uint32)
-    return np.concatenate([np.array([position, count, 0, 0], np.uint32), ids])
+def control(
+    position: int, count: int, tokens: Array | None = None, slot: int = 0, tables: Array | None = None
+) -> NDArray[np.uint32]:
+    """The words of a prefill of `count` tokens."""
+    words = stepped([position], [slot], tables)
+    words[1] = count
+    if tokens is not None:
+        words[CONTROL : CONTROL + count] = tokens
+    return words
+
+
+def stepped(positions: Sequence[int], slots: Sequence[int], tables: Array | None = None) -> NDArray[np.uint32]:
+    """The words of a decode step. `tables` (slots, PAGES): the pages of every slot."""
+    words = np.zeros(TABLES, np.uint32)
+    for i, (position, slot) in enumerate(zip(positions, slots, strict=True)):
+        words[4 * i : 4 * i + 3] = position, len(positions), slot
+    return np.concatenate([words, np.zeros(0, np.uint32) if tables is None else tables.reshape(-1).astype(np.uint32)])
+
+
+def scattered(slots: int) -> NDArray[np.uint32]:
+    """Pages (slots, PAGES) in no order: caches of (slots * PAGES * PAGE) rows."""
+    return _rng.permutation(slots * PAGES).reshape(slots, PAGES).astype(np.uint32)
+
+
+def rows_of(cache: Array, pages: Array) -> Array:
+    """The rows of a slot's cache in order."""
+    return np.asarray(cache.reshape(-1, PAGE, *cache.shape[1:])[pages].reshape(-1, *cache.shape[1:]))
 
 
 def close(found: Array, expected: Array, tolerance: float = TOLERANCE) -> None:
@@ -122,7 +150,8 @@ def normed(x: Array, gain: Array | None) -> Array:
 
 def matvec(sizes: dict[str, Any], **more: Any) -> str:
     """The text of a plain product, where `more` says nothing else."""
-    plain = {"gain": None, "bias": None, "eps": EPS, "end": "store", "first": 0, "last_row": False}
+    plain = {"gain": None, "bias": None, "eps": EPS, "end": "store", "first": 0, "last_row": False, "streams": 1}
+    plain["stride"] = sizes["rows"] // 2 if more.get("end") == "swiglu" else sizes["rows"]
     tiling = {"threads_per_row": 16, "rows_per_thread": 4, "subgroups": False}
     return shader("matvec", **plain | tiling | sizes | more)
 
@@ -168,6 +197,27 @@ def test_matvec_by_subgroups(gpu: Gpu, fmt: Format, end: str, threads: int, rows
     close(found, silu(wanted[:33]) * wanted[33:] if end == "swiglu" else wanted)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("end", ["store", "add", "swiglu", "relu2"])
+@pytest.mark.parametrize(("streams", "live"), [(2, 2), (4, 3), (8, 8)])
+def test_matvec_of_streams(any_gpu: Gpu, fmt: Format, end: str, streams: int, live: int) -> None:
+    """Bit for bit what each stream gives alone; of those that are not there, nothing is written."""
+    rows, columns, stride = 66, 97 if end == "store" else 96, 80
+    arrays, _, sizes = matrix(rows, columns, fmt)
+    x, y, gain, bias = normal(streams, columns), normal(streams, stride), normal(columns), normal(rows)
+    x[live:] = np.nan
+    arrays["P"], at = packed(gain=gain, bias=bias)
+    more = {**at, "end": end, "stride": stride}
+    arrays["CTL"] = stepped([3] * live, range(live))
+    text = matvec(sizes, **more, streams=streams, rows_per_thread=4)
+    [found] = run(any_gpu, text, {**arrays, "X": x, "Y": y}, (5,), "Y")
+    for i in range(live):
+        [alone] = run(any_gpu, matvec(sizes, **more, rows_per_thread=8), {**arrays, "X": x[i], "Y": y[i]}, (3,), "Y")
+        assert (found[i] == alone).all()
+        assert not (alone[:33] == y[i, :33]).any()
+    assert (found[live:] == y[live:]).all()
+
+
 @pytest.mark.parametrize("columns", [64, 50])
 def test_matvec_of_the_last_token(gpu: Gpu, columns: int) -> None:
     arrays, w, sizes = matrix(37, columns, "int8")
@@ -210,18 +260,21 @@ def test_matvec_into_a_convolution(gpu: Gpu, end: str, width: int, with_bias: bo
     inner, channels = 21, 21 if end == "mamba1" else 33
     rows = 2 * inner if end == "mamba1" else inner + channels + 3
     arrays, w, sizes = matrix(rows, 64, "f32")
-    x, conv, state = normal(64), normal(channels, width), normal(channels, width - 1)
+    x, conv, states = normal(64), normal(channels, width), normal(3, channels, width - 1)
+    state = states[2]
     bias = normal(channels) if with_bias else None
     arrays["P"], at = packed(conv=conv, conv_bias=bias)
     text = matvec(sizes, **at, threads_per_row=8, end=end, channels=channels, inner=inner, width=width)
-    arrays |= {"X": x, "Y": np.zeros(rows, np.float32), "U": np.zeros(channels, np.float32), "CONV": state}
+    arrays |= {"X": x, "Y": np.zeros(rows, np.float32), "U": np.zeros(channels, np.float32), "CONV": states}
+    arrays["CTL"] = stepped([7], [2])
     y, u, new = run(gpu, text, arrays, (-(-rows // 32),), "Y", "U", "CONV")
     wanted = w @ x.astype(np.float64)
     close(y, wanted)
     first = 0 if end == "mamba1" else inner
     window = np.concatenate([state, wanted[first : first + channels, None]], 1)
     close(u, silu((window * conv).sum(1) + (0 if bias is None else bias)))
-    close(new, window[:, 1:])
+    close(new[2], window[:, 1:])
+    assert (new[:2] == states[:2]).all()  # of other slots
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -268,7 +321,7 @@ def test_embed(any_gpu: Gpu, fmt: Format, columns: int) -> None:
     arrays, w, sizes = matrix(20, columns, fmt)
     tokens = np.array([10, 29, 9, 30, 13, 4_000_000_000])
     before = normal(7, columns)
-    text = shader("embed", **sizes, first=10, scale="f32(12.0)")
+    text = shader("embed", **sizes, control=CONTROL, first=10, scale="f32(12.0)")
     arrays |= {"X": before, "CTL": control(3, len(tokens), tokens)}
     [found] = run(any_gpu, text, arrays, (-(-sizes["blocks"] // 64), len(tokens)), "X")
     for t, token in enumerate(tokens):
@@ -311,24 +364,47 @@ def test_group_norm(gpu: Gpu, groups: int, gated: bool, weighted: bool) -> None:
 def test_conv(gpu: Gpu, width: int, count: int, gated: bool) -> None:
     channels, offset = 45, 0 if gated else 7
     stride = 3 * channels if gated else channels + 11
-    x, conv, bias, state = (
-        normal(count + 1, stride),
-        normal(channels, width),
-        normal(channels),
-        normal(channels, width - 1),
-    )
+    x, conv, bias = normal(count + 1, stride), normal(channels, width), normal(channels)
+    states = normal(2, channels, width - 1)
     p, at = packed(conv=conv, conv_bias=bias)
-    text = shader("conv", channels=channels, width=width, stride=stride, offset=offset, gated=gated, **at)
-    arrays = {"X": x, "P": p, "U": np.zeros((count + 1, channels), np.float32), "CONV": state, "CTL": control(5, count)}
-    u, new = run(gpu, text, arrays, (-(-channels // 32),), "U", "CONV")
+    sizes = {"channels": channels, "width": width, "stride": stride, "offset": offset, "gated": gated, **at}
+    arrays: dict[str, Array] = {"X": x, "P": p, "U": np.zeros((count + 1, channels), np.float32), "CONV": states}
+    grid = (-(-channels // 32),)
+    arrays["CTL"] = control(5, count, slot=1)
+    u, new = run(gpu, shader("conv", one=False, **sizes), arrays, grid, "U", "CONV")
     fed = x[:count, offset : offset + channels].astype(np.float64)
     if gated:
         fed = fed * x[:count, 2 * channels :]
-    sequence = np.concatenate([state.T, fed])
+    sequence = np.concatenate([states[1].T, fed])
     y = sum(sequence[k : k + count] * conv[:, k] for k in range(width)) + bias
     close(u[:count], y * x[:count, channels : 2 * channels] if gated else silu(y))
-    close(new, sequence[count:].T)
+    close(new[1], sequence[count:].T)
+    assert (new[0] == states[0]).all()
     assert not u[count:].any()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_conv_of_streams(any_gpu: Gpu, gated: bool) -> None:
+    """Each with the state in its slot, bit for bit what it is alone."""
+    channels, width, slots = 45, 4, [3, 0, 2]
+    x, conv, states = normal(3, 3 * channels), normal(channels, width), normal(4, channels, width - 1)
+    p, at = packed(conv=conv, conv_bias=None)
+    sizes = {"channels": channels, "width": width, "stride": 3 * channels, "offset": 0, "gated": gated, **at}
+    text = shader("conv", one=True, **sizes)
+    arrays = {
+        "X": x,
+        "P": p,
+        "U": np.zeros((3, channels), np.float32),
+        "CONV": states,
+        "CTL": stepped([1, 2, 3], slots),
+    }
+    u, new = run(any_gpu, text, arrays, (2, 3), "U", "CONV")
+    for i, slot in enumerate(slots):
+        one = {**arrays, "X": x[i], "U": np.zeros(channels, np.float32), "CTL": control(1, 1, slot=slot)}
+        alone, state = run(any_gpu, shader("conv", one=False, **sizes), one, (2,), "U", "CONV")
+        assert (u[i] == alone).all()
+        assert (new[slot] == state[slot]).all()
+    assert (new[1] == states[1]).all()
 
 
 def scanned(x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array, state: Array) -> tuple[Array, Array]:
@@ -349,6 +425,7 @@ def test_scan_of_mamba1(gpu: Gpu, states: int, count: int) -> None:
     p, at = packed(a=a, dt_bias=bias, d=d)
     text = shader(
         "scan",
+        one=False,
         source="BC",
         per_thread=-(-states // 16),
         **at,
@@ -362,27 +439,29 @@ def test_scan_of_mamba1(gpu: Gpu, states: int, count: int) -> None:
         z_offset=channels,
         gate=True,
     )
-    arrays = {"U": u, "Z": z, "P": p, "BC": bc, "DT": dt, "SSM": state, "CTL": control(1, count)}
+    kept = np.stack([normal(channels, states), state])  # slots
+    arrays = {"U": u, "Z": z, "P": p, "BC": bc, "DT": dt, "SSM": kept, "CTL": control(1, count, slot=1)}
     arrays["Y"] = np.zeros((count, channels), np.float32)
     y, new = run(gpu, text, arrays, (-(-channels // 4),), "Y", "SSM")
     b, c = (np.repeat(v[:, None], channels, 1) for v in (bc[:, rank : rank + states], bc[:, rank + states :]))
     wanted, after = scanned(u, softplus(dt + bias), a, b, c, d, state)
     close(y, wanted * silu(z[:, channels:]))
-    close(new, after)
+    close(new[1], after)
+    assert (new[0] == kept[0]).all()
 
 
 def mamba2(size: int, states: int, groups: int, count: int, high: float) -> tuple[Any, dict[str, Array], Array, Array]:
-    """Of 4 heads of this size: what `recurrence` is told, the arrays, and the y and the state that are wanted."""
+    """Of 4 heads of this size, in slot 1: what `recurrence` is told, the arrays, and the y and the state wanted."""
     heads = 4
     inner = heads * size
     channels, stride = inner + 2 * groups * states, 2 * inner + 2 * groups * states + heads
     u, z = normal(count, channels), normal(count, stride)
-    a, bias, d, state = -np.exp(normal(heads)), normal(heads), normal(heads), normal(inner, states)
+    a, bias, d, kept = -np.exp(normal(heads)), normal(heads), normal(heads), normal(2, inner, states)
     p, at = packed(a=a, dt_bias=bias, d=d)
     sizes: dict[str, Any] = {**at, "heads": heads, "head_dim": size, "states": states, "groups": groups}
     sizes |= {"u_stride": channels, "z_stride": stride, "dt_offset": inner + channels, "gate": True}
     sizes |= {"dt_low": "f32(0.1)", "dt_high": f"f32({high!r})"}
-    arrays: dict[str, Array] = {"U": u, "Z": z, "P": p, "SSM": state, "CTL": control(1, count)}
+    arrays: dict[str, Array] = {"U": u, "Z": z, "P": p, "SSM": kept, "CTL": control(1, count, slot=1)}
     arrays["Y"] = np.zeros((count, inner), np.float32)
     dt = np.clip(softplus(z[:, inner + channels :] + bias), 0.1, high)
     spread_b, spread_c = (
@@ -391,7 +470,7 @@ def mamba2(size: int, states: int, groups: int, count: int, high: float) -> tupl
     )
     per_channel = [np.repeat(v, size, -1) for v in (dt, a, d)]
     decay = np.repeat(per_channel[1][:, None], states, 1)
-    wanted, after = scanned(u[:, :inner], per_channel[0], decay, spread_b, spread_c, per_channel[2], state)
+    wanted, after = scanned(u[:, :inner], per_channel[0], decay, spread_b, spread_c, per_channel[2], kept[1])
     return sizes, arrays, wanted * silu(z[:, :inner]), after
 
 
@@ -400,10 +479,30 @@ def mamba2(size: int, states: int, groups: int, count: int, high: float) -> tupl
 @pytest.mark.parametrize(("count", "high"), [(1, 3.0e38), (40, 0.5)])
 def test_scan_of_mamba2(gpu: Gpu, states: int, groups: int, count: int, high: float) -> None:
     sizes, arrays, wanted, after = mamba2(7, states, groups, count, high)
-    [(text, grid, _)] = recurrence(sizes, chunked=False)
+    [(text, grid, _)] = recurrence(sizes, one=False, chunked=False)
     y, new = run(gpu, text, arrays, grid, "Y", "SSM")
     close(y, wanted)
-    close(new, after)
+    close(new[1], after)
+    assert (new[0] == arrays["SSM"][0]).all()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mamba2_of_streams(any_gpu: Gpu, groups: int) -> None:
+    """Each with the state in its slot, bit for bit what it is alone."""
+    slots = [3, 0, 2]
+    sizes, arrays, _, _ = mamba2(40, 16, groups, len(slots), 0.5)
+    [(text, (x, _), tokens)] = recurrence(sizes, one=True, chunked=True)
+    assert tokens == 1
+    kept = normal(4, *arrays["SSM"].shape[1:])
+    arrays |= {"SSM": kept, "CTL": stepped([7, 8, 9], slots)}
+    y, new = run(any_gpu, text, arrays, (x, len(slots)), "Y", "SSM")
+    for i, slot in enumerate(slots):
+        one = {**arrays, **{name: arrays[name][i : i + 1] for name in ("U", "Z", "Y")}, "CTL": stepped([7], [slot])}
+        alone, state = run(any_gpu, text, one, (x, 1), "Y", "SSM")
+        assert (y[i] == alone[0]).all()
+        assert (new[slot] == state[slot]).all()
+        assert not (new[slot] == kept[slot]).any()
+    assert (new[1] == kept[1]).all()
 
 
 @pytest.mark.parametrize("states", [9, 32, 128])
@@ -413,25 +512,28 @@ def test_scan_of_mamba2(gpu: Gpu, states: int, groups: int, count: int, high: fl
 def test_mamba2_by_chunks(gpu: Gpu, states: int, size: int, groups: int, count: int, high: float) -> None:
     """Four shaders one after another, against the recurrence."""
     sizes, arrays, wanted, after = mamba2(size, states, groups, count, high)
-    heads, inner = sizes["heads"], sizes["heads"] * size
+    heads, inner, untouched = sizes["heads"], sizes["heads"] * size, arrays["SSM"][0]
     arrays |= {name: np.zeros((count, heads), np.float32) for name in ("DT", "LOGS")}
     arrays["CHUNKS"] = np.full((-(-count // CHUNK), inner, states), np.nan, np.float32)
     changed = (("DT", "LOGS"), ("CHUNKS",), ("CHUNKS", "SSM"), ("Y",))
-    for (text, (x, y), tokens), names in zip(recurrence(sizes, chunked=True), changed, strict=True):
+    for (text, (x, y), tokens), names in zip(recurrence(sizes, one=False, chunked=True), changed, strict=True):
         grid = (x, -(-count // tokens) if tokens else y)
         arrays |= dict(zip(names, run(gpu, text, arrays, grid, *names), strict=True))
     close(arrays["Y"], wanted)
-    close(arrays["SSM"], after)
+    close(arrays["SSM"][1], after)
+    assert (arrays["SSM"][0] == untouched).all()
 
 
 @pytest.mark.parametrize("fmt", ["f32", "f16"])
 @pytest.mark.parametrize("states", [1, 7, 16, 64])
 @pytest.mark.parametrize("mixer_eps", [None, 0.3])
 def test_selective_step(gpu: Gpu, fmt: Format, states: int, mixer_eps: float | None) -> None:
+    """Of two streams, in slots 2 and 0."""
     channels, rank = 22, 19
     arrays, w, sizes = matrix(channels, rank, fmt)
-    bc, u, z = normal(rank + 2 * states), normal(channels), normal(2 * channels)
-    a, bias, d, state = -np.exp(normal(channels, states)), normal(channels), normal(channels), normal(channels, states)
+    bc, u, z = normal(2, rank + 2 * states), normal(2, channels), normal(2, 2 * channels)
+    a, bias, d = -np.exp(normal(channels, states)), normal(channels), normal(channels)
+    kept = normal(3, channels, states)
     arrays["P"], at = packed(a=a, dt_bias=bias, d=d)
     text = shader(
         "selective_step",
@@ -443,30 +545,36 @@ def test_selective_step(gpu: Gpu, fmt: Format, states: int, mixer_eps: float | N
         mixer_eps=None if mixer_eps is None else f"f32({mixer_eps})",
         **at,
     )
-    arrays |= {"BC": bc, "U": u, "Z": z, "Y": np.zeros(channels, np.float32), "SSM": state}
-    y, new = run(gpu, text, arrays, (-(-channels // 4),), "Y", "SSM")
-    parts = np.split(bc.astype(np.float64), (rank, rank + states))
-    if mixer_eps is not None:
-        parts = [part / np.sqrt((part**2).mean() + mixer_eps) for part in parts]
-    dt = softplus(w @ parts[0] + bias)
-    b, c = (np.repeat(v[None, None], channels, 1) for v in parts[1:])
-    wanted, after = scanned(u[None], dt[None], a, b, c, d, state)
-    close(y, wanted[0] * silu(z[channels:]))
-    close(new, after)
+    arrays |= {"BC": bc, "U": u, "Z": z, "Y": np.zeros((2, channels), np.float32), "SSM": kept}
+    arrays["CTL"] = stepped([5, 6], [2, 0])
+    y, new = run(gpu, text, arrays, (-(-channels // 4), 2), "Y", "SSM")
+    for i, slot in enumerate((2, 0)):
+        parts = np.split(bc[i].astype(np.float64), (rank, rank + states))
+        if mixer_eps is not None:
+            parts = [part / np.sqrt((part**2).mean() + mixer_eps) for part in parts]
+        dt = softplus(w @ parts[0] + bias)
+        b, c = (np.repeat(v[None, None], channels, 1) for v in parts[1:])
+        wanted, after = scanned(u[i : i + 1], dt[None], a, b, c, d, kept[slot])
+        close(y[i], wanted[0] * silu(z[i, channels:]))
+        close(new[slot], after)
+    assert (new[1] == kept[1]).all()
 
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(("dim", "rotated"), [(16, 16), (14, 0), (24, 6), (128, 128)])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool) -> None:
-    heads, kv, count, position, capacity = 6, 2, 3, 5, 9
-    qkv = normal(count, heads + 2 * kv, dim)
-    angles = normal(12, rotated // 2)
+    """Of three tokens, whose rows go into two pages."""
+    heads, kv, count, position, slot = 6, 2, 3, PAGE - 2, 1
+    qkv, tables = normal(count, heads + 2 * kv, dim), scattered(2)
+    angles = normal(PAGE + 5, rotated // 2)
     cos, sin = np.cos(angles), np.sin(angles)
     gains = (normal(dim), normal(dim)) if qk_norm else (None, None)
     p, at = packed(q_norm=gains[0], k_norm=gains[1])
     text = shader(
         "rotate",
+        **PAGED,
+        one=False,
         heads=heads,
         kv_heads=kv,
         head_dim=dim,
@@ -476,9 +584,11 @@ def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool) -> 
         **at,
     )
     kept = np.float16 if half else np.float32
-    key, value = normal(capacity, kv, dim).astype(kept), normal(capacity, kv, dim).astype(kept)
-    arrays = {"QKV": qkv, "P": p, "COS": cos, "SIN": sin, "KEY": key, "VALUE": value, "CTL": control(position, count)}
-    q, new_key, new_value = run(gpu, text, arrays, (heads + 2 * kv, count), "QKV", "KEY", "VALUE")
+    key, value = (normal(2 * PAGES * PAGE, kv, dim).astype(kept) for _ in range(2))
+    arrays = {"QKV": qkv, "P": p, "COS": cos, "SIN": sin, "KEY": key, "VALUE": value}
+    arrays["CTL"] = control(position, count, slot=slot, tables=tables)
+    q, *caches = run(gpu, text, arrays, (heads + 2 * kv, count), "QKV", "KEY", "VALUE")
+    new_key, new_value = (rows_of(cache, tables[slot]) for cache in caches)
     whole = qkv.astype(np.float64)
     parts = [whole[:, :heads], whole[:, heads : heads + kv]]
     if qk_norm:
@@ -493,9 +603,8 @@ def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool) -> 
     rounding = 6e-4 if half else TOLERANCE
     close(new_key[position : position + count], turned[1], rounding)
     close(new_value[position : position + count], whole[:, heads + kv :], rounding)
-    others = [i for i in range(capacity) if not position <= i < position + count]
-    assert (new_key[others] == key[others]).all()
-    assert (new_value[others] == value[others]).all()
+    for before, after in zip((key, value), caches, strict=True):  # a key or a value of any other row
+        assert (before != after).any((1, 2)).sum() == count
 
 
 def attended(q: Array, key: Array, value: Array) -> Array:
@@ -506,52 +615,66 @@ def attended(q: Array, key: Array, value: Array) -> Array:
     return np.asarray(np.einsum("hn,nhd->hd", weights / weights.sum(-1, keepdims=True), v))
 
 
+def caches(half: bool, kv: int, dim: int, slots: int) -> tuple[Array, Array, Array]:
+    """Keys, values, and in which pages each slot has them."""
+    key, value = (normal(slots * PAGES * PAGE, kv, dim).astype(np.float16 if half else np.float32) for _ in range(2))
+    return key, value, scattered(slots)
+
+
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 16), (5, 5, 14), (4, 1, 128), (3, 1, 70)])
 @pytest.mark.parametrize(("position", "count"), [(0, 1), (0, 5), (63, 2), (130, 3)])
 def test_attention(gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position: int, count: int) -> None:
     """What lies in the cache after a token's own row does not count, whatever it is."""
-    capacity = position + count + 2
     qkv = normal(count, heads + 2 * kv, dim, scale=dim**-0.25)
-    key, value = (normal(capacity, kv, dim).astype(np.float16 if half else np.float32) for _ in range(2))
-    key[position + count :] = value[position + count :] = np.nan
-    text = shader("attention", heads=heads, kv_heads=kv, head_dim=dim, half=half, part=0, per_thread=-(-dim // 64))
-    arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(position, count)}
+    key, value, tables = caches(half, kv, dim, 2)
+    for cache in (key, value):
+        cache.reshape(-1, PAGE, kv, dim)[tables[0]] = np.nan  # another slot's
+        at = np.repeat(tables[1], PAGE) * PAGE + np.tile(np.arange(PAGE), PAGES)
+        cache[at[position + count :]] = np.nan
+    sizes = {"heads": heads, "kv_heads": kv, "head_dim": dim, "half": half}
+    text = shader("attention", **sizes, **PAGED, one=False, per_thread=-(-dim // 64))
+    arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(position, count, slot=1, tables=tables)}
     [found] = run(gpu, text, {**arrays, "Y": np.zeros((count, heads, dim), np.float32)}, (heads, count), "Y")
     for t in range(count):
         rows = slice(position + t + 1)
-        close(found[t], attended(qkv[t, :heads], key[rows], value[rows]))
+        close(found[t], attended(qkv[t, :heads], rows_of(key, tables[1])[rows], rows_of(value, tables[1])[rows]))
 
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 16), (3, 1, 70)])
-@pytest.mark.parametrize("position", [0, 31, 32, 63, 100])
-def test_attention_in_parts(any_gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position: int) -> None:
-    """Of 32 rows each; there is room for six, and what a part without rows left from before does not count."""
-    part, parts, capacity = 32, 6, 192
-    qkv = normal(heads + 2 * kv, dim, scale=dim**-0.25)
-    key, value = (normal(capacity, kv, dim).astype(np.float16 if half else np.float32) for _ in range(2))
-    key[position + 1 :] = value[position + 1 :] = np.nan
-    sizes = {"heads": heads, "head_dim": dim, "part": part, "parts": parts}
+@pytest.mark.parametrize("positions", [(0, 63, 64), (255, 256, 31)])
+def test_attention_of_streams(
+    any_gpu: Gpu, half: bool, heads: int, kv: int, dim: int, positions: Sequence[int]
+) -> None:
+    """A page to a workgroup. What a page without rows left from before does not count."""
+    slots = [2, 0, 3]
+    qkv = normal(3, heads + 2 * kv, dim, scale=dim**-0.25)
+    key, value, tables = caches(half, kv, dim, 4)
+    sizes = {"heads": heads, "head_dim": dim, **PAGED, "one": True}
     text = shader("attention", **sizes, kv_heads=kv, half=half, per_thread=-(-dim // 64))
-    left = np.full((heads, parts, dim + 2), 1e9, np.float32)
-    arrays: dict[str, Array] = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(position, 1), "Y": left}
-    [found] = run(any_gpu, text, arrays, (heads, parts), "Y")
-    assert (found[:, position // part + 1 :] == 1e9).all()
-    arrays = {"PARTS": found, "CTL": control(position, 1), "Y": np.zeros((heads, dim), np.float32)}
-    [merged] = run(any_gpu, shader("attention_merge", **sizes), arrays, (heads,), "Y")
-    close(merged, attended(qkv[:heads], key[: position + 1], value[: position + 1]))
+    left = np.full((3, heads, PAGES, dim + 2), 1e9, np.float32)
+    words = stepped(positions, slots, tables)
+    arrays: dict[str, Array] = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": words, "Y": left}
+    [found] = run(any_gpu, text, arrays, (heads, 3 * PAGES), "Y")
+    arrays = {"PARTS": found, "CTL": words, "Y": np.zeros((3, heads, dim), np.float32)}
+    [merged] = run(any_gpu, shader("attention_merge", **sizes), arrays, (heads, 3), "Y")
+    for i, (position, slot) in enumerate(zip(positions, slots, strict=True)):
+        assert (found[i, :, position // PAGE + 1 :] == 1e9).all()
+        rows = [rows_of(cache, tables[slot])[: position + 1] for cache in (key, value)]
+        close(merged[i], attended(qkv[i, :heads], *rows))
 
 
 def test_scores_of_any_size_are_weighed(gpu: Gpu) -> None:
     """An online softmax must not overflow, nor lose the one row that counts."""
-    key = np.zeros((200, 1, 16), np.float32)
-    key[:, 0, 0] = np.linspace(-3e4, 3e4, 200)
-    value = normal(200, 1, 16)
+    key = np.zeros((PAGES * PAGE, 1, 16), np.float32)
+    key[:200, 0, 0] = np.linspace(-3e4, 3e4, 200)
+    value = normal(PAGES * PAGE, 1, 16)
     qkv = np.zeros((1, 3, 16), np.float32)
     qkv[0, 0, 0] = 10.0
-    text = shader("attention", heads=1, kv_heads=1, head_dim=16, half=False, part=0, per_thread=1)
-    arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(199, 1), "Y": np.zeros((1, 16), np.float32)}
+    text = shader("attention", heads=1, kv_heads=1, head_dim=16, half=False, **PAGED, one=False, per_thread=1)
+    words = control(199, 1, tables=np.arange(PAGES))
+    arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": words, "Y": np.zeros((1, 16), np.float32)}
     [found] = run(gpu, text, arrays, (1, 1), "Y")
     close(found[0], value[199, 0])
 
