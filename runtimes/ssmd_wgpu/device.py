@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from ssmd_wgpu.recorder import Recorder, Region, dispatch
 BACKENDS = {"Vulkan": "vulkan", "Metal": "metal", "D3D12": "dx12", "OpenGL": "gl"}  # the best one first
 KINDS = {"DiscreteGPU": "discrete GPU", "IntegratedGPU": "integrated GPU", "CPU": "software on the processor"}
 SUBGROUP = "subgroup"  # a feature
+COHERENT = "memory-decoration-coherent"  # one: what a workgroup wrote, another of the same dispatch can read
 BEST = "gpu"  # the device that stands for the best adapter
 LIMITS = (
     "max-buffer-size",
@@ -148,6 +150,14 @@ def shader(file: str, **values: Any) -> str:
     return _TEMPLATES.get_template(f"{file}.wgsl").render(**values)
 
 
+def digest(shaders: Path) -> str:
+    """Hash the texts of a folder of shaders: others may sum in another order."""
+    whole = hashlib.sha256()
+    for file in sorted(shaders.glob("*.wgsl")):
+        whole.update(file.read_bytes())
+    return whole.hexdigest()
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A compiled shader. `bindings`: of each group, name -> number."""
@@ -164,7 +174,7 @@ class Gpu:
         self.found = found
         limits = found.adapter.limits
         self.limits = {name: limits[name] for name in LIMITS}
-        features = [SUBGROUP] if SUBGROUP in found.adapter.features else []
+        features = [name for name in (SUBGROUP, COHERENT) if name in found.adapter.features]
         try:
             self.device = found.adapter.request_device_sync(required_features=features, required_limits=self.limits)
         except Exception as err:  # wgpu raises RuntimeError, and errors of its own
@@ -185,6 +195,13 @@ class Gpu:
         [found] = self.recorder.read([dispatch(kernel.pipeline, group, None, 1, 1)], [sizes])
         least = int(found.view(np.uint32).min())
         return min(least, 8) if self.found.adapter.info["vendor_id"] == _INTEL else least
+
+    @property
+    def coherent(self) -> bool:
+        """Whether workgroups of one dispatch can read what others wrote. On Metal it takes a fence of the whole device,
+        and wgpu writes none.
+        """
+        return COHERENT in self.found.adapter.features and self.found.backend != BACKENDS["Metal"]
 
     @property
     def binding_bytes(self) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ssmd.model.plan import Mamba1, Mamba2, ShortConv
 from ssmd_wgpu import library
-from ssmd_wgpu.device import ALIGNMENT, Gpu
+from ssmd_wgpu.device import ALIGNMENT, SHADERS, Gpu, digest
 from ssmd_wgpu.op import Op
 from ssmd_wgpu.operations import Operations
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import PackedPlan
-from ssmd_wgpu.products import Tiling
+from ssmd_wgpu.products import MOST_SLICES, MOST_SUMS, Tiling
 from ssmd_wgpu.recorder import Dispatch, Region
 from ssmd_wgpu.resident import Resident
 from ssmd_wgpu.slots import STREAMS, Slots
@@ -25,15 +26,16 @@ class Model:
         self, gpu: Gpu, plan: PackedPlan, weights: Weights, most_tokens: int, half: bool, tiling: Tiling
     ) -> None:
         """`half`: whether keys and values are float16."""
-        self.gpu, self.plan, self.most_tokens = gpu, plan, most_tokens
-        self._tiling = tiling
+        self.gpu, self.plan, self.most_tokens, self.tiling = gpu, plan, most_tokens, tiling
+        self._half = half
         self._chunked = tiling.chunked and most_tokens > CHUNK
         self.slots = Slots(gpu, plan.spec("float16" if half else "float32"), most_tokens, plan.context)
-        weighty = Resident(gpu, plan, weights)
+        self._weights = Resident(gpu, plan, weights)
         self._stride = -(-4 * plan.vocabulary // ALIGNMENT) * ALIGNMENT // 4  # values, of a stream
         self._logits = gpu.region(4 * STREAMS * self._stride)
-        self._ops = Operations(gpu, plan, weighty, self._make_buffers(), half, tiling, self.slots)
-        weighty.upload()
+        self._buffers = self._make_buffers()
+        self._ops = self._made_of(tiling)
+        self._weights.upload()
         self.embed = list(self._ops.embedding())
         self._steps: dict[int, list[Op]] = {}
         layers, head = range(len(plan.layers)), list(self._ops.head(self._logits, self._stride, 0))
@@ -43,10 +45,20 @@ class Model:
         ]
         self.decode(1)
 
+    def simplify(self, *, together: bool) -> None:
+        """Keep products apart from now on, each a kernel; and streams, each a step, unless they go `together`."""
+        self.tiling = replace(self.tiling, fused=False, together=together)
+        self._ops = self._made_of(self.tiling)
+        self._steps.clear()
+        self.decode(1)
+
+    def _made_of(self, tiling: Tiling) -> Operations:
+        return Operations(self.gpu, self.plan, self._weights, self._buffers, self._half, tiling, self.slots)
+
     def _make_buffers(self) -> dict[str, Region]:
         plan, t = self.plan, max(STREAMS, self.most_tokens)
         width = {"x": plan.hidden, "wide": 4, "qkv": 4, "u": 4, "bc": 4, "dt": 4, "logs": 4, "y": 4, "scale": 1}
-        parts = chunks = 4  # of attention, in a decode step; states that chunks begin with
+        counters = parts = chunks = 4  # of attention, in a decode step; states that chunks begin with
 
         def grow(**sizes: int) -> None:
             for name, size in sizes.items():
@@ -67,9 +79,15 @@ class Model:
                     grow(wide=3 * m.channels, y=m.channels)
                 else:
                     grow(qkv=m.rows, y=m.heads * m.head_dim)
+                    counters = max(counters, 1 + STREAMS * m.heads)
                     parts = max(parts, STREAMS * m.heads * self.slots.most_pages * (m.head_dim + 2))
         made = {name: self.gpu.region(4 * size * t) for name, size in width.items()}
-        return {**made, "parts": self.gpu.region(4 * parts), "chunks": self.gpu.region(4 * chunks)}
+        made |= {"parts": self.gpu.region(4 * parts), "chunks": self.gpu.region(4 * chunks)}
+        return {
+            **made,
+            "sums": self.gpu.region(4 * (MOST_SUMS + 8 * MOST_SLICES)),
+            "count": self.gpu.region(4 * counters),
+        }
 
     def prefill(self, count: int) -> Sequence[Op]:
         """The operations of `count` tokens of one stream."""
@@ -94,5 +112,6 @@ class Model:
 
     @property
     def producer(self) -> str:
-        """What an exact resume needs beside the build: other drivers and other tilings sum in another order."""
-        return f"wgpu {library.package_version()}; {self.gpu.found.description}; {self._tiling}"
+        """What an exact resume needs beside the build: other drivers, kernels and tilings sum in another order."""
+        versions = f"wgpu {library.package_version()}, kernels {digest(SHADERS)[:8]}"
+        return f"{versions}; {self.gpu.found.description}; {self.tiling}"

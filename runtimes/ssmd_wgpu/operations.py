@@ -15,8 +15,9 @@ from ssmd.model.plan import Attention, Mamba1, Mamba2, ShortConv
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.device import Gpu, shader
 from ssmd_wgpu.op import Op, f32, f32_or_none, operation
+from ssmd_wgpu.pack import VALUES
 from ssmd_wgpu.plan import PackedPlan
-from ssmd_wgpu.products import Products, Tiling
+from ssmd_wgpu.products import Products, Slices, Tiling
 from ssmd_wgpu.recorder import Region
 from ssmd_wgpu.resident import Resident
 from ssmd_wgpu.slots import CONTROL, Slots
@@ -43,7 +44,7 @@ class Operations:
         self._gpu, self._plan, self._half, self._buffers = gpu, plan, half, buffers
         self._pages = {"page": slots.page, "tables": slots.tables, "most_pages": slots.most_pages}
         self._matrices, self._parts, self._tables = weights.matrices, weights.vectors, weights.tables
-        self._products = Products(gpu, weights, buffers, plan.eps, tiling)
+        self._products = Products(gpu, weights.matrices, weights.vectors, buffers, plan.eps, tiling)
 
     def embedding(self) -> Iterator[Op]:
         m, scale = self._matrices["embedding"], f32(self._plan.embedding_scale)
@@ -83,10 +84,15 @@ class Operations:
             to, part = f"layer{i}_", f"layer{i}_mlp"
             if not streams:
                 yield self._rms()
-            gain = self._parts[part].at["norm2"]
+            gain, act = self._parts[part].at["norm2"], layer.mlp.activation
             into, _ = layer.mlp.into
-            yield from self._products.of(to + into, part, "x", "wide", streams, gain=gain, end=layer.mlp.activation)
-            yield from self._products.of(to + "down", part, "wide", "x", streams, end="add")
+            cut = self._products.slices(to + "down")
+            whole = self._products.mlp(to + into, to + "down", part, gain, act, cut) if streams == 1 else None
+            if whole is not None:
+                yield whole
+            else:
+                yield from self._products.of(to + into, part, "x", "wide", streams, gain=gain, end=act)
+                yield from self._products.of(to + "down", part, "wide", "x", streams, end="add", unit=_unit(cut))
 
     def _mamba1(self, i: int, part: str, m: Mamba1, streams: int) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
@@ -141,7 +147,7 @@ class Operations:
         else:
             yield from self._products.of(to + "in", part, "x", "wide", 0, gain=gain)
             yield self._conv(part, i, "u", 0, gated=False, stride=m.rows, offset=m.inner, **conv)
-        shape: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "heads": m.heads,
             "head_dim": m.head_dim,
             "states": m.states,
@@ -154,15 +160,30 @@ class Operations:
             "gate": m.norm != "before the gate",
         }
         regions = {**self._named("u", "y", "dt", "logs", "chunks"), **self._wide(part)}
-        for text, grid, tokens in recurrence({**small, **shape}, one=bool(streams), chunked=chunked):
-            yield operation(self._gpu, text, regions, grid, i, tokens)
-        fused_norm = streams and m.norm == "after the gate" and m.groups == 1
-        if m.norm != "none" and not fused_norm:
+        normed = m.norm == "after the gate" and m.groups == 1  # which a matvec can do, too
+        cut = self._products.slices(to + "out") if normed or m.norm == "none" else None
+        if streams:
+            eps = m.eps if normed else None
+            found = self._products.spread(to + "out", part, cut, 10, eps) if streams == 1 else None
+            more: dict[str, Any] = {"v": None}
+            if found is not None:
+                more = {**found.sizes, "v_gain": at["gated_norm"] if normed else None}
+                regions |= found.regions
+            wide = 32 if cut is None else cut.unit * VALUES[self._matrices[to + "out"].fmt]
+            sizes |= {"inner": m.inner, "wide": wide, "threads": 256, "per_thread": -(-m.states // 16)}
+            text = shader("mamba2_step", **small, **sizes, **more)
+            yield operation(self._gpu, text, regions, (-(-m.inner // wide), 1), i, tokens=1)
+            if found is not None:
+                return
+        else:
+            for text, grid, tokens in recurrence({**small, **sizes}, chunked=chunked):
+                yield operation(self._gpu, text, regions, grid, i, tokens)
+        if m.norm != "none" and not (streams and normed):
             gate = m.rows if m.norm == "before the gate" else None
-            sizes = {"columns": m.inner // m.groups, "stride": m.inner, "offset": 0, "eps": f32(m.eps)}
-            yield self._group_norm("y", part, m.groups, gain=at["gated_norm"], gate=gate, **sizes)
-        norm: dict[str, Any] = {"gain": at["gated_norm"], "eps": m.eps} if fused_norm else {}
-        yield from self._products.of(to + "out", part, "y", "x", streams, end="add", **norm)
+            of: dict[str, Any] = {"columns": m.inner // m.groups, "stride": m.inner, "offset": 0, "eps": f32(m.eps)}
+            yield self._group_norm("y", part, m.groups, gain=at["gated_norm"], gate=gate, **of)
+        norm: dict[str, Any] = {"gain": at["gated_norm"], "eps": m.eps} if streams and normed else {}
+        yield from self._products.of(to + "out", part, "y", "x", streams, end="add", unit=_unit(cut), **norm)
 
     def _short_conv(self, i: int, part: str, m: ShortConv, streams: int) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
@@ -173,28 +194,37 @@ class Operations:
 
     def _attention(self, i: int, part: str, m: Attention, streams: int) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
-        sizes = {"heads": m.heads, "kv_heads": m.kv_heads, "head_dim": m.head_dim, "half": self._half}
-        text = shader(
-            "rotate",
-            **sizes,
+        sizes: dict[str, Any] = {
+            "heads": m.heads,
+            "kv_heads": m.kv_heads,
+            "head_dim": m.head_dim,
+            "half": self._half,
+            "per_thread": -(-m.head_dim // 64),
+            "rotated": m.rotated,
+            "qk_eps": f32_or_none(m.qk_eps),
+            "q_norm": at.get("q_norm"),
+            "k_norm": at.get("k_norm"),
             **self._pages,
-            one=bool(streams),
-            rotated=m.rotated,
-            qk_eps=f32_or_none(m.qk_eps),
-            q_norm=at.get("q_norm"),
-            k_norm=at.get("k_norm"),
-        )
-        regions = {"QKV": self._buffers["qkv"], "P": self._parts[part].region}
+        }
+        regions = {**self._named("qkv", "y", "parts", "count"), "P": self._parts[part].region}
         if m.rotated:
             regions |= self._tables
-        yield operation(self._gpu, text, regions, (m.heads + 2 * m.kv_heads, 1), i, tokens=1)
-        text = shader("attention", **sizes, **self._pages, one=bool(streams), per_thread=-(-m.head_dim // 64))
-        regions = {"QKV": self._buffers["qkv"], "Y": self._buffers["parts" if streams else "y"]}
-        yield operation(self._gpu, text, regions, (m.heads, 1), i, tokens=1, paged=bool(streams))
-        if streams:
-            text = shader("attention_merge", heads=m.heads, head_dim=m.head_dim, **self._pages)
-            yield operation(self._gpu, text, self._named("parts", "y"), (m.heads, 1), i, tokens=1)
-        yield from self._products.of(to + "o", part, "y", "x", streams, end="add")
+        cut = self._products.slices(to + "o", m.head_dim)
+        if not streams:
+            yield operation(self._gpu, shader("rotate", **sizes), regions, (m.heads + 2 * m.kv_heads, 1), i, tokens=1)
+            yield operation(self._gpu, shader("attention", **sizes, one=False), regions, (m.heads, 1), i, tokens=1)
+        else:
+            found = self._products.spread(to + "o", part, cut, 13) if streams == 1 else None
+            end = "here" if self._products.goes_on(10) else "apart"
+            if found is not None:
+                end, regions, sizes = "spread", {**regions, **found.regions}, {**sizes, **found.sizes}
+            text = shader("attention", **sizes, one=True, end=end)
+            yield operation(self._gpu, text, regions, (m.heads, 1), i, tokens=1, paged=True)
+            if end == "spread":
+                return
+            if end == "apart":
+                yield operation(self._gpu, shader("attention_merge", **sizes), regions, (m.heads, 1), i, tokens=1)
+        yield from self._products.of(to + "o", part, "y", "x", streams, end="add", unit=_unit(cut))
 
     def _conv(self, part: str, layer: int, to: str, streams: int, **sizes: Any) -> Op:
         regions = {"X": self._buffers["wide"], "U": self._buffers[to], "P": self._parts[part].region}
@@ -202,7 +232,7 @@ class Operations:
         return operation(self._gpu, text, regions, (-(-sizes["channels"] // 32), 1), layer, tokens=bool(streams))
 
     def _scan(self, part: str, layer: int, small: dict[str, int], **sizes: Any) -> Op:
-        text = shader("scan", one=False, source="BC", per_thread=-(-sizes["states"] // 16), **small, **sizes)
+        text = shader("scan", source="BC", per_thread=-(-sizes["states"] // 16), **small, **sizes)
         regions = {**self._named("u", "y", "bc", "dt"), **self._wide(part)}
         return operation(self._gpu, text, regions, (-(-sizes["channels"] // 4), 1), layer)
 
@@ -219,6 +249,11 @@ class Operations:
 
     def _wide(self, part: str) -> dict[str, Region | None]:
         return {"Z": self._buffers["wide"], "P": self._parts[part].region}
+
+
+def _unit(cut: Slices | None) -> int:
+    """Blocks that a matvec sums up by themselves, as a kernel that has a slice of them does."""
+    return 1 if cut is None else cut.unit
 
 
 def _sizes_of_conv(channels: int, width: int, at: Mapping[str, int]) -> dict[str, Any]:

@@ -11,8 +11,12 @@ from ssmd_wgpu.device import Gpu, shader
 from ssmd_wgpu.op import Op, f32, operation
 from ssmd_wgpu.pack import VALUES, nbytes
 from ssmd_wgpu.recorder import Region
-from ssmd_wgpu.resident import Part, Resident
+from ssmd_wgpu.resident import Part, Placed, Vectors
 from ssmd_wgpu.ssd import spread
+
+SLICE = 32  # columns of a slice, at least
+MOST_SLICES = 64
+MOST_SUMS = 1 << 16  # of all slices: the workgroup that comes last adds them up
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class Tiling:
     of which a thread has `quads` times 4 each way.
 
     `subgroups`: whether threads add up among themselves, not in memory they share. `chunked`: whether a prefill of more
-    than a chunk computes Mamba-2 by chunks.
+    than a chunk computes Mamba-2 by chunks. `fused`: whether a step of one stream goes on with the next product where a
+    kernel can; `together`: whether streams share a step. These two change no bit.
     """
 
     threads_per_row: int
@@ -30,14 +35,51 @@ class Tiling:
     quads: int = 1
     subgroups: bool = False
     chunked: bool = False
+    fused: bool = False
+    together: bool = True
 
     def __str__(self) -> str:
         matvec = f"{self.threads_per_row}x{self.rows_per_thread}{'s' if self.subgroups else ''}"
         return f"{matvec}, {self.tile}/{self.quads}{'c' if self.chunked else ''}"
 
 
-SOFTWARE = Tiling(8, 4, 64, 2, chunked=True)  # measured on lavapipe and llvmpipe (docs/log.md)
+SOFTWARE = Tiling(8, 4, 64, 2, chunked=True, fused=True)  # measured on lavapipe and llvmpipe (docs/log.md)
 HARDWARE = Tiling(16, 4, 64, 2, chunked=True)  # where nothing could be measured
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How the columns of a matrix are cut: into `count` slices of `unit` blocks of 16 bytes."""
+
+    unit: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What a kernel needs to go on with a product x += V v, a slice of v to a workgroup (shaders/spread.wgsl)."""
+
+    slices: Slices
+    sizes: dict[str, Any]
+    regions: dict[str, Region | None]
+
+
+def slices_of(m: Placed, width: int = 0) -> Slices | None:
+    """The slices of a matrix, of `width` columns where that is given; None where they do not fit or are too many sums.
+
+    Two blocks of int4 at least: a lone product with its scale might be contracted with the addition that follows it.
+    """
+    values, least = VALUES[m.fmt], 2 if m.fmt == "int4" else 1
+    if width:
+        unit, rest = divmod(width, values)
+        if rest or unit < least:
+            return None
+    else:
+        blocks = m.sizes["blocks"]
+        unit = max(least, SLICE // values)
+        unit *= -(-blocks // (unit * MOST_SLICES))
+    count = -(-m.sizes["blocks"] // unit)
+    return Slices(unit, count) if count <= MOST_SLICES and count * m.rows <= MOST_SUMS else None
 
 
 def rows_per_thread(tiling: Tiling, streams: int) -> int:
@@ -48,9 +90,17 @@ def rows_per_thread(tiling: Tiling, streams: int) -> int:
 class Products:
     """Makes the operations of products. `eps`: of the norms that stand before them."""
 
-    def __init__(self, gpu: Gpu, weights: Resident, buffers: Mapping[str, Region], eps: float, tiling: Tiling) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        matrices: Mapping[str, Placed],
+        parts: Mapping[str, Vectors],
+        buffers: Mapping[str, Region],
+        eps: float,
+        tiling: Tiling,
+    ) -> None:
         self._gpu, self._buffers, self._eps, self._tiling = gpu, buffers, eps, tiling
-        self._matrices, self._parts = weights.matrices, weights.vectors
+        self._matrices, self._parts = matrices, parts
 
     def of(
         self,
@@ -64,6 +114,7 @@ class Products:
         eps: float | None = None,
         end: str = "store",
         layer: int = 0,
+        unit: int = 1,
         stride: int | None = None,
         biased: bool = True,
         **sizes: Any,
@@ -77,7 +128,7 @@ class Products:
             rows = m.rows // 2 if end == "swiglu" else m.rows
             more: dict[str, Any] = {"gain": gain, "eps": f32(self._eps if eps is None else eps), "bias": bias, **sizes}
             parts, to = (self.whole(name),), self._buffers[y]
-            yield from self.matvec(name, part, x, to, rows, streams, parts, end=end, layer=layer, **more)
+            yield from self.matvec(name, part, x, to, rows, streams, parts, end=end, layer=layer, unit=unit, **more)
             return
         whole = self.whole(name)
         text = shader(
@@ -108,6 +159,7 @@ class Products:
         *,
         end: str = "store",
         layer: int = 0,
+        unit: int = 1,
         last_row: bool = False,
         **sizes: Any,
     ) -> Iterator[Op]:
@@ -124,6 +176,8 @@ class Products:
                 rows_per_thread=rows,
                 streams=streams,
                 stride=y_stride,
+                unit=unit,
+                threads=64,
                 first=cut.first,
                 end=end,
                 last_row=last_row,
@@ -132,6 +186,58 @@ class Products:
             regions = {"W": cut.values, "S": cut.scales, "P": self._parts[part].region}
             regions |= {"X": self._buffers[x], "Y": y, "U": self._buffers["u"]}
             yield operation(self._gpu, text, regions, spread(-(-cut.rows // (64 // t.threads_per_row * rows))), layer)
+
+    def slices(self, name: str, width: int = 0) -> Slices | None:
+        return slices_of(self._matrices[name], width)
+
+    def goes_on(self, bindings: int) -> bool:
+        """Whether the last workgroup of a kernel of so many bindings may go on with what all of them found."""
+        most: int = self._gpu.limits["max-storage-buffers-per-shader-stage"]
+        return self._tiling.fused and self._gpu.coherent and bindings <= most
+
+    def spread(
+        self, name: str, part: str, cut: Slices | None, bindings: int, eps: float | None = None
+    ) -> Spread | None:
+        """What a kernel of so many bindings needs to go on with a product, or None. `eps`: of a norm before it."""
+        m = self._matrices[name]
+        if cut is None or not self.goes_on(bindings) or len(m.parts) > 1:
+            return None
+        sizes: dict[str, Any] = {
+            "v": {**m.sizes, "rows": m.rows},
+            "v_unit": cut.unit,
+            "v_slices": cut.count,
+            "v_bias": self._parts[part].at.get(name.partition("_")[2] + "_bias"),
+            "v_eps": None if eps is None else f32(eps),
+            "threads_per_row": self._tiling.threads_per_row,
+            "subgroups": self._tiling.subgroups,
+        }
+        regions = {"V": m.parts[0].values, "T": m.parts[0].scales, "X": self._buffers["x"]}
+        return Spread(cut, sizes, {**regions, "SUMS": self._buffers["sums"], "COUNT": self._buffers["count"]})
+
+    def mlp(self, into: str, down: str, part: str, gain: int, end: str, cut: Slices | None) -> Op | None:
+        """A whole MLP as one kernel; None where that cannot be."""
+        w, found = self._matrices[into], self.spread(down, part, cut, 8)
+        if found is None or len(w.parts) > 1:
+            return None
+        threads, pair = min(256, 16 * self._tiling.threads_per_row), 2 if end == "swiglu" else 1
+        at_once = threads // self._tiling.threads_per_row
+        rows = pair * found.slices.unit * VALUES[self._matrices[down].fmt]
+        text = shader(
+            "mlp",
+            **w.sizes,
+            **found.sizes,
+            rows=w.rows,
+            threads=threads,
+            rows_per_thread=max(2, min(8, rows // at_once)),
+            streams=1,
+            unit=1,
+            gain=gain,
+            eps=f32(self._eps),
+            bias=self._parts[part].at.get(into.partition("_")[2] + "_bias"),
+            end=end,
+        )
+        regions = {"W": w.parts[0].values, "S": w.parts[0].scales, "P": self._parts[part].region, **found.regions}
+        return operation(self._gpu, text, regions, (found.slices.count, 1))
 
     def whole(self, name: str) -> Part:
         """A matrix that must be one binding. Raises GraphError with what would fit."""

@@ -65,11 +65,13 @@ class WgpuProgram(CheckedProgram[Handled]):
         return row.view(np.float32)
 
     def _decode(self, handles: Sequence[Handled], ids: NDArray[np.int32], logits: Logits) -> None:
-        together = min(STREAMS, self.handles.resident)  # no more than can be on the device at once
-        for first in range(0, len(handles), together):
-            part = slice(first, first + together)
+        first = 0
+        while first < len(handles):
             with self._device() as model:
+                most = min(STREAMS, self.handles.resident) if model.tiling.together else 1
+                part = slice(first, first + most)
                 self._step(model, handles[part], ids[part], logits[part])
+            first = part.stop
 
     def _step(self, model: Model, handles: Sequence[Handled], ids: NDArray[np.int32], logits: Logits) -> None:
         slots = [self.handles.at_hand(model, handle, 1) for handle in handles]

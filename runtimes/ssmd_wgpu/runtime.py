@@ -15,6 +15,7 @@ from ssmd_wgpu.pack import VALUES, Format, Weights
 from ssmd_wgpu.plan import FILE as PLAN
 from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.program import WgpuProgram
+from ssmd_wgpu.trial import tried
 from ssmd_wgpu.tuning import tuned
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class WgpuRuntime:
         def model() -> Model:
             gpu = Gpu(choose(device))
             weights = Weights(artifact.file(WEIGHTS), parameters)
-            return Model(gpu, plan, weights, manifest.buckets[-1], half, tuned(gpu, known))
+            made = Model(gpu, plan, weights, manifest.buckets[-1], half, tuned(gpu, known))
+            return made if gpu.found.software else tried(made)  # what software adapters compute is tested
 
         try:
             return WgpuProgram(model, manifest)

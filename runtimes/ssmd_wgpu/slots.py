@@ -55,7 +55,7 @@ class Slots:
         self._count = self._page_count = 0  # that there is room for
         self._scratch: Region | None = None
         self._groups: dict[tuple[Any, ...], Any] = {}
-        self._made: dict[tuple[int, int, int], list[Dispatch]] = {}
+        self._made: dict[tuple[int, int, int], tuple[Sequence[Op], list[Dispatch]]] = {}
 
     # slots
 
@@ -75,12 +75,23 @@ class Slots:
         heapq.heappush(self._free, slot.index)
         for page in slot.pages:
             heapq.heappush(self._free_pages, page)
-        used = max((s.index + 1 for s in self._taken), default=0)
-        if self._count > _SPARE and 4 * used <= self._count:
+        if self._count > _SPARE and 4 * self._used <= self._count:
             self._resize(self._count // 2, RESIDENT, paged=False)
-        used = max((page + 1 for s in self._taken for page in s.pages), default=0)
-        if self._page_count > _SPARE * _FIRST_PAGES and 4 * used <= self._page_count:
+        if self._page_count > _SPARE * _FIRST_PAGES and 4 * self._used_pages <= self._page_count:
             self._resize(self._page_count // 2, self._page_count, paged=True)
+
+    @property
+    def _used(self) -> int:
+        return max((slot.index + 1 for slot in self._taken), default=0)
+
+    @property
+    def _used_pages(self) -> int:
+        return max((page + 1 for slot in self._taken for page in slot.pages), default=0)
+
+    def trim(self) -> None:
+        """Give back the memory of slots and pages at the end that nobody has."""
+        self._resize(min(self._count, max(1, self._used)), self._count, paged=False)
+        self._resize(min(self._page_count, max(_FIRST_PAGES, self._used_pages)), self._page_count, paged=True)
 
     def reserve(self, slot: Slot, rows: int) -> None:
         """Give a slot pages for so many rows."""
@@ -135,6 +146,8 @@ class Slots:
         """Make room for `wanted` slots or pages; where that is not to be had, for one more than there are."""
         have = self._page_count if paged else self._count
         count = min(wanted, most)
+        if wanted == have:
+            return
         if have >= most and wanted > have:
             what = "pages of 256 rows" if paged else "states"
             raise GraphError(f"{have} {what} are all that {self._gpu.found.name} can bind at once")
@@ -186,8 +199,8 @@ class Slots:
         """The dispatches of a decode step of `count` streams, which are kept. `parts`: pages of the longest cache."""
         key = (id(ops), count, parts)
         if key not in self._made:
-            self._made[key] = self.dispatches(ops, count, parts)
-        return self._made[key]
+            self._made[key] = ops, self.dispatches(ops, count, parts)
+        return self._made[key][1]
 
     def dispatches(self, ops: Sequence[Op], count: int, parts: int = 1) -> list[Dispatch]:
         """Make the dispatches of some operations over `count` rows of x: tokens or streams."""

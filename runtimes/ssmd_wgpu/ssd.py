@@ -15,16 +15,15 @@ MOST_GROUPS = 65535  # of a dimension of a dispatch
 Step = tuple[str, tuple[int, int], int]  # a shader's text, its workgroups, and the tokens that one's y takes, if any
 
 
-def recurrence(sizes: Mapping[str, Any], *, one: bool, chunked: bool) -> Iterator[Step]:
+def recurrence(sizes: Mapping[str, Any], *, chunked: bool) -> Iterator[Step]:
     """Make the shaders of a Mamba-2 recurrence. `sizes`: heads, head_dim, states, groups; places in small vectors a,
-    dt_bias, d; u_stride, z_stride, dt_offset, dt_low, dt_high, and whether there is a gate. `one`: for a token of each
-    stream.
+    dt_bias, d; u_stride, z_stride, dt_offset, dt_low, dt_high, and whether there is a gate.
     """
     heads, head_dim, states = (sizes[name] for name in ("heads", "head_dim", "states"))
     inner = heads * head_dim
-    if one or not chunked:
+    if not chunked:
         more = {"channels": inner, "rank": 0, "z_offset": 0, "source": "U", "per_thread": -(-states // 16)}
-        yield shader("scan", **sizes, **more, one=one), (-(-inner // 4), 1), int(one)
+        yield shader("scan", **sizes, **more), (-(-inner // 4), 1), 0
         return
     deep, wide = -(-states // 32), -(-head_dim // 32)
     cut = {**sizes, "chunk": CHUNK, "deep": deep, "wide": wide, "across": deep * wide}

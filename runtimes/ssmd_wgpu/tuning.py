@@ -12,6 +12,7 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,17 @@ from numpy.typing import NDArray
 from ssmd.machine.cache import cache_folder
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu import library
-from ssmd_wgpu.device import SHADERS, Gpu, shader
+from ssmd_wgpu.device import SHADERS, Gpu, digest, shader
 from ssmd_wgpu.pack import VALUES, Format, blocks, encode
-from ssmd_wgpu.products import HARDWARE, SOFTWARE, Tiling
+from ssmd_wgpu.products import HARDWARE, MOST_SLICES, MOST_SUMS, SOFTWARE, Products, Tiling
 from ssmd_wgpu.recorder import Dispatch, Region, dispatch
+from ssmd_wgpu.resident import Part, Placed, Vectors
 from ssmd_wgpu.ssd import CHUNK, recurrence, spread
 
 log = logging.getLogger(__name__)
 ROWS, COLUMNS, TOKENS = 8192, 2048, 256  # of what is measured
 MAMBA2 = 48, 32, 128  # heads, head_dim, states
+MLP = 768, 2048  # hidden, intermediate
 ROUNDS, REPEATS = 5, 8  # medians of rounds, each of so many dispatches
 _AGREE = 1e-4  # of the largest value: a candidate that computes something else is no candidate
 
@@ -40,7 +43,7 @@ def tuned(gpu: Gpu, fmt: Format) -> Tiling:
         return SOFTWARE
     file = _file(gpu, fmt)
     known = _read(file)
-    if known is not None and known in candidates(gpu):
+    if known is not None and replace(known, fused=False, together=True) in candidates(gpu):
         return known
     try:
         best = measured(gpu, fmt)
@@ -76,7 +79,7 @@ def tiles(gpu: Gpu) -> list[tuple[int, int]]:
 
 
 def measured(gpu: Gpu, fmt: Format) -> Tiling:
-    """The fastest matvec, and the fastest tile of a matmul. Raises GraphError."""
+    """The fastest matvec, the fastest tile of a matmul, and what else is worth it. Raises GraphError."""
     bench = _Bench(gpu, fmt)
     times: dict[tuple[int, int, bool], float] = {}
     expected: NDArray[np.float32] | None = None
@@ -89,6 +92,9 @@ def measured(gpu: Gpu, fmt: Format) -> Tiling:
     tile, quads = min(tiles(gpu), key=lambda cut: bench.matmul(*cut))
     chunked = min((False, True), key=bench.mamba2)
     best = Tiling(threads, rows, tile, quads, subgroups, chunked)
+    if gpu.coherent:
+        (apart, expected), (whole, found) = (bench.mlp(replace(best, fused=fused)) for fused in (False, True))
+        best = replace(best, fused=whole < apart and found.tobytes() == expected.tobytes())
     log.info("measured %d tilings for %s on %s: %s", len(times), fmt, gpu.found.description, best)
     return best
 
@@ -124,6 +130,8 @@ class _Bench:
             subgroups=t.subgroups,
             streams=1,
             stride=ROWS,
+            unit=1,
+            threads=64,
             first=0,
             eps="f32(0.0)",
             last_row=False,
@@ -135,6 +143,31 @@ class _Bench:
     def matmul(self, tile: int, quads: int) -> float:
         text = shader("matmul", **self._sizes, tile=tile, quads=quads, stride=COLUMNS, offset=0)
         return self._seconds(self._dispatch(text, -(-ROWS // tile), -(-TOKENS // tile)))
+
+    def mlp(self, t: Tiling) -> tuple[float, NDArray[np.float32]]:
+        """Measure an MLP of one token: seconds, and what it adds to x (hidden,)."""
+        hidden, inner = MLP
+        rng = np.random.default_rng(1)
+        placed, to = {}, "layer0_"
+        for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+            parts = encode(rng.standard_normal((rows, columns), np.float32) * columns**-0.5, self._fmt)
+            values, scales = self._gpu.uploaded(parts[0]), self._gpu.uploaded(parts[1]) if len(parts) > 1 else None
+            placed[to + name] = Placed(rows, columns, self._fmt, (Part(values, scales, 0, rows),))
+        x = rng.standard_normal(hidden, np.float32)
+        buffers = {"x": self._gpu.uploaded(x), "wide": self._gpu.region(4 * inner), "u": self._regions["X"]}
+        buffers |= {"sums": self._gpu.region(4 * (MOST_SUMS + 8 * MOST_SLICES)), "count": self._gpu.region(16)}
+        vectors = {"mlp": Vectors(self._gpu.uploaded(np.ones(hidden, np.float32)), {"norm2": 0})}
+        products = Products(self._gpu, placed, vectors, buffers, 1e-5, t)
+        cut = products.slices(to + "down")
+        whole = products.mlp(to + "gate_up", to + "down", "mlp", 0, "swiglu", cut)
+        ops = [whole] if whole is not None else []
+        if whole is None:
+            unit = 1 if cut is None else cut.unit
+            ops += products.of(to + "gate_up", "mlp", "x", "wide", 1, gain=0, end="swiglu")
+            ops += products.of(to + "down", "mlp", "wide", "x", 1, end="add", unit=unit)
+        step = [dispatch(op.kernel.pipeline, op.group0, None, *op.grid) for op in ops]
+        [found] = self._gpu.recorder.read(step, [buffers["x"]])
+        return self._seconds(*step), found.view(np.float32)
 
     def mamba2(self, chunked: bool) -> float:
         """Measure the recurrence of one Mamba-2 layer, seconds."""
@@ -148,7 +181,7 @@ class _Bench:
         sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "states": states, "groups": 1, "gate": True}
         sizes |= {"a": 0, "dt_bias": 0, "d": 0, "dt_low": "f32(0.0)", "dt_high": "f32(1.0)"}
         sizes |= {"u_stride": made["u"], "z_stride": made["z"], "dt_offset": made["z"] - heads}
-        steps = recurrence(sizes, one=False, chunked=chunked)
+        steps = recurrence(sizes, chunked=chunked)
         return self._seconds(
             *(self._dispatch(text, x, -(-TOKENS // tokens) if tokens else y, regions) for text, (x, y), tokens in steps)
         )
@@ -170,10 +203,9 @@ class _Bench:
 
 
 def _file(gpu: Gpu, fmt: Format) -> Path:
-    whole = hashlib.sha256(json.dumps([gpu.found.description, library.package_version(), fmt]).encode())
-    for file in sorted(SHADERS.glob("*.wgsl")):
-        whole.update(file.read_bytes())
-    return cache_folder() / "wgpu" / f"tiling-{whole.hexdigest()[:16]}.json"
+    what = [gpu.found.description, library.package_version(), digest(SHADERS), fmt]
+    name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    return cache_folder() / "wgpu" / f"tiling-{name}.json"
 
 
 def _read(file: Path) -> Tiling | None:

@@ -16,7 +16,7 @@ fn main(@builtin(global_invocation_id) at: vec3<u32>) {
   if (token < FIRST || token >= FIRST + ROWS) { return; }
   let row = token - FIRST;
   let w = W[row * KB + b];
-  let scale = {{ scale }}{% if format == "int8" %} * S[row]{% elif format == "int4" %} * block_scale(row * KB + b){% endif %};
+  let scale = {{ scale }}{% if format == "int8" %} * S[row]{% elif format == "int4" %} * scale_S(row * KB + b){% endif %};
   let to = t * {{ columns }}u;
   var k = b * {{ values }}u;
   {% for i in range(values // 4) %}

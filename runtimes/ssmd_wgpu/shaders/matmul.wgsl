@@ -86,7 +86,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
       {% if format == "int8" %}
       scale *= S[r];
       {% elif format == "int4" %}
-      scale *= block_scale(block);
+      scale *= scale_S(block);
       {% endif %}
       {% for i in range(values // 4) %}
       {

@@ -1,6 +1,5 @@
 // The recurrence of T tokens: h' = exp(dt A) h + dt x B^T, y = (h' C + D x) silu(gate). 16 threads share a channel's N
 // states and keep them in registers; what they add up to is gathered for 16 tokens at a time.
-// `one`: of a token of each stream.
 // Mamba-1 (arXiv:2312.00752): A of every state, dt of every channel. Mamba-2 (arXiv:2405.21060): both of every head.
 {% include "numbers.wgsl" %}
 {% include "vectors.wgsl" %}
@@ -25,14 +24,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let lane = li % 16u;
   let c = min(group.x * 4u + li / 16u, C - 1u);
   let live = group.x * 4u + li / 16u < C;
-  {% if one %}
-  let row = group.y;  // of u, the first
-  let end = row + 1u;
-  {% else %}
-  let row = 0u;
-  let end = CTL[1];
-  {% endif %}
-  let state = (CTL[4u * row + 2u] * C + c) * N;
+  let count = CTL[1];
+  let state = (CTL[2] * C + c) * N;
   {% if heads is not none %}
   let h = c / {{ channels // heads }}u;
   let g = h / {{ heads // groups }}u;
@@ -56,8 +49,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     {% endif %}
   }
   {% endfor %}
-  for (var t0 = row; t0 < end; t0 += 16u) {
-    for (var q = 0u; q < min(16u, end - t0); q++) {
+  for (var t0 = 0u; t0 < count; t0 += 16u) {
+    for (var q = 0u; q < min(16u, count - t0); q++) {
       let t = t0 + q;
       let x = U[t * {{ u_stride }}u + c];
       {% if heads is none %}
@@ -82,7 +75,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     workgroupBarrier();
     let t = t0 + lane;
-    if (t < end && live) {
+    if (t < count && live) {
       var y = skip * U[t * {{ u_stride }}u + c];
       for (var i = 0u; i < 16u; i++) { y += sums[lane * 64u + (li - lane) + i]; }
       {% if gate %}

@@ -1,14 +1,14 @@
 {# A matrix (N, K) as the file holds it, rows padded with zeros to whole blocks of 16 bytes: KB blocks a row.
    f32: 4 values a block. f16: 8. int8: 16, a scale for each row. int4: 32, a scale for each block. #}
-{% macro declare(format) %}
-@group(0) @binding(0) var<storage, read> W: array<vec4<{{ "f32" if format == "f32" else "u32" }}>>;  // (N, KB)
+{% macro declare(format, w="W", s="S", at=0) %}
+@group(0) @binding({{ at }}) var<storage, read> {{ w }}: array<vec4<{{ "f32" if format == "f32" else "u32" }}>>;  // (N, KB)
 {% if format == "int8" %}
-@group(0) @binding(1) var<storage, read> S: array<f32>;  // (N)
+@group(0) @binding({{ at + 1 }}) var<storage, read> {{ s }}: array<f32>;  // (N)
 {% elif format == "int4" %}
-@group(0) @binding(1) var<storage, read> S: array<u32>;  // (N, KB) halves, two in each
+@group(0) @binding({{ at + 1 }}) var<storage, read> {{ s }}: array<u32>;  // (N, KB) halves, two in each
 
-fn block_scale(block: u32) -> f32 {
-  return unpack2x16float(S[block / 2u])[block % 2u];
+fn scale_{{ s }}(block: u32) -> f32 {
+  return unpack2x16float({{ s }}[block / 2u])[block % 2u];
 }
 {% endif %}
 {% endmacro %}
@@ -19,4 +19,18 @@ fn block_scale(block: u32) -> f32 {
 {%- elif format == "int8" -%} vec4<f32>(unpack4xI8({{ w }}[{{ i }}]))
 {%- else -%} (vec4<f32>(unpack4xU8(({{ w }}[{{ i // 2 }}]{{ " >> 4u" if i % 2 }}) & 0x0f0f0f0fu)) - 8.0)
 {%- endif -%}
+{% endmacro %}
+{# Of a row r whose blocks gave `sum`: that with the row's scale and 1 / rms of x, where there are such, added to `base` and
+   the bias. What rounds is written out: kernels that compute the same value must not be contracted differently. #}
+{% macro finished(format, s, scaled, bias) %}
+fn finished_{{ s }}(r: u32, sum: f32, rms: f32, base: f32) -> f32 {
+  let start = base{% if bias is not none %} + p({{ bias }}u + r){% endif %};
+{% if format == "int8" %}
+  return fma(sum, {{ s }}[r]{{ " * rms" if scaled }}, start);
+{% elif scaled %}
+  return fma(sum, rms, start);
+{% else %}
+  return sum + start;
+{% endif %}
+}
 {% endmacro %}

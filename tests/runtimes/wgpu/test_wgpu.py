@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,13 +28,13 @@ from ssmd.model.state import State
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, StateLost
 from ssmd.runtime.verify import verify
-from ssmd_wgpu import device, pack, program, runtime, slots, tuning
+from ssmd_wgpu import device, pack, products, program, runtime, slots, tuning
 from ssmd_wgpu.build import CONVERTER, packed_plan, packed_rows, rows_of
 from ssmd_wgpu.device import Found, Gpu, adapters, devices, no_adapter
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import PackedPlan
-from ssmd_wgpu.products import Tiling
+from ssmd_wgpu.products import SOFTWARE, Tiling
 from ssmd_wgpu.program import WgpuProgram
 from ssmd_wgpu.reference import Reference
 from ssmd_wgpu.runtime import WgpuRuntime
@@ -124,7 +126,7 @@ def test_pages_anywhere_change_no_bit(granite: Artifact, monkeypatch: pytest.Mon
         one.close()
         return np.stack(logits).tobytes(), pages, state
 
-    large, small = read(40, 0), read(1, 4)
+    large, small = read(40, 0), read(1, 2)
     assert large[1] == [0, 1, 2, 3]
     assert sorted(small[1]) != list(range(small[1][0], small[1][0] + 4))
     assert small[0] == large[0]
@@ -205,6 +207,40 @@ def test_bindings_that_are_too_small(granite: Artifact, monkeypatch: pytest.Monk
     monkeypatch.setattr(Gpu, "binding_bytes", 50_000)
     with pytest.raises(ProgramError, match=r"needs a binding of .* gives 0 MB .*: build with --quant int8"):
         WgpuRuntime().load(granite)
+
+
+@pytest.mark.parametrize(
+    ("bindings", "coherent", "backend", "dispatches"),
+    [
+        (16, True, "vulkan", 14),
+        (12, True, "vulkan", 15),
+        (9, True, "vulkan", 19),
+        (16, False, "vulkan", 23),
+        (16, True, "metal", 23),
+    ],
+)
+def test_an_adapter_that_cannot_go_on_with_the_next_product(
+    granite: Artifact,
+    loaded: WgpuProgram,
+    monkeypatch: pytest.MonkeyPatch,
+    bindings: int,
+    coherent: bool,
+    backend: str,
+    dispatches: int,
+) -> None:
+    """For lack of bindings, or where workgroups do not see what others wrote: more dispatches, the same bits."""
+    real = gpu_of(loaded).found
+    limits = {name: real.adapter.limits[name] for name in device.LIMITS}
+    limits["max-storage-buffers-per-shader-stage"] = bindings
+    features = [name for name in real.adapter.features if coherent or name != device.COHERENT]
+    few = SimpleNamespace(
+        limits=limits, features=features, info=real.adapter.info, request_device_sync=real.adapter.request_device_sync
+    )
+    monkeypatch.setattr(runtime, "choose", lambda _: replace(real, adapter=few, backend=backend))
+    one = WgpuRuntime().load(granite)
+    assert len(model_of(one).decode(1)) == dispatches
+    assert conversation(one, 13) == conversation(loaded, 13)
+    one.close()
 
 
 def test_too_little_memory_is_said_before_anything_is_uploaded(
@@ -532,7 +568,15 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(Found, "software", False)
     sizes: tuple[tuple[str, Any], ...]
-    sizes = (("ROWS", 96), ("COLUMNS", 64), ("TOKENS", 40), ("ROUNDS", 1), ("REPEATS", 1), ("MAMBA2", (2, 8, 16)))
+    sizes = (
+        ("ROWS", 96),
+        ("COLUMNS", 64),
+        ("TOKENS", 40),
+        ("ROUNDS", 1),
+        ("REPEATS", 1),
+        ("MAMBA2", (2, 8, 16)),
+        ("MLP", (60, 70)),
+    )
     for name, size in sizes:
         monkeypatch.setattr(tuning, name, size)
     return tmp_path / "wgpu"
@@ -544,7 +588,7 @@ def test_a_tiling_is_measured_once(
     one = WgpuRuntime().load(granite)
     [file] = small.iterdir()
     best = Tiling(**json.loads(file.read_text()))
-    assert best in tuning.candidates(gpu_of(one))
+    assert replace(best, fused=False) in tuning.candidates(gpu_of(one))
     assert one.producer.endswith(f"; {best}")
     assert np.isfinite(decode(one, started(one, IDS[:40]), IDS[:3])).all()
     one.close()
@@ -572,11 +616,67 @@ def test_a_tiling_is_of_these_shaders(
 )
 def test_a_tiling_that_makes_no_sense_is_measured_again(small: Path, loaded: WgpuProgram, text: str) -> None:
     gpu = gpu_of(loaded)
-    assert tuning.tuned(gpu, "int8") in tuning.candidates(gpu)
+    assert replace(tuning.tuned(gpu, "int8"), fused=False) in tuning.candidates(gpu)
     [file] = small.iterdir()
     file.write_text(text)
-    assert tuning.tuned(gpu, "int8") in tuning.candidates(gpu)
-    assert Tiling(**json.loads(file.read_text())) in tuning.candidates(gpu)
+    again = tuning.tuned(gpu, "int8")
+    assert replace(again, fused=False) in tuning.candidates(gpu)
+    assert Tiling(**json.loads(file.read_text())) == again
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error", "coherent", "fused"),
+    [(0.5, 0.0, True, True), (2.0, 0.0, True, False), (0.5, 1e-5, True, False), (0.5, 0.0, False, False)],
+)
+def test_a_step_goes_on_with_the_next_product_where_that_is_quicker(
+    small: Path,
+    loaded: WgpuProgram,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    error: float,
+    coherent: bool,
+    fused: bool,
+) -> None:
+    """And gives the same bits, on an adapter whose workgroups see what others wrote."""
+    real = tuning._Bench.mlp
+
+    def timed(self: Any, tiling: Tiling) -> tuple[float, Any]:
+        _, found = real(self, tiling)
+        return (seconds, found + np.float32(error)) if tiling.fused else (1.0, found)
+
+    monkeypatch.setattr(tuning._Bench, "mlp", timed)
+    monkeypatch.setattr(Gpu, "coherent", coherent)
+    assert tuning.measured(gpu_of(loaded), "int4").fused == fused
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fused", "together"), [("", True, True), ("mlp", False, True), ("matvec", False, False)]
+)
+def test_streams_that_differ_in_company_are_kept_apart(
+    granite: Artifact, small: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, fused: bool, together: bool
+) -> None:
+    """A GPU's compiler may see to that: it is tried at every load, and what differs is not used."""
+    real = device.shader
+
+    def shader(file: str, **sizes: Any) -> str:
+        text = real(file, **sizes)
+        if file == kernel and sizes["streams"] == {"mlp": 1, "matvec": 4}[kernel]:
+            text = text.replace("return fma(sum, rms, start);", "return fma(sum, rms * 1.000001, start);")
+        return text
+
+    monkeypatch.setattr(products, "shader", shader)
+    monkeypatch.setattr(runtime, "tuned", lambda *_: SOFTWARE)
+    one = WgpuRuntime().load(granite)
+    assert model_of(one).tiling == replace(SOFTWARE, fused=fused, together=together)
+    assert (model_of(one).slots._count, model_of(one).slots._page_count) == (1, 2)
+    handles = [started(one, IDS[i : i + 20]) for i in range(4)]
+    expected = []
+    for i in range(4):
+        alone = started(one, IDS[i : i + 20])
+        expected.append(one.decode([alone], [i]).tobytes())
+        one.release(alone)
+    assert [row.tobytes() for row in one.decode(handles, [0, 1, 2, 3])] == expected
+    one.close()
 
 
 def test_every_tiling_computes_the_same(

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from ssmd_wgpu.device import Gpu, adapters, choose, shader
 from ssmd_wgpu.pack import VALUES, Format, blocks, decoded, encode
+from ssmd_wgpu.products import Slices, slices_of
 from ssmd_wgpu.recorder import Region, dispatch
+from ssmd_wgpu.resident import Placed
 from ssmd_wgpu.slots import CONTROL
 from ssmd_wgpu.ssd import CHUNK, recurrence, spread
 
@@ -150,7 +152,17 @@ def normed(x: Array, gain: Array | None) -> Array:
 
 def matvec(sizes: dict[str, Any], **more: Any) -> str:
     """The text of a plain product, where `more` says nothing else."""
-    plain = {"gain": None, "bias": None, "eps": EPS, "end": "store", "first": 0, "last_row": False, "streams": 1}
+    plain = {
+        "gain": None,
+        "bias": None,
+        "eps": EPS,
+        "end": "store",
+        "first": 0,
+        "last_row": False,
+        "streams": 1,
+        "unit": 1,
+        "threads": 64,
+    }
     plain["stride"] = sizes["rows"] // 2 if more.get("end") == "swiglu" else sizes["rows"]
     tiling = {"threads_per_row": 16, "rows_per_thread": 4, "subgroups": False}
     return shader("matvec", **plain | tiling | sizes | more)
@@ -198,8 +210,9 @@ def test_matvec_by_subgroups(gpu: Gpu, fmt: Format, end: str, threads: int, rows
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("end", ["store", "add", "swiglu", "relu2"])
-@pytest.mark.parametrize(("streams", "live"), [(2, 2), (4, 3), (8, 8)])
+@pytest.mark.parametrize(
+    ("end", "streams", "live"), [("store", 2, 2), ("add", 4, 3), ("swiglu", 8, 8), ("relu2", 8, 5)]
+)
 def test_matvec_of_streams(any_gpu: Gpu, fmt: Format, end: str, streams: int, live: int) -> None:
     """Bit for bit what each stream gives alone; of those that are not there, nothing is written."""
     rows, columns, stride = 66, 97 if end == "store" else 96, 80
@@ -425,7 +438,6 @@ def test_scan_of_mamba1(gpu: Gpu, states: int, count: int) -> None:
     p, at = packed(a=a, dt_bias=bias, d=d)
     text = shader(
         "scan",
-        one=False,
         source="BC",
         per_thread=-(-states // 16),
         **at,
@@ -450,25 +462,32 @@ def test_scan_of_mamba1(gpu: Gpu, states: int, count: int) -> None:
     assert (new[0] == kept[0]).all()
 
 
-def mamba2(size: int, states: int, groups: int, count: int, high: float) -> tuple[Any, dict[str, Array], Array, Array]:
+def of_heads() -> dict[str, Array]:
+    """A, dt_bias and D of 4 heads."""
+    return {"a": -np.exp(normal(4)), "dt_bias": normal(4), "d": normal(4)}
+
+
+def mamba2(
+    size: int, states: int, groups: int, count: int, high: float, vectors: dict[str, Array] | None = None
+) -> tuple[Any, dict[str, Array], Array, Array]:
     """Of 4 heads of this size, in slot 1: what `recurrence` is told, the arrays, and the y and the state wanted."""
-    heads = 4
+    heads, vectors = 4, vectors or of_heads()
     inner = heads * size
     channels, stride = inner + 2 * groups * states, 2 * inner + 2 * groups * states + heads
     u, z = normal(count, channels), normal(count, stride)
-    a, bias, d, kept = -np.exp(normal(heads)), normal(heads), normal(heads), normal(2, inner, states)
-    p, at = packed(a=a, dt_bias=bias, d=d)
+    kept = normal(2, inner, states)
+    p, at = packed(**vectors)
     sizes: dict[str, Any] = {**at, "heads": heads, "head_dim": size, "states": states, "groups": groups}
     sizes |= {"u_stride": channels, "z_stride": stride, "dt_offset": inner + channels, "gate": True}
     sizes |= {"dt_low": "f32(0.1)", "dt_high": f"f32({high!r})"}
     arrays: dict[str, Array] = {"U": u, "Z": z, "P": p, "SSM": kept, "CTL": control(1, count, slot=1)}
     arrays["Y"] = np.zeros((count, inner), np.float32)
-    dt = np.clip(softplus(z[:, inner + channels :] + bias), 0.1, high)
+    dt = np.clip(softplus(z[:, inner + channels :] + vectors["dt_bias"]), 0.1, high)
     spread_b, spread_c = (
         np.repeat(v.reshape(count, groups, states), inner // groups, 1)
         for v in (u[:, inner : inner + groups * states], u[:, inner + groups * states :])
     )
-    per_channel = [np.repeat(v, size, -1) for v in (dt, a, d)]
+    per_channel = [np.repeat(v, size, -1) for v in (dt, vectors["a"], vectors["d"])]
     decay = np.repeat(per_channel[1][:, None], states, 1)
     wanted, after = scanned(u[:, :inner], per_channel[0], decay, spread_b, spread_c, per_channel[2], kept[1])
     return sizes, arrays, wanted * silu(z[:, :inner]), after
@@ -479,30 +498,137 @@ def mamba2(size: int, states: int, groups: int, count: int, high: float) -> tupl
 @pytest.mark.parametrize(("count", "high"), [(1, 3.0e38), (40, 0.5)])
 def test_scan_of_mamba2(gpu: Gpu, states: int, groups: int, count: int, high: float) -> None:
     sizes, arrays, wanted, after = mamba2(7, states, groups, count, high)
-    [(text, grid, _)] = recurrence(sizes, one=False, chunked=False)
+    [(text, grid, _)] = recurrence(sizes, chunked=False)
     y, new = run(gpu, text, arrays, grid, "Y", "SSM")
     close(y, wanted)
     close(new[1], after)
     assert (new[0] == arrays["SSM"][0]).all()
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_mamba2_of_streams(any_gpu: Gpu, groups: int) -> None:
-    """Each with the state in its slot, bit for bit what it is alone."""
-    slots = [3, 0, 2]
-    sizes, arrays, _, _ = mamba2(40, 16, groups, len(slots), 0.5)
-    [(text, (x, _), tokens)] = recurrence(sizes, one=True, chunked=True)
-    assert tokens == 1
-    kept = normal(4, *arrays["SSM"].shape[1:])
-    arrays |= {"SSM": kept, "CTL": stepped([7, 8, 9], slots)}
-    y, new = run(any_gpu, text, arrays, (x, len(slots)), "Y", "SSM")
+def going_on(v: dict[str, Any], cut: Slices, eps: bool = False, **tiling: Any) -> dict[str, Any]:
+    """What a kernel is told of the product that it goes on with."""
+    sizes = {"v": v, "v_unit": cut.unit, "v_slices": cut.count, "v_bias": None, "v_eps": EPS if eps else None}
+    return {**sizes, "threads_per_row": 16, "subgroups": False, **tiling}
+
+
+def sums_of(v: dict[str, Any], cut: Slices) -> dict[str, Array]:
+    """Where workgroups leave their sums, with what others left there, and the count of arrivals."""
+    return {"SUMS": normal(4 * cut.count * (-(-v["rows"] // 4) + 1)), "COUNT": np.zeros(64, np.uint32)}
+
+
+def cut_of(v: dict[str, Any], width: int = 0) -> Slices:
+    cut = slices_of(Placed(v["rows"], v["columns"], v["format"], ()), width)
+    assert cut is not None
+    return cut
+
+
+@pytest.mark.parametrize(("states", "groups", "size"), [(9, 2, 7), (16, 1, 40), (128, 2, 40)])
+def test_mamba2_step(any_gpu: Gpu, states: int, groups: int, size: int) -> None:
+    """Of three streams, each in a slot of its own."""
+    slots, vectors = [3, 0, 2], of_heads()
+    made = [mamba2(size, states, groups, 1, 0.5, vectors) for _ in slots]
+    sizes, inner = made[0][0], 4 * size
+    kept = normal(4, inner, states)
+    for (_, arrays, _, _), slot in zip(made, slots, strict=True):
+        kept[slot] = arrays["SSM"][1]
+    arrays = {name: np.concatenate([one[1][name] for one in made]) for name in ("U", "Z", "Y")}
+    arrays |= {"P": made[0][1]["P"], "SSM": kept, "CTL": stepped([7, 8, 9], slots)}
+    more = {"inner": inner, "wide": 32, "threads": 256, "per_thread": -(-states // 16), "v": None}
+    y, new = run(any_gpu, shader("mamba2_step", **sizes, **more), arrays, (-(-inner // 32), 3), "Y", "SSM")
     for i, slot in enumerate(slots):
-        one = {**arrays, **{name: arrays[name][i : i + 1] for name in ("U", "Z", "Y")}, "CTL": stepped([7], [slot])}
-        alone, state = run(any_gpu, text, one, (x, 1), "Y", "SSM")
-        assert (y[i] == alone[0]).all()
-        assert (new[slot] == state[slot]).all()
-        assert not (new[slot] == kept[slot]).any()
+        _, _, wanted, after = made[i]
+        close(y[i], wanted[0])
+        close(new[slot], after)
     assert (new[1] == kept[1]).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("scaled", "rows", "threads", "subgroups"), [(True, 60, 16, False), (False, 37, 8, False), (True, 37, 8, True)]
+)
+def test_mamba2_step_that_goes_on(
+    any_gpu: Gpu, fmt: Format, scaled: bool, rows: int, threads: int, subgroups: bool
+) -> None:
+    """Bit for bit the step, and the product after it."""
+    if subgroups and threads > any_gpu.subgroup:
+        pytest.skip(f"subgroups of {any_gpu.found.name} may have {any_gpu.subgroup} threads")
+    tiling = {"threads_per_row": threads, "subgroups": subgroups}
+    vectors, inner = of_heads(), 160
+    sizes, arrays, _, _ = mamba2(40, 16, 1, 1, 0.5, vectors)
+    weights, _, v = matrix(rows, inner, fmt)
+    cut = cut_of(v)
+    gain, bias = normal(inner), normal(rows)
+    arrays["P"], at = packed(**vectors, gain=gain, bias=bias)
+    x = normal(rows)
+    arrays |= {"X": x, "CTL": stepped([7], [1])}
+    wide = cut.unit * VALUES[fmt]
+    more: dict[str, Any] = {"inner": inner, "wide": wide, "threads": 256, "per_thread": 1}
+    grid = (-(-inner // wide),)
+    y, plain = run(any_gpu, shader("mamba2_step", **sizes, **more, v=None), arrays, grid, "Y", "SSM")
+    end = {"gain": at["gain"] if scaled else None, "bias": at["bias"], "unit": cut.unit, "end": "add"}
+    text = matvec(v, **end, **tiling, rows_per_thread=4)
+    [wanted] = run(
+        any_gpu, text, {**weights, "P": arrays["P"], "X": y, "Y": x}, (-(-rows // (64 // threads * 4)),), "Y"
+    )
+
+    arrays |= {"V": weights["W"], "T": weights.get("S", x), **sums_of(v, cut)}
+    spread = {**going_on(v, cut, scaled, **tiling), "v_gain": at["gain"] if scaled else None, "v_bias": at["bias"]}
+    text = shader("mamba2_step", **sizes, **more, **spread)
+    found, state, count = run(any_gpu, text, arrays, grid, "X", "SSM", "COUNT")
+    assert (found == wanted).all()
+    assert (state == plain).all()
+    assert not (found == x).any()
+    assert not count.any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("end", "inner", "hidden", "threads", "rows_each"),
+    [("swiglu", 33, 60, 8, 2), ("relu2", 320, 37, 16, 4), ("swiglu", 2100, 64, 16, 4)],
+)
+def test_mlp(any_gpu: Gpu, fmt: Format, end: str, inner: int, hidden: int, threads: int, rows_each: int) -> None:
+    """Bit for bit its two products, and what numpy gives."""
+    up, w, sizes = matrix(2 * inner if end == "swiglu" else inner, hidden, fmt)
+    down, w_down, v = matrix(hidden, inner, fmt)
+    cut = cut_of(v)
+    x, gain, bias, last = normal(hidden), normal(hidden), normal(sizes["rows"]), normal(hidden)
+    p, at = packed(gain=gain, bias=bias, last=last)
+    tiling: dict[str, Any] = {"threads_per_row": threads, "rows_per_thread": rows_each}
+    groups = 64 // threads * rows_each
+    first = {"gain": at["gain"], "bias": at["bias"], "end": end}
+    arrays = {**up, "P": p, "X": x, "Y": np.zeros(inner, np.float32)}
+    [h] = run(any_gpu, matvec(sizes, **first, **tiling), arrays, (-(-sizes["rows"] // groups),), "Y")
+    text = matvec(v, end="add", bias=at["last"], unit=cut.unit, **tiling)
+    [plain] = run(any_gpu, text, {**down, "P": p, "X": h, "Y": x}, (-(-hidden // groups),), "Y")
+
+    more = {"threads": 16 * threads, "streams": 1, "unit": 1, "eps": EPS, **first, **going_on(v, cut), **tiling}
+    text = shader("mlp", **sizes, **more | {"v_bias": at["last"]})
+    arrays = {**up, "P": p, "X": x, "V": down["W"], "T": down.get("S", x), **sums_of(v, cut)}
+    found, count = run(any_gpu, text, arrays, (cut.count,), "X", "COUNT")
+    assert (found == plain).all()
+    assert not count.any()
+    wide = w @ normed(x, gain) + bias
+    act = np.maximum(wide, 0) ** 2 if end == "relu2" else silu(wide[:inner]) * wide[inner:]
+    close(found, w_down @ act + last + x)
+
+
+def test_slices_of_a_product() -> None:
+    """Granite's down, out and o are cut into 64 slices at most; what makes too many sums, or breaks blocks, is not."""
+
+    def cut(rows: int, columns: int, fmt: Format, width: int = 0) -> tuple[int, int] | None:
+        found = slices_of(Placed(rows, columns, fmt, ()), width)
+        return None if found is None else (found.unit, found.count)
+
+    assert cut(768, 2048, "int8") == (2, 64)
+    assert cut(768, 2048, "int4") == (2, 32)
+    assert cut(768, 2048, "f16") == (4, 64)
+    assert cut(576, 8192, "int8") == (8, 64)
+    assert cut(768, 33, "f32") == (8, 2)
+    assert cut(768, 768, "int8", 64) == (4, 12)
+    assert cut(768, 768, "int4", 32) is None
+    assert cut(768, 720, "int8", 60) is None
+    assert cut(4096, 2048, "int8") is None
+    assert cut(64, 65 * 64, "int8", 64) is None
 
 
 @pytest.mark.parametrize("states", [9, 32, 128])
@@ -516,7 +642,7 @@ def test_mamba2_by_chunks(gpu: Gpu, states: int, size: int, groups: int, count: 
     arrays |= {name: np.zeros((count, heads), np.float32) for name in ("DT", "LOGS")}
     arrays["CHUNKS"] = np.full((-(-count // CHUNK), inner, states), np.nan, np.float32)
     changed = (("DT", "LOGS"), ("CHUNKS",), ("CHUNKS", "SSM"), ("Y",))
-    for (text, (x, y), tokens), names in zip(recurrence(sizes, one=False, chunked=True), changed, strict=True):
+    for (text, (x, y), tokens), names in zip(recurrence(sizes, chunked=True), changed, strict=True):
         grid = (x, -(-count // tokens) if tokens else y)
         arrays |= dict(zip(names, run(gpu, text, arrays, grid, *names), strict=True))
     close(arrays["Y"], wanted)
@@ -574,7 +700,6 @@ def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool) -> 
     text = shader(
         "rotate",
         **PAGED,
-        one=False,
         heads=heads,
         kv_heads=kv,
         head_dim=dim,
@@ -641,28 +766,82 @@ def test_attention(gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position
         close(found[t], attended(qkv[t, :heads], rows_of(key, tables[1])[rows], rows_of(value, tables[1])[rows]))
 
 
+def stepping(half: bool, heads: int, kv: int, dim: int, qk_norm: bool, rotated: int) -> tuple[Any, dict[str, Array]]:
+    """What the attention of a step is told, and its tables and vectors."""
+    angles = normal(PAGES * PAGE, rotated // 2)
+    gains = (1 + normal(dim, scale=0.1), 1 + normal(dim, scale=0.1)) if qk_norm else (None, None)
+    p, at = packed(q_norm=gains[0], k_norm=gains[1])
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv, "head_dim": dim, "half": half, "rotated": rotated}
+    sizes |= {**PAGED, **at, "qk_eps": EPS if qk_norm else None, "per_thread": -(-dim // 64)}
+    return sizes, {"P": p, "COS": np.cos(angles), "SIN": np.sin(angles)}
+
+
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 16), (3, 1, 70)])
-@pytest.mark.parametrize("positions", [(0, 63, 64), (255, 256, 31)])
+@pytest.mark.parametrize(
+    ("heads", "kv", "dim", "rotated", "qk_norm", "positions"),
+    [(6, 2, 16, 16, False, (0, 63, 64)), (3, 1, 70, 0, True, (255, 256, 31)), (2, 2, 24, 6, True, (0, 319, 128))],
+)
 def test_attention_of_streams(
-    any_gpu: Gpu, half: bool, heads: int, kv: int, dim: int, positions: Sequence[int]
+    any_gpu: Gpu, half: bool, heads: int, kv: int, dim: int, rotated: int, qk_norm: bool, positions: Sequence[int]
 ) -> None:
-    """A page to a workgroup. What a page without rows left from before does not count."""
+    """Bit for bit as by the shaders of a prefill in what goes into the caches, and as if it had come out of them."""
     slots = [2, 0, 3]
+    sizes, tables = stepping(half, heads, kv, dim, qk_norm, rotated)
     qkv = normal(3, heads + 2 * kv, dim, scale=dim**-0.25)
-    key, value, tables = caches(half, kv, dim, 4)
-    sizes = {"heads": heads, "head_dim": dim, **PAGED, "one": True}
-    text = shader("attention", **sizes, kv_heads=kv, half=half, per_thread=-(-dim // 64))
+    *before, pages = caches(half, kv, dim, 4)
+    for cache in before:
+        for position, slot in zip(positions, slots, strict=True):  # what comes after its own row does not count
+            at = np.repeat(pages[slot], PAGE) * PAGE + np.tile(np.arange(PAGE), PAGES)
+            cache[at[position:]] = np.nan
+    words = stepped(positions, slots, pages)
     left = np.full((3, heads, PAGES, dim + 2), 1e9, np.float32)
-    words = stepped(positions, slots, tables)
-    arrays: dict[str, Array] = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": words, "Y": left}
-    [found] = run(any_gpu, text, arrays, (heads, 3 * PAGES), "Y")
-    arrays = {"PARTS": found, "CTL": words, "Y": np.zeros((3, heads, dim), np.float32)}
-    [merged] = run(any_gpu, shader("attention_merge", **sizes), arrays, (heads, 3), "Y")
+    arrays: dict[str, Array] = {"QKV": qkv, "KEY": before[0], "VALUE": before[1], "CTL": words, "PARTS": left, **tables}
+    text = shader("attention", **sizes, one=True, end="apart")
+    grid = (heads, 3 * PAGES)
+    found, key, value = run(any_gpu, text, arrays, grid, "PARTS", "KEY", "VALUE")
+    merging = {"PARTS": found, "CTL": words, "Y": np.zeros((3, heads, dim), np.float32)}
+    [merged] = run(any_gpu, shader("attention_merge", **sizes), merging, (heads, 3), "Y")
+    here = {**arrays, "Y": np.zeros((3, heads, dim), np.float32), "COUNT": np.zeros(64, np.uint32)}
+    text = shader("attention", **sizes, one=True, end="here")
+    y, count, *again = run(any_gpu, text, here, grid, "Y", "COUNT", "KEY", "VALUE")
+    assert (y == merged).all()
+    assert not count.any()
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(again, (key, value), strict=True))
     for i, (position, slot) in enumerate(zip(positions, slots, strict=True)):
         assert (found[i, :, position // PAGE + 1 :] == 1e9).all()
-        rows = [rows_of(cache, tables[slot])[: position + 1] for cache in (key, value)]
-        close(merged[i], attended(qkv[i, :heads], *rows))
+        one = {**arrays, "QKV": qkv[i : i + 1], "CTL": control(position, 1, slot=slot, tables=pages)}
+        q, *own = run(any_gpu, shader("rotate", **sizes), one, (heads + 2 * kv, 1), "QKV", "KEY", "VALUE")
+        rows = [rows_of(cache, pages[slot])[: position + 1] for cache in (key, value)]
+        for made, wanted in zip(rows, own, strict=True):
+            assert made.tobytes() == rows_of(wanted, pages[slot])[: position + 1].tobytes()
+        close(merged[i], attended(q[0, :heads], *rows))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("position", "hidden"), [(5, 60), (200, 37)])
+def test_attention_that_goes_on(any_gpu: Gpu, fmt: Format, position: int, hidden: int) -> None:
+    """Bit for bit the attention, and the product after it."""
+    heads, kv, dim = 6, 2, 64
+    sizes, tables = stepping(True, heads, kv, dim, False, 64)
+    weights, _, v = matrix(hidden, heads * dim, fmt)
+    cut, x, bias = cut_of(v, dim), normal(hidden), normal(hidden)
+    tables["P"], at = packed(o=bias)
+    key, value, pages = caches(True, kv, dim, 2)
+    arrays = {"QKV": normal(1, heads + 2 * kv, dim, scale=dim**-0.25), "KEY": key, "VALUE": value, **tables}
+    arrays |= {"CTL": stepped([position], [1], pages), "PARTS": np.full((heads, PAGES, dim + 2), 1e9, np.float32)}
+    arrays |= {"Y": np.zeros((heads, dim), np.float32), "COUNT": np.zeros(64, np.uint32)}
+    grid = (heads, PAGES)
+    y, plain = run(any_gpu, shader("attention", **sizes, one=True, end="here"), arrays, grid, "Y", "KEY")
+    text = matvec(v, end="add", bias=at["o"], unit=cut.unit)
+    [wanted] = run(any_gpu, text, {**weights, "P": tables["P"], "X": y, "Y": x}, (-(-hidden // 16),), "Y")
+
+    arrays |= {"X": x, "V": weights["W"], "T": weights.get("S", x), **sums_of(v, cut)}
+    spread = going_on(v, cut) | {"v_bias": at["o"]}
+    text = shader("attention", **sizes, **spread, one=True, end="spread")
+    found, new, count = run(any_gpu, text, arrays, grid, "X", "KEY", "COUNT")
+    assert (found == wanted).all()
+    assert (new == plain).all()
+    assert not count.any()
 
 
 def test_scores_of_any_size_are_weighed(gpu: Gpu) -> None:

@@ -1,0 +1,100 @@
+{# The sums of rows `base` to `base` + RPT for rows `row` on of x. Of TPR threads each takes every TPR-th unit of blocks, from
+   its `lane` on: units are summed up by themselves, then those of a thread, then those of the threads. #}
+  {% for i in range(rows_per_thread) %}
+  let r{{ i }} = row_of(base + {{ i }}u) * KB;
+  {% for c in range(streams) %}
+  var a{{ i }}_{{ c }} = 0.0;
+  {% endfor %}
+  {% endfor %}
+  {% for c in range(streams) if gain is not none %}
+  var squares{{ c }} = 0.0;
+  {% endfor %}
+  for (var u = lane; u * {{ unit }}u < KB; u += TPR) {
+    {% for c in range(streams) %}
+    {% for i in range(rows_per_thread) %}
+    var u{{ i }}_{{ c }} = 0.0;
+    {% endfor %}
+    {% if gain is not none %}
+    var q{{ c }} = 0.0;
+    {% endif %}
+    {% endfor %}
+    {% if unit > 1 %}
+    for (var b = u * {{ unit }}u; b < min(u * {{ unit }}u + {{ unit }}u, KB); b++) {
+    {% else %}
+    {
+      let b = u;
+    {% endif %}
+      {% for i in range(rows_per_thread) %}
+      let w{{ i }} = W[r{{ i }} + b];
+      {% for c in range(streams) %}
+      var s{{ i }}_{{ c }} = 0.0;
+      {% endfor %}
+      {% endfor %}
+      {% for j in range(values // 4) %}
+      {
+        let k = b * {{ values // 4 }}u + {{ j }}u;
+        {% if gain is not none and columns % 4 == 0 and columns == blocks * values %}
+        let g = P[{{ gain // 4 }}u + k];
+        {% elif gain is not none %}
+        let g = P[min({{ gain // 4 }}u + k, arrayLength(&P) - 1u)];
+        {% endif %}
+        {% for c in range(streams) %}
+        var x{{ c }} = loaded(row + {{ c }}u, k);
+        {% if gain is not none %}
+        q{{ c }} += dot(x{{ c }}, x{{ c }});
+        x{{ c }} *= g;
+        {% endif %}
+        {% endfor %}
+        {% for i in range(rows_per_thread) %}
+        {
+          let v = {{ weights.part(format, "w%d" % i, j) }};
+          {% for c in range(streams) %}
+          s{{ i }}_{{ c }} += dot(v, x{{ c }});
+          {% endfor %}
+        }
+        {% endfor %}
+      }
+      {% endfor %}
+      {% for i in range(rows_per_thread) %}
+      {
+        {% if format == "int4" %}
+        let scale = scale_S(r{{ i }} + b);
+        {% endif %}
+        {% for c in range(streams) %}
+        u{{ i }}_{{ c }} = {{ "fma(s%d_%d, scale, u%d_%d)" % (i, c, i, c) if format == "int4" else "u%d_%d + s%d_%d" % (i, c, i, c) }};
+        {% endfor %}
+      }
+      {% endfor %}
+    }
+    {% for c in range(streams) %}
+    {% for i in range(rows_per_thread) %}
+    a{{ i }}_{{ c }} += u{{ i }}_{{ c }};
+    {% endfor %}
+    {% if gain is not none %}
+    squares{{ c }} += q{{ c }};
+    {% endif %}
+    {% endfor %}
+  }
+  {% if subgroups %}
+  var totals: array<f32, RPT * STREAMS>;
+  var scales: array<f32, STREAMS>;
+  {% for c in range(streams) %}
+  {% for i in range(rows_per_thread) %}
+  totals[{{ i * streams + c }}] = over_threads(a{{ i }}_{{ c }});
+  {% endfor %}
+  {% if gain is not none %}
+  scales[{{ c }}] = inverseSqrt(over_threads(squares{{ c }}) / f32(K) + {{ eps }});
+  {% endif %}
+  {% endfor %}
+  {% else %}
+  {% for c in range(streams) %}
+  {% for i in range(rows_per_thread) %}
+  sums[{{ (i * streams + c) * threads }}u + li] = a{{ i }}_{{ c }};
+  {% endfor %}
+  {% if gain is not none %}
+  sums[{{ (rows_per_thread * streams + c) * threads }}u + li] = squares{{ c }};
+  {% endif %}
+  {% endfor %}
+  workgroupBarrier();
+  let first = li - lane;
+  {% endif %}

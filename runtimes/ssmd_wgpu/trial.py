@@ -1,0 +1,64 @@
+"""A trial of a model on a GPU: whether a stream gives the same bits in a step of its own and among others.
+
+The shaders sum in one order however many streams there are. A compiler that nobody tested might see it otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from ssmd.runtime.hoststate.graph import GraphError
+from ssmd_wgpu.model import Model
+from ssmd_wgpu.slots import STREAMS, Slot
+
+log = logging.getLogger(__name__)
+_TOKENS = 3
+
+
+def tried(model: Model) -> Model:
+    """The model, simplified until streams do not depend on their company. Raises GraphError if the device does."""
+    if not alike(model):
+        log.warning("streams differ in company on %s: products are not fused", model.gpu.found.description)
+        model.simplify(together=True)
+        if not alike(model):
+            log.warning("they still differ: streams are decoded one after another")
+            model.simplify(together=False)
+    model.slots.trim()
+    return model
+
+
+def alike(model: Model) -> bool:
+    """Whether logits of some tokens are the same, of one stream alone and of 2, 4 or 8 together."""
+    tokens = np.arange(STREAMS * _TOKENS, dtype=np.int32).reshape(_TOKENS, STREAMS) * 7919 % model.plan.vocabulary
+    alone = [_decoded(model, tokens[:, i : i + 1]) for i in range(STREAMS)]
+    for count in (2, 4, 8):
+        try:
+            if _decoded(model, tokens[:, :count]) != b"".join(alone[:count]):
+                return False
+        except GraphError:
+            if not model.gpu.answers():
+                raise
+            return True  # no memory for so many
+    return True
+
+
+def _decoded(model: Model, tokens: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> bytes:
+    """The logits of each stream after its tokens (tokens, streams)."""
+    count = tokens.shape[1]
+    slots: list[Slot] = []
+    logits: list[list[bytes]] = [[] for _ in range(count)]
+    try:
+        for _ in range(count):
+            slots.append(model.slots.take())
+            model.slots.reserve(slots[-1], len(tokens))
+        for position, ids in enumerate(tokens):
+            model.slots.feed(slots, [position] * count, ids)
+            rows = model.gpu.recorder.read(model.step(count, 1), [model.logits(i) for i in range(count)])
+            for own, row in zip(logits, rows, strict=True):
+                own.append(row.tobytes())
+    finally:
+        for slot in slots:
+            model.slots.give(slot)
+    return b"".join(part for own in logits for part in own)
