@@ -1,20 +1,25 @@
-"""The wgpu runtime on the adapter that it finds, at the shapes of four models with random weights: dispatches, what
-recording them costs, tokens/s and the share of memory bandwidth.
+"""The wgpu runtime on the adapter that it finds, at the shapes of four models with random weights: dispatches and what
+recording them costs; decode of 1, 4 and 8 streams, a prompt, and the share of memory bandwidth.
 
     python benchmarks/gpu.py [MODEL…] [--device NAME] [--quant f16,int8,int4] [--count] [--json FILE]
 
-It needs ssmd's wheel with the extra `wgpu`, nothing else. `--count`: nothing is computed, for
-adapters that are software. Bandwidth is that of a shader that reads 1 GiB, beside what a plain copy reads and writes.
-Decode: a token at a time, logits read back at each. A share of bandwidth counts weights and state, both read once a
-token and the recurrent state written once. Medians.
+It needs ssmd's wheel with the extra `wgpu`, nothing else, and prints tables as they stand in docs/wgpu.md; the model
+that it is at goes to standard error. `--count`: nothing is computed, for adapters that are software. Bandwidth is that
+of a shader that reads 1 GiB, beside what a plain copy reads and writes. Decode: a token of each stream at a time, with
+their logits read back. A share of bandwidth counts weights, read once a step, and the streams' recurrent states, read
+and written. Medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
+import sys
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,13 +30,17 @@ from ssmd.model.state import StateSpec
 from ssmd_wgpu import pack
 from ssmd_wgpu.build import packed_plan
 from ssmd_wgpu.device import Gpu, choose
+from ssmd_wgpu.library import package_version
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import HARDWARE, SOFTWARE
 from ssmd_wgpu.recorder import Copy, Region, dispatch
+from ssmd_wgpu.trial import tried
 from ssmd_wgpu.tuning import tuned
 
 PROMPT, MOST = 512, 256
+ROWS = 1024  # of a cache
+STREAMS = 1, 4, 8
 MAMBA = {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "tie_word_embeddings": True}
 SHAPES: dict[str, dict[str, Any]] = {
     "mamba-130m": MAMBA | {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 24, "vocab_size": 50280},
@@ -122,52 +131,87 @@ def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, rea
         gpu.write = lambda *_: None  # type: ignore[method-assign] # all buffers are there, none is filled
     begin = time.perf_counter()
     half = quantization != "f32"
-    tiling = (SOFTWARE if gpu.found.software else HARDWARE) if counting else tuned(gpu, quantization)
+    software = gpu.found.software
+    tiling = (SOFTWARE if software else replace(HARDWARE, fused=True)) if counting else tuned(gpu, quantization)
     model = Model(gpu, plan, cast(pack.Weights, weights), MOST, half, tiling)
+    if not (counting or software):
+        model = tried(model)
     load_s = time.perf_counter() - begin
     spec: StateSpec = plan.spec("float16" if half else "float32")
-    slot = model.slots.take()
-    model.slots.reserve(slot, 1024)
-    step = model.step(1, len(slot.pages))
+    slots = [model.slots.take() for _ in range(max(STREAMS))]
+    for slot in slots:
+        model.slots.reserve(slot, ROWS)
+    steps = {n: model.step(n, len(slots[0].pages)) for n in STREAMS}
     row: dict[str, Any] = {
         "model": name,
         "quant": quantization,
         "weights_mb": weights.nbytes / 1e6,
-        "dispatches": len(step),
+        "dispatches": {n: len(step) for n, step in steps.items()},
         "prefill_dispatches": len(model.prefill(MOST)),
-        "tiling": str(tiling),
+        "tiling": str(model.tiling),
+        "fused": model.tiling.fused and gpu.coherent,
+        "together": model.tiling.together,
         "weight_reads_per_prompt_token": -(-MOST // tiling.tile) / MOST,
         "load_s": load_s,
     }
     times = 100 if counting else 20
-    empty = [(p, a, b, 0, 0, wrapped) for p, a, b, _, _, wrapped in step]  # the same recording, and no work
-    row["record_us"] = 1e6 * median_s(lambda: gpu.recorder.submit(empty), times) / len(step)
+    few = steps[1][:100]  # a buffer that is recorded is filled with zeros: not those of a large model, for that
+    empty = [(p, a, b, 0, 0, wrapped) for p, a, b, _, _, wrapped in few]  # the same recording, and no work
+    row["record_us"] = 1e6 * median_s(lambda: gpu.recorder.submit(empty), times) / len(empty)
     if counting:
         return row
     position = 0
 
-    def decode() -> None:
+    def decode(n: int) -> None:
         nonlocal position
-        model.slots.feed([slot], [position % 900], np.array([5], np.int32))
-        gpu.recorder.read(step, [model.logits(0)])
+        model.slots.feed(slots[:n], [position % (ROWS - MOST)] * n, np.full(n, 5, np.int32))
+        gpu.recorder.read(steps[n], [model.logits(i) for i in range(n)])
         position += 1
 
     def prompt() -> None:
         for at in range(0, PROMPT, MOST):
-            model.slots.feed([slot], [at], np.full(MOST, 7, np.int32))
+            model.slots.feed(slots[:1], [at], np.full(MOST, 7, np.int32))
             gpu.recorder.read(model.slots.dispatches(model.prefill(MOST), MOST), [model.logits(0)])
 
-    token_s = median_s(decode, 7 if gpu.found.software else 64)
-    prompt_s = median_s(prompt, 1 if gpu.found.software else 5)
+    step_s = {n: median_s(lambda n=n: decode(n), 5 if software else 64) for n in STREAMS}
     recurrent = sum(t.nbytes_at(0) for t in spec.recurrent)
-    moved = weights.nbytes + 2 * recurrent
-    row |= {
-        "decode_tok_s": 1 / token_s,
-        "bandwidth_share": moved / token_s / 1e9 / read_gb_s,
-        "prefill_tok_s": PROMPT / prompt_s,
-        "prefill_over_decode": PROMPT / prompt_s * token_s,
-    }
+    row["step_ms"] = {n: 1e3 * s for n, s in step_s.items()}
+    row["decode_tok_s"] = {n: n / s for n, s in step_s.items()}
+    row["bandwidth_share"] = {n: (weights.nbytes + 2 * n * recurrent) / s / 1e9 / read_gb_s for n, s in step_s.items()}
+    row["prefill_tok_s"] = PROMPT / median_s(prompt, 1 if software else 5)
     return row
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def counts(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of what is recorded."""
+    streams = [f"{n} stream{'s' * (n > 1)}" for n in STREAMS]
+    head = ["model", "weights", "MB", *(f"dispatches, {s}" for s in streams), f"prefill of {MOST}", "recording one, us"]
+    cells = []
+    for r in rows:
+        steps = [str(r["dispatches"][n]) for n in STREAMS]
+        numbers = [*steps, str(r["prefill_dispatches"]), f"{r['record_us']:.1f}"]
+        cells.append([r["model"], r["quant"], f"{r['weights_mb']:,.0f}", *numbers])
+    return table(head, cells)
+
+
+def speeds(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of what is computed."""
+    streams = [f"{n} stream{'s' * (n > 1)}" for n in STREAMS]
+    head = ["model", "weights", *(f"ms a step, {s}" for s in streams), *(f"tokens/s, {s}" for s in streams)]
+    head += [*(f"of bandwidth, {s}" for s in streams), f"prompt of {PROMPT}, tokens/s", "tiling", "load, s"]
+    cells = []
+    for r in rows:
+        numbers = [f"{r['step_ms'][n]:.2f}" for n in STREAMS]
+        numbers += [f"{r['decode_tok_s'][n]:,.0f}" for n in STREAMS]
+        numbers += [f"{r['bandwidth_share'][n]:.0%}" for n in STREAMS]
+        how = f"{r['tiling']}{'; fused' if r['fused'] else ''}{'' if r['together'] else '; one by one'}"
+        cells.append([r["model"], r["quant"], *numbers, f"{r['prefill_tok_s']:,.0f}", how, f"{r['load_s']:.1f}"])
+    return table(head, cells)
 
 
 def main() -> None:
@@ -179,17 +223,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     found = choose(asked.device)
-    print(found.description, flush=True)
     probe = bandwidth(Gpu(found))
-    print(f"a shader reads {probe['read_gb_s']:.1f} GB/s, a copy moves {probe['copy_gb_s']:.1f} GB/s", flush=True)
     rows = []
     for name in asked.models:
         for quantization in asked.quant.split(","):
+            print(f"{name} {quantization} ...", file=sys.stderr, flush=True)
             rows.append(measured(Gpu(found), name, quantization, asked.count, probe["read_gb_s"]))
-            print(
-                "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()),
-                flush=True,
-            )
+    print(f"wgpu {package_version()}, {found.description}: a shader reads {probe['read_gb_s']:.1f} GB/s, ", end="")
+    print(f"a copy moves {probe['copy_gb_s']:.1f} GB/s. Medians, random weights, {platform.system()}.\n")
+    print(counts(rows))
+    if not asked.count:
+        print(f"\n{speeds(rows)}")
     if asked.json:
         asked.json.write_text(json.dumps({"adapter": found.description, **probe, "rows": rows}, indent=1))
 

@@ -21,6 +21,7 @@ import rendering
 import sampling
 import speculation
 import store_scale
+import tiny
 from conftest import TinyArtifacts
 from llama_library import Library, LibraryError, Llama
 from prompt_lookup import Step, steps
@@ -35,7 +36,7 @@ LLAMA = os.environ.get("SSMD_LLAMA_LIBRARY", "")
 def rows(printed: str) -> list[list[str]]:
     """The cells of all tables' rows, without heads."""
     lines = [re.split(r" *\| *", line)[1:-1] for line in printed.splitlines() if line.startswith("| ")]
-    return [cells for cells in lines if re.match(r"\d|litert|wgpu", cells[0])]
+    return [cells for cells in lines if re.match(r"\d|litert|wgpu|tiny", cells[0])]
 
 
 def test_decode(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,11 +83,28 @@ def test_runtimes_of_three_kinds(
 
 
 def test_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A token of granite-4.0-h-350m is to take 100 dispatches at most."""
     if not adapters():
         pytest.skip("no adapter here: apt install mesa-vulkan-drivers libvulkan1")
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "mamba2-130m", "--count", "--quant", "int8"])
+    monkeypatch.setattr(gpu, "bandwidth", lambda _: {"read_gb_s": 1.0, "copy_gb_s": 1.0})
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "granite-4.0-h-350m", "--count", "--quant", "int8"])
     gpu.main()
-    assert "dispatches " in capsys.readouterr().out
+    [counted] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| granite")]
+    assert counted.startswith("| granite-4.0-h-350m | int8 | 343 | 98 | 162 | 162 | 370 | ")
+
+
+def test_gpu_that_computes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one tiny model: streams one by one and together, and a prompt."""
+    if not adapters():
+        pytest.skip("no adapter here: apt install mesa-vulkan-drivers libvulkan1")
+    monkeypatch.setitem(gpu.SHAPES, "tiny", {"vocab_size": 384, "model_type": "granitemoehybrid", **tiny.GRANITE})
+    monkeypatch.setattr(gpu, "bandwidth", lambda _: {"read_gb_s": 1.0, "copy_gb_s": 1.0})
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "tiny", "--quant", "int4"])
+    gpu.main()
+    *_, (name, quant, *numbers, _, how, _) = rows(capsys.readouterr().out)
+    assert (name, quant, how) == ("tiny", "int4", "8x4, 64/2c; fused")
+    assert all(float(n.strip("%").replace(",", "")) >= 0 for n in numbers)
+    assert len(numbers) == 9
 
 
 def test_rendering(capsys: pytest.CaptureFixture[str]) -> None:
