@@ -38,6 +38,7 @@ class Model:
         self._weights.upload()
         self.embed = list(self._ops.embedding())
         self._steps: dict[int, list[Op]] = {}
+        self.step_s: dict[int, float] = {}  # what steps by kernels for so many streams took, where they were tried
         layers, head = range(len(plan.layers)), list(self._ops.head(self._logits, self._stride, 0))
         self._prefills = [
             [*self.embed, *(op for i in layers for op in self._ops.layer(i, 0, chunked=chunked)), *head]
@@ -50,6 +51,7 @@ class Model:
         self.tiling = replace(self.tiling, fused=False, together=together)
         self._ops = self._made_of(self.tiling)
         self._steps.clear()
+        self.step_s.clear()
         self.decode(1)
 
     def _made_of(self, tiling: Tiling) -> Operations:
@@ -95,7 +97,7 @@ class Model:
 
     def decode(self, count: int) -> Sequence[Op]:
         """The operations of a token of each of `count` streams, by kernels for 1, 2, 4 or 8, which are kept."""
-        streams = 1 << (count - 1).bit_length()
+        streams = columns(count)
         if streams not in self._steps:
             layers, stride = range(len(self.plan.layers)), self._stride
             made = [op for i in layers for op in self._ops.layer(i, streams)]
@@ -106,6 +108,15 @@ class Model:
         """The dispatches of a token of each of `count` streams, the longest of which has so many pages."""
         return self.slots.step(self.decode(count), count, pages)
 
+    def step_cost(self, streams: int) -> float:
+        """What steps of so many streams cost, where one of one is 1. Where that was not tried: the number of them."""
+        whole, rest = divmod(streams, STREAMS)
+        return sum(self._cost(n) for n in [STREAMS] * whole + [rest] * bool(rest))
+
+    def _cost(self, streams: int) -> float:
+        one, took = self.step_s.get(1), self.step_s.get(columns(streams))
+        return float(streams) if one is None or took is None or not self.tiling.together else took / one
+
     def logits(self, row: int) -> Region:
         """Where the logits of a step's stream are, those of a prefill in row 0."""
         return Region(self._logits.buffer, 4 * row * self._stride, 4 * self.plan.vocabulary)
@@ -115,3 +126,8 @@ class Model:
         """What an exact resume needs beside the build: other drivers, kernels and tilings sum in another order."""
         versions = f"wgpu {library.package_version()}, kernels {digest(SHADERS)[:8]}"
         return f"{versions}; {self.gpu.found.description}; {self.tiling}"
+
+
+def columns(streams: int) -> int:
+    """Streams of the kernels that a step of so many is computed by: 1, 2, 4 or 8."""
+    return 1 << (streams - 1).bit_length()

@@ -42,6 +42,10 @@ class WgpuProgram(CheckedProgram[Handled]):
         self.producer = self._loaded.producer
         self.handles = Handles(self.spec)
 
+    def step_cost(self, streams: int) -> float:
+        model = self._loaded
+        return super().step_cost(streams) if model is None else model.step_cost(streams)
+
     # steps of the contract
 
     def _new(self, tokens: int) -> Handled:

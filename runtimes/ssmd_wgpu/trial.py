@@ -1,4 +1,5 @@
-"""A trial of a model on a GPU: whether a stream gives the same bits in a step of its own and among others.
+"""A trial of a model on a GPU: whether a stream gives the same bits in a step of its own and among others, and what
+steps of several cost.
 
 The shaders sum in one order however many streams there are. A compiler that nobody tested might see it otherwise.
 """
@@ -6,6 +7,7 @@ The shaders sum in one order however many streams there are. A compiler that nob
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 
@@ -30,7 +32,9 @@ def tried(model: Model) -> Model:
 
 
 def alike(model: Model) -> bool:
-    """Whether logits of some tokens are the same, of one stream alone and of 2, 4 or 8 together."""
+    """Whether logits of some tokens are the same, of one stream alone and of 2, 4 or 8 together. The model is told how
+    long the shortest of these steps took.
+    """
     tokens = np.arange(STREAMS * _TOKENS, dtype=np.int32).reshape(_TOKENS, STREAMS) * 7919 % model.plan.vocabulary
     alone = [_decoded(model, tokens[:, i : i + 1]) for i in range(STREAMS)]
     for count in (2, 4, 8):
@@ -55,7 +59,9 @@ def _decoded(model: Model, tokens: np.ndarray[tuple[int, int], np.dtype[np.int32
             model.slots.reserve(slots[-1], len(tokens))
         for position, ids in enumerate(tokens):
             model.slots.feed(slots, [position] * count, ids)
-            rows = model.gpu.recorder.read(model.step(count, 1), [model.logits(i) for i in range(count)])
+            dispatches, begin = model.step(count, 1), time.perf_counter()
+            rows = model.gpu.recorder.read(dispatches, [model.logits(i) for i in range(count)])
+            model.step_s[count] = min(time.perf_counter() - begin, model.step_s.get(count, float("inf")))
             for own, row in zip(logits, rows, strict=True):
                 own.append(row.tobytes())
     finally:

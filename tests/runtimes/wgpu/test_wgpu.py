@@ -669,6 +669,7 @@ def test_streams_that_differ_in_company_are_kept_apart(
     one = WgpuRuntime().load(granite)
     assert model_of(one).tiling == replace(SOFTWARE, fused=fused, together=together)
     assert (model_of(one).slots._count, model_of(one).slots._page_count) == (1, 2)
+    assert set(model_of(one).step_s) == ({1, 2, 4, 8} if together else set())
     handles = [started(one, IDS[i : i + 20]) for i in range(4)]
     expected = []
     for i in range(4):
@@ -677,6 +678,18 @@ def test_streams_that_differ_in_company_are_kept_apart(
         one.release(alone)
     assert [row.tobytes() for row in one.decode(handles, [0, 1, 2, 3])] == expected
     one.close()
+
+
+def test_what_a_step_costs(loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as it has streams, where that was not tried, or they do not go together."""
+    model = model_of(loaded)
+    assert [loaded.step_cost(n) for n in (1, 3, 8, 20)] == [1, 3, 8, 20]
+    monkeypatch.setattr(model, "step_s", {1: 2.0, 2: 2.5, 4: 3.0})
+    assert [loaded.step_cost(n) for n in (1, 2, 3, 4, 5, 8)] == [1, 1.25, 1.5, 1.5, 5, 8]
+    monkeypatch.setattr(model, "step_s", {1: 2.0, 2: 2.5, 4: 3.0, 8: 4.0})
+    assert [loaded.step_cost(n) for n in (5, 8, 9, 20)] == [2, 2, 3, 5.5]
+    monkeypatch.setattr(model, "tiling", replace(model.tiling, together=False))
+    assert [loaded.step_cost(n) for n in (1, 8)] == [1, 8]
 
 
 def test_every_tiling_computes_the_same(
