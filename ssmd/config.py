@@ -125,7 +125,9 @@ class Settings(BaseSettings):
     device: str | None = Field(
         None, pattern=r"^[a-z0-9_.]{1,32}$", description="a device of the runtime; default: what the artifact is for"
     )
-    max_running: int = Field(8, ge=1, le=256, description="choices that decode at the same time")
+    max_running: int = Field(
+        8, ge=1, le=256, description="choices that decode at the same time; clients that have none get some more"
+    )
     max_queue: int = Field(512, ge=1, le=10_000, description="requests that wait; more are answered 503")
     max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 30, description="largest request body, bytes")
     quota: int = Field(

@@ -82,12 +82,14 @@ def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[E
         _within_quota(store)
     numbers = Metrics()
     numbers.loaded(artifact.manifest.name)
+    max_running, spare_lanes = affordable(program.spec, program.context, settings.max_running)
     engine = Engine(
         artifact,
         program,
         store,
         metrics=numbers,
-        max_running=affordable(program.spec, program.context, settings.max_running),
+        max_running=max_running,
+        spare_lanes=spare_lanes,
         max_queue=settings.max_queue,
         apart=not made_here,
     )

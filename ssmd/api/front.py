@@ -150,7 +150,7 @@ class Front:
 
         mark = await asyncio.to_thread(read_mark, http.headers, raw, caller.name)
         if not mark.repeats:
-            self._check(mark)
+            self._check(mark, client)
         delivery.check()
         asking = await read(lambda: self._look_at(raw))
         delivery.check()
@@ -172,10 +172,10 @@ class Front:
         attempt.follow(delivery, generation.asked.id)
         return asking, _head(generation)
 
-    def _check(self, mark: Mark) -> None:
+    def _check(self, mark: Mark, client: str) -> None:
         """Refuse before it is read what cannot be taken in. Raises Rejected."""
         try:
-            self._engine.check()
+            self._engine.check(client)
         except Rejected:
             self._repeats.remember_failure(mark.key.digest)
             raise

@@ -37,10 +37,13 @@ class Engine:
         *,
         metrics: Metrics,
         max_running: int = 8,
+        spare_lanes: int = 1,
         max_queue: int = 512,
         apart: bool = False,
     ) -> None:
-        """`apart`: the artifact may be a stranger's, so its template and tokenizer work in a process of their own.
+        """max_running: choices that decode at the same time. spare_lanes: so many more, one for each client that has
+        none while others have them all. `apart`: the artifact may be a stranger's, so its template and tokenizer work
+        in a process of their own.
 
         Raises TemplateError or TokenizerError.
         """
@@ -58,7 +61,9 @@ class Engine:
                 store, program, self._planner, tokenizer, metrics, build=manifest.build, wake=self._queue.wake
             )
         stops = frozenset(manifest.stop_tokens)
-        self._worker = Worker(program, self._queue, self._persistence, metrics, tokenizer, stops, max_running)
+        self._worker = Worker(
+            program, self._queue, self._persistence, metrics, tokenizer, stops, max_running, spare_lanes
+        )
 
     @property
     def draining(self) -> bool:
@@ -90,9 +95,9 @@ class Engine:
             steps = [once(self._planner.warm_up), self._persistence.warm_up(tokens)]
         self._worker.start(WarmUp(steps))
 
-    def check(self) -> None:
-        """Check that a request would be taken in now. Raises Rejected."""
-        self._queue.check()
+    def check(self, client: str) -> None:
+        """Check that a request of this client would be taken in now. Raises Rejected."""
+        self._queue.check(client)
 
     def runs_others(self, client: str) -> bool:
         """Whether answers of other clients than this one are under way."""
@@ -107,12 +112,12 @@ class Engine:
         called now and then while it blocks, to raise when nobody waits for it any more.
         """
         started = time.perf_counter()
-        self.check()
+        self.check(request.client)
         try:
             prompt = self._planner.plan(request, go_on)
         except Rejected:
             if self.draining:  # which ended what it was prepared in
-                self.check()
+                self.check(request.client)
             raise
         asked = Asked(request, prompt, deliver, started)
         generation = Generation(asked, self._persistence.begin(asked), self._queue.leave)

@@ -1,4 +1,4 @@
-"""How many choices may decode at the same time: as many as there is memory for."""
+"""How many choices may decode at the same time, and how many for who would have none: as there is memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ SIDES = 2  # of a recurrent state: one is read, the other written
 PART = 0.75  # of the free memory
 
 
-def affordable(spec: StateSpec, context: int | None, asked: int, free: int | None = None) -> int:
-    """How many of the choices asked for there is memory for, one at least; says so if they are fewer.
+def affordable(spec: StateSpec, context: int | None, asked: int, free: int | None = None) -> tuple[int, int]:
+    """How many of the choices asked for there is memory for, one at least; says so if they are fewer. And how many
+    spare lanes beside them: as many again, or what memory there is for, one at least.
 
     `free`: bytes that can still be taken; by default what the system tells.
     """
@@ -23,11 +24,14 @@ def affordable(spec: StateSpec, context: int | None, asked: int, free: int | Non
     tokens = TOKENS if context is None else min(context, TOKENS)
     rows = sum(t.nbytes_at(tokens) * 4 // t.numpy_dtype.itemsize + t.nbytes_at(tokens) for t in spec.rows)
     each = SIDES * sum(t.nbytes_at(0) for t in spec.recurrent) + rows  # rows as float32, and as they are stored
-    if free is None or asked * each <= PART * free:
-        return asked
-    found = max(1, int(PART * free) // each)
+    if free is None:
+        return asked, asked
+    fitting = int(PART * free) // each
+    if fitting >= asked:
+        return asked, max(1, min(asked, fitting - asked))
+    found = max(1, fitting)
     log.warning(
         "there is memory for %d choices at the same time, not for %d: %s are free, and one of %d tokens takes %s",
         *(found, asked, show_size(free), tokens, show_size(each)),
     )
-    return found
+    return found, 1

@@ -18,7 +18,8 @@ _TIMED = 32  # requests whose leaving the queue tells how fast it moves
 
 
 class Queue:
-    """Thread-safe. Clients take turns: who asks much waits for the others, not they for him.
+    """Thread-safe. Clients take turns: who asks much waits for the others, not they for him. When it is full a client
+    with few gets the place of the newest request of the one with the most.
 
     `draining`: nobody is taken in any more; `closing`: the worker is to stop.
     """
@@ -27,7 +28,7 @@ class Queue:
         """`limit`: how many may wait."""
         self.draining = self.closing = False
         self._limit = limit
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # over a lock that who holds it may take again
         self._waiting: dict[str, deque[Generation]] = {}  # by client, whose turn it is first
         self._count = 0
         self._departed: deque[Generation] = deque()
@@ -38,20 +39,24 @@ class Queue:
         """How many wait."""
         return self._count
 
-    def check(self) -> None:
-        """Check that a request would be taken in now. Raises Rejected."""
-        if self.draining:
-            raise unavailable("the server is shutting down", "shutting_down")
-        if self._count >= self._limit:
-            raise unavailable(
-                f"{self._limit} requests are waiting already; try again later", "queue_full", self._retry_after_s()
-            )
+    def check(self, client: str) -> None:
+        """Check that a request of this client would be taken in now. Raises Rejected."""
+        with self._changed:
+            if self.draining:
+                raise unavailable("the server is shutting down", "shutting_down")
+            if self._count >= self._limit and self._with_most(client) is None:
+                raise self._full()
 
     def put(self, generation: Generation) -> None:
         """Take a request in, to wait for the worker. Raises Rejected."""
+        client = generation.asked.request.client
         with self._changed:
-            self.check()
-            self._waiting.setdefault(generation.asked.request.client, deque()).append(generation)
+            self.check(client)
+            if self._count >= self._limit and (most := self._with_most(client)) is not None:
+                last = self._waiting[most][-1]
+                last.progress.error = self._full()
+                self._give_up(last)
+            self._waiting.setdefault(client, deque()).append(generation)
             self._count += 1
             self.unfinished += 1
             self._changed.notify_all()
@@ -83,15 +88,9 @@ class Queue:
     def leave(self, generation: Generation) -> None:
         """Give up a place: nobody waits for the answer any more. Nothing, if the worker has it already."""
         with self._changed:
-            mine = self._waiting.get(generation.asked.request.client, deque())
-            if generation not in mine:
-                return
-            mine.remove(generation)
-            if not mine:
-                del self._waiting[generation.asked.request.client]
-            self._count -= 1
-            self._departed.append(generation)
-            self._changed.notify_all()
+            if generation in self._waiting.get(generation.asked.request.client, ()):
+                self._give_up(generation)
+                self._changed.notify_all()
 
     @property
     def any_departed(self) -> bool:
@@ -99,7 +98,7 @@ class Queue:
         return bool(self._departed)
 
     def departed(self) -> Generation | None:
-        """One of those that gave up their places, to be told its end. The worker's alone."""
+        """One of those that gave up their places, or lost them, to be told its end. The worker's alone."""
         return self._departed.popleft() if self._departed else None
 
     def told(self) -> None:
@@ -125,6 +124,26 @@ class Queue:
             self._changed.wait_for(lambda: self.unfinished == 0, timeout=grace_s)
             self.closing = True
             self._changed.notify_all()
+
+    def _give_up(self, generation: Generation) -> None:
+        client = generation.asked.request.client
+        self._waiting[client].remove(generation)
+        if not self._waiting[client]:
+            del self._waiting[client]
+        self._count -= 1
+        self._departed.append(generation)
+
+    def _with_most(self, client: str) -> str | None:
+        """Whose newest gives way to one of this client; None where nobody would have more left than this one has."""
+        if not self._waiting:
+            return None
+        most = max(self._waiting, key=lambda other: len(self._waiting[other]))
+        return most if len(self._waiting[most]) > len(self._waiting.get(client, ())) + 1 else None
+
+    def _full(self) -> Rejected:
+        return unavailable(
+            f"{self._limit} requests are waiting already; try again later", "queue_full", self._retry_after_s()
+        )
 
     def _retry_after_s(self) -> int:
         """After how long some places are free, by how long the last ones took."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from ssmd.engine.choice import Choice
 from ssmd.engine.generation import Generation
 
-SPARE_LANES = 1  # for who has none, while others have them all
 CREDIT_S = 1.0  # for which a client may read prompts beside others' answers at once
 REFILL = 0.03  # of the time: a piece of 64 tokens takes as long as a step for two, so one step in 30 has one in it
 FAIR = 1.5  # times as long as for one may a step take that has more than a token for each client
@@ -21,11 +20,12 @@ Open = tuple[Generation, Choice]
 
 
 class Shares:
-    """The worker's alone. max_running: choices that decode at the same time. step_cost: of a decode step, by how many
-    take it, where that of one is 1."""
+    """The worker's alone. max_running: choices that decode at the same time. spare_lanes: beside these, one for each
+    client that has none. step_cost: of a decode step, by how many take it, where that of one is 1."""
 
-    def __init__(self, max_running: int, step_cost: Callable[[int], float] = float) -> None:
+    def __init__(self, max_running: int, spare_lanes: int = 1, step_cost: Callable[[int], float] = float) -> None:
         self._max_running = max_running
+        self._spare_lanes = spare_lanes
         self._step_cost = step_cost
         self._turns: dict[str, int] = {}
         self._credit: dict[str, tuple[float, float, float]] = {}  # by client: seconds left, when, and of the last piece
@@ -33,11 +33,12 @@ class Shares:
     def served(self, running: Sequence[Generation], in_use: int) -> frozenset[str] | None:
         """Clients that get no lane now, beside those that are `in_use`; None if nobody gets one.
 
-        For a client that has nothing running there is a lane more.
+        For clients that have nothing running there are spare lanes, so that none of them waits for the end of another's
+        answer, which may be far.
         """
         if in_use < self._max_running:
             return frozenset()
-        if in_use < self._max_running + SPARE_LANES:
+        if in_use < self._max_running + self._spare_lanes:
             return frozenset(g.asked.request.client for g in running)
         return None
 

@@ -36,8 +36,9 @@ class Worker:
         tokenizer: Tokenizer,
         stop_tokens: frozenset[int],
         max_running: int,
+        spare_lanes: int,
     ) -> None:
-        """max_running: choices that decode at the same time."""
+        """max_running: choices that decode at the same time; spare_lanes: beside those."""
         self.running: list[Generation] = []
         self._program = program
         self._queue = queue
@@ -46,7 +47,7 @@ class Worker:
         self._tokenizer = tokenizer
         self._stop_tokens = stop_tokens
         self._max_running = max_running
-        self._shares = Shares(max_running, getattr(program, "step_cost", float))
+        self._shares = Shares(max_running, spare_lanes, getattr(program, "step_cost", float))
         self._warm_up = WarmUp()
         self._idling = True  # something that no request waits for may be under way
         self._thread = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)

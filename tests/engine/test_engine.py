@@ -665,6 +665,57 @@ def test_a_full_queue_is_refused(engine: Engine, endless: SamplingParams) -> Non
     assert all(isinstance(one.answer().end, Done) for one in [*running, *waiting])
 
 
+def test_who_waits_most_gives_way_in_a_full_queue(engine: Engine, endless: SamplingParams) -> None:
+    slowly = partial(time.sleep, 0.01)
+    running = []
+    for client in ("a", "a", "b"):
+        slow = {"max_tokens": 400, "sampling": endless, "before": slowly}
+        running.append(Asked(engine, user("On."), client=client, **slow))  # type: ignore[arg-type]  # of many types
+        assert isinstance(running[-1].next(), Delta)
+    waiting = [Asked(engine, user(f"Wait {i}."), max_tokens=1, client="a") for i in range(3)]
+    with pytest.raises(Rejected, match="3 requests are waiting"):
+        engine.check("a")
+    engine.check("b")
+    mine = Asked(engine, user("Mine."), max_tokens=1, client="b")
+    lost = waiting.pop().answer().end
+    assert isinstance(lost, Failed)
+    assert (lost.error.status, lost.error.code) == (503, "queue_full")
+    assert lost.error.retry_after_s
+    for client in ("a", "b"):  # two and one: nobody has more than one more
+        with pytest.raises(Rejected, match="3 requests are waiting"):
+            Asked(engine, user("And one."), client=client)
+    for one in running:
+        one.generation.cancel()
+    assert all(isinstance(one.answer().end, Done) for one in [*running, *waiting, mine])
+    soon(lambda: engine._queue.unfinished == 0)
+
+
+def test_every_client_has_a_lane_as_far_as_memory_goes(
+    loaded: tuple[Artifact, Program], endless: SamplingParams
+) -> None:
+    engine = Engine(*loaded, None, metrics=Metrics(), max_running=2, spare_lanes=3)
+    engine.start()
+
+    def endlessly(client: str) -> Asked:
+        slowly = partial(time.sleep, 0.01)
+        return Asked(engine, user("On."), max_tokens=400, sampling=endless, client=client, before=slowly)
+
+    greedy: list[Asked] = []
+    others: list[Asked] = []
+    for mine, client in ((greedy, "a"), (greedy, "a"), (others, "b"), (others, "c")):
+        mine.append(endlessly(client))
+        assert isinstance(mine[-1].next(), Delta)
+    greedy += [endlessly("a"), endlessly("a")]
+    assert isinstance(ask(engine, user("Just one."), client="d", max_tokens=1).end, Done)
+    second = Asked(engine, user("Two."), max_tokens=1, client="b")
+    time.sleep(0.1)
+    assert [len(engine._queue), len(engine._worker.running)] == [3, 4], "a spare lane is for who has none"
+    for one in [*greedy, *others]:
+        one.generation.cancel()
+    assert isinstance(second.answer().end, Done)
+    engine.shutdown(grace_s=0)
+
+
 def test_shutdown_cuts_what_runs_and_stores_it(
     loaded: tuple[Artifact, Program], store: Store, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,18 +30,23 @@ EACH = 2 * 786_432 + 2048 * 2 * (512 + 1024)
 )
 def test_no_more_than_there_is_memory_for(free: int, found: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert affordable(SPEC, 8192, 8, free) == found
+        assert affordable(SPEC, 8192, 8, free) == (found, 1)
     assert (f"memory for {found} choices at the same time, not for 8" in caplog.text) == (found < 8)
 
 
 def test_a_short_context_takes_less() -> None:
-    assert affordable(SPEC, 256, 8, 8 * EACH // 2) == 8
-    assert affordable(SPEC, None, 8, 8 * EACH // 2) < 8
+    assert affordable(SPEC, 256, 8, 8 * EACH // 2) == (8, 2)
+    assert affordable(SPEC, None, 8, 8 * EACH // 2)[0] < 8
+
+
+@pytest.mark.parametrize(("lanes", "spare"), [(9, 1), (11, 3), (16, 8), (40, 8)])
+def test_as_many_spare_lanes_as_there_is_memory_for(lanes: int, spare: int) -> None:
+    assert affordable(SPEC, 8192, 8, lanes * EACH * 4 // 3 + 4) == (8, spare)
 
 
 def test_a_system_that_does_not_tell_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssmd.engine.lanes.available", lambda: None)
-    assert affordable(SPEC, 2048, 8) == 8
+    assert affordable(SPEC, 2048, 8) == (8, 8)
 
 
 def test_memory_that_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -78,11 +83,11 @@ def steps(shares: Shares, unended: list[Open], count: int) -> list[list[str]]:
 
 
 def test_all_of_one_client_are_in_each_step() -> None:
-    assert steps(Shares(8, batched), answers(a=8), 1) == [[f"a{i}" for i in range(8)]]
+    assert steps(Shares(8, step_cost=batched), answers(a=8), 1) == [[f"a{i}" for i in range(8)]]
 
 
 def test_who_has_more_fills_the_lanes_that_cost_nothing() -> None:
-    found = steps(Shares(8, batched), answers(a=7, b=1), 14)
+    found = steps(Shares(8, step_cost=batched), answers(a=7, b=1), 14)
     assert {len(step) for step in found} == {4}
     assert all("b0" in step for step in found)
     counted = Counter(choice for step in found for choice in step)
@@ -92,7 +97,7 @@ def test_who_has_more_fills_the_lanes_that_cost_nothing() -> None:
 
 
 def test_each_client_has_a_token_in_each_step_whatever_that_costs() -> None:
-    found = steps(Shares(8, batched), answers(a=2, b=1, c=2, d=1, e=1), 6)
+    found = steps(Shares(8, step_cost=batched), answers(a=2, b=1, c=2, d=1, e=1), 6)
     for step in found:
         assert {choice[0] for choice in step} == set("abcde")
     assert len(found[0]) == 7  # all of them, as eight cost what five do
