@@ -1,7 +1,7 @@
 """Builds OpenVINO artifacts.
 
-For processors one model that leaves the number of tokens and the capacity of the caches open; for the NPU one of fixed
-shapes for every length and capacity, all of them over one file of weights.
+For processors one model that leaves the number of tokens and the capacity of the caches open, and one of a decode step
+of several streams; for the NPU one of fixed shapes for every length and capacity. All are over one file of weights.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.build.builder import BuildError, Quantization, Target
+from ssmd.build.builder import BuildError, Quantization, Shapes, Target
 from ssmd.build.stripping import Constants
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.hoststate.program import FlatProgram
+from ssmd.runtime.hoststate.signatures import lanes_name
 from ssmd_openvino import library
 from ssmd_openvino.graph import OpenVINOCall, signatures
 from ssmd_openvino.lint import lint, operations
-from ssmd_openvino.runtime import OPEN, WEIGHTS, OpenVINORuntime
+from ssmd_openvino.runtime import LANES, ON_CPU, OPEN, WEIGHTS, OpenVINORuntime
 from ssmd_openvino.xamba import Passes, apply
 
 if TYPE_CHECKING:
@@ -94,16 +95,26 @@ class OpenVINOConverter:
         return OpenVINORuntime().load(artifact, device="cpu")  # an NPU's too: what it says must not depend on one here
 
     def _write_open(self, module: FlatModule, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
-        from ssmd_openvino.convert import converted
+        from ssmd_openvino.convert import converted, converted_lanes
 
         with stage("convert"):
             model = converted(module, target.context)
         report = self._rewritten(model, OPEN, stage)
-        with stage("quantize"):
-            model = _compressed(model, target.quantization)
-        with stage("write"):
-            _save(model, folder / f"{OPEN}.xml", target.quantization)
-        return {"xamba": {OPEN: report}} if report else {}
+        with SharedWeights(folder / WEIGHTS) as weights:
+            with stage("quantize"):
+                model = _compressed(model, target.quantization)
+            with stage("write"):
+                weights.save(model, folder / f"{OPEN}.xml", target.quantization)
+            if self._passes is not None:  # one stream's step is rewritten, no other gives its bits
+                return {"xamba": {OPEN: report}}
+            shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+            for lanes in LANES if rows_are_apart(shapes, target.quantization) else ():
+                del model
+                gc.collect()  # models refer to one another
+                with stage(f"convert a decode step of {lanes} streams"):
+                    model = _compressed(converted_lanes(module, lanes), target.quantization)
+                    weights.save(model, folder / f"{lanes_name(lanes)}.xml", target.quantization)
+        return {}
 
     def _write_fixed(self, module: FlatModule, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
         from ssmd_openvino.convert import converted
@@ -119,8 +130,8 @@ class OpenVINOConverter:
                     if wrong := lint(model):
                         raise BuildError(f"{name} is not a graph for the NPU: {'; '.join(wrong[:3])}")
                     counts[name] = operations(model)
-                    _save(_compressed(model, target.quantization), folder / f"{name}.xml", target.quantization)
-                    weights.take(folder / f"{name}.xml")
+                    model = _compressed(model, target.quantization)
+                    weights.save(model, folder / f"{name}.xml", target.quantization)
                     del model
                     gc.collect()  # models refer to one another
         made: dict[str, Any] = {"npu_lint": "passed", "operations": counts}
@@ -173,7 +184,8 @@ class SharedWeights:
     """One file for the constants of several models, each of which stands in it once."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file.open("wb")
+        self._path, self._growing = file, file.with_suffix(".growing")  # a model's own file may have that name
+        self._file = self._growing.open("wb")
         self._places: dict[bytes, int] = {}
 
     def __enter__(self) -> SharedWeights:
@@ -181,6 +193,12 @@ class SharedWeights:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        self._growing.replace(self._path)
+
+    def save(self, model: Any, file: Path, quantization: Quantization) -> None:
+        """Write an openvino.Model as an IR over this file."""
+        _save(model, file, quantization)
+        self.take(file)
 
     def take(self, model: Path) -> None:
         """Take over the weights file of an IR, which goes, and point its text here."""
@@ -212,6 +230,14 @@ def _unfit(name: str, shape: tuple[int, ...]) -> bool:
         and math.prod(shape) >= MIN_WEIGHT_ELEMENTS
         and (shape[1] % INT4_GROUP != 0)
     )
+
+
+def rows_are_apart(shapes: Shapes, quantization: Quantization) -> bool:
+    """Whether each row of a product has the bits that it has alone, however many there are: all but those of int8
+    weights whose rows are shorter than a group of activations, which are not quantized then (docs/log.md)."""
+    group = ON_CPU["DYNAMIC_QUANTIZATION_GROUP_SIZE"]
+    matrices = [s for s in shapes.values() if len(s) == 2 and math.prod(s) >= MIN_WEIGHT_ELEMENTS]
+    return quantization != "int8" or all(shape[1] >= group for shape in matrices)
 
 
 def _compressed(model: Any, quantization: Quantization) -> Any:

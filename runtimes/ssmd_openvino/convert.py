@@ -1,4 +1,5 @@
-"""A re-authored module as an OpenVINO model: with open lengths, or for one number of tokens and one capacity."""
+"""A re-authored module as an OpenVINO model: with open lengths, for one number of tokens and one capacity, or a decode
+step of several streams."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from typing import Any
 
 import torch
 
-from ssmd.authoring.flat import FlatModule, Positional
+from ssmd.authoring.flat import FlatModule, Positional, PositionalLanes
 from ssmd.authoring.host import graph_shapes
+from ssmd.model.state import of_lane
 from ssmd_openvino import library
 from ssmd_openvino.graph import LOGITS, OUTPUT, TOKENS
 
 TRACED = 16  # tokens of an open model's example: neither a decode step nor more than one block of anything
+TRACED_SLOTS = 48  # of the caches of a lane's example
 
 
 def converted(module: FlatModule, capacity: int, length: int | None = None) -> Any:
@@ -33,22 +36,57 @@ def converted(module: FlatModule, capacity: int, length: int | None = None) -> A
     opened = [openvino.PartialShape(list(tensor.shape)) for tensor in example]
     if length is None:
         opened[0][1] = -1
-        slots = {t.name: 1 if t.kind == "key" else 2 for t in module.spec.rows}  # which axis of a cache has S slots
-        for name, shape in zip(names, opened[len(TOKENS) :], strict=True):
-            if name in slots:
-                shape[slots[name]] = -1
+        _open_slots(module, dict(zip(names, opened[len(TOKENS) :], strict=True)))
     module.open = length is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the tracer: which lengths are compared is known here
-        model = openvino.convert_model(Positional(module, names).eval(), example_input=example, input=opened)
+    model = _traced(Positional(module, names), example, opened)
     if length is not None:
         _fold(model)
     _own_constants(model)
-    for port, name in zip(model.inputs, (*TOKENS, *names), strict=True):
-        port.get_tensor().set_names({name})
-    for port, name in zip(model.outputs, (LOGITS, *(OUTPUT + name for name in names)), strict=True):
-        port.get_tensor().set_names({name})
+    _name(model, (*TOKENS, *names), names)
     return model
+
+
+def converted_lanes(module: FlatModule, lanes: int) -> Any:
+    """An openvino.Model of float32 of a decode step of so many streams, which gives each the bits of a step of the open
+    model. Each lane's caches have a capacity of their own, left open: a dimension of -1. Names as in `converted`."""
+    openvino = library.openvino()
+    each = graph_shapes(module.spec, TRACED_SLOTS)
+    shapes = {of_lane(name, lane): shape for lane in range(lanes) for name, shape in each.items()}
+    recurrent = [of_lane(t.name, lane) for lane in range(lanes) for t in module.spec.recurrent]
+    states = (*(t.name for t in module.spec.rows), *recurrent)
+    example = (
+        torch.zeros(1, lanes, dtype=torch.int32),
+        torch.zeros(lanes, dtype=torch.int32),
+        *(torch.zeros(shape) for shape in shapes.values()),
+    )
+    opened = [openvino.PartialShape(list(tensor.shape)) for tensor in example]
+    for lane in range(lanes):
+        first = 2 + lane * len(each)
+        _open_slots(module, dict(zip(each, opened[first : first + len(each)], strict=True)))
+    module.open = True
+    model = _traced(PositionalLanes(module, tuple(shapes), states), example, opened)
+    _own_constants(model)
+    _name(model, (*TOKENS[:2], *shapes), states)
+    return model
+
+
+def _open_slots(module: FlatModule, shapes: dict[str, Any]) -> None:
+    """Leave the capacity of caches open in the shapes of the states."""
+    for t in module.spec.rows:
+        shapes[t.name][1 if t.kind == "key" else 2] = -1
+
+
+def _traced(module: torch.nn.Module, example: tuple[torch.Tensor, ...], opened: list[Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the tracer: which lengths are compared is known here
+        return library.openvino().convert_model(module.eval(), example_input=example, input=opened)
+
+
+def _name(model: Any, inputs: tuple[str, ...], states: tuple[str, ...]) -> None:
+    for port, name in zip(model.inputs, inputs, strict=True):
+        port.get_tensor().set_names({name})
+    for port, name in zip(model.outputs, (LOGITS, *(OUTPUT + name for name in states)), strict=True):
+        port.get_tensor().set_names({name})
 
 
 def _fold(model: Any) -> None:

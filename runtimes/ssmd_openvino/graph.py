@@ -3,16 +3,21 @@
 An open model is compiled once, so that decode and every prefill length have one copy of the weights: the number of
 tokens T and the capacity S of the caches are dimensions that it leaves open, a signature is the model at one T and one
 S, and the plugin keeps what it made for each. Processors run it; the NPU takes fixed shapes only.
+
+A decode step of several streams is a model of its own, in which each lane's caches have an S of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.model.state import of_lane
+from ssmd.runtime.hoststate.batches import LanesGraph
 from ssmd.runtime.hoststate.graph import Array, Graph, GraphError, Signature, Tensor
 from ssmd.runtime.hoststate.signatures import signature_name
 from ssmd_openvino import library
@@ -79,6 +84,84 @@ class OpenVINOCall:
             self._request.wait()
         except RuntimeError as err:
             raise GraphError(f"OpenVINO failed: {reason(err)}") from err
+
+
+class OpenVINOLanes(LanesGraph):
+    """A compiled decode step of several streams."""
+
+    def __init__(self, compiled: Any, lanes: int, states: Sequence[str]) -> None:
+        """states: the names of the state's tensors, without the lanes'. Raises GraphError as OpenVINOGraph does."""
+        self._compiled = compiled
+        known = [of_lane(name, lane) for lane in range(lanes) for name in states]
+        self._inputs = named(compiled.inputs, (*TOKENS[:2], *known))
+        ports = named(compiled.outputs, (LOGITS, *(OUTPUT + name for name in (*states, *known))))
+        self._outputs = {name.removeprefix(OUTPUT): port for name, port in ports.items()}
+        if missing := [name for name in known if name not in self._inputs]:
+            raise GraphError(f"a decode step of {lanes} streams has no {missing[0]!r}")
+
+    def bind_lanes(
+        self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array], lanes: int
+    ) -> OpenVINOLanesCall:
+        return OpenVINOLanesCall(self._compiled.create_infer_request(), self._inputs, self._outputs, inputs, outputs)
+
+    def forget(self, memory: NDArray[np.uint8]) -> None:
+        """Do nothing: a lane is given other memory before its next run."""
+
+    def close(self) -> None:
+        self._compiled = None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a lane reads and writes, by the states' names."""
+
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+
+
+class OpenVINOLanesCall(OpenVINOCall):
+    """A decode step of several streams, whose tensors are exchanged lane by lane."""
+
+    def __init__(
+        self,
+        request: Any,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        read: Mapping[str, Array],
+        written: Mapping[str, Array],
+    ) -> None:
+        """inputs, outputs: all ports by name, in their order. read, written: the arrays of all lanes together.
+
+        Raises GraphError if an array does not fit.
+        """
+        super().__init__(request)
+        self._tensor = library.openvino().Tensor
+        self._inputs, self._outputs = inputs, outputs
+        self._places = {n: i for i, n in enumerate(inputs)}, {n: i for i, n in enumerate(outputs)}
+        for name, tensor in self._bound(inputs, read).items():
+            request.set_input_tensor(self._places[0][name], tensor)
+        for name, tensor in self._bound(outputs, written).items():
+            request.set_output_tensor(self._places[1][name], tensor)
+
+    def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Bound:
+        """What a lane needs to read and write these arrays, by the states' names. Raises GraphError."""
+        read = self._bound({name: self._inputs[of_lane(name, 0)] for name in inputs}, inputs)
+        return Bound(read, self._bound({name: self._outputs[of_lane(name, 0)] for name in outputs}, outputs))
+
+    def put(self, lane: int, bound: Bound) -> None:
+        """Have a lane read and write this from the next run on."""
+        for name, tensor in bound.inputs.items():
+            self._request.set_input_tensor(self._places[0][of_lane(name, lane)], tensor)
+        for name, tensor in bound.outputs.items():
+            self._request.set_output_tensor(self._places[1][of_lane(name, lane)], tensor)
+
+    def _bound(self, ports: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Any]:
+        for name, array in arrays.items():
+            port = ports[name]
+            kind = _DTYPES.get(port.element_type.get_type_name())
+            if array.dtype != kind or not port.partial_shape.compatible(library.openvino().PartialShape(array.shape)):
+                raise GraphError(f"tensor {name!r} needs {port.partial_shape}, was given {array.shape} {array.dtype}")
+        return {name: self._tensor(array, shared_memory=True) for name, array in arrays.items()}
 
 
 def signatures(lengths: Sequence[int], tiers: Sequence[int]) -> dict[str, tuple[int, int]]:

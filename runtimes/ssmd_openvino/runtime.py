@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ssmd.machine.installation import to_install
-from ssmd.machine.memory import drop_mapped, trim
+from ssmd.machine.memory import available, drop_mapped, trim
 from ssmd.machine.processor import cpu_name
 from ssmd.machine.size import show_size
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
+from ssmd.runtime.hoststate.signatures import lanes_name
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
 from ssmd.runtime.trial import probed
 from ssmd_openvino import library
 from ssmd_openvino.compile import Compiler, can_be_weightless, identity
 from ssmd_openvino.devices import devices
-from ssmd_openvino.graph import OpenVINOGraph, signatures
+from ssmd_openvino.graph import OpenVINOGraph, OpenVINOLanes, signatures
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from ssmd.model.artifact import Artifact, Manifest
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 OPEN = "model"  # the name of a model whose lengths are open; others have the names of their signatures
 WEIGHTS = "model.bin"
+LANES = (4,)  # streams of a decode step that builds make models for: each model has the weights in memory once more
 TRIAL = (sys.executable, "-m", "ssmd_openvino.trial")  # which loads an artifact for the first time
 # float32 between the products; each product of int8 weights quantizes its activations in groups of so many values
 # (docs/log.md: smaller ones round less, larger ones are faster).
@@ -39,7 +44,11 @@ ON_CPU: dict[str, Any] = {
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": 64,
     "CPU_DENORMALS_OPTIMIZATION": True,  # decays reach numbers so small that products of them take five times as long
 }
+# With a step of several streams: operations of fixed shapes are not fused, which in a lane are others than in the open
+# model, and get other bits. (The open model has few, and is no slower without: docs/log.md.)
+WITH_LANES: dict[str, Any] = {"SNIPPETS_MODE": "DISABLE"}
 ELSEWHERE: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY"}
+_WEIGHTS_AND_GRAPH = 2  # times the weights' bytes that a model of lanes takes (docs/log.md)
 PLUGINS = {"cpu": "CPU", "gpu": "GPU", "npu": "NPU"}  # OpenVINO's names
 
 
@@ -82,7 +91,9 @@ class OpenVINORuntime:
         except GraphError as err:
             raise ProgramError(f"artifact {artifact.path} cannot be loaded ({err}); build it again") from err
         where = f"cpu {cpu_name()}; {count} threads" if device == "cpu" else identity(self._core, PLUGINS[device])
-        program = FlatProgram(graph, manifest, f"openvino {library.package_version()}; {where}", count)
+        producer, lanes = f"openvino {library.package_version()}; {where}", partial(self._lanes, artifact, count)
+        sizes = lanes_of(artifact) if device == "cpu" else ()
+        program = FlatProgram(graph, manifest, producer, count, lanes, sizes)
         try:
             program.self_test()
         except GraphError as err:
@@ -103,7 +114,7 @@ class OpenVINORuntime:
         """The compiler of an artifact, of a device that passed a first load with it. Raises RuntimeUnavailable."""
         core, build = self._started(), artifact.manifest.build
         if device == "cpu":  # nothing is kept: an import holds the weights in memory once more (docs/decisions.md)
-            return compiler_of(core, device, threads, None)
+            return compiler_of(core, device, threads, None, more=WITH_LANES if lanes_of(artifact) else {})
         if not self._probe:
             return compiler_of(core, device, threads, build, weightless=self._weightless)
         tried = []
@@ -134,11 +145,37 @@ class OpenVINORuntime:
         models = {name: compiler.compiled(artifact.file(f"{name}.xml"), weights) for name in names}
         return OpenVINOGraph(models, names, states)
 
+    def _lanes(self, artifact: Artifact, threads: int, lanes: int) -> OpenVINOLanes:
+        """Open the model of a decode step of so many streams on the CPU. Raises GraphError."""
+        weights, free = artifact.file(WEIGHTS), available()
+        wanted = _WEIGHTS_AND_GRAPH * weights.stat().st_size
+        if free is not None and free < wanted:
+            raise GraphError(f"their weights take about {show_size(wanted)} more, and {show_size(free)} are free")
+        compiler = compiler_of(self._started(), "cpu", threads, None, more=WITH_LANES)
+        model = compiler.compiled(artifact.file(f"{lanes_name(lanes)}.xml"), weights)
+        drop_mapped(weights)
+        trim()
+        return OpenVINOLanes(model, lanes, [t.name for t in artifact.manifest.spec.tensors])
 
-def compiler_of(core: Any, device: str, threads: int, build: str | None, *, weightless: bool = False) -> Compiler:
-    """The compiler of a device ("npu") for an artifact's build, which keeps what it compiles unless that is None."""
+
+def lanes_of(artifact: Artifact) -> list[int]:
+    """How many streams the models take that an artifact has of a decode step of several."""
+    return [n for n in LANES if artifact.has(f"{lanes_name(n)}.xml")]
+
+
+def compiler_of(
+    core: Any,
+    device: str,
+    threads: int,
+    build: str | None,
+    *,
+    weightless: bool = False,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> Compiler:
+    """The compiler of a device ("npu") for an artifact's build, which keeps what it compiles unless that is None.
+    `more`: properties beside the usual ones."""
     properties = {**ON_CPU, "INFERENCE_NUM_THREADS": threads} if device == "cpu" else ELSEWHERE
-    return Compiler(core, PLUGINS[device], properties, build, weightless=weightless)
+    return Compiler(core, PLUGINS[device], {**properties, **more}, build, weightless=weightless)
 
 
 def ways(core: Any, device: str) -> dict[str, bool]:
@@ -148,7 +185,7 @@ def ways(core: Any, device: str) -> dict[str, bool]:
 
 def _costs(artifact: Artifact, folder: Path, weightless: bool) -> str:
     """What a first load compiles and keeps."""
-    models = sum(name.endswith(".xml") for name in artifact.manifest.files)
+    models = sum(name.endswith(".xml") for name in artifact.manifest.files) - len(lanes_of(artifact))
     weights = artifact.file(WEIGHTS).stat().st_size
     each = "without their weights" if weightless else f"with all weights in each, {show_size(models * weights)} or more"
     return f"{models} models, kept in {folder}, {each}"

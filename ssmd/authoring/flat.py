@@ -10,9 +10,9 @@ value  f32[G, D, S]     in: the cache, transposed; out: only the T new columns, 
 slots  f32[1, 1, S]     in, where S is open: what is added to the scores of the slots; else it is made of pos
 
 A decode step of B streams ("lanes") has tokens i32[1, B] and pos i32[B], no n_valid, and logits f32[B, V]. Each state
-and its slots are there for each lane by themselves (`of_lane`); the new rows of all lanes come out together: key
-f32[B G, 1, D], value f32[B G, D, 1]. Products with weights have B rows; what a lane's state is in is computed for each
-lane as a step of one stream computes it.
+and its slots, if they are given, are there for each lane by themselves (`of_lane`); the new rows of all lanes come out
+together: key f32[B G, 1, D], value f32[B G, D, 1]. Products with weights have B rows; what a lane's state is in is
+computed for each lane as a step of one stream computes it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FlatModule(nn.Module):
         super().__init__()
         self.spec = spec
         self.context = context
-        self.open = False  # whether a trace of it is to hold for any number of tokens
+        self.open = False  # whether a trace of it is to hold for any number of tokens, or a lane's to give those bits
         self.naive = False  # whether a trace of Mamba-2 layers is as published: what graph passes start from
         self.every = False  # whether a forward gives the logits of every token, (T, V): for references, never exported
         for name, array in parameters.items():
@@ -101,7 +101,7 @@ class FlatModule(nn.Module):
         bias = getattr(self, f"layer{layer}_conv_bias", None)
         form: Callable[..., tuple[Tensor, Any]] = ops_open.causal_conv if self.open else ops.causal_conv
         if not isinstance(conv, Tensor):
-            form = ops.causal_conv_by_lane
+            form = by_lane(form, 1) if self.open else ops.causal_conv_by_lane
         y, sequence = form(conv, x, self.weight(layer, "conv"), bias)  # sequence (1, K-1+T, C)
         if tail is None:
             return y, sequence[:, 1:] if isinstance(sequence, Tensor) else [s[:, 1:] for s in sequence]
@@ -110,6 +110,11 @@ class FlatModule(nn.Module):
     def capacity(self, states: Mapping[str, Any]) -> int:
         """S: the slots of the KV caches that a forward was given; 0 without attention."""
         return next((states[t.name].shape[1] for t in self.spec.rows if t.kind == "key"), 0)
+
+    def lane_slots(self, pos: Tensor, states: Mapping[str, Held]) -> list[Tensor]:
+        """Which slots of its caches count for each lane, (1, 1, S) by its position; S is each lane's own."""
+        key = next(t.name for t in self.spec.rows if t.kind == "key")
+        return [ops.slot_mask(pos[b : b + 1], cache.shape[1]) for b, cache in enumerate(states[key])]
 
     def rotation(self, pos: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the T positions from `pos` on, each (T, 1, R/2)."""
@@ -151,7 +156,7 @@ class FlatModule(nn.Module):
         q = q.reshape(-1, groups, heads // groups, size)  # (T, G, R, D)
         attend: Callable[..., tuple[Tensor, Tensor, Tensor]] = ops.attention
         if not isinstance(key, Tensor):
-            attend = ops.attention_by_lane
+            attend = ops_open.attention_by_lane if self.open else ops.attention_by_lane
         out, new_key, new_value = attend(q, k, v, key, value, *masks)
         return self.linear(layer, "o", out), new_key, new_value
 
@@ -188,3 +193,17 @@ class Positional(nn.Module):
     def forward(self, tokens: Tensor, pos: Tensor, n_valid: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         out = self.module(tokens, pos, n_valid, **dict(zip(self._states, states, strict=True)))
         return (out["logits"], *(out[name] for name in self._states))
+
+
+class PositionalLanes(nn.Module):
+    """A decode step of several streams as a trace takes it: (tokens, pos, *states) -> (logits, *new states), in the
+    order of `inputs` and of `outputs`."""
+
+    def __init__(self, module: FlatModule, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self._inputs, self._outputs = inputs, outputs
+
+    def forward(self, tokens: Tensor, pos: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        out = self.module(tokens, pos, **dict(zip(self._inputs, states, strict=True)))
+        return (out["logits"], *(out[name] for name in self._outputs))

@@ -105,12 +105,15 @@ class Host:
 
 
 def step_together(hosts: Sequence[Host], tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Feed a token to each of several hosts of one module, whatever their capacities, in one call. Logits (B, V)."""
+    """Feed a token to each of several hosts of one module, whatever their capacities, in one call. Logits (B, V).
+
+    A module of open lengths is not told which slots count.
+    """
     module = hosts[0].module
     given: dict[str, Tensor] = {}
     for lane, host in enumerate(hosts):
         given |= {of_lane(name, lane): state for name, state in host.states.items()}
-        if module.spec.rows:
+        if module.spec.rows and not module.open:
             given[of_lane("slots", lane)] = ops.slot_mask(torch.tensor([host.position]), host.capacity)
     at = torch.tensor([host.position for host in hosts], dtype=torch.int32)
     with torch.no_grad():

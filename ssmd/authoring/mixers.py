@@ -78,9 +78,10 @@ def mamba2(
         dt = torch.clamp(dt, low, high)
     a, d = module.weight(layer, "A"), module.weight(layer, "D")
     if rows is None:
-        ssd_step: Callable[..., tuple[Tensor, Held]] = ops.ssd_step
+        one = ops_open.ssd_step if module.open else ops.ssd_step
+        ssd_step: Callable[..., tuple[Tensor, Held]] = one
         if not isinstance(ssm, Tensor):
-            ssd_step = ops.ssd_step_by_lane
+            ssd_step = by_lane(one, 0, 1, 3, 4) if module.open else ops.ssd_step_by_lane
         y, new_ssm = ssd_step(xs, dt, a, b, c, d, ssm)
     elif rows.lower is None:
         form = ops.ssd_naive if module.naive else ops.ssd_chunked

@@ -66,7 +66,7 @@ class Model(FlatModule):
 
     def _by_lane(self, states: Mapping[str, Tensor], lanes: int) -> dict[str, Held]:
         """The states of a step of several streams, and their slots, under the names that a step of one gives them."""
-        names = [t.name for t in self.spec.tensors] + ["slots"] * bool(self.spec.rows)
+        names = [t.name for t in self.spec.tensors] + ["slots"] * (of_lane("slots", 0) in states)
         return {name: [states[of_lane(name, lane)] for lane in range(lanes)] for name in names}
 
     def _shared(self, pos: Tensor, n_valid: Tensor | None, length: int, states: Mapping[str, Held]) -> _Shared:
@@ -78,6 +78,8 @@ class Model(FlatModule):
         each = dict.fromkeys(m.heads // m.kv_heads for m in self.plan.mixers if isinstance(m, Attention))
         slots = states.get("slots")  # a host that gives it says which slots of the caches count
         if n_valid is None:
+            if each and slots is None:
+                slots = self.lane_slots(pos, states)
             return _Shared(rows, rotation, slots, {})
         if each and slots is None:
             slots = ops.slot_mask(pos, self.capacity(states))

@@ -329,13 +329,13 @@ def attention(
     rows = q.permute(1, 0, 2, 3).reshape(groups, -1, size)  # (G, T R, D)
     new_key, new_value = k.permute(1, 0, 2), v.permute(1, 2, 0)  # (G, T, D), (G, D, T)
     if causal is None or length <= QUERY_BLOCK:
-        out = _attend(rows, new_key, new_value, key, value, slots, None if length == 1 else causal)
+        out = attend(rows, new_key, new_value, key, value, slots, None if length == 1 else causal)
     else:
         blocks = []
         for start in range(0, length, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, length)
             block, mask = rows[:, start * each : stop * each], causal[:, start * each : stop * each, :stop]
-            blocks.append(_attend(block, new_key[:, :stop], new_value[..., :stop], key, value, slots, mask))
+            blocks.append(attend(block, new_key[:, :stop], new_value[..., :stop], key, value, slots, mask))
         out = torch.cat(blocks, 1)  # (G, T R, D)
     out = out.reshape(groups, -1, each, size).permute(1, 0, 2, 3)  # (T, G, R, D)
     return out.reshape(1, -1, groups * each * size), new_key, new_value
@@ -353,7 +353,7 @@ def attention_by_lane(
     """Compute `attention` of one token for each of B lanes, each over its own caches, of its own S.
 
     q (B, G, R, D) scaled, k and v (B, G, D). Returns (1, B, G R D) and the new rows of all: key (B G, 1, D), value
-    (B G, D, 1). What does not read a cache is computed for all lanes at once, by the operations of `_attend`.
+    (B G, D, 1). What does not read a cache is computed for all lanes at once, by the operations of `attend`.
     """
     lanes, groups, each, size = q.shape
     rows, new_key, new_value = q.reshape(-1, each, size), k.reshape(-1, 1, size), v.reshape(-1, 1, size)
@@ -370,7 +370,7 @@ def attention_by_lane(
     return out, new_key, v.reshape(-1, size, 1)
 
 
-def _attend(
+def attend(
     rows: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, slots: Tensor, causal: Tensor | None
 ) -> Tensor:
     """Queries (G, B R, D) of B tokens over the cache and n new rows, (G, n, D) and (G, D, n) -> (G, B R, D).

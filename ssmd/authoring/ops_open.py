@@ -2,12 +2,18 @@
 
 Nothing here computes a shape: in a graph of open lengths each such number is an operation of its own, and a decode step
 would spend more time on them than on its states. Shapes and glossary are those of ssmd/authoring/ops.py.
+
+Forms of one token for a step of several streams do the same arithmetic: each gets the bits that it has alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from ssmd.authoring import ops
 
 MOST_TOKENS = 64  # T: a chunk's differences of cumulated logarithms lose digits as it grows, and its masks weigh T x T
 
@@ -59,6 +65,32 @@ def ssd(
     before = (before if groups == 1 else before.permute(1, 0, 2)).reshape(-1, heads, size)  # (T, H, P)
     y = within + before * torch.exp(sums).reshape(-1, heads, 1) + xh * d.reshape(1, heads, 1)
     return y.reshape(1, -1, heads * size), new
+
+
+def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute one step as `ssd` computes it."""
+    return ssd(x, dt, a, b, c, d, ssm, lower_ones(1))
+
+
+def attention_by_lane(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Sequence[Tensor],
+    value: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    causal: None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ops.attention_by_lane in the products of any number of tokens: its own row too is taken by one."""
+    lanes, groups, each, size = q.shape
+    outs = []
+    for lane in range(lanes):
+        row = slice(lane, lane + 1)
+        new_key, new_value = k[row].permute(1, 0, 2), v[row].permute(1, 2, 0)  # (G, 1, D), (G, D, 1)
+        none = torch.zeros(1, each, 1)
+        out = ops.attend(q[lane], new_key, new_value, key[lane], value[lane], slots[lane], none)  # (G, R, D)
+        outs.append(out.reshape(1, 1, groups * each * size))
+    return torch.cat(outs, 1), k.reshape(lanes * groups, 1, size), v.reshape(lanes * groups, size, 1)
 
 
 def _by_group(t: Tensor, groups: int, width: int) -> Tensor:

@@ -179,16 +179,21 @@ def test_forms_for_open_lengths_compute_the_same(pair: Pair, split: str) -> None
 
 
 @pytest.mark.parametrize("positions", [(0, 21, 100), (3, 3), (149, 1, 64, 0, 2, 30, 148, 7, 90)])
-def test_streams_that_take_a_step_together_are_those_of_transformers(pair: Pair, positions: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("opened", [False, True])
+def test_streams_that_take_a_step_together_are_those_of_transformers(
+    pair: Pair, positions: tuple[int, ...], opened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hosts = [Host(pair.module, CONTEXT - lane) for lane in range(len(positions))]
     for host, position in zip(hosts, positions, strict=True):
         if position:
             host.feed(pair.ids[:position], CONTEXT)
     steps = min(3, TOKENS - max(positions))
+    monkeypatch.setattr(pair.module, "open", opened)
     for step in range(steps):
         rows = step_together(hosts, [pair.ids[position + step] for position in positions])
         for row, position in zip(rows, positions, strict=True):
             assert relative(row, pair.logits[position + step]) < RELATIVE
+    monkeypatch.undo()
     for host in hosts:
         alone = Host(pair.module)
         alone.feed(pair.ids[: host.position], CONTEXT)
