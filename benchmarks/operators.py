@@ -1,10 +1,11 @@
-"""Where a step of an artifact for LiteRT goes, by operator, as LiteRT's own profiler tells.
+"""Where a step of an artifact for LiteRT or OpenVINO goes, by operator, as the runtime's own profiler tells.
 
     benchmarks/operators.py ARTIFACT… [--depth 64] [--tokens 1] [--streams 1] [--threads 1,2] [--nodes 0]
 
-ARTIFACT is a folder. The step is one of so many tokens (1: decode) after `depth` others, and of so many streams. A
-node's time is the least of all repetitions, in whole us: most nodes take less than one. A row has their sum for an
-operator; what the sums leave of the step without a profiler are the nodes below a us. `--nodes N` prints the slowest.
+ARTIFACT is a folder. The step is one of so many tokens (1: decode) after `depth` others, and of so many streams: with
+OpenVINO of one. LiteRT tells a node's time in whole us, and the least of all repetitions counts; OpenVINO its mean, and
+its share of the steps counts. Most nodes take less than a us. A row has their sum for an operator; the last has what
+the others leave of the step without a profiler. `--nodes N` prints the slowest.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from daemon_process import conditions
@@ -27,11 +29,14 @@ from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.signatures import LANES, lanes_name
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import get_runtime
-from ssmd_litert.profiler import Node, ProfiledGraph
-from ssmd_litert.runtime import SUFFIX
+
+if TYPE_CHECKING:
+    from ssmd_litert.profiler import ProfiledGraph
 
 REPEATS = 40
+LEAST = 10  # us of all nodes of an operator, for a row of its own
 Step = Callable[[], object]
+Node = tuple[str, float]  # its operator, and the us that it took
 
 
 def step_of(program: FlatProgram, depth: int, tokens: int, streams: int) -> Step:
@@ -56,19 +61,22 @@ def step_of(program: FlatProgram, depth: int, tokens: int, streams: int) -> Step
 
 
 def measure(program: FlatProgram, depth: int, tokens: int, streams: int) -> float:
-    """ms of a step, median."""
-    step, took = step_of(program, depth, tokens, streams), []
+    """ms of a step: with one thread the least processor time of the process, with more the median wall time."""
+    step, took, processor = step_of(program, depth, tokens, streams), [], []
     for _ in range(REPEATS):
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.process_time()
         step()
+        processor.append((time.process_time() - computed) * 1e3)
         took.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(took)
+    return min(processor) if program.threads == 1 else statistics.median(took)
 
 
 class Profiled:
-    """The graphs of an artifact's file, each opened once, and the program over them."""
+    """The graphs of an artifact's file for LiteRT, each opened once, and the program over them."""
 
     def __init__(self, artifact: Artifact, threads: int) -> None:
+        from ssmd_litert.runtime import SUFFIX
+
         (name,) = (n for n in artifact.manifest.files if n.endswith(SUFFIX))
         self._file, self._threads = artifact.file(name), threads
         self._graphs = {1: self._opened(lambda signature: signature not in map(lanes_name, LANES))}
@@ -76,6 +84,8 @@ class Profiled:
         self.program = FlatProgram(self._graphs[1], artifact.manifest, "profiled", threads, self._lanes, sizes)
 
     def _opened(self, wanted: Callable[[str], bool]) -> ProfiledGraph:
+        from ssmd_litert.profiler import ProfiledGraph
+
         return ProfiledGraph(self._file, threads=self._threads, weight_cache=None, wanted=wanted)
 
     def _lanes(self, lanes: int) -> ProfiledGraph:
@@ -96,11 +106,20 @@ def _noted(graph: ProfiledGraph, step: Step, found: list[Node]) -> None:
     found += graph.nodes(step)
 
 
-def profile(graphs: Profiled, depth: int, tokens: int, streams: int) -> list[Node]:
-    """The nodes of a step with the least us that each took."""
-    step = step_of(graphs.program, depth, tokens, streams)
-    step()
-    runs = [graphs.nodes(step) for _ in range(REPEATS)]
+def profile(artifact: Artifact, threads: int, depth: int, tokens: int, streams: int, ms: float) -> list[Node]:
+    """The nodes of a step that takes so many ms, with the us of each: LiteRT's least, OpenVINO's share of the ms."""
+    if artifact.manifest.runtime == "openvino":
+        from ssmd_openvino.profiler import profiled
+
+        shares = profiled(artifact, threads)
+        with closing(FlatProgram(shares, artifact.manifest, "profiled", threads)) as program:
+            nodes = shares.nodes(step_of(program, depth, tokens, streams), REPEATS)
+        return [(name, share * ms * 1e3) for name, share in nodes]
+    graphs = Profiled(artifact, threads)
+    with closing(graphs.program) as program:
+        step = step_of(program, depth, tokens, streams)
+        step()
+        runs = [graphs.nodes(step) for _ in range(REPEATS)]
     names = [name for name, _ in runs[0]]
     if any([name for name, _ in run] != names for run in runs):
         raise RuntimeError("the profiler does not tell the same nodes each time")
@@ -118,16 +137,17 @@ def main(
     print(conditions())
     for folder in folders:
         artifact = Artifact.open(folder)
+        if streams > 1 and artifact.manifest.runtime == "openvino":
+            raise SystemExit(f"{folder}: what is told of OpenVINO's nodes is of one stream, not of {streams}")
         for threads in counts or sorted({1, default_threads()}):
-            with closing(get_runtime("litert").load(artifact, threads=threads)) as bare:
+            with closing(get_runtime(artifact.manifest.runtime).load(artifact, threads=threads)) as bare:
                 assert isinstance(bare, FlatProgram)
                 ms = measure(bare, depth, tokens, streams)
-            graphs = Profiled(artifact, threads)
-            with closing(graphs.program):
-                nodes = profile(graphs, depth, tokens, streams)
+            nodes = profile(artifact, threads, depth, tokens, streams, ms)
+            m, unit = artifact.manifest, "of processor time, 1 thread" if threads == 1 else f"{threads} threads"
             print(
-                f"\n{artifact.manifest.name} {artifact.manifest.build[:12]}: a step of {tokens} tokens after {depth}, "
-                f"{streams} streams, {threads} threads: {ms:.2f} ms, {len(nodes)} nodes\n"
+                f"\n{m.name} {m.build[:12]}, {m.runtime}: a step of {tokens} tokens after {depth}, {streams} streams, "
+                f"{ms:.2f} ms {unit}, {len(nodes)} nodes\n"
             )
             show(nodes, ms, slowest)
     print(f"\n{conditions()}")
@@ -135,18 +155,18 @@ def main(
 
 def show(nodes: Sequence[Node], ms: float, slowest: int) -> None:
     """Print the table of operators, and of the slowest nodes."""
-    count, sums = Counter(name for name, _ in nodes), Counter[str]()
+    count, sums = Counter(name for name, _ in nodes), defaultdict[str, float](float)
     for name, us in nodes:
         sums[name] += us
     print("| operator | nodes | ms | of the step |\n| --- | --- | --- | --- |")
-    for name, us in sums.most_common():
-        if us:
+    for name, us in sorted(sums.items(), key=lambda row: -row[1]):
+        if us >= LEAST:
             print(f"| {name} | {count[name]} | {us / 1e3:.2f} | {us / 10 / ms:.0f} % |")
-    none = sum(n for name, n in count.items() if not sums[name])
-    rest = ms - sum(sums.values()) / 1e3
-    print(f"| the others, and what is below a us | {none} | {rest:.2f} | {100 * rest / ms:.0f} % |", flush=True)
+    none = sum(n for name, n in count.items() if sums[name] < LEAST)
+    rest = ms - sum(us for us in sums.values() if us >= LEAST) / 1e3
+    print(f"| the others, and what is not told | {none} | {rest:.2f} | {100 * rest / ms:.0f} % |", flush=True)
     for place, (name, us) in sorted(enumerate(nodes), key=lambda node: -node[1][1])[:slowest]:
-        print(f"node {place}, {name}: {us} us")
+        print(f"node {place}, {name}: {us:.0f} us")
 
 
 if __name__ == "__main__":

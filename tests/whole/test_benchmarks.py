@@ -51,13 +51,16 @@ def test_decode(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize(("tokens", "streams"), [(1, 1), (16, 1), (1, 3)])
 def test_operators(artifacts: TinyArtifacts, tokens: int, streams: int, capsys: pytest.CaptureFixture[str]) -> None:
-    operators.main([artifacts["granite-f32"]], 5, tokens, streams, counts=(1,), slowest=2)
-    printed = capsys.readouterr().out
-    assert f"a step of {tokens} tokens after 5, {streams} streams, 1 threads: " in printed
-    nodes, listed = re.search(r"ms, (\d+) nodes", printed), re.findall(r"\| (\d+) \| -?[0-9.]+ \| -?\d+ % \|", printed)
-    assert nodes is not None
-    assert sum(map(int, listed)) == int(nodes[1]) > 100
-    assert printed.count("node ") == 2
+    folders = {"litert": artifacts["granite-f32"], "openvino": artifacts["openvino-granite-f32"]}
+    for runtime in ("litert", "openvino")[: 2 if streams == 1 else 1]:
+        operators.main([folders[runtime]], 5, tokens, streams, counts=(1,), slowest=2)
+        out = capsys.readouterr().out
+        step = f"{runtime}: a step of {tokens} tokens after 5, {streams} streams, "
+        assert re.search(rf"{step}[0-9.]+ ms of processor time, 1 thread, ", out)
+        nodes, listed = re.search(r"thread, (\d+) nodes", out), re.findall(r"\| (\d+) \| -?[0-9.]+ \| -?\d+ % \|", out)
+        assert nodes is not None
+        assert sum(map(int, listed)) == int(nodes[1]) > 100
+        assert out.count("node ") == 2
 
 
 def test_clients(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:
