@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ssmd.build.builder import BuildError, Quantization, Shapes, Target
+from ssmd.build.builder import TIERS, BuildError, Quantization, Shapes, Target
 from ssmd.build.stripping import Constants
 from ssmd.machine.memory import trim
 from ssmd.machine.progress import Stage
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 MODEL = "model.tflite"
 MOST_SAID = 3  # of what a lint finds
-# Capacities of the caches. Slots that are empty cost a conversation at each token, moving up costs it once: 3 to 20 ms
-# of SmolLM2, for its rows move within their memory.
-TIERS = (*range(128, 1024, 128), *(part << power for power in range(7, 14) for part in range(8, 16)))
 NOMINAL = 251  # the capacity that a file says: no other size in it is this, or a little more
 # A converted file says at each operator the class of the module that it came from. What is said is fixed by family,
 # wherever the code lies: the same model gives the same bytes, those of the graphs that were shipped under these names.

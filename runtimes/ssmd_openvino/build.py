@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.build.builder import BuildError, Quantization, Shapes, Target
+from ssmd.build.builder import TIERS, BuildError, Quantization, Shapes, Target
 from ssmd.build.stripping import Constants
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
@@ -60,7 +60,7 @@ class OpenVINOConverter:
         self.most_tokens = None if device_class == "npu" else 64
         self.context = 2048 if device_class == "npu" else 8192
         # An open model has any capacity for nothing, each of those for the NPU is a set of models.
-        self.tiers: tuple[int, ...] = (2048, 8192) if device_class == "npu" else (512, 1024, 2048, 4096, 8192, 16384)
+        self.tiers: tuple[int, ...] = (2048, 8192) if device_class == "npu" else TIERS
 
     def prepare(self) -> None:
         library.openvino()

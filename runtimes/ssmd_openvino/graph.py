@@ -41,8 +41,9 @@ class OpenVINOGraph(Graph):
         """
         self._tensor = library.openvino().Tensor
         self._compiled = dict(compiled)
+        ports = {id(model): _Ports(model, states) for model in {id(m): m for m in compiled.values()}.values()}
         self.signatures: dict[str, Signature] = {
-            name: _signature(compiled[name], length, capacity, states) for name, (length, capacity) in lengths.items()
+            name: ports[id(compiled[name])].signature(*lengths_of) for name, lengths_of in lengths.items()
         }
 
     def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> OpenVINOCall:
@@ -190,33 +191,48 @@ def named(ports: Sequence[Any], known: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _signature(compiled: Any, length: int, capacity: int, states: Sequence[str]) -> Signature:
-    ports = named(compiled.inputs, (*TOKENS, *states))
-    inputs = _tensors(ports, length, capacity)
-    # A loop leaves dimensions of a state open that are 1; what goes in comes out.
-    fixed = {name: inputs[name] for name, port in ports.items() if port.partial_shape.is_static}
-    ports = named(compiled.outputs, (LOGITS, *(OUTPUT + name for name in states)))
-    ports = {name.removeprefix(OUTPUT): port for name, port in ports.items()}
-    outputs = _tensors(ports, length, length)
-    opened = {name for name, port in ports.items() if port.partial_shape.is_dynamic}
-    return Signature(inputs, {**outputs, **{n: fixed[n] for n in opened & fixed.keys()}})
+@dataclass(frozen=True)
+class _Port:
+    """A tensor of a compiled model: the size of each dimension, None where it is open."""
+
+    dims: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+
+    def tensor(self, opened: int) -> Tensor:
+        return Tensor(tuple(opened if size is None else size for size in self.dims), self.dtype)
 
 
-def _tensors(ports: Mapping[str, Any], length: int, capacity: int) -> dict[str, Tensor]:
-    """The tensors of ports, in their order; open dimensions are T in `tokens` and in outputs, S in caches."""
-    tensors: dict[str, Tensor] = {}
+class _Ports:
+    """The tensors of a compiled model, in their order, of which signatures differ in T and S."""
+
+    def __init__(self, compiled: Any, states: Sequence[str]) -> None:
+        """Raises GraphError if a tensor has no name, or is of an element type, that a program knows."""
+        self.inputs = _ports(named(compiled.inputs, (*TOKENS, *states)))
+        outputs = _ports(named(compiled.outputs, (LOGITS, *(OUTPUT + name for name in states))))
+        self.outputs = {name.removeprefix(OUTPUT): port for name, port in outputs.items()}
+        for name, port in self.outputs.items():  # a loop leaves dimensions of a state open: what goes in comes out
+            if name in self.inputs and None in port.dims and None not in self.inputs[name].dims:
+                self.outputs[name] = self.inputs[name]
+
+    def signature(self, length: int, capacity: int) -> Signature:
+        """Open dimensions are T in `tokens` and in outputs, S in caches."""
+        inputs = {n: port.tensor(length if n == "tokens" else capacity) for n, port in self.inputs.items()}
+        return Signature(inputs, {n: port.tensor(length) for n, port in self.outputs.items()})
+
+
+def _ports(ports: Mapping[str, Any]) -> dict[str, _Port]:
+    known: dict[str, _Port] = {}
     for name, port in ports.items():
         kind = port.element_type.get_type_name()
         if kind not in _DTYPES:
             raise GraphError(f"tensor {name!r} has element type {kind}, expected f32 or i32")
-        opened = length if name == "tokens" else capacity
-        tensors[name] = Tensor(tuple(_size(d, opened) for d in port.partial_shape), _DTYPES[kind])
-    return tensors
+        known[name] = _Port(tuple(_size(d) for d in port.partial_shape), _DTYPES[kind])
+    return known
 
 
-def _size(dimension: Any, opened: int) -> int:
+def _size(dimension: Any) -> int | None:
     """The size of a dimension; 1 for an open one that is one at most: the batch of what was computed block by block."""
     if dimension.is_dynamic:
-        return 1 if dimension.get_max_length() == 1 else opened
+        return 1 if dimension.get_max_length() == 1 else None
     size: int = dimension.get_length()
     return size

@@ -29,6 +29,9 @@ from ssmd.text.tokenizer import Tokenizer
 
 Quantization = Literal["int8", "int4", "f16", "f32"]
 Shapes = Mapping[str, tuple[int, ...]]  # of a module's parameters, by name
+# Capacities of KV caches where one graph takes any. Slots that are empty cost a conversation at each token, moving up
+# costs it once: 3 to 20 ms of SmolLM2, for its rows move within their memory; OpenVINO makes kernels for it, 10 to 40.
+TIERS = (*range(128, 1024, 128), *(part << power for power in range(7, 14) for part in range(8, 16)))
 if TYPE_CHECKING:
     from ssmd.authoring.model import Model
     from ssmd.build.reference import Reference  # which loads PyTorch
