@@ -1,11 +1,16 @@
-"""Which matrices int8 costs most in, plain and rotated: weights and activations rounded as XNNPACK does, in PyTorch.
+"""What rounding costs, plain and rotated: weights and activations rounded as XNNPACK does, in PyTorch.
 
     python benchmarks/quantization.py [FOLDER] [--totals]    a source checkpoint; default: SmolLM2 out of its package
+    python benchmarks/quantization.py [FOLDER] --int4        ways to 4 bits: bytes, and what they cost
 
-Weights: symmetric, a scale for each output channel; int4: one for 32 values, embedding and head int8. Activations:
-asymmetric, a scale for each token. KL(f32 || rounded) in nats and the change of perplexity, on the text of
-ssmd/build/quality.py and on quantization.txt beside this file, in pieces of 400 tokens. --totals leaves single matrices
-out. "Weights" alone is what wgpu rounds. What runtimes lose: benchmarks/rotation.py.
+Weights: symmetric, a scale for each output channel. Activations: asymmetric, a scale for each token. KL(f32 || rounded)
+in nats and the change of perplexity, on the text of ssmd/build/quality.py and on quantization.txt beside this file, in
+pieces of 400 tokens. --totals leaves single matrices out. "Weights" alone is what wgpu rounds. What runtimes lose:
+benchmarks/rotation.py.
+
+int4: embedding and head int8; a float16 scale for each block of a row, offsets int8. Compensated (GPTQ,
+arXiv:2210.17323): columns in order, what one is off is made up for by those after it, by what the others' inputs were
+on the project's documents; the scale of a block is the best of some by the same measure.
 """
 
 from __future__ import annotations
@@ -13,12 +18,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -29,14 +36,17 @@ from ssmd.authoring.ops import CHUNK
 from ssmd.build import quality
 from ssmd.cli.making import smollm2_source
 from ssmd.config import Settings
+from ssmd.families.offsets import BLOCK, is_multiplied
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import Binding
 from ssmd.model.source import Source
-from ssmd_litert.recipe import INT4_BLOCK, MIN_WEIGHT_ELEMENTS
+from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
 
 _LINEAR, _EMBEDDING = F.linear, F.embedding
 LONG = Path(__file__).with_name("quantization.txt")
+DOCUMENTS = Path(__file__).parent.parent / "docs"
+CALIBRATED = 8000  # tokens of them
 
 
 def rounded_weight(w: Tensor) -> Tensor:
@@ -44,10 +54,43 @@ def rounded_weight(w: Tensor) -> Tensor:
     return torch.round(w / scale) * scale
 
 
-def rounded_to_4_bits(w: Tensor) -> Tensor:
-    parts = w.reshape(-1, INT4_BLOCK)
+def scaled(w: Tensor, block: int = BLOCK) -> Tensor:
+    """4 bits with a scale for each block."""
+    parts = w.reshape(-1, block)
     scale = parts.abs().amax(1, keepdim=True).clamp(min=1e-30) / 7
     return (torch.round(parts / scale).clamp(-8, 7) * scale).reshape(w.shape)
+
+
+def shifted(w: Tensor, block: int = BLOCK) -> Tensor:
+    """4 bits with a scale and an offset for each block."""
+    parts = w.reshape(len(w), -1, block)
+    low = parts.amin(-1, keepdim=True)
+    step = ((parts.amax(-1, keepdim=True) - low) / 15).clamp(min=1e-30)
+    levels = torch.round((parts - low) / step).clamp(0, 15) - 8
+    offsets = rounded_weight((low + 8 * step)[..., 0])
+    return (levels * step + offsets[..., None]).reshape(w.shape)
+
+
+def compensated(w: Tensor, inputs: Tensor, block: int = BLOCK) -> Tensor:
+    """4 bits with a scale for each block, by the products (K, K) of all inputs with one another."""
+    w, gram = w.double(), inputs.double()
+    gram = gram + torch.eye(len(gram)) * 0.01 * gram.diagonal().mean()
+    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(gram)), upper=True)
+    made = torch.zeros_like(w)
+    for first in range(0, w.shape[1], block):
+        own = slice(first, first + block)
+        part, errors, weight = w[:, own].clone(), torch.zeros(len(w), block).double(), gram.diagonal()[own]
+        largest = part.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        scales = torch.stack([largest / 7 * f for f in (*np.arange(0.7, 1.06, 0.03), 7 / 8)])  # (n, rows, 1)
+        off = ((torch.round(part / scales).clamp(-8, 7) * scales - part).square() * weight).sum(-1)
+        scale = scales[off.argmin(0), torch.arange(len(w))]
+        for i in range(block):
+            value = torch.round(part[:, i : i + 1] / scale).clamp(-8, 7) * scale
+            made[:, first + i : first + i + 1] = value
+            errors[:, i : i + 1] = (part[:, i : i + 1] - value) / factor[first + i, first + i]
+            part[:, i + 1 :] -= errors[:, i : i + 1] @ factor[first + i : first + i + 1, first + i + 1 : first + block]
+        w[:, first + block :] -= errors @ factor[own, first + block :]
+    return made.float()
 
 
 def rounded_activation(x: Tensor) -> Tensor:
@@ -57,11 +100,15 @@ def rounded_activation(x: Tensor) -> Tensor:
     return (torch.round(x / scale + zero).clamp(-128, 127) - zero) * scale
 
 
+Made = Mapping[str, Tensor]
+
+
 class Rounding:
     """Rounded weights in place of PyTorch's linear and embedding while a module runs. Small matrices stay."""
 
-    def __init__(self, module: FlatModule, weights: Set[str], activations: Set[str], bits: int = 8) -> None:
-        self.weights, self.activations, self.bits = weights, activations, bits
+    def __init__(self, module: FlatModule, weights: Set[str], activations: Set[str], made: Made) -> None:
+        """`made`: matrices that are rounded already, by name; the others are to int8."""
+        self.weights, self.activations, self.made = weights, activations, made
         tied = not hasattr(module, "head")
         names = {p.data_ptr(): n for n, p in module.named_parameters() if p.numel() >= MIN_WEIGHT_ELEMENTS}
         self.names = {at: "head" if tied and n == "embedding" else n for at, n in names.items()}
@@ -72,8 +119,9 @@ class Rounding:
             return _LINEAR(x, w, bias)
         kind = name.rpartition("layer")[2].partition("_")[2] or name
         x = rounded_activation(x) if kind in self.activations else x
-        rounded = rounded_to_4_bits if self.bits == 4 and kind != "head" else rounded_weight
-        return _LINEAR(x, rounded(w) if kind in self.weights else w, bias)
+        if kind in self.weights:
+            w = self.made[name] if name in self.made else rounded_weight(w)
+        return _LINEAR(x, w, bias)
 
     def embedding(self, ids: Tensor, w: Tensor) -> Tensor:
         return _EMBEDDING(ids, rounded_weight(w) if self.names.get(w.data_ptr()) in self.weights else w)
@@ -82,13 +130,13 @@ class Rounding:
 class Case(NamedTuple):
     weights: Set[str]
     activations: Set[str]
-    bits: int = 8
+    made: Made = MappingProxyType({})
 
 
 Pieces = Sequence[Sequence[int]]
 
 
-def main(folder: Path, totals: bool) -> None:
+def main(folder: Path, totals: bool, int4: bool) -> None:
     source = Source.open(folder)
     family = family_of(source.config)
     config = family.parse(source.config)
@@ -112,10 +160,13 @@ def main(folder: Path, totals: bool) -> None:
         "weights and activations": [Case(every, every)],
         "weights": [Case(every, none)],
         "activations": [Case(none, every)],
-        "int4 weights and activations": [Case(every, every, 4)],
-        "int4 weights": [Case(every, none, 4)],
     }
     short = pieces(quality.TEXT, quality.MAX_TOKENS)
+    if int4:
+        documents = "".join(file.read_text()[:4000] for file in sorted(DOCUMENTS.glob("*.md")))
+        print(f"\n{source.path.name}, {quality.MAX_TOKENS} and {sum(map(len, pieces(LONG.read_text())))} tokens\n")
+        curve(forms, (short, pieces(LONG.read_text())), pieces(documents, CALIBRATED), every)
+        return
     for name, text in (("quality.py", short), (LONG.name, pieces(LONG.read_text()))):
         print(f"\n{source.path.name}, {name}: {sum(map(len, text))} tokens\n")
         print("| KL (change of perplexity) | plain | rotated |\n| --- | --- | --- |")
@@ -125,6 +176,63 @@ def main(folder: Path, totals: bool) -> None:
         print("| --- | --- | --- | --- | --- |")
         single = {k: [Case(frozenset({k}), none), Case(none, frozenset({k}))] for k in (*matrices, "head")}
         table(forms, single, short, lambda kl, change: f"{kl:.5f}")
+
+
+def cost(
+    form: FlatModule, case: Case, pieces: Pieces, references: Sequence[NDArray[np.float32]]
+) -> tuple[float, float]:
+    """KL, and the change of perplexity in percent."""
+    rounding = Rounding(form, case.weights, case.activations, case.made)
+    with mock.patch.object(F, "linear", rounding.linear), mock.patch.object(F, "embedding", rounding.embedding):
+        told = [quality.compared(Host(form).rows(p, CHUNK), r, p) for p, r in zip(pieces, references, strict=True)]
+    sizes = [len(p) for p in pieces]
+    more = [np.log(t["perplexity"] / t["perplexity_f32"]) for t in told]
+    kl = np.average([t["kl"] for t in told], weights=sizes)
+    return float(kl), 100 * float(np.expm1(np.average(more, weights=sizes)))
+
+
+def inputs_of(form: FlatModule, pieces: Pieces) -> dict[str, Tensor]:
+    """The products of a matrix' inputs with one another, summed over all tokens, by its name."""
+    names, found = {p.data_ptr(): n for n, p in form.named_parameters()}, dict[str, Tensor]()
+
+    def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        name = names.get(w.data_ptr(), "")
+        found[name] = found.get(name, torch.zeros(())) + rows.T @ rows
+        return _LINEAR(x, w, bias)
+
+    with mock.patch.object(F, "linear", linear):
+        for piece in pieces:
+            Host(form).rows(piece, CHUNK)
+    return found
+
+
+def curve(forms: Sequence[FlatModule], texts: Sequence[Pieces], calibration: Pieces, every: Set[str]) -> None:
+    """A row for each way to 4 bits."""
+    references = [[Host(forms[0]).rows(piece, CHUNK) for piece in pieces] for pieces in texts]
+    of = [
+        {n: p.data for n, p in f.named_parameters() if is_multiplied(n) and p.numel() >= MIN_WEIGHT_ELEMENTS}
+        for f in forms
+    ]
+    values = sum(p.numel() for n, p in forms[0].named_parameters() if p.dim() == 2)
+    four = sum(w.numel() for w in of[0].values())
+    grams = [inputs_of(form, calibration) for form in forms]
+    ways: dict[str, tuple[float, int, Made]] = {
+        "int8, rotated": (8, 1, {}),
+        "a scale for 32": (4.5, 0, {n: scaled(w) for n, w in of[0].items()}),
+        "a scale for 32, rotated": (4.5, 1, {n: scaled(w) for n, w in of[1].items()}),
+        "a scale for 32, compensated": (4.5, 0, {n: compensated(w, grams[0][n]) for n, w in of[0].items()}),
+        "a scale for 32, rotated, compensated": (4.5, 1, {n: compensated(w, grams[1][n]) for n, w in of[1].items()}),
+        "a scale and an offset for 64": (4.375, 0, {n: shifted(w, 64) for n, w in of[0].items()}),
+        "a scale and an offset for 32": (4.75, 0, {n: shifted(w) for n, w in of[0].items()}),
+        "a scale and an offset for 32, rotated": (4.75, 1, {n: shifted(w) for n, w in of[1].items()}),
+    }
+    print("| weights of 4 bits | bytes, int8 = 1 | KL (change of perplexity) | of the longer text |")
+    print("| --- | --- | --- | --- |")
+    for name, (bits, form, made) in ways.items():
+        told = [cost(forms[form], Case(every, every, made), *text) for text in zip(texts, references, strict=True)]
+        cells = [f"{kl:.4f} ({change:+.1f} %)" for kl, change in told]
+        print(f"| {name} | {1 - four / values * (1 - bits / 8):.2f} | {' | '.join(cells)} |", flush=True)
 
 
 def table(
@@ -138,22 +246,15 @@ def table(
     for name, cases in rows.items():
         cells = [name]
         for case, one in ((case, one) for case in cases for one in forms):
-            rounding = Rounding(one, case.weights, case.activations, case.bits)
-            with mock.patch.object(F, "linear", rounding.linear), mock.patch.object(F, "embedding", rounding.embedding):
-                told = [
-                    quality.compared(Host(one).rows(p, CHUNK), r, p) for p, r in zip(pieces, references, strict=True)
-                ]
-            sizes = [len(p) for p in pieces]
-            more = [np.log(t["perplexity"] / t["perplexity_f32"]) for t in told]
-            kl = np.average([t["kl"] for t in told], weights=sizes)
-            cells.append(cell(float(kl), 100 * float(np.expm1(np.average(more, weights=sizes)))))
+            cells.append(cell(*cost(one, case, pieces, references)))
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
-    asked = [word for word in sys.argv[1:] if word != "--totals"]
+    asked = [word for word in sys.argv[1:] if word[:2] != "--"]
+    options = "--totals" in sys.argv, "--int4" in sys.argv
     if asked:
-        main(Path(asked[0]), "--totals" in sys.argv)
+        main(Path(asked[0]), *options)
     else:
         with smollm2_source(Settings(), print) as made:
-            main(made, "--totals" in sys.argv)
+            main(made, *options)

@@ -101,6 +101,7 @@ def _built() -> Iterator[tuple[str, Tiny]]:
             name = f"{variant}-{quantization}"
             made = Tiny(variant, runtime, quantization, TIERS.get(name, "512"))
             yield name if runtime == "litert" else f"{runtime}-{name}", made
+    yield "llama-int4", Tiny("llama", "litert", "int4")
     yield "npu-granite-f16", Tiny("granite", "npu", "f16")
     for variant in ("granite", "llama", "mamba"):
         yield f"coreml-{variant}-f16", Tiny(variant, "coreml", "f16")

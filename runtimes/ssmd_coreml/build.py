@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import NAMESPACE_URL, uuid5
 
-from ssmd.build.builder import BuildError, Quantization, Target
+from ssmd.build.builder import BuildError, Quantization, Shapes, Target
 from ssmd.build.stripping import Constants, StripError
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
@@ -50,6 +50,9 @@ class CoreMLConverter:
 
     def rotates(self, quantization: Quantization) -> bool:
         return False
+
+    def offsets(self, shapes: Shapes, quantization: Quantization) -> list[str]:
+        return []
 
     def recipe(self, quantization: Quantization) -> dict[str, Any]:
         recipe = {"activations": "float32, float16 in products with weights and in attention over the caches"}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ssmd.build.builder import TIERS, BuildError, Quantization, Shapes, Target
 from ssmd.build.stripping import Constants
+from ssmd.families.offsets import BLOCK
 from ssmd.machine.memory import trim
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
@@ -65,8 +66,12 @@ class LiteRTConverter:
     def rotates(self, quantization: Quantization) -> bool:
         return recipe.rotates(quantization)
 
+    def offsets(self, shapes: Shapes, quantization: Quantization) -> list[str]:
+        return recipe.offsets(shapes, quantization)
+
     def recipe(self, quantization: Quantization) -> dict[str, Any]:
-        return {"ops": recipe.ops(quantization)} if quantization != "f32" else {}
+        divided = {"offsets": BLOCK} if quantization == "int4" else {}
+        return {**divided, "ops": recipe.ops(quantization)} if quantization != "f32" else {}
 
     def write(self, module: Model, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
         shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
@@ -74,7 +79,7 @@ class LiteRTConverter:
         if unfit is not None:
             raise BuildError(
                 f"{unfit} has rows of {shapes[unfit][1]} values, {target.quantization} takes multiples of "
-                f"{recipe.INT4_BLOCK}; build with --quant int8"
+                f"{BLOCK}; build with --quant int8"
             )
         exported, model = folder / (MODEL + ".f32"), folder / MODEL
         with stage(f"export decode and {len(target.buckets)} prefill lengths"):

@@ -1,17 +1,20 @@
-"""How weights are quantized: the recipes of ai-edge-quantizer, by the name of the quantization."""
+"""How weights are quantized: the recipes of ai-edge-quantizer, by the name of the quantization.
+
+int4 finds the 16 levels again that its weights have already (ssmd/families/offsets.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ssmd.build.builder import Quantization
+from ssmd.build.builder import Quantization, Shapes
+from ssmd.families.offsets import BLOCK, SUFFIX, is_multiplied
 
 # Smaller weights stay float: the Hadamard matrices of a rotated model and the SSD chunk's masks, 64 x 64 at most.
 MIN_WEIGHT_ELEMENTS = 64 * 64 + 1
-INT4_BLOCK = 32  # values of a row that share a scale
 _BYTEWISE = ("embedding", "head")  # int8 in int4 too: one matrix where they are tied, and what decides between words
+_OFFSETS = "BlockOffsets"  # in the names of the products of offsets: the class of ssmd/authoring/flat.py
 
 
 def quantize(source: Path, target: Path, quantization: Quantization) -> None:
@@ -24,7 +27,7 @@ def quantize(source: Path, target: Path, quantization: Quantization) -> None:
 
 
 def rotates(quantization: Quantization) -> bool:
-    """Whether the weights are rotated first. int4 loses more by it than it gains (docs/quantization.md)."""
+    """Whether the weights are rotated first. int4 may be of weights that are of 16 levels already, and are not then."""
     return quantization == "int8"
 
 
@@ -32,18 +35,20 @@ def ops(quantization: Quantization) -> list[dict[str, Any]]:
     """Weights int8 by output channel or int4 by blocks, activations int8 by token at run time: "dynamic range"."""
     if quantization == "f32":
         return []
-    products = _op(".*", "FULLY_CONNECTED", 8 if quantization == "int8" else 4)
-    head = [_op(".*logits_output.*", "FULLY_CONNECTED", 8)] if quantization == "int4" else []
-    return [products, *head, _op(".*", "EMBEDDING_LOOKUP", 8)]
+    embedding = _op(".*", "EMBEDDING_LOOKUP")
+    if quantization == "int8":
+        return [_op(".*", "FULLY_CONNECTED"), embedding]
+    bytewise = [_op(f".*{name}.*", "FULLY_CONNECTED") for name in (_OFFSETS, "logits_output")]
+    return [_op(".*", "FULLY_CONNECTED", 4), *bytewise, embedding]
 
 
-def _op(regex: str, operation: str, bits: int) -> dict[str, Any]:
+def _op(regex: str, operation: str, bits: int = 8) -> dict[str, Any]:
     """The last that fits an operation counts."""
     config = {
         "weight_tensor_config": {
             "num_bits": bits,
             "symmetric": True,
-            "granularity": "CHANNELWISE" if bits == 8 else f"BLOCKWISE_{INT4_BLOCK}",
+            "granularity": "CHANNELWISE" if bits == 8 else f"BLOCKWISE_{BLOCK}",
             "dtype": "INT",
             "block_size": 0,
         },
@@ -55,19 +60,22 @@ def _op(regex: str, operation: str, bits: int) -> dict[str, Any]:
     return {
         "regex": regex,
         "operation": operation,
-        "algorithm_key": "min_max_uniform_quantize",
+        "algorithm_key": "min_max_uniform_quantize" if bits == 8 else "dequantized_weight_recovery",
         "op_config": config,
     }
 
 
-def unfit(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) -> str | None:
+def offsets(shapes: Shapes, quantization: Quantization) -> list[str]:
+    """The weights that stand with offsets: those of 4 bits."""
+    return [n for n, s in shapes.items() if _bits(n, s, quantization) == 4 and s[1] % BLOCK == 0]
+
+
+def unfit(shapes: Shapes, quantization: Quantization) -> str | None:
     """The first parameter that cannot be quantized so, if there is one."""
-    if quantization != "int4":
-        return None
-    return next((n for n, s in shapes.items() if _bits(n, s, quantization) == 4 and s[1] % INT4_BLOCK), None)
+    return next((n for n, s in shapes.items() if _bits(n, s, quantization) == 4 and s[1] % BLOCK), None)
 
 
-def nbytes(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) -> int:
+def nbytes(shapes: Shapes, quantization: Quantization) -> int:
     """Bytes of all parameters together, quantized, with their scales."""
     total = 0
     for name, shape in shapes.items():
@@ -75,7 +83,7 @@ def nbytes(shapes: Mapping[str, tuple[int, ...]], quantization: Quantization) ->
         for n in shape:
             elements *= n
         bits = _bits(name, shape, quantization)
-        total += elements * bits // 8 + {32: 0, 8: 4 * rows, 4: 4 * elements // INT4_BLOCK}[bits]
+        total += elements * bits // 8 + {32: 0, 8: 4 * rows, 4: 4 * elements // BLOCK}[bits]
     return total
 
 
@@ -83,4 +91,6 @@ def _bits(name: str, shape: tuple[int, ...], quantization: Quantization) -> int:
     elements = shape[0] * shape[1] if len(shape) == 2 else 0
     if quantization == "f32" or elements < MIN_WEIGHT_ELEMENTS:
         return 32
-    return 8 if quantization == "int8" or name in _BYTEWISE else 4
+    if quantization == "int8" or name in _BYTEWISE or name.endswith(SUFFIX):
+        return 8
+    return 4 if is_multiplied(name) else 32

@@ -12,7 +12,7 @@ import itertools
 import math
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ssmd.build.builder import TIERS, BuildError, Quantization, Shapes, Target
 from ssmd.build.stripping import Constants
+from ssmd.families.offsets import BLOCK, SUFFIX, is_multiplied
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.hoststate.program import FlatProgram
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from ssmd.authoring.flat import FlatModule
 
 MIN_WEIGHT_ELEMENTS = 64 * 64 + 1  # smaller ones stay float: masks, and matrices of a rotated model
-INT4_GROUP = 64  # values of a row that share a scale
-_BYTEWISE = ("embedding", "head")  # int8 in int4 too, as nncf has it
 PROBE_TOKENS, PROBE_SLOTS = 16, 64  # of a model that leaves them open
 _ALIGNMENT = 64  # bytes, of a constant in the file of weights
 _NUMBER = re.compile(r"_\d+|^\d+")  # in a name, which it makes the only one of its kind
@@ -70,18 +69,29 @@ class OpenVINOConverter:
         """int8 on a processor, where activations are rounded too. An NPU computes in float16 (docs/quantization.md)."""
         return quantization == "int8" and self.device_class == "cpu"
 
+    def offsets(self, shapes: Shapes, quantization: Quantization) -> list[str]:
+        int4 = quantization == "int4"
+        return [n for n, s in shapes.items() if int4 and _is_int4(n, s) and s[1] % BLOCK == 0]
+
     def recipe(self, quantization: Quantization) -> dict[str, Any]:
-        return {
+        recipes: dict[str, dict[str, Any]] = {
             "int8": {"weights": "int8, symmetric, a scale for each output channel"},
-            "int4": {"weights": f"int4, symmetric, a scale for {INT4_GROUP} values; embedding and head int8"},
-        }.get(quantization, {})
+            "int4": {
+                "offsets": BLOCK,
+                "weights": f"int4, a scale and an offset for {BLOCK} values; embedding, head and offsets int8",
+            },
+        }
+        return recipes.get(quantization, {})
 
     def write(self, module: FlatModule, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
-        unfit = [n for n, p in module.named_parameters() if target.quantization == "int4" and _unfit(n, tuple(p.shape))]
+        unfit = [
+            n
+            for n, p in module.named_parameters()
+            if target.quantization == "int4" and _is_int4(n, p.shape) and p.shape[1] % BLOCK
+        ]
         if unfit:
             raise BuildError(
-                f"{unfit[0]} has rows that are no multiple of {INT4_GROUP} values, which int4 takes; build with "
-                "--quant int8"
+                f"{unfit[0]} has rows that are no multiple of {BLOCK} values, which int4 takes; build with --quant int8"
             )
         made = (self._write_open if self.device_class == "cpu" else self._write_fixed)(module, target, folder, stage)
         return made if self._passes is None else {**made, "xamba": {"passes": self._passes.to_json(), **made["xamba"]}}
@@ -222,14 +232,9 @@ class SharedWeights:
         return self._places[digest]
 
 
-def _unfit(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a weight cannot be divided into int4's groups. What is int8 in int4 too can."""
-    return (
-        name not in _BYTEWISE
-        and len(shape) == 2
-        and math.prod(shape) >= MIN_WEIGHT_ELEMENTS
-        and (shape[1] % INT4_GROUP != 0)
-    )
+def _is_int4(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter has 4 bits in int4."""
+    return is_multiplied(name) and math.prod(shape) >= MIN_WEIGHT_ELEMENTS
 
 
 def rows_are_apart(shapes: Shapes, quantization: Quantization) -> bool:
@@ -245,23 +250,26 @@ def _compressed(model: Any, quantization: Quantization) -> Any:
     if quantization not in ("int8", "int4"):
         return model
     nncf = library.nncf()
-    small = [  # masks too
-        op.get_friendly_name()
-        for op in model.get_ops()
-        if op.get_type_name() == "Constant"
-        and op.get_output_size()
-        and math.prod(op.get_output_shape(0)) < MIN_WEIGHT_ELEMENTS
-    ]
-    kept = nncf.IgnoredScope(names=small, validate=False) if small else None
+    constants = [op for op in model.get_ops() if op.get_type_name() == "Constant" and op.get_output_size()]
+    sizes = {op.get_friendly_name(): math.prod(op.get_output_shape(0)) for op in constants}
+    small = [name for name, size in sizes.items() if size < MIN_WEIGHT_ELEMENTS]  # masks too
+
+    def but_for(names: list[str]) -> Any:
+        return nncf.IgnoredScope(names=names, validate=False) if names else None
+
     if quantization == "int8":
-        return nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM, ignored_scope=kept)
+        return nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM, ignored_scope=but_for(small))
+    offsets = [name for name in sizes if name.endswith(SUFFIX) and name not in small]
+    if offsets:
+        others = [name for name in sizes if name not in offsets]
+        model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM, ignored_scope=but_for(others))
     return nncf.compress_weights(
         model,
         mode=nncf.CompressWeightsMode.INT4_SYM,
         backup_mode=nncf.BackupMode.INT8_SYM,
-        group_size=INT4_GROUP,
+        group_size=BLOCK,
         ratio=1.0,
-        ignored_scope=kept,
+        ignored_scope=but_for(small),
     )
 
 

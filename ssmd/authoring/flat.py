@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssmd.authoring import ops, ops_open
+from ssmd.families.offsets import BLOCK, SUFFIX
 from ssmd.model.state import StateSpec
 
 Held: TypeAlias = "Tensor | Sequence[Tensor]"  # a state of one stream, or of each lane
@@ -50,6 +51,13 @@ def by_lane(step: Callable[..., tuple[Tensor, Tensor]], *rows: int) -> Callable[
     return steps
 
 
+class BlockOffsets(nn.Module):
+    """The part of a product that is of the blocks' offsets: a module for its name, by which converters know it."""
+
+    def forward(self, sums: Tensor, offset: Tensor) -> Tensor:
+        return F.linear(sums, offset)
+
+
 class FlatModule(nn.Module):
     """Its parameters are exactly `parameters`, which a family's bindings made; a forward adds no other constants
     than masks and the tables of RoPE. `context` is the most tokens there can be: the length of those tables. The
@@ -68,6 +76,7 @@ class FlatModule(nn.Module):
         self.context = context
         self.open = False  # whether a trace of it is to hold for any number of tokens, or a lane's to give those bits
         self.naive = False  # whether a trace of Mamba-2 layers is as published: what graph passes start from
+        self.offsets = BlockOffsets()
         self.every = False  # whether a forward gives the logits of every token, (T, V): for references, never exported
         for name, array in parameters.items():
             own = np.require(array, np.float32, ["C", "W"])  # copied only if it is a read-only view of a file
@@ -85,7 +94,9 @@ class FlatModule(nn.Module):
 
     def linear(self, layer: int, name: str, x: Tensor) -> Tensor:
         x = self.spread(name, x)
-        return F.linear(x, self.weight(layer, name), getattr(self, f"layer{layer}_{name}_bias", None))
+        y = F.linear(x, self.weight(layer, name), getattr(self, f"layer{layer}_{name}_bias", None))
+        offset = getattr(self, f"layer{layer}_{name}{SUFFIX}", None)
+        return y if offset is None else y + self.offsets(x.reshape(1, -1, offset.shape[1], BLOCK).sum(-1), offset)
 
     def spread(self, name: str, x: Tensor) -> Tensor:
         """Blocks of channels times a Hadamard matrix, where a rotated model has one of that name."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 
 from ssmd.build import quality
 from ssmd.build.stripping import Constants
+from ssmd.families.offsets import with_offsets
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
 from ssmd.families.weights import Binding
@@ -95,6 +96,9 @@ class Converter(Usual, Protocol):
 
     def rotates(self, quantization: Quantization) -> bool:
         """Whether the weights are rotated first (ssmd/families/rotation.py)."""
+
+    def offsets(self, shapes: Shapes, quantization: Quantization) -> list[str]:
+        """Which parameters stand with offsets (ssmd/families/offsets.py)."""
 
     def recipe(self, quantization: Quantization) -> dict[str, Any]:
         """Describe, for the manifest, how the weights are quantized."""
@@ -190,6 +194,10 @@ def build(
     return Artifact.open(out)
 
 
+def _shapes(module: Model) -> Shapes:
+    return {name: tuple(value.shape) for name, value in module.named_parameters()}
+
+
 def targeted(
     converter: Usual,
     family: Family,
@@ -266,4 +274,8 @@ def _write(
             del module  # two of them at once would be the most memory that a build takes
             module = module_of(rotated(bindings))
             reference.check(module)
+    elif weights := converter.offsets(_shapes(module), target.quantization):
+        with stage("divide the weights into blocks"):
+            del module
+            module = module_of(with_offsets(bindings, weights))
     return reference, converter.write(module, target, folder, stage)

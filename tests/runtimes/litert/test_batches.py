@@ -30,7 +30,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.fixture(params=["granite-f32", "llama-int8"])
+@pytest.fixture(params=["granite-f32", "llama-int8", "llama-int4"])
 def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Artifact:
     return Artifact.open(artifacts[request.param])
 

@@ -23,7 +23,9 @@ def named(edited: Edited, code: int) -> list[Any]:
     return [o for graph in edited.model.subgraphs for o in graph.operators if edited.code(o) == code]
 
 
-@pytest.mark.parametrize("name", ["granite-int8", "mamba2-groups-f32", "llama-f32", "mamba-f32", "lfm2-f32"])
+@pytest.mark.parametrize(
+    "name", ["granite-int8", "mamba2-groups-f32", "llama-f32", "llama-int4", "mamba-f32", "lfm2-f32"]
+)
 def test_what_is_built_is_computed_whole(name: str, artifacts: Mapping[str, Path]) -> None:
     file = artifacts[name] / "model.tflite"
     assert lint(file) == []

@@ -95,7 +95,6 @@ def test_int4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("converter", "asked", "said"),
     [
-        (CONVERTER, {"quantization": "int4"}, r"has rows that are no multiple of 64 values.*build with --quant int8"),
         (CONVERTER, {"buckets": (16, 128)}, "a prefill of runtime openvino takes 64 tokens at most"),
         (NPU_CONVERTER, {"quantization": "int4"}, r"openvino \(npu\) has no int4; it has: f16, int8"),
         (LITERT, {"quantization": "f16"}, r"litert \(cpu\) has no f16; it has: int8, int4, f32"),
@@ -105,6 +104,18 @@ def test_what_is_refused(llama: Source, tmp_path: Path, converter: Any, asked: d
     with pytest.raises(BuildError, match=said):
         builder.build(converter, llama, tmp_path / "made", name="t", **{"buckets": (16,), "tiers": (64,), **asked})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("converter", [CONVERTER, LITERT])
+def test_rows_that_blocks_do_not_fit_are_refused(
+    converter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = {**tiny.LLAMA, "hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    monkeypatch.setitem(tiny.VARIANTS, "odd", ("llama", odd))
+    source = Source.open(tiny.write_source(tmp_path / "odd", "odd"))
+    with pytest.raises(BuildError, match=r"layer0_q has rows .*80 values|layer0_q has rows that are no multiple of 32"):
+        builder.build(converter, source, tmp_path / "made", name="t", quantization="int4", buckets=(16,), tiers=(64,))
+    assert [file.name for file in tmp_path.iterdir()] == ["odd"]
 
 
 def test_weights_are_rotated_where_activations_are_rounded() -> None:

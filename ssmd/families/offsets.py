@@ -1,0 +1,68 @@
+"""Offsets: int4 with a scale and an offset for each block of a row, in graphs whose blocks have scales alone.
+
+A block of 32 values w is step (q - 8) + c, with q from 0 to 15: 16 levels from its least value to its largest. With s
+the sums of x over the same blocks
+
+    W x = L x + C s
+
+so that L, whose blocks have scales alone, stands in the weight's place, and C (rows, columns / 32) is a parameter of
+its own, `q_offset` of `q`. Weights that came in such blocks, as in llama.cpp's Q4_1, stay what they were; others are
+rounded to 16 levels of their own, where a scale alone leaves a block those that lie around zero.
+
+In each block of L the least value is -8 steps: a scale by the largest value, of 8 steps, finds every level again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from ssmd.families.weights import Array, Binding, mapped
+from ssmd.model.source import SourceError
+
+BLOCK = 32
+SUFFIX = "_offset"  # of the parameter C of a weight
+_MULTIPLIED = {
+    "q",
+    "k",
+    "v",
+    "o",
+    "in",
+    "out",
+    "gate_up",
+    "up",
+    "down",
+    "x",
+    "dt",
+}  # matrices of a layer, in all families
+_LEAST = np.float32(2.0**-14)  # a step: float16's smallest that has all its digits
+
+
+def is_multiplied(name: str) -> bool:
+    """Whether a parameter is a matrix that a layer multiplies with, as other matrices are not: Mamba-1's A."""
+    layer, _, own = name.partition("_")
+    return layer.startswith("layer") and own in _MULTIPLIED
+
+
+def with_offsets(bindings: Mapping[str, Binding], weights: Collection[str]) -> dict[str, Binding]:
+    """The bindings of a family's module, of which these weights have offsets; their rows are multiples of BLOCK."""
+    made = dict(bindings)
+    for name in weights:
+        made[name] = mapped(lambda rows: divided(rows)[0], bindings[name], by_rows=True)
+        made[name + SUFFIX] = mapped(lambda rows: divided(rows)[1], bindings[name], by_rows=True)
+    return made
+
+
+def divided(rows: Array) -> tuple[Array, Array]:
+    """L (n, K) and C (n, K / 32) of rows (n, K). Steps are float16 numbers: raises SourceError beyond them."""
+    blocks = rows.reshape(len(rows), -1, BLOCK)
+    low = blocks.min(-1, keepdims=True)
+    step = np.maximum((blocks.max(-1, keepdims=True) - low) / np.float32(15), _LEAST)
+    if not step.max() <= np.finfo(np.float16).max:
+        raise SourceError(
+            f"weights 2^{np.log2(step.max() * 15):.0f} apart are too far for int4; build with --quant int8"
+        )
+    step = step.astype(np.float16).astype(np.float32)
+    levels = np.clip(np.rint((blocks - low) / step), 0, 15) - np.float32(8)
+    return (levels * step).reshape(rows.shape), (low + 8 * step)[..., 0]

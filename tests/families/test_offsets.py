@@ -1,0 +1,135 @@
+"""int4's levels and offsets: what llama.cpp and the converters, which others wrote, make of the same blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from ai_edge_litert.schema_py_generated import TensorType
+from ai_edge_quantizer.algorithms.uniform_quantize.dequantized_weight_recovery import (
+    get_zp_scale_from_dequantized_symmetric_weights as recovered,
+)
+from conftest import TinyArtifacts
+from gguf import GGMLQuantizationType, quants
+
+from ssmd.authoring.host import Host
+from ssmd.authoring.model import author
+from ssmd.families.offsets import BLOCK, divided, is_multiplied, with_offsets
+from ssmd.families.registry import family_of
+from ssmd.families.weights import Array, Binding, mapped
+from ssmd.model.artifact import Artifact
+from ssmd.model.source import Source, SourceError
+from ssmd.runtime.protocol import get_runtime
+from ssmd_litert.modelfile import Edited
+from ssmd_litert.recipe import offsets
+
+TOLERANCE = 2e-5  # of the largest logit: float32, as against transformers
+_KIND = GGMLQuantizationType.Q4_1
+
+
+def as_q4_1(rows: Array) -> Array:
+    """What llama.cpp makes of rows in blocks of 4 bits with a scale and an offset."""
+    found: Array = quants.dequantize(quants.quantize(rows, _KIND), _KIND)
+    return found
+
+
+def whole(rows: Array) -> Array:
+    """What levels and offsets are together."""
+    levels, offsets = divided(rows)
+    return levels + np.repeat(offsets, BLOCK, -1)
+
+
+@pytest.mark.parametrize("size", [1e-2, 1.0, 300.0])
+def test_blocks_of_q4_1_stay_what_they_were(size: float) -> None:
+    rows = as_q4_1(np.random.default_rng(1).standard_normal((64, 256), np.float32) * np.float32(size))
+    np.testing.assert_allclose(whole(rows), rows, rtol=0, atol=2e-6 * np.abs(rows).max())
+
+
+def test_others_are_rounded_as_q4_1_rounds() -> None:
+    rows = np.random.default_rng(2).standard_normal((64, 256), np.float32) + 3
+    ours, theirs = (np.square(found - rows).mean() for found in (whole(rows), as_q4_1(rows)))
+    assert ours < 1.01 * theirs
+    step = np.ptp(rows.reshape(64, -1, BLOCK), -1, keepdims=True) / 15
+    assert (np.abs(whole(rows) - rows).reshape(64, -1, BLOCK) <= 0.51 * step).all()
+
+
+ODD = {
+    "zeros": np.zeros((2, 64), np.float32),
+    "all alike": np.full((2, 64), -0.37, np.float32),
+    "one of many": np.eye(2, 64, dtype=np.float32),
+    "tiny": np.random.default_rng(3).standard_normal((2, 64), np.float32) * np.float32(1e-7),
+    "far from zero": np.random.default_rng(4).standard_normal((2, 64), np.float32) + 1000,
+    "ordinary": np.random.default_rng(5).standard_normal((512, 64), np.float32),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_scale_by_the_largest_value_finds_the_levels_again(name: str) -> None:
+    levels, _ = divided(ODD[name])
+    assert np.isfinite(levels).all()
+    np.testing.assert_allclose(whole(ODD[name]), ODD[name], atol=np.ptp(ODD[name]) / 29 + 1e-4)
+    blocks = levels.reshape(len(levels), -1, BLOCK)
+    largest = blocks.min(-1, keepdims=True) / -8  # nncf's and wgpu's
+    assert (np.abs(blocks).max(-1, keepdims=True) <= 8 * largest).all()
+    np.testing.assert_array_equal(np.rint(blocks / largest) * largest, blocks)
+    if name != "tiny":  # a step that is not of the block: levels may be apart by more than one
+        _, scales = recovered(levels, 1, BLOCK)
+        scales = scales.reshape(len(levels), -1, 1).astype(np.float16).astype(np.float32)
+        np.testing.assert_allclose(np.clip(np.rint(blocks / scales), -8, 7) * scales, blocks, rtol=2e-3)
+
+
+def test_what_float16_cannot_hold_is_refused() -> None:
+    with pytest.raises(SourceError, match=r"weights 2\^2[01] apart are too far for int4; build with --quant int8"):
+        divided(np.linspace(-1e6, 1e6, 64, dtype=np.float32)[None])
+
+
+@pytest.mark.parametrize("variant", ["llama", "granite", "mamba", "lfm2"])
+def test_a_module_with_offsets_is_the_same_function(variant: str, tmp_path: Path) -> None:
+    source = Source.open(tiny.write_source(tmp_path / "source", variant))
+    family = family_of(source.config)
+    config = family.parse(source.config)
+    bindings = family.bindings(config)
+    parameters = {name: binding(source) for name, binding in bindings.items()}
+    weights = [n for n, w in parameters.items() if is_multiplied(n) and w.shape[1] % BLOCK == 0]
+    assert len({name.partition("_")[2] for name in weights}) >= 2  # kinds of them
+
+    def rows(bindings: dict[str, Binding]) -> Array:
+        made = {name: binding(source) for name, binding in bindings.items()}
+        return Host(author(family, config, made, 128)).rows(list(range(3, 40)), 16)
+
+    plain = {**bindings, **{n: mapped(as_q4_1, bindings[n]) for n in weights}}
+    offset = with_offsets(plain, weights)
+    assert len(offset) == len(plain) + len(weights)
+    expected = rows(plain)
+    assert np.abs(rows(offset) - expected).max() < TOLERANCE * np.abs(expected).max()
+
+
+def test_litert_computes_levels_and_offsets(artifacts: TinyArtifacts) -> None:
+    """Against the module that has them: what is left is the rounding of activations, and of the offsets."""
+    source, artifact = Source.open(artifacts.source("llama-int4")), Artifact.open(artifacts["llama-int4"])
+    family = family_of(source.config)
+    config = family.parse(source.config)
+    bindings = family.bindings(config)
+    shapes = {name: binding(source).shape for name, binding in bindings.items()}
+    weights = offsets(shapes, "int4")
+    assert {name.partition("_")[2] for name in weights} == {"q", "o", "gate_up", "down"}
+    file = Edited(artifact.file("model.tflite"))
+    for graph in file.model.subgraphs:
+        packed = [t for t in graph.tensors if t.type == TensorType.INT4]
+        assert len(packed) == len(weights)
+    tokens = list(range(3, 40))
+
+    def rows(bindings: dict[str, Binding]) -> Array:
+        made = {name: binding(source) for name, binding in bindings.items()}
+        return Host(author(family, config, made, 128)).rows(tokens, 16)
+
+    program = get_runtime("litert").load(artifact, threads=1)
+    handle = program.new_state()
+    found = np.stack([program.decode([handle], [token])[0].copy() for token in tokens])
+    program.close()
+    divided_up, plain = rows(with_offsets(bindings, weights)), rows(bindings)
+    ours, theirs = (np.sqrt(np.square(found - r).mean()) / r.std() for r in (divided_up, plain))
+    assert ours < 0.03
+    assert theirs > 2 * ours
