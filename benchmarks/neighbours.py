@@ -146,11 +146,12 @@ def main() -> None:
         NAME = daemon.get("/v1/models")[1]["data"][0]["id"]
         honest_gaps_ms(daemon.port)
         print(f"{NAME}, {TOKENS} tokens, gaps of the honest stream in ms\n")
-        print("| beside it | p50 | p95 | longest | p95, alone just before = 1 | MB |")
-        print("| --- | --- | --- | --- | --- | --- |")
+        print("| beside it | p50 | p95 | longest | p95 alone just before | ratio | MB |")
+        print("| --- | --- | --- | --- | --- | --- | --- |")
         for name, others in neighbours().items():
             if WORD not in name:
                 continue
+            until_idle(daemon)
             alone = p95(honest_gaps_ms(daemon.port))
             beside = multiprocessing.get_context("fork").Process(target=elsewhere, args=(others, daemon.port))
             beside.start()
@@ -160,13 +161,21 @@ def main() -> None:
             finally:
                 beside.kill()
                 beside.join()
-            numbers = f"{statistics.median(gaps):.1f} | {p95(gaps):.1f} | {max(gaps):.0f} | {p95(gaps) / alone:.1f}"
-            print(f"| {name} | {numbers} | {daemon.resident_mb()[0]:.0f} |", flush=True)
-            time.sleep(2)
+            told = f"{statistics.median(gaps):.1f} | {p95(gaps):.1f} | {max(gaps):.0f} | {alone:.1f}"
+            print(f"| {name} | {told} | {p95(gaps) / alone:.1f} | {daemon.resident_mb()[0]:.0f} |", flush=True)
     if WORD in REFUSALS:
         with tempfile.TemporaryDirectory() as folder:
             print()
             refusals(Path(folder))
+
+
+def until_idle(daemon: DaemonProcess) -> None:
+    """Wait until nothing is left of what the others asked."""
+    quiet = 0
+    while quiet < 5:
+        time.sleep(0.5)
+        queue = daemon.get("/ssmd/v1/metrics")[1]["queue"]
+        quiet = quiet + 1 if queue["waiting"] == queue["running"] == 0 else 0
 
 
 def processor_s(daemon: DaemonProcess) -> float:
