@@ -23,7 +23,7 @@ from ssmd.model.artifact import Artifact
 from ssmd.model.source import Source, SourceError
 from ssmd.runtime.protocol import get_runtime
 from ssmd_litert.modelfile import Edited
-from ssmd_litert.recipe import offsets
+from ssmd_litert.recipe import offsets, unfit
 
 TOLERANCE = 2e-5  # of the largest logit: float32, as against transformers
 _KIND = GGMLQuantizationType.Q4_1
@@ -83,6 +83,20 @@ def test_a_scale_by_the_largest_value_finds_the_levels_again(name: str) -> None:
 def test_what_float16_cannot_hold_is_refused() -> None:
     with pytest.raises(SourceError, match=r"weights 2\^2[01] apart are too far for int4; build with --quant int8"):
         divided(np.linspace(-1e6, 1e6, 64, dtype=np.float32)[None])
+
+
+def test_which_weights_have_4_bits_in_litert() -> None:
+    shapes = {
+        "embedding": (512, 96),
+        "layer0_q": (96, 96),
+        "layer0_k": (32, 96),  # too small
+        "layer0_in": (96, 80),  # not of whole blocks
+        "layer0_A": (64, 96),  # no product
+        "layer0_q_offset": (4096, 32),
+    }
+    assert offsets(shapes, "int4") == ["layer0_q"]
+    assert unfit(shapes, "int4") == "layer0_in"
+    assert (offsets(shapes, "int8"), unfit(shapes, "int8")) == ([], None)
 
 
 @pytest.mark.parametrize("variant", ["llama", "granite", "mamba", "lfm2"])

@@ -106,15 +106,12 @@ def test_what_is_refused(llama: Source, tmp_path: Path, converter: Any, asked: d
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("converter", [CONVERTER, LITERT])
-def test_rows_that_blocks_do_not_fit_are_refused(
-    converter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_blocks_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = {**tiny.LLAMA, "hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "num_hidden_layers": 1}
     monkeypatch.setitem(tiny.VARIANTS, "odd", ("llama", odd))
     source = Source.open(tiny.write_source(tmp_path / "odd", "odd"))
-    with pytest.raises(BuildError, match=r"layer0_q has rows .*80 values|layer0_q has rows that are no multiple of 32"):
-        builder.build(converter, source, tmp_path / "made", name="t", quantization="int4", buckets=(16,), tiers=(64,))
+    with pytest.raises(BuildError, match="layer0_q has rows that are no multiple of 32 values"):
+        builder.build(CONVERTER, source, tmp_path / "made", name="t", quantization="int4", buckets=(16,), tiers=(64,))
     assert [file.name for file in tmp_path.iterdir()] == ["odd"]
 
 
