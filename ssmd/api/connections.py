@@ -6,6 +6,9 @@ are too many. What is answered, and a body that is still sent, are not touched.
 
 Bytes cost the event loop little, what they are parted into costs much: heads may have so many lines, and of a body in
 tiny pieces only some are looked at before others have their turn.
+
+A client that goes away is seen by reading alone. So reading goes on while a request is answered; what comes meanwhile
+is kept for the next request, and whoever sends more than a little of it is let go.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ STALL_S = 40.0  # for an answer of which nothing is read; a stream gives up befo
 MOST = 4096
 EVENTS = 64  # of one connection, before others have their turn
 REST_S = 0.001  # and then; who only asks for the next turn hardly lets go of the interpreter, and no model decodes
+LATE_BYTES = 64 << 10  # that may come after a request before its answer has ended: the next request, of who is in haste
 MOST_LINES = 256  # of a head, and of what may follow a body
 AT_ONCE = 4  # that are taken in before others are served again
 BACKLOG = 512  # that wait in the system meanwhile
@@ -136,7 +140,15 @@ class _Parser(h11.Connection):
         if self.left == 0:
             return h11.NEED_DATA
         self.left -= 1
-        return super().next_event()
+        if self.their_state is h11.MUST_CLOSE:  # it said that this request is its last one
+            return h11.NEED_DATA
+        event = super().next_event()
+        return h11.NEED_DATA if event is h11.PAUSED else event  # uvicorn would read no more, and see nobody leave
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that came and were not looked at yet."""
+        return len(self._receive_buffer)
 
 
 class _Flow(FlowControl):
@@ -190,6 +202,8 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._is_answering() and not self.cycle.more_body and self.conn.waiting > LATE_BYTES:
+            self.transport.abort()
         self._watch_head()
 
     def handle_events(self) -> None:
@@ -230,8 +244,11 @@ class _Connection(H11Protocol):
                 return True
         return False
 
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _watch_head(self) -> None:
-        if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+        if self.transport.is_closing() or self._is_answering():
             self.idle.pop(self, None)
             self._head = _cancelled(self._head)
             return

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import sqlite3
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -332,6 +333,33 @@ def test_who_waits_and_goes_away_is_in_nobody_s_way(artifact: Path) -> None:
                 soon(lambda: len(one.engine._queue) == 0)
             assert one.engine.metrics.snapshot()["queue"]["running"] == 1, "the first one runs still"
         soon(lambda: idle(one))
+
+
+@pytest.mark.parametrize(
+    "late", [b"G", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"], ids=["a byte", "a request"]
+)
+@pytest.mark.parametrize("end", ["FIN", "RST"])
+def test_who_sends_more_and_goes_away_is_not_worked_for(artifact: Path, late: bytes, end: str) -> None:
+    with daemon(artifact, None, max_running=1) as one:
+        asking = request(one.body(max_tokens=480, n=8))
+        running = one.served.connect(asking)
+        soon(lambda: one.engine.metrics.snapshot()["queue"]["running"] == 1)
+        waiting = one.served.connect(asking)
+        soon(lambda: len(one.engine._queue) == 1)
+        for each in (running, waiting):
+            each.sendall(late)
+        time.sleep(0.1)
+        _leave(waiting, end)
+        soon(lambda: len(one.engine._queue) == 0, within_s=2)
+        assert not idle(one), "the first one runs still"
+        _leave(running, end)
+        soon(lambda: idle(one), within_s=2)
+
+
+def _leave(one: socket.socket, end: str) -> None:
+    if end == "RST":
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    one.close()
 
 
 def test_who_does_not_read_is_given_up(artifact: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ssmd.api import connections, delivery
-from ssmd.api.connections import Limits, Seldom
+from ssmd.api.connections import LATE_BYTES, Limits, Seldom
 from ssmd.api.delivery import Gone
 from ssmd.api.sessions import _PassingFile
 from ssmd.engine.request import Delta
@@ -121,6 +122,40 @@ def test_an_answer_that_takes_long_is_not_cut(hurried: Served) -> None:
         time.sleep(1.5)
         go_on.set()
         assert _answer(one)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["at once", "later"])
+def test_a_request_that_comes_before_the_answer_is_answered_after_it(hurried: Served, apart: bool) -> None:
+    with hurried.connect(WAITS + (b"" if apart else WHOLE)) as one:
+        soon(lambda: len(waiting) == 1)
+        if apart:
+            for byte in WHOLE:
+                one.sendall(bytes([byte]))
+        go_on.set()
+        received = b""
+        while received.count(b"\r\n\r\n..") < 2:
+            received += one.recv(65536)
+        assert received.count(b"HTTP/1.1 200") == 2
+
+
+def test_who_sends_much_before_the_answer_is_let_go(hurried: Served) -> None:
+    with hurried.connect(WAITS) as little, hurried.connect(WAITS) as much:
+        soon(lambda: len(waiting) == 2)
+        little.sendall(b"\r\n" * (LATE_BYTES // 2))
+        with suppress(BrokenPipeError, ConnectionResetError):
+            much.sendall(b"\r\n" * LATE_BYTES)
+        assert _closed(much)
+        go_on.set()
+        assert little.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_what_follows_a_last_request_is_not_looked_at(hurried: Served) -> None:
+    with hurried.connect(WAITS[:-2] + b"connection: close\r\n\r\n") as one:
+        soon(lambda: len(waiting) == 1)
+        one.sendall(WHOLE)
+        time.sleep(0.1)
+        go_on.set()
+        assert _answer(one).startswith(b"HTTP/1.1 200")
 
 
 def test_the_one_idle_for_longest_makes_room(hurried: Served) -> None:
