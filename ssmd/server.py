@@ -42,6 +42,7 @@ STALL_S = 30.0
 GRACE_S = 10.0
 STUCK_S = 10.0  # for which, after that, a step of the model may go on
 FLUSH_S = 5
+LINGER_S = 5.0  # for which, after that, threads may go on that read what was asked, or write an export
 MAX_LINE_CHARS = 4000  # of the log
 
 
@@ -285,6 +286,9 @@ class _Server(uvicorn.Server):
             log.exception("the engine did not stop cleanly")
         finally:
             stuck.cancel()
+            last = threading.Timer(FLUSH_S + LINGER_S, _stop_without_threads)
+            last.daemon = True
+            last.start()
             self.should_exit = True
 
     def _give_up(self) -> None:
@@ -292,3 +296,9 @@ class _Server(uvicorn.Server):
         if self._engine.working:
             log.error("the model did not come back from a step within %.0f s: stopping without it", GRACE_S + STUCK_S)
             os._exit(1)
+
+
+def _stop_without_threads() -> None:
+    """End a process that answers nobody any more and waits for threads, which nothing ends. The store survives it."""
+    log.warning("what was read for requests that are over did not end: stopping without it")
+    os._exit(0)

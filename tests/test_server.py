@@ -23,6 +23,7 @@ from noted import note_all
 from openai_client import openai
 from serving import Served
 
+from ssmd.api.reading import LONG_BYTES
 from ssmd.server import OneLine
 
 CHAT = "/v1/chat/completions"
@@ -134,12 +135,31 @@ def test_a_signal_lets_what_runs_come_to_its_end(artifact: Path, tmp_path: Path)
 
 
 def test_one_signal_ends_it_when_the_model_never_comes_back(artifact: Path, tmp_path: Path) -> None:
+    ended = _stuck_at_the_end(
+        artifact,
+        tmp_path,
+        "from ssmd.runtime.hoststate.program import FlatProgram as Program; server.GRACE_S = server.STUCK_S = 1; "
+        "Program._decode = stuck",
+    )
+    said = "the model did not come back from a step within 2 s: stopping without it"
+    assert (ended.returncode, said in ended.stderr.splitlines()[-1]) == (1, True), ended.stderr
+
+
+@pytest.mark.parametrize("words", ["x", "x" * LONG_BYTES], ids=["short", "long"])
+def test_one_signal_ends_it_when_a_request_is_never_read(artifact: Path, tmp_path: Path, words: str) -> None:
+    lines = "from ssmd.api import front; server.FLUSH_S = server.LINGER_S = 1; front.parse_object = stuck"
+    ended = _stuck_at_the_end(artifact, tmp_path, lines, words)
+    said = "what was read for requests that are over did not end: stopping without it"
+    assert (ended.returncode, said in ended.stderr.splitlines()[-1]) == (0, True), ended.stderr
+
+
+def _stuck_at_the_end(artifact: Path, tmp_path: Path, lines: str, words: str = "x") -> subprocess.CompletedProcess[str]:
+    """A daemon in which `lines` make something call `stuck`, which does not return, and that got one signal then."""
     note_all([str(artifact)], tmp_path / "data")
     stuck = (
-        "import sys, time; from ssmd import server; from ssmd.runtime.hoststate.program import FlatProgram as Program; "
-        "server.GRACE_S = server.STUCK_S = 1; "
-        "Program._decode = lambda *_: (print('stuck', file=sys.stderr, flush=True), time.sleep(600)); "
-        "import runpy; runpy.run_module('ssmd', run_name='__main__', alter_sys=True)"
+        "import sys, time; from ssmd import server; "
+        "stuck = lambda *_: (print('stuck', file=sys.stderr, flush=True), time.sleep(600)); "
+        f"{lines}; import runpy; runpy.run_module('ssmd', run_name='__main__', alter_sys=True)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", stuck, "serve", "--threads", "1", str(artifact)],
@@ -152,16 +172,15 @@ def test_one_signal_ends_it_when_the_model_never_comes_back(artifact: Path, tmp_
             assert process.stdout is not None
             assert process.stderr is not None
             served = Served(int(process.stdout.readline().rpartition(":")[2].partition("/")[0]))
-            raw = json.dumps({"model": artifact.name, "messages": [{"role": "user", "content": "x"}]}).encode()
+            raw = json.dumps({"model": artifact.name, "messages": [{"role": "user", "content": words}]}).encode()
             head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n"
             with served.connect(head.encode() + raw):
                 assert "stuck\n" in iter(process.stderr.readline, "")
                 process.send_signal(signal.SIGTERM)
-                _, err = process.communicate(timeout=30)
+                out, err = process.communicate(timeout=30)
         finally:
             process.kill()
-    assert process.returncode == 1, err
-    assert "the model did not come back from a step within 2 s: stopping without it" in err.splitlines()[-1]
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def test_a_second_signal_ends_it_at_once(artifact: Path, tmp_path: Path) -> None:

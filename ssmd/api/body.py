@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import reprlib
+from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
@@ -56,9 +57,11 @@ async def read_body(request: Request) -> bytes:
         ) from None
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
-    """A JSON object; NaN, Infinity, lone surrogates and deep nesting are refused. Raises Rejected."""
-    if too_many(raw, MAX_VALUES, b"[{,"):
+def parse_object(raw: bytes, go_on: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """A JSON object; NaN, Infinity, lone surrogates and deep nesting are refused. Raises Rejected, and what
+    `go_on` raises, which is called now and then.
+    """
+    if too_many(raw, MAX_VALUES, b"[{,", go_on):
         raise Rejected(f"the request body has more than {MAX_VALUES} values", code="invalid_json")
     try:
         value = from_json(raw, allow_inf_nan=False)

@@ -33,7 +33,7 @@ class Delivery:
         """
         if self._events.qsize() >= MOST_WAITING and isinstance(event, Delta):
             log.warning("a client reads so slowly that %d events wait for it: it is given up", MOST_WAITING)
-            self._loop.call_soon_threadsafe(self._leave)
+            self._loop.call_soon_threadsafe(self.leave)
             raise Gone
         self._loop.call_soon_threadsafe(self._put, event)
 
@@ -55,9 +55,10 @@ class Delivery:
         """Wait for the client to go away; run beside the coroutine that calls `next`, after the body was read."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Nobody waits any more: what is done for the request elsewhere ends at its next `check`."""
         self._gone.set()
         self._events.put_nowait(None)
 

@@ -135,6 +135,7 @@ class Front:
         except sse.Stalled:
             log.warning("request %s: the client has not read for %.0f s, given up", head and head.label, self._stall_s)
         finally:
+            delivery.leave()  # a thread that still reads the request, as the server ends, shall not go on
             if watcher is not None:
                 watcher.cancel()
             if head is not None and not ended:
@@ -152,7 +153,7 @@ class Front:
         if not mark.repeats:
             self._check(mark, client)
         delivery.check()
-        asking = await read(lambda: self._look_at(raw))
+        asking = await read(lambda: self._look_at(raw, delivery.check))
         delivery.check()
         request = replace(asking.request, client=client, domain=caller.domain)
         if not (request.store and self._engine.keeps):
@@ -180,9 +181,9 @@ class Front:
             self._repeats.remember_failure(mark.key.digest)
             raise
 
-    def _look_at(self, raw: bytes) -> Asking:
-        """Read a body, in a thread: a long conversation has megabytes. Raises Rejected."""
-        return self._read(parse_object(raw))
+    def _look_at(self, raw: bytes, go_on: Callable[[], None]) -> Asking:
+        """Read a body, in a thread: a long conversation has megabytes. Raises Rejected, and what `go_on` raises."""
+        return self._read(parse_object(raw, go_on))
 
     async def _stream(self, answer: Answer, head: Head, delivery: Delivery, send: Send) -> None:
         event = await delivery.next()

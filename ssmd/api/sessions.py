@@ -88,7 +88,8 @@ class _Sessions:
 
     async def change(self, request: Request) -> JSONResponse:
         store, wanted = self._store(request), _session_id(request)
-        changes = validate(_Changes, parse_object(await read_body(request)))
+        raw = await read_body(request)
+        changes = await self._ask(request, lambda: validate(_Changes, parse_object(raw)), len(raw))
         return JSONResponse(_entry(await self._ask(request, lambda: store.pin(wanted, changes.pinned))))
 
     async def delete(self, request: Request) -> JSONResponse:
@@ -100,8 +101,8 @@ class _Sessions:
         """Fork a session. The body may be left out: then the fork begins at the head."""
         store, wanted = self._store(request), _session_id(request)
         raw = await read_body(request)
-        turn = validate(_ForkBody, parse_object(raw) if raw else {}).turn
-        session = await self._ask(request, lambda: store.fork(wanted, turn))
+        asked = await self._ask(request, lambda: validate(_ForkBody, parse_object(raw) if raw else {}), len(raw))
+        session = await self._ask(request, lambda: store.fork(wanted, asked.turn))
         return JSONResponse(_entry(session), 201)
 
     async def export(self, request: Request) -> FileResponse:
@@ -132,12 +133,12 @@ class _Sessions:
         told = {"renamed": done.renamed, "states": done.checkpoints, "text_only": done.text_only or None}
         return JSONResponse({**_entry(session), **told}, 201)
 
-    async def _ask(self, request: Request, work: Callable[[], Result]) -> Result:
-        """Run what blocks on the store in a thread, when it is the client's turn; its errors become Rejected, but those
-        of a file's contents.
+    async def _ask(self, request: Request, work: Callable[[], Result], nbytes: int = 0) -> Result:
+        """Run what blocks on the store, or reads a body so long, in a thread, when it is the client's turn; its errors
+        become Rejected, but those of a file's contents.
         """
         try:
-            return await self._reading.run(work, client_of(request))
+            return await self._reading.run(work, client_of(request), nbytes)
         except SessionFileError:
             raise
         except UnknownTurn as err:

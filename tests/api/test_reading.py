@@ -15,7 +15,7 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import daemon, request, soon
 
-from ssmd.api import delivery, reading
+from ssmd.api import delivery, front, reading
 from ssmd.api.delivery import Delivery, Gone
 from ssmd.api.reading import AT_ONCE, LONG_BYTES, Reading
 from ssmd.engine.prompt import Planner
@@ -210,3 +210,31 @@ def test_what_nobody_waits_for_any_more_is_tokenised_no_further(
         assert over.wait(60)
     assert len(encoded) >= 2
     assert sum(encoded) < 10 << 20, "half of it"
+
+
+@pytest.mark.parametrize("ends", ["client", "server"])
+def test_a_body_that_nobody_waits_for_any_more_is_metered_no_further(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    begun, ended, over = threading.Event(), threading.Event(), threading.Event()
+
+    def endless(raw: bytes, go_on: Callable[[], None]) -> object:
+        try:
+            while not over.wait(0.01):
+                begun.set()
+                go_on()
+            raise AssertionError("it went on")
+        except Gone:
+            ended.set()
+            raise
+
+    monkeypatch.setattr(front, "parse_object", endless)
+    with daemon(artifacts["mamba-f32"], tmp_path) as one, one.served.connect(request(one.body())) as client:
+        assert begun.wait(30)
+        late = threading.Timer(20, over.set)
+        late.start()
+        if ends == "client":
+            client.close()
+            assert ended.wait(20)
+    late.cancel()
+    assert ended.is_set()
