@@ -44,7 +44,7 @@ BACKLOG = 512  # that wait in the system meanwhile
 _SPARE = 64
 _SELDOM_S = 60.0
 _TOO_MANY = "too many connections"
-_TELL = ("ssmd.api.security", "ssmd.api.front", "ssmd.api.delivery")
+_TELL = ("ssmd.api.security", "ssmd.api.front", "ssmd.api.delivery", "ssmd.api.download")
 _LINES = re.compile(rb"(?:(?!\r?\n)[^\n]*\n){%d}" % (MOST_LINES + 1))
 _BY_STRANGERS = {  # how often a minute each of these is written
     "socket.accept() out of system resource": 1,

@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse
+from starlette.responses import JSONResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from ssmd.api.body import Id, StrictModel, parse_object, read_body, shown, validate
+from ssmd.api.download import Downloads, PassingFile, removed
 from ssmd.api.keys import caller_of
 from ssmd.api.reading import Reading, client_of
 from ssmd.api.upload import write_body
 from ssmd.engine.engine import Engine
 from ssmd.engine.request import Rejected
+from ssmd.machine.room import SPARE_BYTES
 from ssmd.sessions.files.packing import States
 from ssmd.sessions.files.sessionfile import SessionFileError
 from ssmd.sessions.files.transfer import Local, export_session, import_session
@@ -70,6 +71,7 @@ class _Sessions:
         manifest = engine.artifact.manifest
         self._kept = store
         self._reading = Reading(engine.runs_others, _THREADS)
+        self._downloads = Downloads()
         # By a process that was killed: what it took in or was to send, and with another point what it was writing.
         for left in () if store is None else store.file.parent.glob(f"*{_SCRATCH}*"):
             left.unlink(missing_ok=True)
@@ -105,24 +107,27 @@ class _Sessions:
         session = await self._ask(request, lambda: store.fork(wanted, asked.turn))
         return JSONResponse(_entry(session), 201)
 
-    async def export(self, request: Request) -> FileResponse:
+    async def export(self, request: Request) -> PassingFile:
         store, wanted = self._store(request), _session_id(request)
         choices: dict[str, States] = {"true": "newest", "false": "none", "all": "all"}
         states = _choice(request, "state", choices, "true")
         file = _scratch(store)
-        try:
-            await self._ask(request, lambda: export_session(store, wanted, file, states=states))
-        except SessionFileError as err:  # no room on the disk, or more than one file can hold
-            said = str(err).replace(str(file), "the file")
-            raise Rejected(said, status=507, code="storage_error") from err
-        return _PassingFile(file, filename=f"{wanted}.ssmd", media_type="application/octet-stream")
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._downloads.one(client_of(request)))
+            held.enter_context(removed(file))
+            try:
+                await self._ask(request, lambda: export_session(store, wanted, file, states=states, spare=SPARE_BYTES))
+            except SessionFileError as err:  # no room on the disk, or more than one file can hold
+                said = str(err).replace(str(file), "the file")
+                raise Rejected(said, status=507, code="storage_error") from err
+            return PassingFile(file, held.pop_all(), f"{wanted}.ssmd")
 
     async def import_(self, request: Request) -> JSONResponse:
         """The body is the file; it is on disk before anything of it is believed."""
         store = self._store(request)
         believe = _choice(request, "reread", {"true": False, "false": True}, "false")
         file = _scratch(store)
-        with _removed(file):
+        with removed(file):
             await write_body(request, file)
             try:
                 done = await self._ask(request, lambda: import_session(store, file, local=self._local, believe=believe))
@@ -155,14 +160,6 @@ class _Sessions:
         return self._kept.of(caller_of(request.scope).domain)
 
 
-class _PassingFile(FileResponse):
-    """A file that is gone after it was sent, or could not be."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with _removed(Path(self.path)):
-            await super().__call__(scope, receive, send)
-
-
 def _session_id(request: Request) -> str:
     try:
         return check_id("session", request.path_params["session"])
@@ -183,14 +180,6 @@ def _choice(request: Request, name: str, choices: Mapping[str, Result], default:
 def _scratch(store: Store) -> Path:
     """A file beside the database: private like it, and on the disk that has room for what it holds."""
     return store.file.parent / f"{_SCRATCH}{secrets.token_hex(8)}.ssmd"
-
-
-@contextlib.contextmanager
-def _removed(file: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
 
 
 def _entry(session: Session) -> dict[str, Any]:

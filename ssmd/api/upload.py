@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -14,10 +12,10 @@ from starlette.requests import Request
 
 from ssmd.api.body import READ_TIMEOUT_S
 from ssmd.engine.request import Rejected
+from ssmd.machine.room import SPARE_BYTES, check_room
 from ssmd.machine.size import show_size
 
 LEAST_BYTES = 1 << 20  # in READ_TIMEOUT_S
-SPARE_BYTES = 32 << 20  # for the turns of others
 
 
 async def write_body(
@@ -29,7 +27,7 @@ async def write_body(
     """
     parts, left_s, seen = aiter(request.stream()), within_s, 0
     try:
-        _check_room(file.parent, 2 * int(request.headers.get("content-length", 0)) + spare)
+        check_room(file.parent, 2 * int(request.headers.get("content-length", 0)) + spare)
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             while True:
                 began = time.monotonic()  # the disk's own time does not count
@@ -50,14 +48,8 @@ async def write_body(
 
 
 def _write(out: BinaryIO, part: bytes, folder: Path, spare: int) -> None:
-    _check_room(folder, len(part) + spare)
+    check_room(folder, len(part) + spare)
     out.write(part)
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"the disk has {show_size(free)} free, of {show_size(needed)} that it takes")
 
 
 def _late(within_s: float) -> Rejected:

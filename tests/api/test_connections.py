@@ -25,14 +25,13 @@ from h11._receivebuffer import ReceiveBuffer
 from serving import Served, serving
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ssmd.api import connections, delivery
 from ssmd.api.connections import LATE_BYTES, Limits, Seldom
 from ssmd.api.delivery import Gone
-from ssmd.api.sessions import _PassingFile
 from ssmd.engine.request import Delta
 from ssmd.machine.privatesocket import listen_privately
 
@@ -188,19 +187,6 @@ def test_an_answer_that_is_not_read_is_given_up(hurried: Served, close: bytes) -
     with hurried.connect(LONG + close + b"\r\n", receive_buffer=4096) as one:
         time.sleep(6)
         assert _length(one) < LONG_BYTES
-
-
-def test_an_export_that_is_not_read_leaves_no_file(tmp_path: Path) -> None:
-    file = tmp_path / "export"
-
-    async def export(request: Request) -> FileResponse:
-        file.write_bytes(b"." * LONG_BYTES)
-        return _PassingFile(file)
-
-    app = Starlette(routes=[Route("/long", export)])
-    with serving(app, Limits(stall_s=2)) as one, one.connect(LONG + b"\r\n", receive_buffer=4096):
-        soon(file.exists)
-        soon(lambda: not file.exists(), within_s=60)
 
 
 def test_a_slow_reader_gets_all(hurried: Served) -> None:

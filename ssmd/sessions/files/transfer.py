@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ssmd.machine.room import SparingFile
 from ssmd.model.state import StateSpec
 from ssmd.sessions.files import contents
 from ssmd.sessions.files.packing import Exported, States, pack
@@ -52,20 +54,21 @@ class ImportResult:
 
 
 def export_session(
-    store: Store, session_id: str, file: Path, *, force: bool = False, states: States = "newest"
+    store: Store, session_id: str, file: Path, *, force: bool = False, states: States = "newest", spare: int = 0
 ) -> Exported:
     """Write a session to a new file (mode 0600): all its turns, and the newest checkpoints of its current path.
 
-    states: "all" for those of every branch, "none" for the text alone. Raises UnknownSession, SessionFileError,
-    StoreError; an existing path is refused unless `force`. The file appears whole or not at all.
+    states: "all" for those of every branch, "none" for the text alone. spare: bytes that it must leave free on the
+    disk. Raises UnknownSession, SessionFileError, StoreError; an existing path is refused unless `force`. The file
+    appears whole or not at all.
     """
     if not force and os.path.lexists(file):
         raise SessionFileError(f"{file} exists already; choose another name, or overwrite it with --force")
     temporary = file.parent / f".{file.name[:100]}.{secrets.token_hex(6)}.tmp"
     try:
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        raw = SparingFile(temporary, spare)
         try:
-            with os.fdopen(descriptor, "w+b") as out, store.reading() as connection:
+            with io.BufferedRandom(raw) as out, store.reading() as connection:
                 result = pack(store, connection, store.session_in(connection, session_id), out, states)
             _publish(temporary, file, force=force)
         finally:

@@ -1,0 +1,41 @@
+"""Room on the disk: what is written for somebody must leave some for the others."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ssmd.machine.size import show_size
+
+SPARE_BYTES = 32 << 20  # for the turns of others
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raises OSError where the disk has not so many bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"the disk has {show_size(free)} free, of {show_size(needed)} that it takes")
+
+
+class SparingFile(io.FileIO):
+    """A new private file, unbuffered, whose writes and growth raise OSError where they leave less than `spare` bytes
+    free.
+    """
+
+    def __init__(self, file: Path, spare: int) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        super().__init__(os.open(file, flags, 0o600), "w+")
+        self._folder, self._spare = file.parent, spare
+
+    def write(self, data: Any, /) -> int:
+        check_room(self._folder, memoryview(data).nbytes + self._spare)
+        return super().write(data)
+
+    def truncate(self, size: int | None = None, /) -> int:
+        """Set the file's size. All of it must be free, though nothing takes it yet."""
+        check_room(self._folder, (size or 0) + self._spare)
+        return super().truncate(size)
