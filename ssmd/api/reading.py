@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -49,13 +50,26 @@ class _Client:
 def client_of(request: Request) -> str:
     """Who asks, among those who take turns: the key's name where there are several, else where the request comes from.
 
-    That is the address, of which one computer may have all that begin alike; at a socket without addresses the process.
+    That is the address, or the network of an IPv6 address, of which one computer may have all; at a socket without
+    addresses the process.
     """
     caller = caller_of(request.scope)
     if caller.several:
         return caller.name
-    host = "" if request.client is None else request.client.host
-    return ":".join(host.split(":")[:4]) if "." not in host else host
+    return "" if request.client is None else _place(request.client.host)
+
+
+def _place(host: str) -> str:
+    try:
+        address = ip_address(host)
+    except ValueError:  # a process
+        return host
+    if isinstance(address, IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    link = "" if address.scope_id is None else f"%{address.scope_id}"
+    return f"{IPv6Address(int(address) >> 64 << 64)}/64{link}"
 
 
 class Reading:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from conftest import TinyArtifacts
 from daemon import daemon, request, soon
+from starlette.requests import Request
 
 from ssmd.api import delivery, front, reading
 from ssmd.api.delivery import Delivery, Gone
-from ssmd.api.reading import AT_ONCE, LONG_BYTES, Reading
+from ssmd.api.keys import Caller, set_caller
+from ssmd.api.reading import AT_ONCE, LONG_BYTES, Reading, client_of
 from ssmd.engine.prompt import Planner
 from ssmd.engine.request import Delta
 from ssmd.sessions.store import Store
@@ -44,6 +46,27 @@ async def begun(held: Held, count: int) -> None:
     while len(held.begun) < count:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("host", "place"),
+    [
+        ("127.0.0.2", "127.0.0.2"),
+        ("::ffff:127.0.0.2", "127.0.0.2"),
+        ("::1", "::/64"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("2001:db8::2", "2001:db8::/64"),
+        ("2001:db8:0:0:1:2:3:4", "2001:db8::/64"),
+        ("2001:db8:0:1::1", "2001:db8:0:1::/64"),
+        ("fe80::1%eth0", "fe80::/64%eth0"),
+        ("fe80::2%eth0", "fe80::/64%eth0"),
+        ("process.12", "process.12"),
+    ],
+)
+def test_a_client_is_an_address_a_network_or_a_process(host: str, place: str) -> None:
+    scope = {"type": "http", "client": (host, 1)}
+    set_caller(scope, Caller())
+    assert client_of(Request(scope)) == place
 
 
 def test_a_client_has_few_read_at_once_and_holds_up_no_other() -> None:
