@@ -101,12 +101,13 @@ def rounded_activation(x: Tensor) -> Tensor:
 
 
 Made = Mapping[str, Tensor]
+NONE: Made = MappingProxyType({})
 
 
 class Rounding:
     """Rounded weights in place of PyTorch's linear and embedding while a module runs. Small matrices stay."""
 
-    def __init__(self, module: FlatModule, weights: Set[str], activations: Set[str], made: Made) -> None:
+    def __init__(self, module: FlatModule, weights: Set[str], activations: Set[str], made: Made = NONE) -> None:
         """`made`: matrices that are rounded already, by name; the others are to int8."""
         self.weights, self.activations, self.made = weights, activations, made
         tied = not hasattr(module, "head")
@@ -130,7 +131,7 @@ class Rounding:
 class Case(NamedTuple):
     weights: Set[str]
     activations: Set[str]
-    made: Made = MappingProxyType({})
+    made: Made = NONE
 
 
 Pieces = Sequence[Sequence[int]]
