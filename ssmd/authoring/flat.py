@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ssmd.authoring import ops, ops_open
+from ssmd.authoring import attention, ops, ops_open
 from ssmd.families.offsets import BLOCK, SUFFIX
 from ssmd.model.state import StateSpec
 
@@ -125,7 +125,7 @@ class FlatModule(nn.Module):
     def lane_slots(self, pos: Tensor, states: Mapping[str, Held]) -> list[Tensor]:
         """Which slots of its caches count for each lane, (1, 1, S) by its position; S is each lane's own."""
         key = next(t.name for t in self.spec.rows if t.kind == "key")
-        return [ops.slot_mask(pos[b : b + 1], cache.shape[1]) for b, cache in enumerate(states[key])]
+        return [attention.slot_mask(pos[b : b + 1], cache.shape[1]) for b, cache in enumerate(states[key])]
 
     def rotation(self, pos: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the T positions from `pos` on, each (T, 1, R/2)."""
@@ -163,11 +163,11 @@ class FlatModule(nn.Module):
         if qk_eps is not None:
             q, k = (ops.rms_norm(x, self.weight(layer, n), qk_eps) for x, n in ((q, "q_norm"), (k, "k_norm")))
         if rotation is not None:
-            q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
+            q, k = attention.rope(q, *rotation), attention.rope(k, *rotation)
         q = q.reshape(-1, groups, heads // groups, size)  # (T, G, R, D)
-        attend: Callable[..., tuple[Tensor, Tensor, Tensor]] = ops.attention
+        attend: Callable[..., tuple[Tensor, Tensor, Tensor]] = attention.attention
         if not isinstance(key, Tensor):
-            attend = ops_open.attention_by_lane if self.open else ops.attention_by_lane
+            attend = ops_open.attention_by_lane if self.open else attention.attention_by_lane
         out, new_key, new_value = attend(q, k, v, key, value, *masks)
         return self.linear(layer, "o", out), new_key, new_value
 

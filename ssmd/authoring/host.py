@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ssmd.authoring import ops
+from ssmd.authoring import attention
 from ssmd.authoring.flat import FlatModule
 from ssmd.model.state import State, StateError, StateSpec, of_lane
 
@@ -114,7 +114,7 @@ def step_together(hosts: Sequence[Host], tokens: Sequence[int]) -> NDArray[np.fl
     for lane, host in enumerate(hosts):
         given |= {of_lane(name, lane): state for name, state in host.states.items()}
         if module.spec.rows and not module.open:
-            given[of_lane("slots", lane)] = ops.slot_mask(torch.tensor([host.position]), host.capacity)
+            given[of_lane("slots", lane)] = attention.slot_mask(torch.tensor([host.position]), host.capacity)
     at = torch.tensor([host.position for host in hosts], dtype=torch.int32)
     with torch.no_grad():
         out: dict[str, Tensor] = module(torch.tensor([tokens], dtype=torch.int32), at, **given)

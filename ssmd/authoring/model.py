@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ssmd.authoring import mixers, ops
+from ssmd.authoring import attention, mixers
 from ssmd.authoring.flat import FlatModule, Held
 from ssmd.authoring.mixers import Rows
 from ssmd.families.registry import Family
@@ -82,8 +82,8 @@ class Model(FlatModule):
                 slots = self.lane_slots(pos, states)
             return _Shared(rows, rotation, slots, {})
         if each and slots is None:
-            slots = ops.slot_mask(pos, self.capacity(states))
-        return _Shared(rows, rotation, slots, {n: ops.causal_mask(length, n) for n in each})
+            slots = attention.slot_mask(pos, self.capacity(states))
+        return _Shared(rows, rotation, slots, {n: attention.causal_mask(length, n) for n in each})
 
     def _mixed(
         self,

@@ -10,7 +10,6 @@ C channels and K width of the convolution; H heads, P head_dim, N d_state, g gro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +18,6 @@ from torch import Tensor
 
 CHUNK = 64  # Q: the fastest of 32, 64, 128, 256 on CPU (docs/log.md)
 NAIVE_CHUNK = 256  # Q of the published models
-QUERY_BLOCK = 64  # tokens whose attention scores are computed together
-MASKED = -6e4  # added to a score: its softmax is exactly 0; float16 has such a number, which not all have
 
 
 def silu(x: Tensor) -> Tensor:
@@ -283,123 +280,6 @@ def ssd_ref(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, s
         state = torch.einsum("h,hpn->hpn", torch.exp(dtt * a), state) + torch.einsum("h,hp,hn->hpn", dtt, xt, bt)
         ys.append(torch.einsum("hpn,hn->hp", state, ct) + d[:, None] * xt)
     return torch.stack(ys).reshape(1, -1, heads * size), state.unsqueeze(0)
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of the first values of each head (arXiv:2104.09864), all of them or `2 * cos.shape[-1]`.
-
-    x (T, heads, D), cos and sin (T, 1, R/2).
-    """
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat([*turned, rest] if rest.shape[-1] else turned, -1)
-
-
-def rope_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin)
-    return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1)
-
-
-def slot_mask(pos: Tensor, context: int) -> Tensor:
-    """(1, 1, S): MASKED for cache slots at or after `pos`, whose contents therefore never matter."""
-    return (torch.arange(context, dtype=torch.int32) >= pos).to(torch.float32).reshape(1, 1, context) * MASKED
-
-
-def causal_mask(length: int, each: int) -> Tensor:
-    """(1, T R, T): MASKED where the key (columns) comes after the query (rows, R heads for each token)."""
-    mask = torch.triu(torch.ones(length, length), diagonal=1) * MASKED
-    return mask.repeat_interleave(each, 0).unsqueeze(0)
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slots: Tensor, causal: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Grouped-query attention over a cache and T new rows.
-
-    q (T, G, R, D) scaled, k and v (T, G, D); key (G, S, D), value (G, D, S); slots (1, 1, S), causal (1, T R, T).
-    Returns (1, T, G R D) and the new rows: key (G, T, D), value (G, D, T).
-
-    Both caches lie so that a product runs along their last axis: their transposes below become a flag of the product,
-    never an operation, because they are of rank 3. The queries are taken in blocks of QUERY_BLOCK tokens, whose scores
-    stay small (all at once those of 256 tokens weigh 21 MB a layer), and a block sees no new rows after its own.
-    """
-    length, groups, each, size = q.shape
-    rows = q.permute(1, 0, 2, 3).reshape(groups, -1, size)  # (G, T R, D)
-    new_key, new_value = k.permute(1, 0, 2), v.permute(1, 2, 0)  # (G, T, D), (G, D, T)
-    if causal is None or length <= QUERY_BLOCK:
-        out = attend(rows, new_key, new_value, key, value, slots, None if length == 1 else causal)
-    else:
-        blocks = []
-        for start in range(0, length, QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, length)
-            block, mask = rows[:, start * each : stop * each], causal[:, start * each : stop * each, :stop]
-            blocks.append(attend(block, new_key[:, :stop], new_value[..., :stop], key, value, slots, mask))
-        out = torch.cat(blocks, 1)  # (G, T R, D)
-    out = out.reshape(groups, -1, each, size).permute(1, 0, 2, 3)  # (T, G, R, D)
-    return out.reshape(1, -1, groups * each * size), new_key, new_value
-
-
-def attention_by_lane(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Sequence[Tensor],
-    value: Sequence[Tensor],
-    slots: Sequence[Tensor],
-    causal: None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `attention` of one token for each of B lanes, each over its own caches, of its own S.
-
-    q (B, G, R, D) scaled, k and v (B, G, D). Returns (1, B, G R D) and the new rows of all: key (B G, 1, D), value
-    (B G, D, 1). What does not read a cache is computed for all lanes at once, by the operations of `attend`.
-    """
-    lanes, groups, each, size = q.shape
-    rows, new_key, new_value = q.reshape(-1, each, size), k.reshape(-1, 1, size), v.reshape(-1, 1, size)
-    new = (rows * new_key).sum(-1, keepdim=True)  # (B G, R, 1)
-    outs = []
-    for b in range(lanes):
-        own, context = slice(b * groups, (b + 1) * groups), slots[b].shape[-1]
-        old = torch.matmul(rows[own], key[b].transpose(1, 2)) + slots[b]  # (G, R, S)
-        weights = torch.softmax(torch.cat([old, new[own]], -1), -1)  # (G, R, S + 1)
-        seen = torch.matmul(weights[..., :context], value[b].transpose(1, 2))
-        # Added here: LiteRT's converter makes one product of products that are concatenated, of caches that are.
-        outs.append(seen + weights[..., context:] * new_value[own])  # (G, R, D)
-    out = torch.cat(outs, 0).reshape(1, lanes, groups * each * size)
-    return out, new_key, v.reshape(-1, size, 1)
-
-
-def attend(
-    rows: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, slots: Tensor, causal: Tensor | None
-) -> Tensor:
-    """Queries (G, B R, D) of B tokens over the cache and n new rows, (G, n, D) and (G, D, n) -> (G, B R, D).
-
-    Without `causal` (1, B R, n) there is one token, whose own row is taken by products of numbers: the compiler of
-    Intel's NPU takes the other form for another attention and fails.
-    """
-    context = slots.shape[-1]
-    old = torch.matmul(rows, key.transpose(1, 2)) + slots  # (G, B R, S)
-    if causal is None:
-        new = (rows * new_key).sum(-1, keepdim=True)  # (G, R, 1)
-    else:
-        new = torch.matmul(rows, new_key.transpose(1, 2)) + causal  # (G, B R, n)
-    weights = torch.softmax(torch.cat([old, new], -1), -1)  # (G, B R, S + n)
-    seen = torch.matmul(weights[..., :context], value.transpose(1, 2))
-    if causal is None:
-        return seen + weights[..., context:] * new_value.transpose(1, 2)
-    return seen + torch.matmul(weights[..., context:], new_value.transpose(1, 2))
-
-
-def attention_ref(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, position: int) -> Tensor:
-    """The output of `attention` by softmax over the `position` cached rows and the new ones."""
-    length, _, each, _ = q.shape
-    keys = torch.cat([key[:, :position], k.transpose(0, 1)], 1).repeat_interleave(each, 0)  # (G R, n, D)
-    values = torch.cat([value[..., :position].transpose(1, 2), v.transpose(0, 1)], 1).repeat_interleave(each, 0)
-    scores = torch.einsum("thd,hnd->htn", q.flatten(1, 2), keys)
-    later = torch.arange(position + length) > (position + torch.arange(length))[:, None]  # (T, n)
-    weights = torch.softmax(scores.masked_fill(later, -math.inf), -1)
-    return torch.einsum("htn,hnd->thd", weights, values).reshape(1, length, -1)
 
 
 def valid_rows(n_valid: Tensor, length: int) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ssmd.authoring import ops
+from ssmd.authoring import attention
 
 MOST_TOKENS = 64  # T: a chunk's differences of cumulated logarithms lose digits as it grows, and its masks weigh T x T
 
@@ -81,14 +81,14 @@ def attention_by_lane(
     slots: Sequence[Tensor],
     causal: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ops.attention_by_lane in the products of any number of tokens: its own row too is taken by one."""
+    """Compute attention.attention_by_lane in the products of any number of tokens: its own row too is taken by one."""
     lanes, groups, each, size = q.shape
     outs = []
     for lane in range(lanes):
         row = slice(lane, lane + 1)
         new_key, new_value = k[row].permute(1, 0, 2), v[row].permute(1, 2, 0)  # (G, 1, D), (G, D, 1)
         none = torch.zeros(1, each, 1)
-        out = ops.attend(q[lane], new_key, new_value, key[lane], value[lane], slots[lane], none)  # (G, R, D)
+        out = attention.attend(q[lane], new_key, new_value, key[lane], value[lane], slots[lane], none)  # (G, R, D)
         outs.append(out.reshape(1, 1, groups * each * size))
     return torch.cat(outs, 1), k.reshape(lanes * groups, 1, size), v.reshape(lanes * groups, size, 1)
 

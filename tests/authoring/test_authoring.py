@@ -15,7 +15,7 @@ import tiny
 import torch
 from numpy.typing import NDArray
 
-from ssmd.authoring import ops, ops_open, scan
+from ssmd.authoring import attention, ops, ops_open, scan
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host, graph_shapes, step_together
 from ssmd.authoring.model import author
@@ -437,9 +437,9 @@ def test_attention(length: int, position: int) -> None:
     groups, each, size, context = 2, 3, 8, 32
     q, k, v = rand(length, groups, each, size), rand(length, groups, size), rand(length, groups, size, seed=1)
     key, value = rand(groups, context, size), rand(groups, size, context)
-    masks = ops.slot_mask(torch.tensor([position]), context), ops.causal_mask(length, each)
-    found, new_key, new_value = ops.attention(q, k, v, key, value, *masks)
-    torch.testing.assert_close(found, ops.attention_ref(q, k, v, key, value, position), rtol=1e-5, atol=1e-6)
+    masks = attention.slot_mask(torch.tensor([position]), context), attention.causal_mask(length, each)
+    found, new_key, new_value = attention.attention(q, k, v, key, value, *masks)
+    torch.testing.assert_close(found, attention.attention_ref(q, k, v, key, value, position), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(new_key, k.transpose(0, 1))
     torch.testing.assert_close(new_value, v.permute(1, 2, 0))
 
@@ -448,4 +448,4 @@ def test_rope() -> None:
     x = rand(5, 3, 8)
     for half in (4, 3):
         cos, sin = rand(5, 1, half).cos(), rand(5, 1, half).sin()
-        torch.testing.assert_close(ops.rope(x, cos, sin), ops.rope_ref(x, cos, sin))
+        torch.testing.assert_close(attention.rope(x, cos, sin), attention.rope_ref(x, cos, sin))

@@ -17,7 +17,7 @@ import tiny
 import torch
 from numpy.typing import NDArray
 
-from ssmd.authoring import ops, scan
+from ssmd.authoring import attention, ops, scan
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host
 from ssmd.authoring.model import Model, author
@@ -225,13 +225,19 @@ MUTATIONS: dict[str, tuple[Mutation, tuple[str, ...]]] = {
     "query's norm forgotten": (unnormed("q_norm"), NORMED),
     "key's norm forgotten": (unnormed("k_norm"), NORMED),
     "key's norm without weight": (unweighted("k_norm"), NORMED),
-    "KV heads mixed": (wrapped("attention")(mixed_heads), (*ATTENTION, *ALONE)),
+    "KV heads mixed": (wrapped("attention", place=attention)(mixed_heads), (*ATTENTION, *ALONE)),
     "keys a few rows off": (changed("k", lambda w: w.roll(8, 0)), (*ATTENTION, *ALONE)),
     "values a few rows off": (changed("v", lambda w: w.roll(8, 0)), (*ATTENTION, *ALONE)),
-    "causal mask forgotten": (wrapped("causal_mask")(lambda mask, *args: mask(*args) * 0), (*ATTENTION, *ALONE)),
-    "RoPE forgotten": (wrapped("rope")(lambda _, x, cos, sin: x), ATTENTION),
-    "RoPE the wrong way round": (wrapped("rope")(lambda rope, x, cos, sin: rope(x, cos, -sin)), ATTENTION),
-    "RoPE of neighbours": (wrapped("rope")(neighbours), ATTENTION),
+    "causal mask forgotten": (
+        wrapped("causal_mask", place=attention)(lambda mask, *args: mask(*args) * 0),
+        (*ATTENTION, *ALONE),
+    ),
+    "RoPE forgotten": (wrapped("rope", place=attention)(lambda _, x, cos, sin: x), ATTENTION),
+    "RoPE the wrong way round": (
+        wrapped("rope", place=attention)(lambda rope, x, cos, sin: rope(x, cos, -sin)),
+        ATTENTION,
+    ),
+    "RoPE of neighbours": (wrapped("rope", place=attention)(neighbours), ATTENTION),
     "norm1 forgotten": (unnormed("norm1"), ATTENTION),
     "norm1 without weight": (unweighted("norm1"), ATTENTION),
     "norm2 forgotten": (unnormed("norm2"), ATTENTION),
