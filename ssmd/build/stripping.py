@@ -69,6 +69,10 @@ def make(
     from ssmd.authoring.model import author
     from ssmd.build.reference import golden, one_thread
 
+    if target.quantization == "int4":
+        raise StripError(
+            "a stripped graph has no int4, which no refit can make: build it with `ssmd build --quant int4`"
+        )
     made = []
     for seed in (SEED, OTHER_SEED):
         folder = scratch / str(seed)

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import zstandard
 from conftest import BUILT, KEPT, ONE_EACH, TinyArtifacts
 from refitting import stripped
 from safetensors.numpy import save_file
 
 from ssmd.build.builder import Target
-from ssmd.build.stripping import Label, StripError, strip, written
+from ssmd.build.stripping import Label, StripError, make, strip, written
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import given
@@ -325,6 +326,13 @@ def forged(graph: StrippedGraph, file: Path, change: Any, tail: bytes = b"") -> 
     content = len(text).to_bytes(8, "little") + text + b"".join(graph.literals) + tail
     packed = zstandard.ZstdCompressor().compress(content)
     file.write_bytes(b"ssmd stripped graph 1\n" + hashlib.sha256(packed).digest() + packed)
+
+
+def test_there_are_no_graphs_of_int4(tmp_path: Path) -> None:
+    target = Target("int4", (16,), (64,))
+    with pytest.raises(StripError, match=r"a stripped graph has no int4.*ssmd build --quant int4"):
+        make(LITERT, tiny.LLAMA, target, tmp_path, label=Label("t"), stage=lambda _: nullcontext())
+    assert list(tmp_path.iterdir()) == []
 
 
 def holed(header: dict[str, Any]) -> dict[str, Any]:
