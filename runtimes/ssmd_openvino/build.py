@@ -118,7 +118,7 @@ class OpenVINOConverter:
             if self._passes is not None:  # one stream's step is rewritten, no other gives its bits
                 return {"xamba": {OPEN: report}}
             shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-            for lanes in LANES if rows_are_apart(shapes, target.quantization) else ():
+            for lanes in LANES if has_lanes(shapes, target.quantization) else ():
                 del model
                 gc.collect()  # models refer to one another
                 with stage(f"convert a decode step of {lanes} streams"):
@@ -237,9 +237,12 @@ def _is_int4(name: str, shape: Sequence[int]) -> bool:
     return is_multiplied(name) and math.prod(shape) >= MIN_WEIGHT_ELEMENTS
 
 
-def rows_are_apart(shapes: Shapes, quantization: Quantization) -> bool:
-    """Whether each row of a product has the bits that it has alone, however many there are: all but those of int8
-    weights whose rows are shorter than a group of activations, which are not quantized then (docs/log.md)."""
+def has_lanes(shapes: Shapes, quantization: Quantization) -> bool:
+    """Whether a step of several streams is of use (docs/log.md): not with int4 weights, which are multiplied with four
+    rows in as long as four times with one, nor with int8 weights whose rows are shorter than a group of activations,
+    which are not quantized then, so that a row has not the bits that it has alone."""
+    if quantization == "int4":
+        return False
     group = ON_CPU["DYNAMIC_QUANTIZATION_GROUP_SIZE"]
     matrices = [s for s in shapes.values() if len(s) == 2 and math.prod(s) >= MIN_WEIGHT_ELEMENTS]
     return quantization != "int8" or all(shape[1] >= group for shape in matrices)

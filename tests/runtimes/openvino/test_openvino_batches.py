@@ -20,7 +20,7 @@ from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.signatures import lanes_name
 from ssmd_openvino import library
-from ssmd_openvino.build import rows_are_apart
+from ssmd_openvino.build import has_lanes
 from ssmd_openvino.compile import Compiler
 from ssmd_openvino.graph import OpenVINOLanesCall
 from ssmd_openvino.runtime import LANES, OPEN, WEIGHTS, OpenVINORuntime
@@ -116,16 +116,19 @@ def test_weights_stand_once(artifact: Artifact) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "quantization", "apart"),
+    ("shape", "quantization", "has"),
     [
         ((1536, 48), "int8", False),  # the time steps of mamba-130m
         ((1536, 48), "f32", True),
         ((1536, 64), "int8", True),
+        ((1536, 64), "int4", False),
         ((64, 48), "int8", True),  # too small to be quantized
     ],
 )
-def test_rows_that_are_too_short(shape: tuple[int, int], quantization: Quantization, apart: bool) -> None:
-    assert rows_are_apart({"dt": shape, "in": (3072, 768)}, quantization) == apart
+def test_where_steps_of_several_streams_are_of_use(
+    shape: tuple[int, int], quantization: Quantization, has: bool
+) -> None:
+    assert has_lanes({"dt": shape, "in": (3072, 768)}, quantization) == has
 
 
 def test_lanes_have_capacities_of_their_own(artifact: Artifact) -> None:
