@@ -51,7 +51,20 @@ _NEAR = (
     .distinct()
 )
 # Values stand beside them, not in them: SQLAlchemy keeps a statement that it has compiled, and what is in it.
-_NEW_PIECE, _NEW_SEGMENT = insert(piece), insert(segment)
+_NEW, _NEW_PIECE, _NEW_SEGMENT = insert(checkpoint), insert(piece), insert(segment)
+_NEW_LISTED, _NEW_LINK = insert(checkpoint_segment), insert(turn_checkpoint)
+_KNOWN_LAYOUT = select(layout.c.digest).where(layout.c.digest == bindparam("layout"))
+_NAMED = select(_c.id, _c.position, _c.key, _c.origin, _c.digest).where(
+    *(_c.key == bindparam("key"), _c.build == bindparam("build")),
+    *(_c.origin == bindparam("origin"), _c.owner == bindparam("owner")),
+)
+_PARENT = select(_c.id, _c.position, _c.key, _c.origin).where(_c.id == bindparam("checkpoint"))
+_LINKED = select(turn_checkpoint.c.turn).where(
+    turn_checkpoint.c.checkpoint == bindparam("checkpoint"),
+    turn_checkpoint.c.turn.in_(bindparam("turns", expanding=True)),
+)
+_USED = update(checkpoint).where(_c.id == bindparam("number")).values(last_used_at=bindparam("now"))
+_ROWS = segments_of(bindparam("checkpoint"), segment.c.id, segment.c.first, segment.c.last, segment.c.checksum)
 _IMPORTED = select(session_table.c.imported).where(session_table.c.id == bindparam("session")).scalar_subquery()
 _FITTING = (
     select(_c.id, _c.position, _c.build, _c.producer, _c.origin)
@@ -155,7 +168,7 @@ def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Se
     placed: list[Placed] = []
     other_rows: set[int] = set()  # stored already, from other calls than the ones that the new children saw
     for digest_, spec in {enc.scope.layout: enc.spec for enc in new}.items():
-        if connection.execute(select(layout.c.digest).where(layout.c.digest == digest_)).one_or_none() is None:
+        if connection.execute(_KNOWN_LAYOUT, {"layout": digest_}).one_or_none() is None:
             connection.execute(insert(layout).values(digest=digest_, tensors=spec.to_json()))
     for enc in new:
         parent, why_not = _parent(connection, enc)
@@ -170,7 +183,7 @@ def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Se
         segments += [(b.first, b.last, b.checksum) for b in enc.segments]
         name = (enc.key, enc.scope.build, enc.origin or "")
         own = digest(name, enc.position, segments, [(b.first, b.last, b.checksum) for b in enc.pieces])
-        there = _same_key(connection, enc)
+        there = named_as(connection, enc, enc.key)
         if there is not None:
             if there.digest != own:
                 other_rows.add(there.id)
@@ -186,7 +199,7 @@ def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Se
             other_rows.add(new_id)
         if rows:
             shared = [{"checkpoint": new_id, "segment": r.id} for r in rows]
-            connection.execute(insert(checkpoint_segment), shared)
+            connection.execute(_NEW_LISTED, shared)
         _link(connection, links, new_id, now)
         placed.append(Placed(new_id, nbytes=enc.nbytes))
     add_stored_bytes(connection, sum(p.nbytes for p in placed))
@@ -213,7 +226,7 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
         "created_at": now,
         "last_used_at": now,
     }
-    new_id = connection.execute(insert(checkpoint), values).inserted_primary_key
+    new_id = connection.execute(_NEW, values).inserted_primary_key
     assert new_id is not None
     number = int(new_id[0])
     for b in enc.pieces:
@@ -223,8 +236,7 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
         row = {"first": b.first, "last": b.last, "dtype": b.encoding, "nbytes": len(b.data)}
         made = connection.execute(_NEW_SEGMENT, row | {"checksum": b.checksum, "data": b.data})
         assert made.inserted_primary_key is not None
-        link = {"checkpoint": number, "segment": made.inserted_primary_key[0]}
-        connection.execute(insert(checkpoint_segment).values(link))
+        connection.execute(_NEW_LISTED, {"checkpoint": number, "segment": made.inserted_primary_key[0]})
     return number
 
 
@@ -232,12 +244,10 @@ def _parent(connection: Connection, enc: Encoded) -> tuple[Any, str]:
     """The parent's row, and why the checkpoint cannot be stored without it. Raises StoreError on one that cannot be."""
     if enc.parent is None:
         return None, ""
-    c = checkpoint.c
-    query = select(c.id, c.position, c.key, c.origin)
     if isinstance(enc.parent, bytes):
-        row = connection.execute(query.where(*named_as(enc, enc.parent))).one_or_none()
+        row = named_as(connection, enc, enc.parent)
     else:
-        row = connection.execute(query.where(c.id == enc.parent)).one_or_none()
+        row = connection.execute(_PARENT, {"checkpoint": enc.parent}).one_or_none()
     if row is None:
         # Recurrent tensors are whole; only KV rows below would be missing.
         return None, "the checkpoint it grew from was removed meanwhile" if enc.since else ""
@@ -248,28 +258,23 @@ def _parent(connection: Connection, enc: Encoded) -> tuple[Any, str]:
     return row, ""
 
 
-def named_as(enc: Encoded, key: bytes) -> tuple[Any, ...]:
-    """The conditions that a row has this key, and all else that names a checkpoint in common with `enc`."""
-    return _c.key == key, _c.build == enc.scope.build, _c.origin == (enc.origin or ""), _c.owner == enc.owner
-
-
-def _same_key(connection: Connection, enc: Encoded) -> Any:
-    return connection.execute(select(_c.id, _c.digest).where(*named_as(enc, enc.key))).one_or_none()
+def named_as(connection: Connection, enc: Encoded, key: bytes) -> Any:
+    """The row with this key, and all else that names a checkpoint in common with `enc`; None if there is none."""
+    name = {"key": key, "build": enc.scope.build, "origin": enc.origin or "", "owner": enc.owner}
+    return connection.execute(_NAMED, name).one_or_none()
 
 
 def _rows_of(connection: Connection, checkpoint_id: int) -> Sequence[Any]:
-    columns = (segment.c.id, segment.c.first, segment.c.last, segment.c.checksum)
-    return connection.execute(segments_of(checkpoint_id, *columns)).all()
+    return connection.execute(_ROWS, {"checkpoint": checkpoint_id}).all()
 
 
 def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now: int) -> None:
     """Turns keep the checkpoint alive, from now on if they did not before."""
-    t = turn_checkpoint.c
-    there = set(connection.scalars(select(t.turn).where(t.checkpoint == checkpoint_id, t.turn.in_(turns))))
+    there = set(connection.scalars(_LINKED, {"checkpoint": checkpoint_id, "turns": turns}))
     missing = [{"turn": turn, "checkpoint": checkpoint_id} for turn in dict.fromkeys(turns) if turn not in there]
     if missing:
-        connection.execute(insert(turn_checkpoint), missing)
-    connection.execute(update(checkpoint).where(checkpoint.c.id == checkpoint_id).values(last_used_at=now))
+        connection.execute(_NEW_LINK, missing)
+    connection.execute(_USED, {"number": checkpoint_id, "now": now})
 
 
 def unlinked(connection: Connection, unused_s: float = 0.0) -> list[int]:

@@ -33,6 +33,7 @@ _MAX_STEMS = 64  # turns above a new one that are looked at for the one that it 
 _LEAST_NBYTES = 512  # of a row, beside what was said
 _t = turn_table.c
 _ONE = select(turn_table).where(_t.id == bindparam("turn"))
+_NEW = insert(turn_table)
 
 
 class _Path:
@@ -93,7 +94,7 @@ def insert_turns(connection: Connection, turns: Sequence[NewTurn], lineage: str,
         row, end = _row(turn, above, path, turn.lineage or lineage)
         path.add(end)
         rows.append(row | {"owner": owner})
-    connection.execute(insert(turn_table), rows)
+    connection.execute(_NEW, rows)
     add_turn_bytes(connection, sum(row["nbytes"] for row in rows))
 
 

@@ -110,6 +110,18 @@ _BASES = select(_s.base).join(turn, _t.id == _s.base).where(_t.session == _SESSI
 # All forks that began with some of the session's turns have their root in common with it.
 _OWN_ROOTS = select(_t.id).where(_t.session == _SESSION, _t.parent.is_(None))
 _ROOTS = _OWN_ROOTS.union(select(_s.root).where(_s.id == _SESSION, _s.root.is_not(None)))
+_TOTAL = select(cast(total.c.nbytes, Integer)).where(total.c.name == bindparam("name"))
+_ADDED = update(total).where(total.c.name == bindparam("of")).values(nbytes=total.c.nbytes + bindparam("more"))
+_SIZED = update(session_table).where(_s.id == _SESSION)
+_SIZED = _SIZED.values(own_nbytes=bindparam("own"), shared_nbytes=bindparam("shared"))
+_UNSIZED = update(session_table).where(_s.id.in_(_SOME)).values(own_nbytes=None, shared_nbytes=None)
+_SHARER = (
+    select(_t.session)
+    .join(turn_checkpoint, _link.turn == _t.id)
+    .where(_link.checkpoint == bindparam("checkpoint"), _t.session != _SESSION)
+    .limit(1)
+)
+_SECOND_SHARER = _SHARER.where(_t.session != bindparam("first"))
 _PINNED = select(_s.base).where(_s.pinned.is_(True), _s.root.in_(_ROOTS))
 
 
@@ -188,8 +200,7 @@ def turn_bytes(connection: Connection) -> int:
 
 
 def _total(connection: Connection, name: str) -> int:
-    found = connection.execute(select(cast(total.c.nbytes, Integer)).where(total.c.name == name)).scalar()
-    return int(found or 0)
+    return int(connection.execute(_TOTAL, {"name": name}).scalar() or 0)
 
 
 def add_stored_bytes(connection: Connection, nbytes: int) -> None:
@@ -209,14 +220,13 @@ def nbytes_of_turns(connection: Connection, which: Any) -> int:
 
 def _add(connection: Connection, name: str, nbytes: int) -> None:
     if nbytes:
-        connection.execute(update(total).where(total.c.name == name).values(nbytes=total.c.nbytes + nbytes))
+        connection.execute(_ADDED, {"of": name, "more": nbytes})
 
 
 def count_again(connection: Connection, sessions: Collection[str]) -> None:
     """Forget the sizes of these sessions: they are counted when they are next asked for."""
     for some in batches(sorted(filter(is_unicode, sessions))):
-        values = {"own_nbytes": None, "shared_nbytes": None}
-        connection.execute(update(session_table).where(session_table.c.id.in_(some)).values(values))
+        connection.execute(_UNSIZED, {"some": some})
 
 
 def sole_sharers(connection: Connection, checkpoints: Sequence[int], session_id: str) -> set[str]:
@@ -224,17 +234,12 @@ def sole_sharers(connection: Connection, checkpoints: Sequence[int], session_id:
 
     To them it makes a difference whether this one links to it; where three share, it makes none.
     """
-    link = turn_checkpoint.c
     found: set[str] = set()
     for number in checkpoints:
-        others = (
-            select(turn.c.session)
-            .join(turn_checkpoint, link.turn == turn.c.id)
-            .where(link.checkpoint == number, turn.c.session != session_id)
-        )
-        first = connection.execute(others.limit(1)).scalar()
+        others = {"checkpoint": number, "session": session_id}
+        first = connection.execute(_SHARER, others).scalar()
         if first is not None and is_unicode(first):
-            second = connection.execute(others.where(turn.c.session != first).limit(1)).scalar()
+            second = connection.execute(_SECOND_SHARER, others | {"first": first}).scalar()
             if second is None:
                 found.add(first)
     return found
@@ -251,8 +256,7 @@ def count_sizes(connection: Connection, *, at_most: int) -> int:
 
 def write_sizes(connection: Connection, session_id: str) -> None:
     own, shared = read_holding(connection, session_id).sizes()
-    mine = session_table.c.id == session_id
-    connection.execute(update(session_table).where(mine).values(own_nbytes=own, shared_nbytes=shared))
+    connection.execute(_SIZED, {"session": session_id, "own": own, "shared": shared})
 
 
 def batches(values: Sequence[Value]) -> Iterator[Sequence[Value]]:

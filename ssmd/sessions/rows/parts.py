@@ -111,7 +111,7 @@ def _blobs(rows: Iterable[Any], name: str, end: int, found: list[Digested]) -> I
         raise DamagedState(f"{name} from {at} on are missing")
 
 
-def segments_of(checkpoint_id: int, *columns: Any) -> Any:
+def segments_of(checkpoint_id: Any, *columns: Any) -> Any:
     """List a checkpoint's segments in the order of their rows.
 
     That is the order of their ids, as a parent's are written before its children's. Asked for in this way SQLite walks

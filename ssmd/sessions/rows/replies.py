@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import xxhash
-from sqlalchemy import Connection, String, delete, func, insert, select, type_coerce, update
+from sqlalchemy import Connection, String, bindparam, delete, func, insert, select, type_coerce, update
 
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
@@ -19,22 +19,31 @@ from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.turns import as_they_are, to_micros, turn_of
 from ssmd.sessions.turn import NewTurn
 
+_r = reply_table.c
+# Built once: putting a statement together takes longer than running it.
+_KEPT = (
+    select(_r.key, _r.body, *(type_coerce(c, String).label(c.name) for c in (_r.turns, _r.complete, _r.answer)))
+    .where(_r.key == bindparam("digest"), _r.expires_at > bindparam("now"))
+    .order_by(_r.complete, _r.id.desc())
+    .limit(1)
+)
+_OVER = delete(reply_table).where(_r.expires_at <= bindparam("now"))
+_SAME = delete(reply_table).where(_r.key == bindparam("digest"))
+_NEW = insert(reply_table)
+
 
 def find_reply(connection: Connection, key: ReplyKey) -> Reply | None:
     """The reply under a key. Of several, those that broke off come first: theirs is the client that asks again.
 
     None too if it was altered: the request is answered anew then.
     """
-    r, t = reply_table.c, turn_table.c
-    columns = (type_coerce(c, String).label(c.name) for c in (r.turns, r.complete, r.answer))
-    query = select(r.key, r.body, *columns).where(r.key == key.digest, r.expires_at > _now())
     with as_they_are(connection):
-        row = connection.execute(query.order_by(r.complete, r.id.desc()).limit(1)).one_or_none()
+        row = connection.execute(_KEPT, {"digest": key.digest, "now": _now()}).one_or_none()
         said = None if row is None else said_in_reply(row)
         if row is None or said is None:
             return None
         names, answer = said
-        found = connection.execute(select(turn_table).where(t.id.in_(names))).all()
+        found = connection.execute(select(turn_table).where(turn_table.c.id.in_(names))).all()
     turns = {turn.id: turn for turn in map(turn_of, found) if turn.sound}
     if set(turns) != set(names):
         return None
@@ -59,10 +68,10 @@ def _seal(key: bytes, body: bytes, turns: Sequence[str], complete: bool, answer:
 
 def insert_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTurn]) -> None:
     """Keep a reply with its turns, one a choice; drop those whose time is over and the one it takes the place of."""
-    r, now = reply_table.c, _now()
-    connection.execute(delete(reply_table).where(r.expires_at <= now))
+    now = _now()
+    connection.execute(_OVER, {"now": now})
     if reply.key.named:
-        connection.execute(delete(reply_table).where(r.key == reply.key.digest))
+        connection.execute(_SAME, {"digest": reply.key.digest})
     names, answer = [turn.id for turn in turns], dict(reply.answer)
     row = {
         "key": reply.key.digest,
@@ -73,7 +82,7 @@ def insert_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTur
         "expires_at": now + to_micros(datetime.fromtimestamp(0, UTC) + reply.key.lasts),
         "answer": answer | {"seal": _seal(reply.key.digest, reply.key.body, names, reply.complete, answer)},
     }
-    connection.execute(insert(reply_table).values(row))
+    connection.execute(_NEW, row)
 
 
 def forget(connection: Connection, turns: Any) -> None:

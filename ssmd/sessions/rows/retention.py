@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection, delete, exists, func, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, func, select, update
 
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import tree
@@ -35,6 +35,20 @@ EVERYTHING, THINNED, NOTHING = 0, 1, 2  # session.retained: what retention has l
 PART_BYTES = 256 << 20  # that a collection frees in one transaction: as much goes through the log
 _AHEAD, _MOST_AHEAD = 1 / 16, 32 << 20  # of the quota, and bytes, that a commit thins out beyond what it needs
 _COUNT_AT_ONCE = 4  # a session of so few turns is counted within its commit
+# Built once: putting a statement together takes longer than running it.
+_s = session_table.c
+_OTHERS = exists().where(
+    turn_checkpoint.c.checkpoint == checkpoint.c.id, turn_checkpoint.c.turn.not_in(bindparam("turns", expanding=True))
+)
+_ONLY_OF = select(func.sum(checkpoint.c.recurrent_nbytes + checkpoint.c.rows_nbytes)).where(
+    checkpoint.c.id.in_(bindparam("there", expanding=True)), ~_OTHERS
+)
+_NUMBER_OF_TURNS = select(_s.turns).where(_s.id == bindparam("session"))
+_GROWN = (
+    update(session_table)
+    .where(_s.id == bindparam("session"))
+    .values(retained=bindparam("left"), own_nbytes=_s.own_nbytes + bindparam("fresh"))
+)
 
 
 @dataclass
@@ -217,8 +231,7 @@ def _incoming(connection: Connection, new: Iterable[Encoded]) -> int:
     """Bytes that are not stored already."""
     nbytes = 0
     for enc in new:
-        same = checkpoint_rows.named_as(enc, enc.key)
-        if connection.execute(select(checkpoint.c.id).where(*same)).first() is None:
+        if checkpoint_rows.named_as(connection, enc, enc.key) is None:
             nbytes += enc.nbytes
     return nbytes
 
@@ -241,12 +254,9 @@ def _try_to_make_room(connection: Connection, needed: int, keep: Collection[int]
 
 def _adopted(connection: Connection, placed: Sequence[Placed], turns: Sequence[str]) -> int:
     """Bytes of checkpoints that were written ahead, for these turns."""
-    c, link = checkpoint.c, turn_checkpoint.c
     fresh = {p.id for p in placed if not p.was_there}
     there = [p.id for p in placed if p.was_there and p.id is not None and p.id not in fresh]
-    others = exists().where(link.checkpoint == c.id, link.turn.not_in(turns))
-    nbytes = select(func.sum(c.recurrent_nbytes + c.rows_nbytes)).where(c.id.in_(there), ~others)
-    return (connection.scalars(nbytes).one() or 0) if there else 0
+    return (connection.scalar(_ONLY_OF, {"there": there, "turns": turns}) or 0) if there else 0
 
 
 def _book(
@@ -257,20 +267,21 @@ def _book(
     linked_turns: Sequence[str],
 ) -> None:
     """The session grew: it has something to give again, and its sizes are other ones."""
-    s = session_table.c
     fresh = sum(p.nbytes for p in placed) + _adopted(connection, placed, linked_turns)
-    (turns,) = connection.execute(select(s.turns).where(s.id == session_id)).one()
+    (turns,) = connection.execute(_NUMBER_OF_TURNS, {"session": session_id}).one()
     left = EVERYTHING if turns > NEWEST else THINNED  # of so few nothing is thinned
-    values = {"retained": left, "own_nbytes": s.own_nbytes + fresh}
-    connection.execute(update(session_table).where(s.id == session_id).values(values))
+    connection.execute(_GROWN, {"session": session_id, "left": left, "fresh": fresh})
     linked = {enc.parent for enc in new if isinstance(enc.parent, int)}
     linked |= {p.id for p in placed if p.was_there and p.id is not None}
     numbers = sorted(linked)
     if not shared_among(connection, numbers, session_id):
         return
-    count_again(connection, {session_id, *sole_sharers(connection, numbers, session_id)})
+    others = sole_sharers(connection, numbers, session_id)
     if turns <= _COUNT_AT_ONCE:
+        count_again(connection, others)
         write_sizes(connection, session_id)
+    else:
+        count_again(connection, {session_id, *others})
 
 
 def _squeeze(connection: Connection, placed: Sequence[Placed], session_id: str, quota: int) -> list[Placed]:

@@ -25,6 +25,12 @@ _SESSIONS = select(
     *(_s.id, _s.model, _s.lineage, _s.clock, _s.pinned, _s.imported, _s.owner, _s.created_at, _s.last_used_at),
     *(_s.head, _s.turns, _s.title, _s.own_nbytes, _s.shared_nbytes, _s.base),
 )
+_TURNS = select(_s.turns).where(_s.id == bindparam("session"))
+_LATEST = select(func.max(_s.last_used_at)).where(_s.last_used_at < LAST_MOMENT)
+_NEW = insert(session_table)
+_GOES_ON = ("turns", "last_used_at", "head", "model", "lineage", "clock", "owner")
+_TOUCHED = update(session_table).where(_s.id == bindparam("session"))
+_TOUCHED = _TOUCHED.values({name: bindparam(f"new_{name}") for name in _GOES_ON})
 _LEFT = select(turn.c.owner).where(turn.c.session == bindparam("session")).limit(1)
 
 
@@ -110,7 +116,7 @@ def _info(row: Sequence[Any]) -> SessionInfo:
 def touch_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo) -> None:
     """The session of new turns goes on from the first of them; it is written if it is new."""
     now = max(to_micros(t.created_at) for t in turns)
-    there = connection.execute(select(_s.turns).where(_s.id == info.id)).one_or_none()
+    there = connection.execute(_TURNS, {"session": info.id}).one_or_none()
     if there is not None:
         values = {
             "turns": there.turns + len(turns) if isinstance(there.turns, int) else len(turns),
@@ -121,7 +127,7 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
             "clock": info.clock.isoformat(),  # as it was, but if that could not be read
             "owner": info.owner,  # as it was, but if it was nobody's
         }
-        connection.execute(update(session_table).where(_s.id == info.id).values(values))
+        connection.execute(_TOUCHED, {"session": info.id, **{f"new_{n}": values[n] for n in _GOES_ON}})
         return
     if info.known or turns[0].parent is not None:
         raise StoreError(f"session {info.id!r} was removed meanwhile")
@@ -130,8 +136,7 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
 
 def after_all(connection: Connection, now: int) -> int:
     """When a session was used that is used now: after all others, however far ahead a clock was when they were."""
-    latest = select(func.max(_s.last_used_at)).where(_s.last_used_at < LAST_MOMENT)
-    return max(now, (connection.execute(latest).scalar() or 0) + 1)
+    return max(now, (connection.execute(_LATEST).scalar() or 0) + 1)
 
 
 def insert_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo, *, head: str, now: int) -> None:
@@ -154,7 +159,7 @@ def insert_session(connection: Connection, turns: Sequence[NewTurn], info: Sessi
         "own_nbytes": 0,
         "shared_nbytes": 0,
     }
-    connection.execute(insert(session_table).values(row))
+    connection.execute(_NEW, row)
 
 
 def pin_session(connection: Connection, session_id: str, domain: Domain, pinned: bool) -> None:
