@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import select
 import socket
 import time
 from collections.abc import Iterable
@@ -201,6 +202,9 @@ class _Connection(H11Protocol):
         self._head, self._reading = _cancelled(self._head), _cancelled(self._reading)
 
     def data_received(self, data: bytes) -> None:
+        if data.startswith(b"POST ") and _has_left(self.transport):  # it would be seen before there is an answer
+            self.transport.abort()
+            return
         super().data_received(data)
         if self._is_answering() and not self.cycle.more_body and self.conn.waiting > LATE_BYTES:
             self.transport.abort()
@@ -269,6 +273,16 @@ class _Connection(H11Protocol):
             self.transport.abort()
         else:
             self._watch_reader()
+
+
+def _has_left(transport: asyncio.Transport) -> bool:
+    """Whether the other end is closed, or half so, where the system tells that before all that came is read (Linux)."""
+    hung_up = getattr(select, "POLLRDHUP", 0)
+    if not hung_up:
+        return False
+    one = select.poll()
+    one.register(transport.get_extra_info("socket"), hung_up)
+    return bool(one.poll(0))
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import resource
+import select
 import socket
 import subprocess
 import sys
@@ -45,7 +46,9 @@ waiting: list[object] = []
 
 
 async def _app(scope: Scope, receive: Receive, send: Send) -> None:
-    """GET / is answered at once, /waits when the test says so, /long with many bytes."""
+    """/ is answered at once, /waits when the test says so, /long with many bytes; /holds holds everybody up."""
+    if scope["path"] == "/holds":
+        time.sleep(0.3)
     if scope["path"] == "/waits":
         waiting.append(scope["client"])
     while scope["path"] == "/waits" and not go_on.is_set():
@@ -155,6 +158,19 @@ def test_what_follows_a_last_request_is_not_looked_at(hurried: Served) -> None:
         time.sleep(0.1)
         go_on.set()
         assert _answer(one).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.skipif(not hasattr(select, "POLLRDHUP"), reason="this system does not tell who has left")
+def test_what_somebody_asked_who_has_left_is_not_looked_at(hurried: Served) -> None:
+    with hurried.connect(WHOLE.replace(b"/", b"/holds", 1)) as first, hurried.connect(b"") as second:
+        time.sleep(0.1)  # the first is being answered: what the others do is seen all at once
+        hurried.connect(WAITS.replace(b"GET", b"POST")).close()
+        second.sendall(WHOLE)
+        second.shutdown(socket.SHUT_WR)  # what is answered at once is
+        assert _answer(first)
+        assert _answer(second)
+        assert hurried.ask("GET", "/").status == 200
+    assert not waiting
 
 
 def test_the_one_idle_for_longest_makes_room(hurried: Served) -> None:
