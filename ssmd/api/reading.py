@@ -28,7 +28,7 @@ REFILL = 0.1  # of the time
 LOOP_S = 0.001  # that a request takes of the event loop, at least: its connection, its head, its answer
 LONG_BYTES = 64 << 10  # bodies that take long enough for others to notice
 LONG_AT_ONCE = 4
-_LOOK_S = 0.1
+_LOOK_S = 0.02
 T = TypeVar("T")
 
 

@@ -15,7 +15,7 @@ from ssmd.engine.generation import Generation
 
 CREDIT_S = 1.0  # for which a client may read prompts beside others' answers at once
 REFILL = 0.03  # of the time: a piece of 64 tokens takes as long as a step for two, so one step in 30 has one in it
-FAIR = 1.5  # times as long as for one may a step take that has more than a token for each client
+FAIR = 1.25  # times as long as for one may a step take that has more than a token for each client
 Open = tuple[Generation, Choice]
 
 
@@ -42,20 +42,21 @@ class Shares:
             return frozenset(g.asked.request.client for g in running)
         return None
 
-    def choices(self, unended: Sequence[Open]) -> Sequence[Open]:
+    def choices(self, unended: Sequence[Open], beside: int = 0) -> Sequence[Open]:
         """Those that get a token in this step: all of one client's. Where there are several, one of each, in turn, and
-        more, in turn too, while the step costs no more than it would for those, or than FAIR."""
+        more, in turn too, while the step costs no more than it would for those, or than FAIR. beside: how many tokens
+        are in the step already."""
         by_client: dict[str, list[Open]] = {}
         for g, choice in unended:
             by_client.setdefault(g.asked.request.client, []).append((g, choice))
         if len(by_client) < 2:
             return unended
         self._turns = {client: self._turns.get(client, 0) for client in by_client}
-        most = max(self._step_cost(len(by_client)), FAIR)
+        most = max(self._step_cost(beside + len(by_client)), FAIR)
         chosen: list[Open] = []
         for place in range(max(map(len, by_client.values()))):
             for client, mine in by_client.items():
-                if place < len(mine) and (place == 0 or self._step_cost(len(chosen) + 1) <= most):
+                if place < len(mine) and (place == 0 or self._step_cost(beside + len(chosen) + 1) <= most):
                     chosen.append(mine[self._turns[client] % len(mine)])
                     self._turns[client] += 1
         return chosen

@@ -202,7 +202,8 @@ class Worker:
     def _decode(self, generations: Sequence[Generation], joining: Generation | None = None) -> None:
         """A token for open choices of these, in one step with the last token of the prompt that is `joining`."""
         running = [g for g in generations if g in self.running]
-        unended = self._shares.choices([(g, c) for g in running for c in g.progress.choices if c.end is None])
+        open_ = [(g, c) for g in running for c in g.progress.choices if c.end is None]
+        unended = self._shares.choices(open_, beside=int(joining is not None))
         handles = [choice.handle for _, choice in unended]
         tokens = [choice.next_token for _, choice in unended]
         started, saved = time.perf_counter(), None

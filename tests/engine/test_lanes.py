@@ -96,6 +96,12 @@ def test_who_has_more_fills_the_lanes_that_cost_nothing() -> None:
     assert all(len(set(step)) == len(step) for step in found)
 
 
+def test_a_prompt_that_ends_takes_a_place_of_the_step() -> None:
+    shares = Shares(8, step_cost=batched)
+    assert len(shares.choices(answers(a=7, b=1), beside=1)) == 3
+    assert len(shares.choices(answers(a=3, b=1, c=1, d=1), beside=1)) == 6  # five cost what eight do, and none is left
+
+
 def test_each_client_has_a_token_in_each_step_whatever_that_costs() -> None:
     found = steps(Shares(8, step_cost=batched), answers(a=2, b=1, c=2, d=1, e=1), 6)
     for step in found:
