@@ -23,7 +23,7 @@ from ssmd.api.delivery import Delivery, Gone
 from ssmd.api.errors import INTERNAL
 from ssmd.api.idempotency import REPLAYED, Mark, Repeats, in_place_of, read_mark
 from ssmd.api.keys import caller_of
-from ssmd.api.reading import Reading, client_of
+from ssmd.api.reading import LONG_BYTES, Reading, client_of
 from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
 from ssmd.engine.replay import events
@@ -98,6 +98,8 @@ class Asking:
     answer: Callable[[Head], Answer]
 
 
+_MOMENT = 3  # turns of the event loop after which it is known who sent a request and left
+
 Read = Callable[[dict[str, Any]], Asking]  # of a protocol: takes a body's fields; in a thread; raises Rejected
 
 
@@ -149,7 +151,12 @@ class Front:
         async def read(work: Callable[[], T]) -> T:
             return await self._reading.run(work, client, len(raw), delivery)
 
-        mark = await asyncio.to_thread(read_mark, http.headers, raw, caller.name)
+        if len(raw) > LONG_BYTES:
+            mark = await asyncio.to_thread(read_mark, http.headers, raw, caller.name)
+        else:
+            mark = read_mark(http.headers, raw, caller.name)
+            for _ in range(_MOMENT):
+                await asyncio.sleep(0)
         if not mark.repeats:
             self._check(mark, client)
         delivery.check()

@@ -24,8 +24,8 @@ from ssmd.machine.processor import give_way
 
 AT_ONCE = 2  # of one client: a long one, and a short one beside it
 CREDIT_S = 1.0  # of processor time for which a client is not held back
-REFILL = 0.1  # of the time
-LOOP_S = 0.001  # that a request takes of the event loop, at least: its connection, its head, its answer
+REFILL = 0.05  # of the time
+LOOP_S = 0.002  # that a request takes of the event loop, at least: its connection, its head, its answer
 LONG_BYTES = 64 << 10  # bodies that take long enough for others to notice
 LONG_AT_ONCE = 4
 _LOOK_S = 0.02
