@@ -162,7 +162,8 @@ def main() -> None:
             finally:
                 beside.kill()
                 beside.join()
-            usual, late = (statistics.median(map(of, streams)) for of in (statistics.median, p95))
+            usual = statistics.median(statistics.median(gaps) for gaps in streams)
+            late = statistics.median(p95(gaps) for gaps in streams)
             told = f"{usual:.1f} | {late:.1f} | {max(map(max, streams)):.0f} | {alone:.1f}"
             print(f"| {name} | {told} | {late / alone:.1f} | {daemon.resident_mb()[0]:.0f} |", flush=True)
     if WORD in REFUSALS:
