@@ -2,7 +2,8 @@
 
 uvicorn's own deadline begins when a first answer was sent. Here a connection is *idle* from its first moment until a
 request's head is whole, and again from the end of the answer. An idle one has a deadline, and goes first when there
-are too many. What is answered, and a body that is still sent, are not touched.
+are too many; then one whose body is still awaited, of the client that has most of these. What is answered is not
+touched.
 
 Bytes cost the event loop little, what they are parted into costs much: heads may have so many lines, and of a body in
 tiny pieces only some are looked at before others have their turn.
@@ -28,6 +29,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ssmd.api.reading import place_of
 from ssmd.machine import descriptors
 from ssmd.machine.privatesocket import process_at
 
@@ -82,8 +84,8 @@ class Limits:
 
 def limit(config: Config, limits: Limits) -> None:
     """Give uvicorn's connections these limits, before it starts, and keep the log of what strangers cause short."""
-    idle: dict[_Connection, None] = {}
-    config.http = type("Connection", (_Connection,), {"limits": limits, "idle": idle})
+    of_server = {"limits": limits, "idle": {}, "awaited": {}}
+    config.http = type("Connection", (_Connection,), of_server)
     config.backlog = AT_ONCE  # which to asyncio also is how many it takes in at a time
     config.timeout_keep_alive = IDLE_S
     for name in ("asyncio", "uvicorn.error", *_TELL, __name__):
@@ -177,9 +179,11 @@ class _Flow(FlowControl):
 class _Connection(H11Protocol):
     limits: Limits
     idle: dict[_Connection, None]  # of this server, the one that is idle for longest first
+    awaited: dict[str, dict[_Connection, None]]  # by client those whose bodies are to come, the longest first
     conn: _Parser
     flow: _Flow
 
+    _place = ""  # of its client
     _rest: asyncio.Handle | None = None
     _head: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
@@ -190,6 +194,7 @@ class _Connection(H11Protocol):
         process = process_at(transport.get_extra_info("socket"))
         if process is not None:  # clients are told apart by where they are: here there are no addresses
             self.client = (f"process.{process}", 0)
+        self._place = "" if self.client is None else place_of(self.client[0])
         if len(self.connections) > self.limits.most and not self._make_room():
             log.warning(_TOO_MANY + ": %d are open and none is idle; a new one is closed", self.limits.most)
             transport.abort()
@@ -199,6 +204,7 @@ class _Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.idle.pop(self, None)
+        self._await_body(False)
         self._head, self._reading = _cancelled(self._head), _cancelled(self._reading)
 
     def data_received(self, data: bytes) -> None:
@@ -219,6 +225,7 @@ class _Connection(H11Protocol):
             self._rest = self.loop.call_later(REST_S, self._go_on)
         if more != self.flow.held:
             self.flow.hold(more)
+        self._await_body(self._is_answering() and self.cycle.more_body)
 
     def _go_on(self) -> None:
         self._rest = None
@@ -228,6 +235,7 @@ class _Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._await_body(False)
         self._watch_head()
         self._watch_reader()
 
@@ -240,13 +248,31 @@ class _Connection(H11Protocol):
         self._watch_reader()
 
     def _make_room(self) -> bool:
-        """Close the connection that is idle for longest, if one is; not one whose answer is still on its way."""
+        """Close the connection that is idle for longest, if one is, not one whose answer is still on its way; else of
+        the client with most bodies to come, if these are more than of who comes now, the one awaited longest.
+        """
         for one in self.idle:
             if one.transport.get_write_buffer_size() == 0:
                 del self.idle[one]
                 one.transport.abort()
                 return True
-        return False
+        most = max(self.awaited, key=lambda place: len(self.awaited[place]), default=self._place)
+        if len(self.awaited.get(most, ())) <= len(self.awaited.get(self._place, ())) + 1:
+            return False
+        one = next(iter(self.awaited[most]))
+        one._await_body(False)
+        one.transport.abort()
+        return True
+
+    def _await_body(self, awaited: bool) -> None:
+        """Note whether something is to come of the body of a request."""
+        mine = self.awaited.setdefault(self._place, {})
+        if awaited:
+            mine.setdefault(self)
+        else:
+            mine.pop(self, None)
+        if not mine:
+            del self.awaited[self._place]
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

@@ -56,10 +56,11 @@ def client_of(request: Request) -> str:
     caller = caller_of(request.scope)
     if caller.several:
         return caller.name
-    return "" if request.client is None else _place(request.client.host)
+    return "" if request.client is None else place_of(request.client.host)
 
 
-def _place(host: str) -> str:
+def place_of(host: str) -> str:
+    """The address, or the network of an IPv6 address; what is none as it is: a process."""
     try:
         address = ip_address(host)
     except ValueError:  # a process

@@ -16,6 +16,7 @@ def show(
     as_json: options.Json = False,
 ) -> None:
     """Show an artifact: family, context, buckets, what its state weighs, where it came from."""
+    from ssmd.cli.session import plain
     from ssmd.config import Settings
     from ssmd.installed import resolve
     from ssmd.model.artifact import read_manifest
@@ -48,7 +49,7 @@ def show(
         "built with": ", ".join(f"{name} {version}" for name, version in sorted(manifest.builders.items())),
     }
     for name, value in rows.items():
-        typer.echo(f"{name:<13} {value}")
+        typer.echo(f"{name:<13} {plain(value)}")
 
 
 def _quality(quality: dict[str, dict[str, float]]) -> dict[str, str]:

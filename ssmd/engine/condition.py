@@ -6,7 +6,7 @@ import logging
 import threading
 
 from ssmd.engine.metrics import Metrics
-from ssmd.sessions.turn import StoreError
+from ssmd.sessions.turn import Removed, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,13 @@ class Condition:
         return self._reason
 
     def failed(self, err: StoreError, *, turns: int) -> None:
-        """Note that so many turns were lost to the store, or none if their text was kept and their states were not."""
+        """Note that so many turns were lost to the store, or none if their text was kept and their states were not.
+
+        Those whose session was removed meanwhile are not lost to it.
+        """
+        if isinstance(err, Removed):
+            log.info("a turn was not stored: %s", err)
+            return
         if turns:
             self._metrics.turns_not_stored(err.reason, turns)
         with self._lock:

@@ -32,6 +32,7 @@ COMPILED_FOR = ("npu", "gpu", "ane")
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", "SIGILL")  # others come from outside: short memory, a shutdown
 MOST_BYTES = 64 << 10  # of a verdict, and of what a process says
 _SECRET = re.compile(r"(TOKEN|KEY|KEYS_FILE|SECRET|PASSWORD)$")
+_LOGGED = re.compile(r"(VERBOSE|INFO|WARNING): \[")  # by LiteRT, also after the last word
 _TAIL = 500  # characters of what a process said last
 
 
@@ -148,7 +149,8 @@ def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
         name = signal.Signals(-done.returncode).name
         raise CrashError(f"it crashed ({name})", accident=name not in CRASHES)
     if done.returncode or not stdout:
-        last = stderr.rpartition("\n")[2]  # of a traceback: the error
+        lines = stderr.splitlines() or [""]  # of a traceback: the last is the error
+        last = next((line for line in reversed(lines) if not _LOGGED.match(line)), lines[-1])
         raise CrashError(last[-_TAIL:] or f"it ended with exit code {done.returncode}")
     return stdout.splitlines()[-1]
 

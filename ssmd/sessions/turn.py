@@ -20,6 +20,10 @@ class StoreError(Exception):
     reason = "error"  # a code for metrics and /health
 
 
+class Removed(StoreError):
+    """What was to be continued was removed meanwhile: nothing is wrong with the store."""
+
+
 class UnknownSession(StoreError):
     """No session, or no turn, has that id."""
 

@@ -33,6 +33,8 @@ MEMORY = 2 << 30
 OPEN_S = 30.0
 RENDER_S = 15.0  # more than the meter allows (text/jinja/meter.py)
 TEXT = "A river does not remember the rain that filled it: 17 gulls, one late train.\n"
+_MOST_BYTES = 4 * MAX_SOURCE
+_MOST_STOPS = 4096
 READ_S = 10.0  # a piece of 32,768 characters takes 0.05 s, a whole one of 524,288 some seconds
 
 
@@ -51,16 +53,30 @@ def opened(artifact: Artifact, *, apart: bool) -> Texts:
     Raises TemplateError or TokenizerError.
     """
     path, stop_tokens = artifact.file("tokenizer.json"), artifact.manifest.stop_tokens
-    source, special = artifact.file("chat_template.jinja").read_text("utf-8"), artifact.manifest.special_tokens
+    source, special = _source(artifact.file("chat_template.jinja")), artifact.manifest.special_tokens
     if not apart:
         return Texts(ChatTemplate(source, special), Tokenizer.open(path, stop_tokens=stop_tokens))
     return open_texts(path, stop_tokens, source, special)
+
+
+def _source(path: Path) -> str:
+    """A template's text. Raises TemplateError; one that is far too large is not read."""
+    with path.open("rb") as file:
+        raw = file.read(_MOST_BYTES + 1)
+    if len(raw) > _MOST_BYTES:
+        raise TemplateError(f"the chat template has more than the {MAX_SOURCE} characters that are allowed")
+    try:
+        return raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as err:
+        raise TemplateError(f"the chat template is no UTF-8: {err}") from err
 
 
 def open_texts(path: Path, stop_tokens: Sequence[int], source: str, special: SpecialTokens) -> Texts:
     """A tokenizer.json and a template's source, opened in a child. Raises TemplateError or TokenizerError."""
     if len(source) > MAX_SOURCE:
         raise TemplateError(f"the chat template has {len(source)} characters, at most {MAX_SOURCE} are allowed")
+    if len(stop_tokens) > _MOST_STOPS:
+        raise TokenizerError(f"{len(stop_tokens)} tokens end an answer, at most {_MOST_STOPS} are allowed")
     nonce = secrets.token_hex(12)
     opening: dict[str, Any] = {"do": "open", "tokenizer": str(path.absolute()), "stop_tokens": list(stop_tokens)}
     # Whenever it is opened anew the file has to be the one that is read here.

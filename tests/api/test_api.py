@@ -265,6 +265,26 @@ def test_a_daemon_that_stores_nothing_says_so(artifact: Path, tmp_path: Path, ca
         assert len([r for r in caplog.records if "stored again" in r.message]) == 1
 
 
+def test_a_session_that_is_deleted_while_it_goes_on_is_no_fault_of_the_store(artifact: Path, tmp_path: Path) -> None:
+    with daemon(artifact, tmp_path / "data") as one:
+        first = one.chat("Hello")
+        session = first.headers["x-ssmd-session"]
+        said = {"role": "assistant", "content": whole_text(first)}
+        messages = [{"role": "user", "content": "Hello"}, said, {"role": "user", "content": "Go on"}]
+        body = one.body(messages=messages, session=session, max_tokens=300, stream=True)
+        with one.served.connect(request(body)) as going_on:
+            while b'"delta"' not in going_on.recv(65536):
+                pass
+            assert one.served.ask("DELETE", f"/ssmd/v1/sessions/{session}").status in (200, 204)
+            part = b""
+            while b"[DONE]" not in part:
+                part = going_on.recv(65536)
+        snapshot = one.served.ask("GET", "/ssmd/v1/metrics").json
+        assert not any(snapshot["turns_not_stored"].values())
+        assert one.served.ask("GET", "/health").json["status"] == "ok"
+        assert one.served.ask("GET", f"/ssmd/v1/sessions/{session}").status == 404
+
+
 # What is refused.
 
 

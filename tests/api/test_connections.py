@@ -198,6 +198,33 @@ def test_where_none_is_idle_a_new_one_is_closed(hurried: Served) -> None:
     assert hurried.ask("GET", "/").status == 200
 
 
+def test_bodies_that_do_not_come_make_room_for_who_has_none() -> None:
+    asked: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(len(asked))
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b".."})
+
+    begun = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\nhalf"
+    with serving(app, Limits(most=4)) as served:
+        others = [served.connect(begun) for _ in range(4)]
+        soon(lambda: len(asked) == 4)
+        with served.connect() as one_more:  # of the client that has them all
+            assert _closed(one_more)
+        where = ("127.0.0.1", served.port)
+        with socket.create_connection(where, 30, ("127.0.0.2", 0)) as honest:
+            honest.sendall(begun + b"other")
+            assert _answer(honest)
+        assert _closed(others[0])
+        others[1].sendall(b"other")
+        assert _answer(others[1])
+        for one in others:
+            one.close()
+
+
 @pytest.mark.parametrize("close", [b"", pytest.param(b"connection: close\r\n", marks=pytest.mark.full)])
 def test_an_answer_that_is_not_read_is_given_up(hurried: Served, close: bytes) -> None:
     with hurried.connect(LONG + close + b"\r\n", receive_buffer=4096) as one:

@@ -14,7 +14,7 @@ from conftest import TinyArtifacts
 
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import get_runtime
-from ssmd.runtime.trial import last_line, probed, run_all
+from ssmd.runtime.trial import CrashError, last_line, probed, run_all
 
 PASSED = json.dumps({"passed": True, "why": ""})
 FAILED = json.dumps({"passed": False, "why": "somebody said so"})
@@ -83,6 +83,16 @@ def test_a_trial_is_told_no_secrets_and_asked_nothing(monkeypatch: pytest.Monkey
         "import os, sys; print(sys.stdin.read(), sorted(n for n, v in os.environ.items() if v in ('hidden', 'told')))"
     )
     assert last_line([sys.executable, "-c", code]).strip() == "['SSMD_CACHE_DIR']"
+
+
+def test_what_a_library_logs_last_is_not_the_reason() -> None:
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('INFO: [registry.cc:43] Destroyed', file=sys.stderr))\n"
+        "raise ValueError('the reason')"
+    )
+    with pytest.raises(CrashError, match="the reason"):
+        last_line([sys.executable, "-c", code])
 
 
 def test_only_the_end_of_what_a_trial_says_is_read() -> None:

@@ -13,16 +13,18 @@ from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tiny
 from strangers import GROWS, SLOW, TAKES_LONG, hostile, replacing
 from text.test_template import CONVERSATIONS, NOW, TEMPLATES
 
+from ssmd.machine import memory
 from ssmd.machine.child import Child, ChildError, Packet
-from ssmd.model.artifact import SpecialTokens
-from ssmd.text.apart import MEMORY, MODULE, TemplateApart, TextReader, Texts, open_texts
+from ssmd.model.artifact import Artifact, SpecialTokens
+from ssmd.text.apart import MEMORY, MODULE, TemplateApart, TextReader, Texts, open_texts, opened
 from ssmd.text.messages import Message
 from ssmd.text.template import ChatTemplate, TemplateError
 from ssmd.text.tokenizer import TokenizerError
@@ -210,6 +212,25 @@ def opening(tokenizer: Path, source: str = "") -> Packet:
     fields = {"tokenizer": str(tokenizer), "stop_tokens": [], "nonce": "0" * 24, "special": SPECIAL.model_dump()}
     sha256 = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     return Packet({"do": "open", "sha256": sha256, **fields}, source.encode())
+
+
+@pytest.mark.parametrize(("raw", "why"), [(b"\xff\xfe\0", "no UTF-8"), (b"", "more than the 131072 characters")])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_template_that_is_no_text_or_no_end_of_one(raw: bytes, why: str, apart: bool, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(raw)
+    if not raw:
+        os.truncate(tmp_path / "chat_template.jinja", 3 << 30)
+    manifest = SimpleNamespace(stop_tokens=(), special_tokens=SPECIAL)
+    made = cast(Artifact, SimpleNamespace(file=tmp_path.joinpath, manifest=manifest))
+    before = memory.most_resident() or 0
+    with pytest.raises(TemplateError, match=why):
+        opened(made, apart=apart)
+    assert (memory.most_resident() or 0) - before < 64 << 20
+
+
+def test_a_million_stop_tokens_are_refused(vocabulary: Path) -> None:
+    with pytest.raises(TokenizerError, match="at most 4096 are allowed"):
+        open_texts(vocabulary, range(1_000_000), "", SPECIAL)
 
 
 @pytest.mark.parametrize("operator", ["<", pytest.param("~", marks=pytest.mark.full)])

@@ -26,7 +26,7 @@ from ssmd.sessions.rows.turns import (
     to_micros,
     turn_of,
 )
-from ssmd.sessions.turn import NewTurn, Settled, StoreError, Turn, UnknownSession, check_id
+from ssmd.sessions.turn import NewTurn, Removed, Settled, StoreError, Turn, UnknownSession, check_id
 from ssmd.text.messages import Message
 
 _MAX_STEMS = 64  # turns above a new one that are looked at for the one that it goes on from
@@ -87,7 +87,7 @@ def insert_turns(connection: Connection, turns: Sequence[NewTurn], lineage: str,
             try:
                 above = path.of(turn.parent)
             except UnknownSession as err:
-                raise StoreError(f"turn {turn.id!r}: {err}; was its session removed meanwhile?") from err
+                raise Removed(f"turn {turn.id!r}: {err}; was its session removed meanwhile?") from err
             if above.session != turn.session and not _inherits(connection, turn.session, turn.parent):
                 raise StoreError(f"turn {turn.id!r} of session {turn.session!r} has a parent in {above.session!r}")
         check_unicode(turn)

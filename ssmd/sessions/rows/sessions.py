@@ -15,7 +15,7 @@ from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn
 from ssmd.sessions.rows.turns import LAST_MOMENT, as_text, as_they_are, from_micros, is_moment, to_micros
-from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, UnknownSession, check_id
+from ssmd.sessions.turn import NewTurn, Removed, Session, SessionInfo, StoreError, UnknownSession, check_id
 from ssmd.text.messages import Message
 
 _TITLE_CHARACTERS = 80
@@ -130,7 +130,7 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
         connection.execute(_TOUCHED, {"session": info.id, **{f"new_{n}": values[n] for n in _GOES_ON}})
         return
     if info.known or turns[0].parent is not None:
-        raise StoreError(f"session {info.id!r} was removed meanwhile")
+        raise Removed(f"session {info.id!r} was removed meanwhile")
     insert_session(connection, turns, info, head=turns[0].id, now=now)
 
 
