@@ -13,14 +13,14 @@ from ssmd.model.artifact import MANIFEST, seal
 RARE, SLOW = "\ue000", "\ue001"  # characters that no text has by chance
 
 
-def forged(artifact: Path, out: Path, files: Mapping[str, bytes]) -> Path:
-    """A copy with other files, sealed anew."""
+def forged(artifact: Path, out: Path, files: Mapping[str, bytes], **said: Any) -> Path:
+    """A copy with other files, sealed anew. said: what its manifest says otherwise."""
     shutil.copytree(artifact, out)
     for name, data in files.items():
         (out / name).write_bytes(data)
     manifest = json.loads((out / MANIFEST).read_text())
     (out / MANIFEST).unlink()
-    seal(out, {k: v for k, v in manifest.items() if k not in ("format", "build", "files")})
+    seal(out, {k: v for k, v in manifest.items() if k not in ("format", "build", "files")} | said)
     return out
 
 

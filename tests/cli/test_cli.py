@@ -17,6 +17,7 @@ from pathlib import Path
 import commands
 import pytest
 from conftest import TinyArtifacts
+from strangers import forged
 from test_server import environment
 
 from ssmd import __version__
@@ -96,6 +97,12 @@ def test_show(home: Path, artifacts: TinyArtifacts) -> None:
     assert manifest["lineage"] in good(home, "show", "tiny")
     assert "has 3 bytes" in refused(home, "show", "broken")
     assert "installed in" in refused(home, "show", "unknown")
+
+
+def test_what_a_manifest_says_steers_no_terminal(home: Path, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    builders = {"\x1b]0;x\x07": "\x9b2J\ud800"}
+    path = forged(artifacts["llama-f32"], tmp_path / "forged", {}, builders=builders)
+    assert all(c.isprintable() or c == "\n" for c in good(home, "show", str(path)))
 
 
 def test_verify(home: Path, tmp_path: Path) -> None:
