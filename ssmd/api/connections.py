@@ -1,4 +1,4 @@
-"""Connections: how long one may say nothing, how many there may be, and what is logged of those that are refused.
+"""Connections: how long one may say nothing, and how many there may be. seldom.py keeps what is logged of them short.
 
 uvicorn's own deadline begins when a first answer was sent. Here a connection is *idle* from its first moment until a
 request's head is whole, and again from the end of the answer. An idle one has a deadline, and goes first when there
@@ -19,7 +19,6 @@ import logging
 import re
 import select
 import socket
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ssmd.api.reading import place_of
+from ssmd.api.seldom import TOO_MANY, keep_short
 from ssmd.machine import descriptors
 from ssmd.machine.privatesocket import process_at
 
@@ -45,23 +45,7 @@ MOST_LINES = 256  # of a head, and of what may follow a body
 AT_ONCE = 4  # that are taken in before others are served again
 BACKLOG = 512  # that wait in the system meanwhile
 _SPARE = 64
-_SELDOM_S = 60.0
-_TOO_MANY = "too many connections"
-_TELL = ("ssmd.api.security", "ssmd.api.front", "ssmd.api.delivery", "ssmd.api.download")
 _LINES = re.compile(rb"(?:(?!\r?\n)[^\n]*\n){%d}" % (MOST_LINES + 1))
-_BY_STRANGERS = {  # how often a minute each of these is written
-    "socket.accept() out of system resource": 1,
-    "Invalid HTTP request": 1,
-    "Unsupported upgrade": 1,
-    "No supported WebSocket library": 0,  # said with the one before; there is nothing to install
-    "ASGI callable returned without": 1,  # who does not read is given up in the midst of an answer
-    _TOO_MANY: 1,
-    "refused ": 30,
-    "%s %s: the client went away": 30,
-    "request %s: the client went away": 30,
-    "request %s: the client has not read": 30,
-    "a client reads so slowly": 30,
-}
 
 
 @dataclass(frozen=True)
@@ -88,37 +72,13 @@ def limit(config: Config, limits: Limits) -> None:
     config.http = type("Connection", (_Connection,), of_server)
     config.backlog = AT_ONCE  # which to asyncio also is how many it takes in at a time
     config.timeout_keep_alive = IDLE_S
-    for name in ("asyncio", "uvicorn.error", *_TELL, __name__):
-        logger = logging.getLogger(name)
-        if not any(isinstance(one, Seldom) for one in logger.filters):
-            logger.addFilter(Seldom())
+    keep_short()
 
 
 def hold(listening: Iterable[socket.socket]) -> None:
     """Let those that come faster than they are taken in wait in the system; when the server listens already."""
     for one in listening:
         one.listen(BACKLOG)
-
-
-class Seldom(logging.Filter):
-    """Lets messages that strangers can cause through a few times a minute, and then tells how many there were more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: dict[str, tuple[float, int]] = {}  # since when, and how often
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        kind = next((start for start in _BY_STRANGERS if str(record.msg).startswith(start)), None)
-        if kind is None:
-            return True
-        now, most = time.monotonic(), _BY_STRANGERS[kind]
-        since, seen = self._seen.get(kind, (now, 0))
-        if now - since >= _SELDOM_S:
-            if seen > most:
-                record.msg = f"{record.msg} ({seen - most} more like it before, not written)"
-            since, seen = now, 0
-        self._seen[kind] = (since, seen + 1)
-        return seen < most
 
 
 class _Lines(ReceiveBuffer):
@@ -196,7 +156,7 @@ class _Connection(H11Protocol):
             self.client = (f"process.{process}", 0)
         self._place = "" if self.client is None else place_of(self.client[0])
         if len(self.connections) > self.limits.most and not self._make_room():
-            log.warning(_TOO_MANY + ": %d are open and none is idle; a new one is closed", self.limits.most)
+            log.warning(TOO_MANY + ": %d are open and none is idle; a new one is closed", self.limits.most)
             transport.abort()
             return
         self._watch_head()

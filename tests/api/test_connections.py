@@ -31,8 +31,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ssmd.api import connections, delivery
-from ssmd.api.connections import LATE_BYTES, Limits, Seldom
+from ssmd.api.connections import LATE_BYTES, Limits
 from ssmd.api.delivery import Gone
+from ssmd.api.seldom import Seldom
 from ssmd.engine.request import Delta
 from ssmd.machine.privatesocket import listen_privately
 
@@ -419,7 +420,7 @@ def test_strangers_who_are_refused_fill_no_disk(monkeypatch: pytest.MonkeyPatch)
         assert sum(seldom.filter(record(text)) for _ in range(1000)) == 30
     assert not seldom.filter(record("No supported WebSocket library detected. Please use ..."))
     assert all(seldom.filter(record("%s %s: %s")) for _ in range(100))
-    monkeypatch.setattr(connections, "_SELDOM_S", 0.0)
+    monkeypatch.setattr("ssmd.api.seldom._SELDOM_S", 0.0)
     late = record("refused %s %s: %s")
     assert seldom.filter(late)
     assert late.getMessage() == "refused GET /: no (970 more like it before, not written)"
