@@ -33,9 +33,8 @@ MEMORY = 2 << 30
 OPEN_S = 30.0
 RENDER_S = 15.0  # more than the meter allows (text/jinja/meter.py)
 TEXT = "A river does not remember the rain that filled it: 17 gulls, one late train.\n"
-_MOST_BYTES = 4 * MAX_SOURCE
-_MOST_STOPS = 4096
 READ_S = 10.0  # a piece of 32,768 characters takes 0.05 s, a whole one of 524,288 some seconds
+_MOST_STOPS = 4096  # more would be no head of a message to the child; models have up to five
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,14 @@ def opened(artifact: Artifact, *, apart: bool) -> Texts:
 
 def _source(path: Path) -> str:
     """A template's text. Raises TemplateError; one that is far too large is not read."""
-    with path.open("rb") as file:
-        raw = file.read(_MOST_BYTES + 1)
-    if len(raw) > _MOST_BYTES:
-        raise TemplateError(f"the chat template has more than the {MAX_SOURCE} characters that are allowed")
     try:
-        return raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+        with path.open(encoding="utf-8") as file:
+            source = file.read(MAX_SOURCE + 1)
     except UnicodeDecodeError as err:
         raise TemplateError(f"the chat template is no UTF-8: {err}") from err
+    if len(source) > MAX_SOURCE:
+        raise TemplateError(f"the chat template has more than the {MAX_SOURCE} characters that are allowed")
+    return source
 
 
 def open_texts(path: Path, stop_tokens: Sequence[int], source: str, special: SpecialTokens) -> Texts:
