@@ -25,12 +25,11 @@ from typing import Any
 
 from daemon import CHAT
 from damage import Damaged, Stores, inflict
+from engines import OwnEngine, hosting
 from serving import Answer, Served, serving
 from talkers import SESSIONS, Told, told_by
 
 from ssmd.config import Settings
-from ssmd.engine.engine import Engine
-from ssmd.engine.metrics import Metrics
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
 from ssmd.server import create_app
@@ -99,13 +98,14 @@ class Tester:
     @contextlib.contextmanager
     def daemon(self, data: Path) -> Iterator[Served]:
         store = Store.open(data)
-        engine = Engine(self.artifact, self.program, store, metrics=Metrics())
+        engine = OwnEngine(self.artifact, self.program, store)
         engine.start()
+        host = hosting(engine)
         try:
-            with serving(create_app(engine, store, Settings())) as served:
+            with serving(create_app(host, Settings())) as served:
                 yield served
         finally:
-            engine.shutdown(0)
+            host.shutdown(0)  # which leaves the program for the next one
             store.close()
 
     def ask(self, served: Served, messages: list[dict[str, str]], **fields: Any) -> Answer:

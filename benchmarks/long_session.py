@@ -33,6 +33,7 @@ from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.request import Delta, Done, Event
+from ssmd.engine.writer import Writer
 from ssmd.installed import resolve
 from ssmd.machine.memory import trim
 from ssmd.model.artifact import Artifact
@@ -98,7 +99,9 @@ def grow(model: Path, folder: Path, turns: int, tokens: int) -> list[dict[str, s
     artifact = Artifact.open(model)
     program = get_runtime(artifact.manifest.runtime).load(artifact)
     store = Store.open(folder)
-    engine = Engine(artifact, program, store, metrics=Metrics())
+    numbers = Metrics()
+    writer = Writer(store, numbers)
+    engine = Engine(artifact, program, writer, metrics=numbers.of(artifact.manifest.name))
     engine.start()
     clock = Clock()
     clock.watch(engine._planner, "plan", "plan")
@@ -126,6 +129,7 @@ def grow(model: Path, folder: Path, turns: int, tokens: int) -> list[dict[str, s
                 flush=True,
             )
     engine.shutdown()
+    writer.close()
     store.close()
     return messages
 

@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ssmd.machine import hosts, privatefile
+from ssmd.machine.duration import parse_duration
 from ssmd.machine.processor import MOST_THREADS
 from ssmd.machine.size import parse_size
 
@@ -133,6 +134,20 @@ class Settings(BaseSettings):
     quota: int = Field(
         8 << 30, ge=0, description="bytes of all checkpoints together, or a size such as 8GiB; what is above goes"
     )
+    keep_alive: float | None = Field(
+        None,
+        ge=0,
+        description="how long a model stays loaded after its last request, such as 5m; 0 not at all, -1 for ever; "
+        "default: 5m, and for ever where the daemon is for one model",
+    )
+    memory_budget: int | None = Field(
+        None,
+        ge=0,
+        description="bytes of memory that loaded models may take together, or a size such as 4GiB; default: what the "
+        "machine has free",
+    )
+    preload: Names = Field((), description="models to load at the start")
+    pin: Names = Field((), description="models to load at the start and never to let go")
     truncation: Literal["auto", "disabled"] = Field(
         "disabled",
         description="a conversation that outgrows the model's context is refused, or (auto) its oldest turns are left "
@@ -161,17 +176,24 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, InitSettingsSource(settings_cls, _read_file())
 
-    @field_validator("allowed_hosts", "allowed_origins", mode="before")
+    @field_validator("allowed_hosts", "allowed_origins", "preload", "pin", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
-    @field_validator("quota", mode="before")
+    @field_validator("quota", "memory_budget", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
         if isinstance(value, bool):
             raise ValueError("expected a number of bytes, or a size such as '8GiB'")
         return parse_size(value) if isinstance(value, str) else value
+
+    @field_validator("keep_alive", mode="before")
+    @classmethod
+    def _duration(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | float | str | None):
+            raise ValueError("expected seconds, or a time such as '5m'")
+        return value if value is None else parse_duration(str(value))
 
     @field_validator("log_level", mode="before")
     @classmethod

@@ -37,7 +37,12 @@ class Installed:
 
 def installed(models_dir: Path) -> list[Installed]:
     """All artifacts under `models_dir`, broken ones with the reason. Manifests are read, not the files they list."""
-    return [_read(name.name, path) for name in _folders(models_dir) for path in _folders(name)]
+    return [read(name, path) for name, path in places(models_dir)]
+
+
+def places(models_dir: Path) -> list[tuple[str, Path]]:
+    """(name, folder) of all artifacts under `models_dir`; no file is read. Raises ModelError."""
+    return [(name.name, path) for name in _folders(models_dir) for path in _folders(name)]
 
 
 def unusable(manifest: Manifest, device: str | None = None) -> str:
@@ -62,9 +67,13 @@ def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: 
     token's time is the time to read them; of those that have nearly as few the one whose runtime reads them fastest.
     `device`: one that the runtime must be able to use. Raises ModelError or ArtifactError.
     """
+    return choose(candidates(model, models_dir), runtime, device).path
+
+
+def choose(found: list[Installed], runtime: str = "auto", device: str | None = None) -> Installed:
+    """Of the artifacts of one model, one at least, the one to serve, as `resolve` does. Raises ModelError."""
     if why := _nowhere(runtime):
         raise ModelError(why)
-    found = _candidates(model, models_dir)
     fitting = [i for i in found if i.manifest is None or is_for(i.manifest, runtime)]
     if not fitting:
         raise ModelError(_none_for(runtime, found))
@@ -73,7 +82,7 @@ def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: 
     for candidate in sorted(fitting, key=lambda i: _rank(i, least)):
         reason = candidate.problem or (unusable(candidate.manifest, device) if candidate.manifest else "")
         if not reason:
-            return candidate.path
+            return candidate
         problems.append(f"{candidate.path}: {reason}")
     raise ModelError("; ".join(problems) + _usable(found))
 
@@ -87,15 +96,15 @@ def _nowhere(runtime: str) -> str:
     return f"runtime {runtime}: {reasons[0]}" if reasons and all(reasons) else ""
 
 
-def _candidates(model: str | None, models_dir: Path) -> list[Installed]:
+def candidates(model: str | None, models_dir: Path) -> list[Installed]:
     """The artifacts that `model` may mean, one at least. Raises ModelError."""
     if model is not None and _is_path(model):
         path = Path(os.path.expanduser(model))
         if not path.is_dir():
             raise ModelError(f"there is no folder {path}; {_advice(models_dir)}")
         if (path / MANIFEST).exists() or not _folders(path):
-            return [_read(path.name, path)]
-        return [_read(path.name, folder) for folder in _folders(path)]
+            return [read(path.name, path)]
+        return [read(path.name, folder) for folder in _folders(path)]
     everything = installed(models_dir)
     if model is None:
         names = sorted({i.name for i in everything if not i.problem})
@@ -188,7 +197,8 @@ def _folders(path: Path) -> list[Path]:
         ) from err
 
 
-def _read(name: str, path: Path) -> Installed:
+def read(name: str, path: Path) -> Installed:
+    """An artifact's folder as it is now; its manifest is read, and that its files have the sizes that stand there."""
     try:
         manifest = read_manifest(path)
     except (ArtifactError, OSError) as err:

@@ -1,16 +1,18 @@
-"""The daemon: an engine behind HTTP. `create_app` builds the app, `serve` runs it until a signal ends it."""
+"""The daemon: a host of models behind HTTP. `create_app` builds the app, `serve` runs it until a signal ends it."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -23,14 +25,18 @@ from ssmd.api.keys import Keys
 from ssmd.api.security import Rules, guarded
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
+from ssmd.engine.host import KEEP_ALIVE_S, Host
 from ssmd.engine.lanes import affordable
-from ssmd.engine.metrics import Metrics
-from ssmd.installed import resolve
+from ssmd.engine.metrics import Metrics, ModelMetrics
+from ssmd.engine.shelf import Model, Shelf
+from ssmd.engine.turns import Turns
+from ssmd.engine.writer import Writer
+from ssmd.installed import places, resolve
 from ssmd.machine.descriptors import raise_limit
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.privatesocket import listen_privately
 from ssmd.machine.size import show_size
-from ssmd.model.artifact import Artifact
+from ssmd.model.artifact import Artifact, read_manifest
 from ssmd.model.made import is_made_here
 from ssmd.runtime.loading import load
 from ssmd.sessions.rows.lock import DirectoryLock
@@ -51,52 +57,105 @@ class ServerError(RuntimeError):
     """The daemon cannot start; the message says what to change."""
 
 
-def create_app(
-    engine: Engine, store: Store | None, settings: Settings, keys: Keys | None = None, *, stall_s: float = STALL_S
-) -> ASGIApp:
+def create_app(host: Host, settings: Settings, keys: Keys | None = None, *, stall_s: float = STALL_S) -> ASGIApp:
     """The ASGI app. keys: default: those of the settings. `stall_s`: how long a client may leave its answer unread
     before it is given up. Raises SettingsError.
     """
+    store = None if host.writer is None else host.writer.store
     routes = [
-        *chat.routes(engine, stall_s, truncate=settings.truncation == "auto"),
-        *models.routes(engine),
-        *health.routes(engine),
-        *metrics.routes(engine, store),
-        *sessions.routes(engine, store),
+        *chat.routes(host, stall_s, truncate=settings.truncation == "auto"),
+        *models.routes(host),
+        *health.routes(host),
+        *metrics.routes(host, store, stall_s),
+        *sessions.routes(host, store),
     ]
     rules = Rules.of(settings, Keys.of(settings) if keys is None else keys, body_limits=sessions.BODY_LIMITS)
     return guarded(routes, rules)
 
 
-def open_engine(settings: Settings, model: str | None, *, keep: bool) -> tuple[Engine, Store | None]:
-    """Load a model and start its engine. `keep` False: no store, nothing is written down.
+def open_host(settings: Settings, model: str | None, *, keep: bool) -> Host:
+    """Host `model`, or all that are installed, and load what is to be there at the start. `keep` False: no store,
+    nothing is written down.
 
-    Raises ModelError, ArtifactError, RuntimeUnavailable, ProgramError, StoreError or SettingsError.
+    Raises Rejected where that cannot be loaded, ModelError, ArtifactError, StoreError or SettingsError.
     """
-    artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime, settings.device))
-    made_here = is_made_here(artifact.path, settings.data_dir)
-    program = load(artifact, made_here=made_here, device=settings.device, threads=settings.threads)
-    store = None
+    shelf = _shelf(settings, model)
+    there = shelf.models()
+    if not there:
+        resolve(None, settings.models_dir)  # which says what to do
+    alone = len(there) == 1
+    numbers, writer = Metrics(), None
     if keep:
         settings.prepare()
         store = Store.open(settings.data_dir, quota=settings.quota)
         store.room.reserve()
         _within_quota(store)
-    numbers = Metrics()
-    numbers.loaded(artifact.manifest.name)
-    max_running, spare_lanes = affordable(program.spec, program.context, settings.max_running)
-    engine = Engine(
-        artifact,
-        program,
-        store,
-        metrics=numbers,
-        max_running=max_running,
-        spare_lanes=spare_lanes,
-        max_queue=settings.max_queue,
-        apart=not made_here,
+        writer = Writer(store, numbers)
+    keep_alive_s = settings.keep_alive
+    if keep_alive_s is None:
+        keep_alive_s = math.inf if alone else KEEP_ALIVE_S
+    host = Host(
+        shelf,
+        partial(_open_engine, settings, writer),
+        numbers,
+        writer,
+        keep_alive_s=keep_alive_s,
+        budget=settings.memory_budget,
+        max_waiting=settings.max_queue,
     )
-    engine.start(warm_up=True)
-    return engine, store
+    try:
+        for name in settings.pin:
+            host.pin(shelf.find(name), True)
+        first = [there[0].id] if alone else [*settings.pin, *settings.preload]
+        for name in dict.fromkeys(first):
+            host.load(shelf.find(name)).result().release()
+    except BaseException:
+        close_host(host)
+        raise
+    return host
+
+
+def close_host(host: Host) -> None:
+    """Close a host and its store."""
+    host.close()
+    if host.writer is not None:
+        host.writer.store.close()
+
+
+def _shelf(settings: Settings, model: str | None) -> Shelf:
+    if model is None:
+        return Shelf(partial(places, settings.models_dir), settings.runtime, settings.device)
+    path = resolve(model, settings.models_dir, settings.runtime, settings.device)
+    place = read_manifest(path).name, path
+    return Shelf(lambda: [place], device=settings.device)
+
+
+def _open_engine(
+    settings: Settings, writer: Writer | None, model: Model, numbers: ModelMetrics, turns: Turns
+) -> Engine:
+    """Load a model and start its engine. Raises ArtifactError, RuntimeUnavailable or ProgramError."""
+    artifact = Artifact.open(model.path)
+    made_here = is_made_here(artifact.path, settings.data_dir)
+    program = load(artifact, made_here=made_here, device=settings.device, threads=settings.threads)
+    try:
+        max_running, spare_lanes = affordable(program.spec, program.context, settings.max_running)
+        engine = Engine(
+            artifact,
+            program,
+            writer,
+            metrics=numbers,
+            device=settings.device or artifact.manifest.device_class,
+            turns=turns,
+            max_running=max_running,
+            spare_lanes=spare_lanes,
+            max_queue=settings.max_queue,
+            apart=not made_here,
+        )
+        engine.start(warm_up=True)
+    except BaseException:
+        program.close()
+        raise
+    return engine
 
 
 def _within_quota(store: Store) -> None:
@@ -160,7 +219,7 @@ def serve(
     keep: bool = True,
     announce: Callable[[str], None] = print,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises what `open_engine` raises, and ServerError."""
+    """Serve until SIGINT or SIGTERM. Raises what `open_host` raises, and ServerError."""
     return_big_blocks()
     sys.setswitchinterval(SWITCH_S)
     raise_limit()
@@ -174,16 +233,15 @@ def serve(
         if keep:
             settings.prepare()
             lock = DirectoryLock.take(settings.data_dir, "use it, stop it, or choose another directory with --data-dir")
-        engine, store = open_engine(settings, model, keep=keep)
+        host = open_host(settings, model, keep=keep)
     except BaseException:
         if lock is not None:
             lock.release()
         for one in sockets:
             one.close()
         raise
-    manifest = engine.artifact.manifest
     config = uvicorn.Config(
-        create_app(engine, store, settings, keys),
+        create_app(host, settings, keys),
         access_log=False,
         lifespan="off",
         log_config=None,
@@ -196,20 +254,25 @@ def serve(
 
     def ready() -> None:
         gc.freeze()  # what is there by now stays: to look through all of it takes 70 ms, during which no token comes
-        announce(
-            f"ssmd {__version__} serves {manifest.name} ({manifest.runtime}, {manifest.device_class}, "
-            f"{manifest.quantization}) at {place}"
-        )
+        host.starting = False
+        announce(f"ssmd {__version__} serves {_served(host)} at {place}")
 
     try:
-        _Server(config, engine, ready).run(sockets=sockets)
+        _Server(config, host, ready).run(sockets=sockets)
     finally:
-        engine.shutdown(0)
-        engine.program.close()
-        if store is not None:
-            store.close()
+        close_host(host)
         if lock is not None:
             lock.release()
+
+
+def _served(host: Host) -> str:
+    """What the daemon says that it serves: one model, or several, and how many of them at the same time."""
+    there = host.shelf.models()
+    if len(there) == 1 and (m := there[0].found.manifest) is not None:
+        return f"{there[0].name} ({m.runtime}, {m.device_class}, {m.quantization})"
+    names = ", ".join(sorted({model.name for model in there}))
+    budget = "" if host.budget is None else f"; {show_size(host.budget)} of memory for those that are loaded"
+    return f"{names} (loaded when asked for{budget})"
 
 
 def _reread_on_hangup(keys: Keys) -> None:
@@ -258,9 +321,9 @@ def _plain(text: str) -> str:
 class _Server(uvicorn.Server):
     """Goes on answering (503 for new requests) while the running ones come to their end; a second signal ends all."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, host: Host, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._host = host
         self._ready = ready
         self._draining = False
 
@@ -283,9 +346,9 @@ class _Server(uvicorn.Server):
         stuck.daemon = True
         stuck.start()
         try:
-            self._engine.shutdown(GRACE_S)
+            self._host.shutdown(GRACE_S)
         except Exception:
-            log.exception("the engine did not stop cleanly")
+            log.exception("the host did not stop cleanly")
         finally:
             stuck.cancel()
             last = threading.Timer(FLUSH_S + LINGER_S, _stop_without_threads)
@@ -295,7 +358,7 @@ class _Server(uvicorn.Server):
 
     def _give_up(self) -> None:
         """End a process whose model does not come back: no thread can end it, and the store survives a kill."""
-        if self._engine.working:
+        if self._host.working:
             log.error("the model did not come back from a step within %.0f s: stopping without it", GRACE_S + STUCK_S)
             os._exit(1)
 

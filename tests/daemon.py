@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines import OwnEngine, hosting
 from serving import Answer, Served, serving
 
 from ssmd.config import Settings
-from ssmd.engine.engine import Engine
-from ssmd.engine.metrics import Metrics
+from ssmd.engine.host import Host
 from ssmd.engine.persistence import Persistence
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import get_runtime
@@ -29,8 +30,9 @@ NO_END = {"0": -100, "2": -100}  # the tiny model's stop tokens never come
 @dataclass(frozen=True)
 class Daemon:
     served: Served
-    engine: Engine
+    engine: OwnEngine
     store: Store | None
+    host: Host
 
     @property
     def url(self) -> str:
@@ -67,14 +69,14 @@ def daemon(
     artifact = Artifact.open(path)
     program = get_runtime(artifact.manifest.runtime).load(artifact, threads=1)
     store = None if data_dir is None else Store.open(data_dir, busy_ms=busy_ms)
-    engine = Engine(artifact, program, store, metrics=Metrics(), max_running=max_running, max_queue=max_queue)
+    engine = OwnEngine(artifact, program, store, max_running=max_running, max_queue=max_queue)
     engine.start()
+    host = hosting(engine, max_waiting=max_queue, keep_alive_s=math.inf)
     try:
-        with serving(create_app(engine, store, settings or Settings(), stall_s=stall_s)) as served:
-            yield Daemon(served, engine, store)
+        with serving(create_app(host, settings or Settings(), stall_s=stall_s)) as served:
+            yield Daemon(served, engine, store, host)
     finally:
-        engine.shutdown(0)
-        program.close()
+        host.close()
         if store is not None:
             store.close()
 

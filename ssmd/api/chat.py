@@ -12,38 +12,37 @@ from ssmd.api import sse
 from ssmd.api.chat_body import ChatBody, read_chat, to_request
 from ssmd.api.errors import error_body
 from ssmd.api.front import Answer, Asking, Front, Head, WholeChoice, own_usage
-from ssmd.api.models import check_served
-from ssmd.engine.engine import Engine
+from ssmd.engine.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Rejected, TokenLogprob, Usage
-from ssmd.model.artifact import Manifest
+from ssmd.engine.shelf import Model
 
 
-def routes(engine: Engine, stall_s: float, *, truncate: bool = False) -> list[Route]:
+def routes(host: Host, stall_s: float, *, truncate: bool = False) -> list[Route]:
     """The endpoint, for `server.create_app`. truncate: as the setting `truncation` has it."""
-    front = Front(engine, partial(_read, engine, truncate), stall_s)
+    front = Front(host, partial(_read, host, truncate), stall_s)
     return [Route("/v1/chat/completions", front, methods=["POST"])]
 
 
-def _read(engine: Engine, truncate: bool, fields: dict[str, Any]) -> Asking:
+def _read(host: Host, truncate: bool, fields: dict[str, Any]) -> Asking:
     """What a body asks for. Raises Rejected."""
-    body, manifest = read_chat(fields), engine.artifact.manifest
-    check_served(engine, body.model)
-    request = to_request(body, manifest.vocabulary, truncate=truncate)
-    return Asking(request, bool(body.stream), partial(ChatAnswer, body, manifest))
+    body = read_chat(fields)
+    model = host.shelf.find(body.model)
+    request = to_request(body, model.manifest.vocabulary, truncate=truncate)
+    return Asking(model, request, bool(body.stream), partial(ChatAnswer, body, model), body.keep_alive)
 
 
 class ChatAnswer(Answer):
     """A `chat.completion`, or its `chat.completion.chunk`s."""
 
-    def __init__(self, body: ChatBody, manifest: Manifest, head: Head) -> None:
+    def __init__(self, body: ChatBody, model: Model, head: Head) -> None:
         self._choices = body.n or 1
         self._include_usage = body.include_usage
         self._envelope: dict[str, Any] = {
             "id": f"chatcmpl-{head.id}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": head.created,
-            "model": manifest.name,
-            "system_fingerprint": f"fp_{manifest.build[:12]}",
+            "model": model.id if "@" in body.model else model.name,
+            "system_fingerprint": f"fp_{model.manifest.build[:12]}",
         }
         if body.stream and body.include_usage:
             self._envelope["usage"] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from ssmd.api.body import Id, StrictModel, shown, validate
 from ssmd.api.messages import read_messages
 from ssmd.engine.request import Rejected, Request
 from ssmd.engine.sampling import SamplingParams
+from ssmd.machine.duration import parse_duration
 
 MAX_N = 8
 MAX_STOPS = 16
@@ -96,6 +98,7 @@ class ChatBody(StrictModel):
     session: Id | None = None
     store: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    keep_alive: float | None = None  # seconds; of the model, from the end of this request
     # Accepted and without effect: they are for the books of whoever runs a hosted service.
     metadata: Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)] | None = None
     prompt_cache_key: ShortText | None = None
@@ -107,6 +110,15 @@ class ChatBody(StrictModel):
     @classmethod
     def _one_stop_is_a_list_of_one(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop
+
+    @field_validator("keep_alive", mode="before")
+    @classmethod
+    def _keep_alive_is_a_time(cls, value: Any) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int | float):
+            return math.inf if value < 0 else value
+        return parse_duration(value) if isinstance(value, str) else value
 
     @property
     def include_usage(self) -> bool:

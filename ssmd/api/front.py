@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,10 +26,12 @@ from ssmd.api.errors import INTERNAL
 from ssmd.api.idempotency import REPLAYED, Mark, Repeats, in_place_of, read_mark
 from ssmd.api.keys import caller_of
 from ssmd.api.reading import LONG_BYTES, Reading, client_of
-from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
+from ssmd.engine.host import Host
+from ssmd.engine.hosted import Lease
 from ssmd.engine.replay import events
 from ssmd.engine.request import Delta, Failed, FinishReason, Rejected, Request, TokenLogprob, Usage, label
+from ssmd.engine.shelf import Model
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -91,11 +95,15 @@ class Answer(ABC):
 
 @dataclass(frozen=True)
 class Asking:
-    """A body that was read. stream: answer by events. answer: how, once the head is known."""
+    """A body that was read. stream: answer by events. answer: how, once the head is known. keep_alive_s: how long the
+    model is to stay, None: as it does.
+    """
 
+    model: Model
     request: Request
     stream: bool
     answer: Callable[[Head], Answer]
+    keep_alive_s: float | None = None
 
 
 _MOMENT = 3  # turns of the event loop after which it is known who sent a request and left
@@ -106,21 +114,21 @@ Read = Callable[[dict[str, Any]], Asking]  # of a protocol: takes a body's field
 class Front:
     """The ASGI app of an endpoint that generates. A reader that takes nothing for `stall_s` seconds is given up."""
 
-    def __init__(self, engine: Engine, read: Read, stall_s: float) -> None:
-        self._engine = engine
+    def __init__(self, host: Host, read: Read, stall_s: float) -> None:
+        self._host = host
         self._read = read
         self._stall_s = stall_s
-        self._repeats = Repeats(engine)
-        self._reading = Reading(engine.runs_others)
+        self._repeats = Repeats(host)
+        self._reading = Reading(host.runs_others)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery, head, watcher = Delivery(), None, None
-        ended, key = False, caller_of(scope).name
+        ended, key, held = False, caller_of(scope).name, ExitStack()
         try:
             http = HttpRequest(scope, receive)
             raw = await read_body(http)
             watcher = asyncio.create_task(delivery.watch(receive))
-            asking, head = await self._begin(raw, http, delivery)
+            asking, head = await self._begin(raw, http, delivery, held)
             answer = asking.answer(head)
             if asking.stream:
                 await self._stream(answer, head, delivery, send)
@@ -130,7 +138,7 @@ class Front:
             ended = True
         except Rejected as err:
             if head is None:  # else the engine has counted it
-                self._engine.metrics.request_failed(err.code, key)
+                self._host.metrics.request_failed(err.code, key)
             raise
         except Gone:
             log.info("request %s: the client went away", label("that waited", key) if head is None else head.label)
@@ -142,10 +150,14 @@ class Front:
                 watcher.cancel()
             if head is not None and not ended:
                 head.cancel()
+            held.close()
 
-    async def _begin(self, raw: bytes, http: HttpRequest, delivery: Delivery) -> tuple[Asking, Head]:
-        """Everything that takes time before the request waits in the engine's queue, or is answered as before."""
-        caller = caller_of(http.scope)
+    async def _begin(self, raw: bytes, http: HttpRequest, delivery: Delivery, held: ExitStack) -> tuple[Asking, Head]:
+        """Everything that takes time before the request waits in the engine's queue, or is answered as before.
+
+        held: takes the model's lease.
+        """
+        caller, arrived = caller_of(http.scope), time.perf_counter()
         client = client_of(http)
 
         async def read(work: Callable[[], T]) -> T:
@@ -162,9 +174,17 @@ class Front:
         delivery.check()
         asking = await read(lambda: self._look_at(raw, delivery.check))
         delivery.check()
-        request = replace(asking.request, client=client, domain=caller.domain)
-        if not (request.store and self._engine.keeps):
-            return asking, _head(await read(lambda: self._engine.submit(request, delivery, delivery.check)))
+        request = replace(asking.request, client=client, domain=caller.domain, arrived=arrived)
+
+        async def submit(request: Request) -> Generation:
+            asked = time.perf_counter()
+            lease = await self._lend(asking, delivery)
+            held.callback(lease.release)
+            mine = replace(request, load_ms=(time.perf_counter() - asked) * 1e3)
+            return await read(lambda: lease.engine.submit(mine, delivery, delivery.check))
+
+        if not (request.store and self._host.keeps):
+            return asking, _head(await submit(request))
         attempt, reply = await self._repeats.enter(mark, delivery)
         if reply is not None and reply.complete:
             attempt.end()
@@ -172,18 +192,30 @@ class Front:
             return asking, Head(reply.answer["id"], reply.answer["created"], reply.session, caller.name, replayed=True)
         try:
             delivery.check()
-            mine = in_place_of(request, mark, reply)
-            generation = await read(lambda: self._engine.submit(mine, delivery, delivery.check))
+            generation = await submit(in_place_of(request, mark, reply))
         except BaseException as err:  # whatever it is: who repeats the request must not wait for this one
             attempt.end(err if isinstance(err, Rejected) else INTERNAL)
             raise
         attempt.follow(delivery, generation.asked.id)
         return asking, _head(generation)
 
+    async def _lend(self, asking: Asking, delivery: Delivery) -> Lease:
+        """The model that is asked for, once it is loaded. Raises Rejected, and Gone when the client leaves before."""
+        future = self._host.lend(asking.model, asking.keep_alive_s)
+        if not future.done():
+            there, loop = asyncio.Event(), asyncio.get_running_loop()
+            future.add_done_callback(lambda _: loop.call_soon_threadsafe(there.set))
+            try:
+                await delivery.unless_gone(there)
+            except BaseException:
+                self._host.give_up(future)
+                raise
+        return future.result()
+
     def _check(self, mark: Mark, client: str) -> None:
         """Refuse before it is read what cannot be taken in. Raises Rejected."""
         try:
-            self._engine.check(client)
+            self._host.check(client)
         except Rejected:
             self._repeats.remember_failure(mark.key.digest)
             raise
@@ -248,6 +280,10 @@ def own_usage(usage: Usage) -> dict[str, Any]:
         "tbt_ms": None if usage.tbt_ms is None else round(usage.tbt_ms, 3),
         "prefill_ms": round(usage.prefill_ms, 3),
         "restore_ms": round(usage.restore_ms, 3),
+        "load_ms": round(usage.load_ms, 3),
+        "plan_ms": round(usage.plan_ms, 3),
+        "queue_ms": round(usage.queue_ms, 3),
+        "shared_ms": round(usage.shared_ms, 3),
         "context_left": usage.context_left,
         "cut_messages": usage.cut_messages,
     }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from ssmd import __version__
-from ssmd.engine.engine import Engine
+from ssmd.engine.host import Host
 
 # Said to whoever asks, so without a path.
 _ADVICE = {
@@ -21,16 +23,17 @@ _ADVICE = {
 }
 
 
-def routes(engine: Engine) -> list[Route]:
+def routes(host: Host) -> list[Route]:
     async def health(request: Request) -> JSONResponse:
-        draining, problem = engine.draining, engine.problem
-        manifest = engine.artifact.manifest
+        draining, problem = host.draining, host.problem
+        model = await asyncio.to_thread(host.foremost)
+        manifest = None if model is None else model.found.manifest
         fields = {
             "status": "shutting_down" if draining else "degraded" if problem else "ok",
-            "model": manifest.name,
-            "runtime": manifest.runtime,
+            "model": None if model is None else model.name,
+            "runtime": None if manifest is None else manifest.runtime,
             "version": __version__,
-            "healed": engine.metrics.damages(),
+            "healed": host.metrics.damages(),
         }
         if problem:
             fields |= {"reason": problem, "message": _ADVICE[problem]}

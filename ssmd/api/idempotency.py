@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 
 from ssmd.api.body import shown
 from ssmd.api.delivery import Delivery
-from ssmd.engine.engine import Engine
+from ssmd.engine.host import Host
 from ssmd.engine.request import Done, Event, Rejected, Request
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.turn import StoreError
@@ -102,8 +102,8 @@ class Attempt:
 class Repeats:
     """The attempts of an endpoint. Used in the event loop only."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._running: dict[bytes, list[Attempt]] = {}
         # When, and the id of what was generated, if anything was. Each is good for one retry.
         self._failures: dict[bytes, list[tuple[float, str]]] = {}
@@ -130,7 +130,8 @@ class Repeats:
         if not mark.repeats:
             return attempt, None
         try:
-            reply = await asyncio.to_thread(self._engine.reply, key)
+            writer = self._host.writer
+            reply = None if writer is None else await asyncio.to_thread(writer.reply, key)
             if reply is not None and reply.body != key.body:
                 raise _reused()
         except StoreError as err:  # not knowing, it must not run: it might be the second time

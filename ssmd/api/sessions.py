@@ -19,7 +19,7 @@ from ssmd.api.download import Downloads, PassingFile, removed
 from ssmd.api.keys import caller_of
 from ssmd.api.reading import Reading, client_of
 from ssmd.api.upload import write_body
-from ssmd.engine.engine import Engine
+from ssmd.engine.host import Host
 from ssmd.engine.request import Rejected
 from ssmd.machine.room import SPARE_BYTES
 from ssmd.sessions.files.packing import States
@@ -35,8 +35,8 @@ _SCRATCH = ".transfer-"
 _THREADS = 4  # chat has others: a store that is busy with this must not keep it waiting
 
 
-def routes(engine: Engine, store: Store | None) -> list[Route]:
-    sessions = _Sessions(engine, store)
+def routes(host: Host, store: Store | None) -> list[Route]:
+    sessions = _Sessions(host, store)
     return [
         Route(ROOT, sessions.list),
         Route(ROOT + "/import", sessions.import_, methods=["POST"]),
@@ -67,15 +67,14 @@ class _Changes(StrictModel):
 
 
 class _Sessions:
-    def __init__(self, engine: Engine, store: Store | None) -> None:
-        manifest = engine.artifact.manifest
+    def __init__(self, host: Host, store: Store | None) -> None:
+        self._shelf = host.shelf
         self._kept = store
-        self._reading = Reading(engine.runs_others, _THREADS)
+        self._reading = Reading(host.runs_others, _THREADS)
         self._downloads = Downloads()
         # By a process that was killed: what it took in or was to send, and with another point what it was writing.
         for left in () if store is None else store.file.parent.glob(f"*{_SCRATCH}*"):
             left.unlink(missing_ok=True)
-        self._local = {manifest.lineage: Local(manifest.name, manifest.spec, manifest.vocabulary)}
 
     async def list(self, request: Request) -> JSONResponse:
         store, page = self._store(request), validate(_Page, dict(request.query_params))
@@ -130,13 +129,20 @@ class _Sessions:
         with removed(file):
             await write_body(request, file)
             try:
-                done = await self._ask(request, lambda: import_session(store, file, local=self._local, believe=believe))
+                done = await self._ask(
+                    request, lambda: import_session(store, file, local=self._local(), believe=believe)
+                )
             except SessionFileError as err:
                 said = str(err).replace(str(file), "the file")
                 raise Rejected(said, code="invalid_session_file") from None
         session = await self._ask(request, lambda: store.session(done.session))
         told = {"renamed": done.renamed, "states": done.checkpoints, "text_only": done.text_only or None}
         return JSONResponse({**_entry(session), **told}, 201)
+
+    def _local(self) -> dict[str, Local]:
+        """The models here that states may be for, by lineage."""
+        manifests = [(model.name, model.found.manifest) for model in self._shelf.models()]
+        return {m.lineage: Local(name, m.spec, m.vocabulary) for name, m in manifests if m is not None}
 
     async def _ask(self, request: Request, work: Callable[[], Result], nbytes: int = 0) -> Result:
         """Run what blocks on the store, or reads a body so long, in a thread, when it is the client's turn; its errors

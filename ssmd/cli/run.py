@@ -51,7 +51,8 @@ def run(
     from ssmd.cli.pull import first_model
     from ssmd.config import Settings
     from ssmd.engine.sampling import SamplingParams
-    from ssmd.server import open_engine, start_logging
+    from ssmd.installed import resolve
+    from ssmd.server import close_host, open_host, start_logging
 
     if no_store and session is not None:
         fail("--session needs the store, --no-store leaves it out", 2)
@@ -73,8 +74,11 @@ def run(
         prompt = sys.stdin.read()
         if not prompt.strip():
             fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", 2)
-    engine, store = open_engine(settings, first_model(model, settings), keep=not no_store)
+    chosen = str(resolve(first_model(model, settings), settings.models_dir, settings.runtime, settings.device))
+    host = open_host(settings, chosen, keep=not no_store)
     try:
+        engine = host.load(host.shelf.models()[0]).result().engine
+        store = None if host.writer is None else host.writer.store
         with _interrupt_noted() as interrupted:
             talk = _Talk(engine, store, interrupted, sampling, max_tokens, session, system, stats)
             if prompt is None:
@@ -82,10 +86,7 @@ def run(
             elif not talk.say(prompt):
                 sys.exit(INTERRUPTED)
     finally:
-        engine.shutdown(0)
-        engine.program.close()
-        if store is not None:
-            store.close()
+        close_host(host)
 
 
 def _chat(talk: _Talk) -> None:

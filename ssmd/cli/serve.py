@@ -24,12 +24,23 @@ def serve(
     max_queue: Annotated[int | None, typer.Option(help="Requests that may wait.", metavar="N")] = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
+    keep_alive: Annotated[
+        str | None,
+        typer.Option(help="How long a model stays after its last request; 0 not at all, -1 for ever.", metavar="TIME"),
+    ] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="Memory that loaded models may take, such as 4GiB.", metavar="SIZE")
+    ] = None,
+    preload: Annotated[str | None, typer.Option(help="Models to load at the start.", metavar="NAME,NAME")] = None,
+    pin: Annotated[
+        str | None, typer.Option(help="Models to load at the start and never to let go.", metavar="NAME,NAME")
+    ] = None,
     quota: options.Quota = None,
     no_store: options.NoStore = False,
     offline: options.Offline = False,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
-    """Serve a model to OpenAI clients (default http://127.0.0.1:7763/v1).
+    """Serve MODEL, or every installed model as it is asked for, to OpenAI clients (default http://127.0.0.1:7763/v1).
 
     Every option is also an environment variable (SSMD_PORT, SSMD_API_KEY, ...) and a key of the settings file.
     """
@@ -43,12 +54,16 @@ def serve(
         data_dir=data_dir,
         device=device,
         host=host,
+        keep_alive=keep_alive,
         log_level=log_level,
         max_queue=max_queue,
         max_running=max_running,
+        memory_budget=memory_budget,
         models_dir=models_dir,
         offline=offline or None,
+        pin=pin,
         port=port,
+        preload=preload,
         quota=quota,
         runtime=runtime,
         socket=socket,

@@ -9,60 +9,65 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ssmd.engine.feeding import BUCKET_WHILE_OTHERS_DECODE
 from ssmd.engine.generation import Asked, Generation
-from ssmd.engine.metrics import Metrics
+from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
 from ssmd.engine.prompt import Planner
 from ssmd.engine.queue import Queue
 from ssmd.engine.request import Event, Rejected, Request
+from ssmd.engine.turns import Turns
 from ssmd.engine.warmup import WarmUp, once
 from ssmd.engine.worker import Worker
+from ssmd.engine.writer import Writer
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
-from ssmd.sessions.reply import Reply, ReplyKey
-from ssmd.sessions.store import Store
 from ssmd.text.apart import opened
 
 
 class Engine:
-    """Serves one program. `store` None keeps nothing."""
+    """Serves one program. `writer`: of the store that turns are kept in; None keeps nothing."""
 
     def __init__(
         self,
         artifact: Artifact,
         program: Program,
-        store: Store | None,
+        writer: Writer | None,
         *,
-        metrics: Metrics,
+        metrics: ModelMetrics,
+        device: str = "",
+        turns: Turns | None = None,
         max_running: int = 8,
         spare_lanes: int = 1,
         max_queue: int = 512,
         apart: bool = False,
     ) -> None:
-        """max_running: choices that decode at the same time. spare_lanes: so many more, one for each client that has
-        none while others have them all. `apart`: the artifact may be a stranger's, so its template and tokenizer work
-        in a process of their own.
+        """device: what the program computes on. turns: on that, where other programs compute too. max_running: choices
+        that decode at the same time. spare_lanes: so many more, one for each client that has none while others have
+        them all. `apart`: the artifact may be a stranger's, so its template and tokenizer work in a process of their
+        own.
 
         Raises TemplateError or TokenizerError.
         """
         manifest = artifact.manifest
         self.artifact = artifact
         self.program = program
-        self.metrics = metrics
+        self.device = device or manifest.device_class
         self._texts = opened(artifact, apart=apart)
         tokenizer = self._texts.tokenizer
+        store = None if writer is None else writer.store
         self._planner = Planner(manifest, program, tokenizer, self._texts.template, store)
         self._queue = Queue(max_queue)
         self._persistence: Persistence | KeepsNothing = KeepsNothing(program)
-        if store is not None:
-            self._persistence = Persistence(
-                store, program, self._planner, tokenizer, metrics, build=manifest.build, wake=self._queue.wake
-            )
+        if writer is not None:
+            wake = self._queue.wake
+            self._persistence = Persistence(writer, program, self._planner, tokenizer, build=manifest.build, wake=wake)
         stops = frozenset(manifest.stop_tokens)
+        share = turns or Turns()
         self._worker = Worker(
-            program, self._queue, self._persistence, metrics, tokenizer, stops, max_running, spare_lanes
+            program, self._queue, self._persistence, metrics, tokenizer, stops, max_running, spare_lanes, share
         )
 
     @property
@@ -74,16 +79,6 @@ class Engine:
     def working(self) -> bool:
         """Whether the worker has not stopped, or not yet."""
         return self._worker.alive
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the engine writes turns down."""
-        return self._persistence.keeps
-
-    @property
-    def problem(self) -> str:
-        """Why turns are not stored as they should be, as a code; "" if they are, or if none are to be."""
-        return self._persistence.problem
 
     def start(self, *, warm_up: bool = False) -> None:
         """Start the worker. warm_up: if nobody comes in the first moments, do once what takes longer the first time."""
@@ -111,7 +106,7 @@ class Engine:
         `deliver` is called from the worker's and the writer's threads: deltas, then one Done or Failed. `go_on` is
         called now and then while it blocks, to raise when nobody waits for it any more.
         """
-        started = time.perf_counter()
+        started = time.perf_counter() if request.arrived is None else request.arrived
         self.check(request.client)
         try:
             prompt = self._planner.plan(request, go_on)
@@ -124,14 +119,23 @@ class Engine:
         self._queue.put(generation)
         return generation
 
-    def reply(self, key: ReplyKey) -> Reply | None:
-        """What a request was answered with before, if it was. Raises StoreError."""
-        return self._persistence.reply(key)
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do, for anybody or for later."""
+        return not self._queue.unfinished and self._persistence.idle
+
+    def rows(self) -> list[dict[str, Any]]:
+        """How far each request is that waits or is answered, ready for JSON."""
+        return [g.row() for g in (*tuple(self._worker.running), *self._queue.waiting())]
+
+    def drain(self) -> None:
+        """Refuse new requests; `shutdown` waits for those there are."""
+        self._queue.draining = True
+        self._texts.close()  # whoever waits for it is refused
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), stop."""
-        self._queue.draining = True
-        self._texts.close()  # whoever waits for it is refused
+        self.drain()
         self._queue.drain(grace_s)
         self._worker.join()
         self._persistence.close()

@@ -59,4 +59,5 @@ def _begin(g: Generation, program: Program) -> None:
         p.handle = program.new_state()
         return
     p.handle, p.position, p.resume = restored.handle, restored.position, restored.resume
+    assert p.admitted is not None  # who reads was admitted
     p.restore_ms = (time.perf_counter() - p.admitted) * 1e3

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from ssmd.engine.choice import Choice
-from ssmd.engine.metrics import Metrics
+from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.prompt import Prompt
 from ssmd.engine.request import Done, Event, FinishReason, Rejected, Request, Resume, Usage, label
 from ssmd.runtime.protocol import Handle, Logits
@@ -20,8 +21,8 @@ from ssmd.sessions.checkpoint import NewCheckpoint
 class Asked:
     """What was asked, and where the answer goes.
 
-    deliver: takes deltas, then one Done or Failed; from the engine's threads. started: perf_counter when it came.
-    created: seconds since 1970.
+    deliver: takes deltas, then one Done or Failed; from the engine's threads. started: perf_counter when it came;
+    planned: when it was known what to feed. created: seconds since 1970.
     """
 
     request: Request
@@ -29,6 +30,7 @@ class Asked:
     deliver: Callable[[Event], None]
     started: float
     id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}")
+    planned: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -46,11 +48,11 @@ class Asked:
 class Progress:
     """How far a request is: the engine's part, written by its worker alone.
 
-    admitted: perf_counter. position: of `handle`, which reads the prompt. fed: tokens of the prompt. logits: [vocab],
-    after the prompt: what every choice starts from. prompt: what is fed, once that is known.
+    admitted: perf_counter, None while it waits. position: of `handle`, which reads the prompt. fed: tokens of the
+    prompt. logits: [vocab], after the prompt: what every choice starts from. prompt: what is fed, once that is known.
     """
 
-    admitted: float
+    admitted: float | None = None
     handle: Handle = None
     position: int = 0
     fed: int = 0
@@ -127,7 +129,7 @@ class Generation:
         self.asked = asked
         self.kept = kept
         self._leave = leave
-        self.progress = Progress(asked.started)
+        self.progress = Progress()
         self.cancelled = False
 
     @property
@@ -151,8 +153,13 @@ class Generation:
         context: the model's.
         """
         asked, progress = self.asked, self.progress
-        first = min((choice.times[0] for choice in progress.choices if choice.times), default=asked.started)
-        gaps = self._gaps_ms()
+        first = min((choice.times[0] for choice in progress.choices if choice.times), default=None)
+        ttft_ms = 0.0 if first is None else (first - asked.started) * 1e3
+        load_ms = asked.request.load_ms
+        plan_ms = (asked.planned - asked.started) * 1e3 - load_ms
+        queue_ms = ((progress.admitted or asked.planned) - asked.planned) * 1e3
+        known_ms = load_ms + plan_ms + queue_ms + progress.restore_ms + progress.prefill_ms
+        gaps = [(b - a) * 1e3 for choice in progress.choices for a, b in pairwise(choice.times)]
         prompt_tokens = len(self.prompt.ids)
         longest = max((len(choice.tokens) for choice in progress.choices), default=0)
         return Usage(
@@ -162,26 +169,71 @@ class Generation:
             session=asked.session,
             resume=progress.resume,
             stored=stored,
-            ttft_ms=(first - asked.started) * 1e3,
+            ttft_ms=ttft_ms,
             tbt_ms=sum(gaps) / len(gaps) if gaps else None,
             prefill_ms=progress.prefill_ms,
             restore_ms=progress.restore_ms,
             context_left=None if context is None else max(0, context - prompt_tokens - longest),
             cut_messages=self.prompt.cut,
+            load_ms=load_ms,
+            plan_ms=plan_ms,
+            queue_ms=queue_ms,
+            shared_ms=max(0.0, ttft_ms - known_ms),
         )
 
-    def record(self, metrics: Metrics, usage: Usage) -> None:
-        """Add a request that ran to its end to the metrics."""
-        metrics.request_done(
+    def count_first_token(self, metrics: ModelMetrics) -> None:
+        """Count the prompt, whose first token was drawn just now."""
+        usage = self.usage(False)
+        metrics.first_token(
             ttft_ms=usage.ttft_ms,
-            tbts_ms=self._gaps_ms(),
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
-            generated_tokens=usage.completion_tokens,
             prefill_ms=usage.prefill_ms,
             restore_ms=usage.restore_ms,
-            key=self.asked.request.domain.owner,
         )
 
-    def _gaps_ms(self) -> list[float]:
-        return [(b - a) * 1e3 for choice in self.progress.choices for a, b in pairwise(choice.times)]
+    def count_end(self, metrics: ModelMetrics, usage: Usage, outcome: str) -> None:
+        """Count a request that is over, however it ended. usage: what it took."""
+        begun = bool(self.progress.choices)
+        parts = ("load_ms", "plan_ms", "queue_ms", "restore_ms", "prefill_ms", "shared_ms")
+        last: dict[str, Any] = {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "generated_tokens": usage.completion_tokens,
+            "ttft_ms": round(usage.ttft_ms, 3) if begun else None,
+            **{part: round(getattr(usage, part), 3) for part in parts},
+            "tokens_per_s": self._tokens_per_s(),
+        }
+        metrics.ended(last, outcome, self.asked.request.domain.owner)
+
+    def row(self) -> dict[str, Any]:
+        """How far it is at this moment, ready for JSON; from any thread."""
+        p, choices, prompt = self.progress, tuple(self.progress.choices), self.prompt
+        first = min((choice.times[0] for choice in choices if choice.times), default=None)
+        if p.admitted is None:
+            phase = "waiting"
+        elif choices:
+            phase = "decode"
+        else:
+            phase = "prefill" if p.handle is not None or self.kept.ready() else "restoring"
+        kept = 0 if prompt.found is None else prompt.found.position
+        return {
+            "id": self.asked.id,
+            "session": self.asked.session,
+            "phase": phase,
+            "fed": p.fed,
+            "to_feed": len(prompt.ids) - (kept if p.handle is None and not choices else p.position - p.fed),
+            "tokens": sum(len(choice.tokens) for choice in choices),
+            "ttft_ms": None if first is None else round((first - self.asked.started) * 1e3, 3),
+            "tokens_per_s": self._tokens_per_s(),
+            "owner": self.asked.request.domain.owner,
+        }
+
+    def _tokens_per_s(self) -> float | None:
+        """Tokens of all choices after the first, by the time since that; None while there is no second one."""
+        times = [choice.times for choice in tuple(self.progress.choices) if choice.times]
+        new = sum(len(one) - 1 for one in times)
+        if new < 1:
+            return None
+        seconds = max(one[-1] for one in times) - min(one[0] for one in times)
+        return round(new / seconds, 2) if seconds > 0 else None

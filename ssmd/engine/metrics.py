@@ -1,56 +1,58 @@
-"""What the daemon measured: TTFT and TBT, tokens, the queue, checkpoints; for Prometheus (seconds) and as JSON (ms).
+"""What the daemon measured: TTFT and TBT, tokens, checkpoints, of all models and of each; every token when it comes.
 
-Counts live in plain fields under one lock: a request's times between tokens are added in one go when it ends.
+docs/metrics.md says what each field is. Prometheus has the same in seconds (prometheus.py).
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from ssmd.engine.series import Histogram, Series
 
 TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 CHECKPOINT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-RECENT_REQUESTS = 256
-RECENT_GAPS = 4096
 REASONS = ("disk_full", "locked", "damaged", "late", "error")  # why a turn is not stored
 
 
-class _Histogram:
-    """Counts per bucket, the sum, and a ring of recent values; all in ms until it is shown."""
+@dataclass(eq=False)
+class Numbers:
+    """What the answers of one model came to, or those of all. tokens_per_s: of each answer after its first token.
+    cached_share: of each prompt, the part that was not fed."""
 
-    def __init__(self, bounds_s: tuple[float, ...], recent: int) -> None:
-        self._bounds_s = bounds_s
-        self._edges_ms = np.array(bounds_s) * 1e3
-        self._counts = np.zeros(len(bounds_s) + 1, np.int64)
-        self._sum_ms = 0.0
-        self.recent: deque[float] = deque(maxlen=recent)
+    ttft_ms: Series = field(default_factory=Series)
+    tbt_ms: Series = field(default_factory=Series)
+    tokens_per_s: Series = field(default_factory=Series)
+    cached_share: Series = field(default_factory=Series)
+    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
+    tbt: Histogram = field(default_factory=lambda: Histogram(TBT_BOUNDS_S))
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_ms: float = 0.0
+    restore_ms: float = 0.0
 
-    def add(self, values_ms: Sequence[float]) -> None:
-        # A bucket holds the values <= its bound.
-        places = np.searchsorted(self._edges_ms, np.asarray(values_ms, np.float64), side="left")
-        self._counts += np.bincount(places, minlength=self._counts.size)
-        self._sum_ms += float(sum(values_ms))
-        self.recent.extend(values_ms)
+    @property
+    def fed_tokens(self) -> int:
+        """Prompt tokens that the model read."""
+        return self.prompt_tokens - self.cached_tokens
 
-    def family(self, name: str, text: str) -> HistogramMetricFamily:
-        totals = np.cumsum(self._counts)
-        names = [*(str(bound) for bound in self._bounds_s), "+Inf"]
-        buckets = [(bound, float(n)) for bound, n in zip(names, totals, strict=True)]
-        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self._sum_ms / 1e3)
-
-    def summary(self) -> dict[str, float | None]:
-        if not self.recent:
-            return {"last": None, "p50": None, "p95": None}
-        p50, p95 = np.percentile(np.array(self.recent), [50, 95])
-        return {"last": round(self.recent[-1], 3), "p50": round(float(p50), 3), "p95": round(float(p95), 3)}
+    def summary(self, *, recent: bool = True) -> dict[str, Any]:
+        """All of it, ready for JSON; recent: with the last values one by one."""
+        return {
+            "ttft_ms": self.ttft_ms.summary(recent=recent),
+            "tbt_ms": self.tbt_ms.summary(recent=recent),
+            "tokens_per_s": self.tokens_per_s.summary(recent=recent),
+            "cached_share": self.cached_share.summary(recent=recent),
+            "prompt_tokens": self.prompt_tokens,
+            "fed_tokens": self.fed_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generated_tokens": self.generated_tokens,
+        }
 
 
 class _Key:
@@ -60,221 +62,186 @@ class _Key:
         self.outcomes: Counter[str] = Counter(ok=0)
         self.tokens: Counter[str] = Counter(fed=0, cached=0, generated=0)
 
-    def done(self, prompt: int, cached: int, generated: int) -> None:
-        self.outcomes["ok"] += 1
-        self.tokens.update(fed=prompt - cached, cached=cached, generated=generated)
-
     def snapshot(self) -> dict[str, Any]:
         return {"requests": dict(self.outcomes), **{f"{kind}_tokens": n for kind, n in self.tokens.items()}}
 
 
-class Metrics(Collector):
-    """All counts of one daemon, with a Prometheus registry of its own. Every method may be called from any thread."""
+@dataclass(frozen=True)
+class Live:
+    """What is so at this moment, beside what was counted: as `Metrics.snapshot` shows it.
+
+    models: a row each, with its `id`; running: a row for each request that waits or is answered, with its `owner`, the
+    name of its key. state, reason, memory: of the daemon. waiting, running_choices: requests, and choices that decode.
+    """
+
+    state: str = "idle"
+    reason: str = ""
+    models: Sequence[dict[str, Any]] = ()
+    running: Sequence[dict[str, Any]] = ()
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def queue(self) -> dict[str, int]:
+        """How many requests wait, and how many are under way."""
+        return {what: sum(row["queue"][what] for row in self.models) for what in ("waiting", "running")}
+
+
+class ModelMetrics:
+    """Counts what one model answers, for itself and for all. From any thread."""
+
+    def __init__(self, metrics: Metrics, mine: Numbers) -> None:
+        self._metrics, self._mine = metrics, mine
+
+    def tokens(self, gaps_ms: Sequence[float], new: int) -> None:
+        """Count a step's tokens: the times since those before them, and how many are part of an answer."""
+        metrics = self._metrics
+        with metrics.lock:
+            for numbers in (self._mine, metrics.total):
+                numbers.tbt_ms.add(gaps_ms)
+                numbers.tbt.add(gaps_ms)
+                numbers.generated_tokens += new
+            metrics.changes += 1
+
+    def first_token(
+        self, *, ttft_ms: float, prompt_tokens: int, cached_tokens: int, prefill_ms: float, restore_ms: float
+    ) -> None:
+        """Count a prompt that has its first token. `cached_tokens` of `prompt_tokens` were not fed."""
+        metrics = self._metrics
+        with metrics.lock:
+            for numbers in (self._mine, metrics.total):
+                numbers.ttft_ms.add([ttft_ms])
+                numbers.ttft.add([ttft_ms])
+                numbers.cached_share.add([cached_tokens / prompt_tokens])
+                numbers.prompt_tokens += prompt_tokens
+                numbers.cached_tokens += cached_tokens
+                numbers.prefill_ms += prefill_ms
+                numbers.restore_ms += restore_ms
+            metrics.changes += 1
+
+    def ended(self, last: dict[str, Any], outcome: str, key: str = "") -> None:
+        """Count a request that ran, however it ended: "ok", or the code of its error, or "cancelled".
+
+        last: {prompt_tokens, cached_tokens, generated_tokens, ttft_ms, …, tokens_per_s}, what it came to; None where
+        it did not get so far. key: the name of the API key that it came with, if that has one.
+        """
+        metrics = self._metrics
+        with metrics.lock:
+            metrics.count(outcome, key)
+            if key and last["ttft_ms"] is not None:
+                fed = last["prompt_tokens"] - last["cached_tokens"]
+                tokens = metrics.keys.setdefault(key, _Key()).tokens
+                tokens.update(fed=fed, cached=last["cached_tokens"], generated=last["generated_tokens"])
+            if last["tokens_per_s"] is not None:
+                for numbers in (self._mine, metrics.total):
+                    numbers.tokens_per_s.add([last["tokens_per_s"]])
+            if last["ttft_ms"] is not None:
+                metrics.last = last
+
+
+class Metrics:
+    """All counts of one daemon. Every method may be called from any thread; fields, with `lock` held.
+
+    changes: grows with what was counted.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ttft = _Histogram(TTFT_BOUNDS_S, RECENT_REQUESTS)
-        self._tbt = _Histogram(TBT_BOUNDS_S, RECENT_GAPS)
-        self._checkpoint = _Histogram(CHECKPOINT_BOUNDS_S, RECENT_REQUESTS)
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
-        self._prefill_ms = self._restore_ms = 0.0
-        self._outcomes: dict[str, int] = {"ok": 0}
-        self._keys: dict[str, _Key] = {}  # by name, of which a file of keys has a bounded number
-        self._waiting = self._running = 0
-        self._checkpoint_bytes = self._stored_bytes = self._checkpoints = self._left_out = 0
-        self._not_stored = dict.fromkeys(REASONS, 0)
-        self._healed = {"checkpoints": 0, "turns": 0}
-        self._quota_bytes: int | None = None
-        self._program: str | None = None
-        self._last: dict[str, Any] | None = None
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self.lock = threading.Lock()
+        self.changes = 0
+        self.total = Numbers()
+        self.models: dict[str, Numbers] = {}
+        self.outcomes: Counter[str] = Counter(ok=0)
+        self.keys: dict[str, _Key] = {}  # by name, of which a file of keys has a bounded number
+        self.last: dict[str, Any] | None = None
+        self.checkpoint_ms = Series()
+        self.checkpoint_times = Histogram(CHECKPOINT_BOUNDS_S)
+        self.checkpoints = self.checkpoint_nbytes = self.left_out = self.stored = 0
+        self.not_stored = dict.fromkeys(REASONS, 0)
+        self.healings = {"checkpoints": 0, "turns": 0}
+        self.quota: int | None = None
+        self.live: Callable[[], Live] = Live
 
-    def request_done(
-        self,
-        *,
-        ttft_ms: float,
-        tbts_ms: Sequence[float],
-        prompt_tokens: int,
-        cached_tokens: int,
-        generated_tokens: int,
-        prefill_ms: float,
-        restore_ms: float,
-        key: str = "",
-    ) -> None:
-        """A request that ended well. `cached_tokens` of `prompt_tokens` were not fed; `tbts_ms` of all its choices.
-
-        key: the name of the API key that it came with, if that has one.
-        """
-        with self._lock:
-            self._outcomes["ok"] += 1
-            if key:
-                self._keys.setdefault(key, _Key()).done(prompt_tokens, cached_tokens, generated_tokens)
-            self._ttft.add([ttft_ms])
-            self._tbt.add(tbts_ms)
-            self._prompt_tokens += prompt_tokens
-            self._cached_tokens += cached_tokens
-            self._generated_tokens += generated_tokens
-            self._prefill_ms += prefill_ms
-            self._restore_ms += restore_ms
-            between = float(sum(tbts_ms))
-            self._last = {
-                "prompt_tokens": prompt_tokens,
-                "cached_tokens": cached_tokens,
-                "generated_tokens": generated_tokens,
-                "ttft_ms": round(ttft_ms, 3),
-                "prefill_ms": round(prefill_ms, 3),
-                "restore_ms": round(restore_ms, 3),
-                "tokens_per_s": round(len(tbts_ms) / between * 1e3, 2) if between > 0 else None,
-            }
+    def of(self, model: str) -> ModelMetrics:
+        """What a model's answers are counted with, by its id: what was counted under it before stays."""
+        with self.lock:
+            return ModelMetrics(self, self.models.setdefault(model, Numbers()))
 
     def request_failed(self, code: str, key: str = "") -> None:
-        """Count a request that was refused or broke off, by the code of its error. key: as of one that ended well."""
-        with self._lock:
-            self._outcomes[code] = self._outcomes.get(code, 0) + 1
-            if key:
-                self._keys.setdefault(key, _Key()).outcomes[code] += 1
+        """Count a request that was refused, by the code of its error. key: as of one that ran."""
+        with self.lock:
+            self.count(code, key)
 
-    def queue(self, waiting: int, running: int) -> None:
-        """Note how many choices wait and decode now."""
-        with self._lock:
-            self._waiting, self._running = waiting, running
+    def count(self, outcome: str, key: str) -> None:
+        """Count a request by how it ended; with the lock held."""
+        self.changes += 1
+        self.outcomes[outcome] += 1
+        if key:
+            self.keys.setdefault(key, _Key()).outcomes[outcome] += 1
 
     def checkpoint(self, bytes_stored: int, ms: float) -> None:
         """Count a checkpoint that was written: its bytes in the store and the time it took off the token path."""
-        with self._lock:
-            self._checkpoints += 1
-            self._checkpoint_bytes += bytes_stored
-            self._checkpoint.add([ms])
+        with self.lock:
+            self.changes += 1
+            self.checkpoints += 1
+            self.checkpoint_nbytes += bytes_stored
+            self.checkpoint_ms.add([ms])
+            self.checkpoint_times.add([ms])
 
     def checkpoint_left_out(self) -> None:
         """Count a checkpoint that was not written though its turn was: the quota has no room, or what it grew from is
         gone.
         """
-        with self._lock:
-            self._left_out += 1
+        with self.lock:
+            self.left_out += 1
 
     def turns_not_stored(self, reason: str, n: int) -> None:
         """Count turns whose clients were told that they are not stored. reason: one of REASONS."""
-        with self._lock:
-            self._not_stored[reason] += n
+        with self.lock:
+            self.changes += 1
+            self.not_stored[reason] += n
 
     def healed(self, what: str, n: int) -> None:
         """Count what was found damaged in the store: "checkpoints" taken out, or "turns" written anew."""
-        with self._lock:
-            self._healed[what] += n
+        with self.lock:
+            self.changes += 1
+            self.healings[what] += n
 
     def damages(self) -> dict[str, int]:
         """What `healed` counted."""
-        with self._lock:
-            return dict(self._healed)
+        with self.lock:
+            return dict(self.healings)
 
     def stored_bytes(self, n: int, quota: int | None = None) -> None:
         """Note what the session store holds now, and may hold, bytes."""
-        with self._lock:
-            self._stored_bytes = n
-            self._quota_bytes = quota
-
-    def loaded(self, program: str) -> None:
-        """Note the name of the program that answers now."""
-        with self._lock:
-            self._program = program
-
-    def prometheus(self) -> bytes:
-        """Prometheus' text exposition, format 0.0.4; times in seconds, as is its convention."""
-        return generate_latest(self._registry)
+        with self.lock:
+            self.changes += n != self.stored
+            self.stored, self.quota = n, quota
 
     def snapshot(self) -> dict[str, Any]:
-        """Sum the metrics up for screens, ready for JSON. Counts are since the daemon started; no value yet is null.
-
-        `program` · `ttft_ms`, `tbt_ms`: {last, p50, p95} of the last 256 requests and 4,096 gaps · `tokens_per_s` of
-        the last request · `prompt_tokens` = `fed_tokens` + `cached_tokens` · `generated_tokens` · `queue`: {waiting,
-        running} · `requests`: {ok, <error code>: n} · `keys`: {<name of an API key>: {requests, fed_tokens,
-        cached_tokens, generated_tokens}} · `checkpoints`: {count, bytes, left_out, ms: {last, p50, p95}} ·
-        `turns_not_stored`: {<reason>: n} · `healed`: {checkpoints: n, turns: n} that were damaged: taken out, or
-        written anew · `stored_bytes`, `quota_bytes` of checkpoints · `last`: the last request's {prompt_tokens,
-        cached_tokens, generated_tokens, ttft_ms, prefill_ms, restore_ms, tokens_per_s}
+        """Everything, ready for JSON, as docs/metrics.md has it: what was counted since the daemon started, and what is
+        so now. No value yet is None; times in ms.
         """
-        with self._lock:
+        live = self.live()
+        with self.lock:
+            models = [row | self.models.get(row["id"], Numbers()).summary(recent=False) for row in live.models]
             return {
-                "program": self._program,
-                "ttft_ms": self._ttft.summary(),
-                "tbt_ms": self._tbt.summary(),
-                "tokens_per_s": None if self._last is None else self._last["tokens_per_s"],
-                "prompt_tokens": self._prompt_tokens,
-                "fed_tokens": self._prompt_tokens - self._cached_tokens,
-                "cached_tokens": self._cached_tokens,
-                "generated_tokens": self._generated_tokens,
-                "queue": {"waiting": self._waiting, "running": self._running},
-                "requests": dict(self._outcomes),
-                "keys": {name: key.snapshot() for name, key in self._keys.items()},
+                "state": live.state,
+                "reason": live.reason,
+                "models": models,
+                "memory": live.memory,
+                "running": list(live.running),
+                "queue": live.queue,
+                **self.total.summary(),
+                "requests": dict(self.outcomes),
+                "keys": {name: key.snapshot() for name, key in self.keys.items()},
                 "checkpoints": {
-                    "count": self._checkpoints,
-                    "bytes": self._checkpoint_bytes,
-                    "left_out": self._left_out,
-                    "ms": self._checkpoint.summary(),
+                    "count": self.checkpoints,
+                    "bytes": self.checkpoint_nbytes,
+                    "left_out": self.left_out,
+                    "ms": self.checkpoint_ms.summary(),
                 },
-                "turns_not_stored": dict(self._not_stored),
-                "healed": dict(self._healed),
-                "stored_bytes": self._stored_bytes,
-                "quota_bytes": self._quota_bytes,
-                "last": None if self._last is None else dict(self._last),
+                "turns_not_stored": dict(self.not_stored),
+                "healed": dict(self.healings),
+                "stored_bytes": self.stored,
+                "quota_bytes": self.quota,
+                "last": self.last,
             }
-
-    def collect(self) -> Iterable[Metric]:
-        """List the metrics for the registry."""
-        with self._lock:
-            requests = CounterMetricFamily("ssmd_requests", "Requests by outcome: ok or error code", labels=["outcome"])
-            for code, n in self._outcomes.items():
-                requests.add_metric([code], n)
-            asked = CounterMetricFamily(
-                "ssmd_key_requests", "Requests by the name of their API key", labels=["key", "outcome"]
-            )
-            tokens = CounterMetricFamily(
-                "ssmd_key_tokens",
-                "Tokens by the name of their API key: fed, cached or generated",
-                labels=["key", "kind"],
-            )
-            for name, key in self._keys.items():
-                for code, n in key.outcomes.items():
-                    asked.add_metric([name, code], n)
-                for kind, n in key.tokens.items():
-                    tokens.add_metric([name, kind], n)
-            lost = CounterMetricFamily("ssmd_turns_not_stored", "Turns that were not stored", labels=["reason"])
-            for reason, n in self._not_stored.items():
-                lost.add_metric([reason], n)
-            healed = CounterMetricFamily("ssmd_healed", "What was damaged: taken out, or written anew", labels=["what"])
-            for what, n in self._healed.items():
-                healed.add_metric([what], n)
-            program = GaugeMetricFamily("ssmd_program_info", "The program that is loaded", labels=["program"])
-            if self._program is not None:
-                program.add_metric([self._program], 1)
-            counters = {
-                "ssmd_fed_tokens": ("Prompt tokens fed to the model", self._prompt_tokens - self._cached_tokens),
-                "ssmd_cached_tokens": ("Prompt tokens that a stored state made unnecessary", self._cached_tokens),
-                "ssmd_generated_tokens": ("Tokens generated", self._generated_tokens),
-                "ssmd_checkpoint_bytes": ("Bytes of checkpoints written", self._checkpoint_bytes),
-                "ssmd_checkpoints_left_out": ("Checkpoints not written, for want of room or parent", self._left_out),
-                "ssmd_prefill_seconds": ("Time spent feeding prompts", self._prefill_ms / 1e3),
-                "ssmd_restore_seconds": ("Time spent restoring states", self._restore_ms / 1e3),
-            }
-            gauges = {
-                "ssmd_queue_waiting": ("Choices that wait", self._waiting),
-                "ssmd_queue_running": ("Choices that decode", self._running),
-                "ssmd_stored_bytes": ("Bytes in the session store", self._stored_bytes),
-            }
-            if self._quota_bytes is not None:
-                gauges["ssmd_quota_bytes"] = ("Bytes that the session store may hold", self._quota_bytes)
-            return [
-                self._ttft.family("ssmd_ttft_seconds", "Time to first token"),
-                self._tbt.family("ssmd_tbt_seconds", "Time between tokens"),
-                self._checkpoint.family("ssmd_checkpoint_seconds", "Time to write a checkpoint"),
-                requests,
-                asked,
-                tokens,
-                lost,
-                healed,
-                program,
-                *(CounterMetricFamily(name, text, value=n) for name, (text, n) in counters.items()),
-                *(GaugeMetricFamily(name, text, value=n) for name, (text, n) in gauges.items()),
-            ]

@@ -11,11 +11,11 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 
 from ssmd.engine import replay
 from ssmd.engine.choice import Choice
 from ssmd.engine.generation import Asked, Kept, Restored
-from ssmd.engine.metrics import Metrics
 from ssmd.engine.prompt import Planner, Prompt
 from ssmd.engine.request import Done, Rejected, Request
 from ssmd.engine.rerender import Rerenderer
@@ -23,10 +23,8 @@ from ssmd.engine.restore import Restorer, Restoring
 from ssmd.engine.warmup import Steps, run_tokens
 from ssmd.engine.writer import Pending, Writer
 from ssmd.runtime.protocol import Handle, Program
-from ssmd.sessions.checkpoint import CheckpointKind, NewCheckpoint
+from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint
 from ssmd.sessions.line import Line
-from ssmd.sessions.reply import Reply, ReplyKey
-from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, conversation
 from ssmd.text.messages import Message
 from ssmd.text.tokenizer import Tokenizer
@@ -37,8 +35,7 @@ log = logging.getLogger(__name__)
 class KeepsNothing:
     """The persistence of an engine without a store."""
 
-    keeps = False
-    problem = ""
+    idle = True
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -46,10 +43,6 @@ class KeepsNothing:
     def begin(self, asked: Asked) -> Kept:
         """What is kept of a request: nothing."""
         return Kept()
-
-    def reply(self, key: ReplyKey) -> Reply | None:
-        """What a request was answered with before: unknown."""
-        return None
 
     def warm_up(self, tokens: int) -> Steps:
         """Feed so many tokens to a new state and let go of it."""
@@ -70,43 +63,35 @@ class KeepsNothing:
 
 
 class Persistence:
-    """The persistence of an engine with a store. Used by its worker, but for `begin` and `reply`.
+    """The persistence of an engine with a store, by the store's writer. Used by its worker, but for `begin`.
 
     wake: called when a state is there, or a turn to rerender.
     """
 
-    keeps = True
-
     def __init__(
         self,
-        store: Store,
+        writer: Writer,
         program: Program,
         planner: Planner,
         tokenizer: Tokenizer,
-        metrics: Metrics,
         *,
         build: str,
         wake: Callable[[], None],
     ) -> None:
         self._program, self._tokenizer, self._build, self._wake = program, tokenizer, build, wake
-        self._store, self._planner = store, planner
-        self._writer = Writer(store, metrics, scope=planner.scope, producer=program.producer, spec=program.spec)
-        self._restorer = Restorer(program, store, planner.scope, damaged=self._writer.heal)
-        self._rerenderer = Rerenderer(planner, program, store, self._writer, self._restorer, build=build, wake=wake)
+        self._writer, self._store, self._planner = writer, writer.store, planner
+        self._made = Maker(planner.scope, program.producer, program.spec)
+        self._restorer = Restorer(program, self._store, planner.scope, damaged=partial(writer.heal, spec=program.spec))
+        self._rerenderer = Rerenderer(planner, program, writer, self._restorer, self._made, wake=wake)
 
     @property
-    def problem(self) -> str:
-        """Why turns are not stored as they should be, as a code; "" if they are. From any thread."""
-        return self._writer.condition.reason
+    def idle(self) -> bool:
+        """Whether there is no work, nor any that only waits for a plan. From any thread."""
+        return self._rerenderer.idle
 
     def begin(self, asked: Asked) -> Kept:
         """What is kept of a request: nothing yet. From any thread."""
         return _Kept(self, asked)
-
-    def reply(self, key: ReplyKey) -> Reply | None:
-        """What a request was answered with. Blocks until all that ended before is written. Raises StoreError."""
-        self._writer.flush()
-        return self._store.reply(key)
 
     def warm_up(self, tokens: int) -> Steps:
         """Take up the conversation that was used last, as its user may soon, feed it so many tokens and let go of it.
@@ -140,7 +125,7 @@ class Persistence:
     def close(self) -> None:
         """Write what waits; after the worker has stopped."""
         self._rerenderer.close()
-        self._writer.close()
+        self._writer.flush()
         self._restorer.close()
 
 
@@ -204,7 +189,7 @@ class _Kept(Kept):
     def keep(self, checkpoint: NewCheckpoint | None) -> None:
         if checkpoint is None:
             return
-        pending = self._by._writer.encode(checkpoint)
+        pending = self._by._writer.encode(checkpoint, self._by._made)
         if pending is None:
             log.warning("request %s: a checkpoint is left out, the store is too far behind", self._asked.label)
             return

@@ -69,6 +69,11 @@ class Queue:
         """Whether one waits that is of none of these clients."""
         return any(client not in without for client in tuple(self._waiting))
 
+    def waiting(self) -> list[Generation]:
+        """Those that wait, by client."""
+        with self._changed:
+            return [g for mine in self._waiting.values() for g in mine]
+
     def take(self, without: frozenset[str] = frozenset()) -> Generation | None:
         """The next one, if there is one: of the client whose turn it is, but for these. The worker's alone."""
         with self._changed:

@@ -41,6 +41,7 @@ class Request:
 
     truncate: leave the oldest out where there is no room for them. key: how to know it again. client: who asks; all
     clients that wait take turns. domain: what of the store is there for it, and whose a new session is.
+    arrived: perf_counter when it came, before it was read; None: as it is submitted. load_ms: it waited for its model.
     """
 
     messages: tuple[Message, ...]
@@ -54,6 +55,8 @@ class Request:
     key: ReplyKey | None = None
     client: str = ""
     domain: Domain = EVERYBODY
+    arrived: float | None = None
+    load_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,9 @@ class Delta:
 class Usage:
     """Counted, not computed: `cached_tokens` are those that were not fed again. Times in milliseconds.
 
+    ttft_ms: from when the request was there, and the sum of what follows it here: load_ms, its model was loaded;
+    plan_ms, it was read, rendered, tokenised and looked up; queue_ms, it waited for a lane; restore_ms; prefill_ms, its
+    prompt was fed; shared_ms, others' steps were computed meanwhile, and the first token was drawn.
     context_left: tokens that the conversation has room for after the longest answer, None if it is not bounded.
     cut_messages: those that were left out for want of room.
     """
@@ -95,6 +101,10 @@ class Usage:
     restore_ms: float
     context_left: int | None = None
     cut_messages: int = 0
+    load_ms: float = 0.0
+    plan_ms: float = 0.0
+    queue_ms: float = 0.0
+    shared_ms: float = 0.0
 
 
 @dataclass(frozen=True)

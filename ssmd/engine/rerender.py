@@ -21,10 +21,9 @@ from ssmd.engine.restore import Loaded, Restorer
 from ssmd.engine.writer import Writer
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
-from ssmd.sessions.checkpoint import NewCheckpoint
+from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Passage
-from ssmd.sessions.store import Store
 from ssmd.sessions.turn import SessionInfo, StoreError
 
 log = logging.getLogger(__name__)
@@ -64,16 +63,14 @@ class Rerenderer:
         self,
         planner: Planner,
         program: Program,
-        store: Store,
         writer: Writer,
         restorer: Restorer,
+        made: Maker,
         *,
-        build: str,
         wake: Callable[[], None],
     ) -> None:
-        self._planner, self._program, self._store, self._writer = planner, program, store, writer
-        self._restorer = restorer
-        self._build = build
+        self._planner, self._program, self._store, self._writer = planner, program, writer.store, writer
+        self._restorer, self._made = restorer, made
         self._wake = wake
         self._waiting: deque[_Turn] = deque(maxlen=MAX_WAITING)
         self._lock = threading.Lock()
@@ -88,6 +85,12 @@ class Rerenderer:
         with self._lock:
             self._waiting.extend(_Turn(choice.turn, session, choice.cut, domain) for choice in turns)
         self._wake()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no turn is at work or waits. From any thread."""
+        with self._lock:
+            return self._turn is None and not self._waiting
 
     def ready(self) -> bool:
         """Whether `step` has something to do."""
@@ -136,7 +139,7 @@ class Rerenderer:
 
     def _step(self) -> None:
         if self._turn is None:
-            with self._lock:
+            with self._lock:  # so that it is seen at either place
                 self._turn = self._waiting.popleft() if self._waiting else None
             if self._turn is not None:
                 self._planning = self._threads.submit(self._make_plan, self._turn)
@@ -190,11 +193,11 @@ class Rerenderer:
     def _keep(self, turn: _Turn, plan: _Plan) -> None:
         """Save the state and hand it to the writer, with the text and the ids that it stands for."""
         found, ids = plan.loaded.found, plan.loaded.ids
-        parent = found if found is not None and found.build == self._build else None
+        parent = found if found is not None and found.build == self._made.scope.build else None
         state = self._program.save(self._handle, since=0 if parent is None else parent.position)
         origin = None if found is None else found.origin
         number = None if parent is None else parent.id
         checkpoint = NewCheckpoint("turn", ids, state, number, origin, turn.id, turn.session.owner)
-        pending = self._writer.encode(checkpoint)
+        pending = self._writer.encode(checkpoint, self._made)
         if pending is not None:
             self._writer.rewrite(turn.id, ids, plan.text, pending)

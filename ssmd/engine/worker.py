@@ -11,11 +11,12 @@ from functools import partial
 from ssmd.engine.choice import Choice
 from ssmd.engine.feeding import feed, is_read
 from ssmd.engine.generation import Generation
-from ssmd.engine.metrics import Metrics
+from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
 from ssmd.engine.queue import Queue, unavailable
 from ssmd.engine.request import Done, Event, Failed, Rejected
 from ssmd.engine.sharing import Shares
+from ssmd.engine.turns import Turns
 from ssmd.engine.warmup import WarmUp
 from ssmd.runtime.protocol import Logits, Program, StateLost
 from ssmd.sessions.checkpoint import NewCheckpoint
@@ -32,13 +33,14 @@ class Worker:
         program: Program,
         queue: Queue,
         persistence: Persistence | KeepsNothing,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         tokenizer: Tokenizer,
         stop_tokens: frozenset[int],
         max_running: int,
         spare_lanes: int,
+        turns: Turns,
     ) -> None:
-        """max_running: choices that decode at the same time; spare_lanes: beside those."""
+        """max_running: choices that decode at the same time; spare_lanes: beside those. turns: on the device."""
         self.running: list[Generation] = []
         self._program = program
         self._queue = queue
@@ -48,6 +50,9 @@ class Worker:
         self._stop_tokens = stop_tokens
         self._max_running = max_running
         self._shares = Shares(max_running, spare_lanes, getattr(program, "step_cost", float))
+        self._turns = turns
+        self._gaps: list[float] = []  # ms, of this step
+        self._new = 0  # tokens of it
         self._warm_up = WarmUp()
         self._idling = True  # something that no request waits for may be under way
         self._thread = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
@@ -60,6 +65,7 @@ class Worker:
     def start(self, warm_up: WarmUp) -> None:
         """Start, with what to do once if nobody comes in the first moments."""
         self._warm_up = warm_up
+        self._turns.join(self, self._queue.wake)
         self._thread.start()
 
     def join(self) -> None:
@@ -81,9 +87,11 @@ class Worker:
                     self._warm_up.cancel()
                     self._persistence.pause()
                     self._idling = False
+                    self._turns.busy(self)
                 self._step()
             except Exception:  # of a request that is over already, or of none: the others go on
                 log.exception("the worker failed at a piece of work")
+        self._turns.leave(self)
         self._warm_up.cancel()
         cut = unavailable("the server was shut down", "shutting_down")
         waiting = [g for _ in range(len(self._queue)) if (g := self._queue.take()) is not None]
@@ -93,15 +101,21 @@ class Worker:
 
     def _idle(self) -> None:
         """A piece of work that no request waits for; none of them takes longer than a restore or a bucket."""
-        self._idling = True
-        if self._warm_up:
-            self._warm_up.step()
-        else:
-            self._persistence.work()
+        if not self._idling:
+            self._idling = True
+            self._turns.idle(self)
+        if self._turns.others_busy(self):
+            self._warm_up.cancel()
+            return
+        with self._turns:
+            if self._warm_up:
+                self._warm_up.step()
+            else:
+                self._persistence.work()
 
     def _awake(self) -> bool:
         busy = self._queue or self._queue.any_departed or self.running or self._queue.closing
-        return bool(busy) or self._persistence.has_work()
+        return bool(busy) or not self._idling or (self._persistence.has_work() and not self._turns.others_busy(self))
 
     def _admit(self) -> None:
         while (gone := self._queue.departed()) is not None:
@@ -115,7 +129,6 @@ class Worker:
             generation.progress.admitted = time.perf_counter()
             generation.kept.restore()
             self.running.append(generation)
-        self._metrics.queue(len(self._queue), len(self.running))
 
     def _next(self) -> Generation | None:
         """The request to admit now, if there is one and room for it."""
@@ -144,7 +157,8 @@ class Worker:
             self._queue.wait(self._something_to_do, 0.05)
         if ready is not None:
             started = time.perf_counter()
-            self._guarded([ready], partial(self._read_on, ready, others=bool(decoding)))
+            others = bool(decoding) or self._turns.others_busy(self)
+            self._guarded([ready], partial(self._read_on, ready, bool(decoding), others))
             self._shares.spend(ready, time.perf_counter() - started)
         if decoding:
             joining = ready if ready in self.running and is_read(ready) else None
@@ -165,12 +179,13 @@ class Worker:
                 g.progress.error = _why(err)
                 self._cancel(g)
 
-    def _read_on(self, g: Generation, others: bool) -> None:
-        """Read a piece of a prompt, or its last token if nobody else decodes whom that could join."""
-        if is_read(g) and not others:
+    def _read_on(self, g: Generation, joins: bool, others: bool) -> None:
+        """Read a piece of a prompt, or its last token unless that joins those who decode. others: who wait for it."""
+        if is_read(g) and not joins:
             self._decode([], g)
         else:
-            feed(g, self._program, others=others)
+            with self._turns:
+                feed(g, self._program, others=others)
 
     def _begin_answer(self, g: Generation, logits: Logits, saved: NewCheckpoint | None, started: float) -> None:
         """Go on from a prompt whose last token was fed since `started`. saved: its state before that."""
@@ -212,7 +227,8 @@ class Worker:
             handles.append(joining.progress.handle)
             tokens.append(int(joining.prompt.ids.own[-1]))
         if handles:
-            rows = self._program.decode(handles, tokens)
+            with self._turns:
+                rows = self._program.decode(handles, tokens)
             for (g, choice), row in zip(unended, rows, strict=False):
                 self._guarded([g], partial(self._take, g, choice, row))
             if joining is not None:
@@ -220,9 +236,22 @@ class Worker:
         for g in running:
             if g in self.running:
                 self._open_choices(g)
+        self._count()
+
+    def _count(self) -> None:
+        """Count the tokens of this step that are not counted yet."""
+        if self._gaps or self._new:
+            self._metrics.tokens(self._gaps, self._new)
+            self._gaps, self._new = [], 0
 
     def _take(self, g: Generation, choice: Choice, logits: Logits) -> None:
+        before, times = len(choice.tokens), choice.times
         delta = choice.take(logits)
+        self._new += len(choice.tokens) - before
+        if len(times) > 1:
+            self._gaps.append((times[-1] - times[-2]) * 1e3)
+        elif choice.index == 0:
+            g.count_first_token(self._metrics)
         if delta is not None:
             self._send(g, delta)
         if choice.end is not None:
@@ -267,18 +296,14 @@ class Worker:
         if p.handle is not None:
             self._program.release(p.handle)
             p.handle = None
-        self._metrics.queue(len(self._queue), len(self.running))
+        self._count()
         g.kept.commit(p.choices, Done(g.finish_reasons, g.usage(True, self._program.context)), partial(self._tell, g))
 
     def _tell(self, g: Generation, stored: bool) -> None:
         """Deliver the last event of a request. From the writer's thread, or the worker's when nothing is kept."""
         usage, error = g.usage(stored, self._program.context), g.progress.error
-        if error is not None:
-            self._metrics.request_failed(error.code, g.asked.request.domain.owner)
-        elif g.cancelled:
-            self._metrics.request_failed("cancelled", g.asked.request.domain.owner)
-        else:
-            g.record(self._metrics, usage)
+        outcome = "cancelled" if g.cancelled else "ok"
+        g.count_end(self._metrics, usage, outcome if error is None else error.code)
         self._send(g, Done(g.finish_reasons, usage) if error is None else Failed(error))
         if stored:
             g.kept.rerender()

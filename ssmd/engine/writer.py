@@ -13,9 +13,9 @@ from ssmd.engine.condition import Condition
 from ssmd.engine.metrics import Metrics
 from ssmd.machine.memory import trim
 from ssmd.model.state import StateSpec
-from ssmd.sessions.checkpoint import NewCheckpoint, Scope
+from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.line import Line, Passage
-from ssmd.sessions.reply import NewReply
+from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows.encoded import Encoded, encode
 from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.store import Store
@@ -50,15 +50,14 @@ class Pending:
 
 
 class Writer:
-    """Does the store's work in the order it comes, in one thread.
+    """Does a store's work in the order it comes, in one thread, for all engines that serve from it.
 
     `MAX_QUEUED_BYTES` bounds the states that wait to be encoded; past it a checkpoint is left out, with a warning, and
     its turn is stored as text.
     """
 
-    def __init__(self, store: Store, metrics: Metrics, *, scope: Scope, producer: str, spec: StateSpec) -> None:
-        self._store = store
-        self._scope, self._producer, self._spec = scope, producer, spec
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        self.store = store
         self._metrics = metrics
         self.condition = Condition(metrics)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -71,7 +70,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
         self._thread.start()
 
-    def encode(self, checkpoint: NewCheckpoint) -> Pending | None:
+    def encode(self, checkpoint: NewCheckpoint, made: Maker) -> Pending | None:
         """Start encoding a checkpoint; None when too much is waiting already."""
         pending = Pending(checkpoint)
         with self._lock:
@@ -82,7 +81,7 @@ class Writer:
         def work() -> None:
             try:
                 started = time.perf_counter()
-                pending.encoded = encode(checkpoint, scope=self._scope, producer=self._producer, spec=self._spec)
+                pending.encoded = encode(checkpoint, scope=made.scope, producer=made.producer, spec=made.spec)
                 pending.ms = (time.perf_counter() - started) * 1e3
             finally:
                 with self._lock:
@@ -95,7 +94,7 @@ class Writer:
 
     def _write_ahead(self, pending: Pending, encoded: Encoded) -> None:
         try:
-            placed = self._store.keep(encoded)
+            placed = self.store.keep(encoded)
         except StoreError as err:  # the commit tries again, and tells
             log.debug("a checkpoint was not written ahead: %s", err)
             return
@@ -136,7 +135,7 @@ class Writer:
             self._forget(checkpoints)
             try:
                 encoded = [p.encoded for p in checkpoints if p.encoded is not None]
-                done = self._store.commit(turns, encoded, session=session, reply=reply, heard=heard)
+                done = self.store.commit(turns, encoded, session=session, reply=reply, heard=heard)
             except StoreError as err:
                 tell(False, err)
                 return
@@ -152,7 +151,7 @@ class Writer:
                     log.log(level, "session %s: a checkpoint was left out: %s", session.id, p.why_not)
                 elif p.nbytes or not pending.ahead:
                     self._metrics.checkpoint(p.nbytes, pending.ms)
-            self._metrics.stored_bytes(self._store.bytes_stored(), self._store.quota)
+            self._metrics.stored_bytes(self.store.bytes_stored(), self.store.quota)
 
         late = Late(f"the store took more than {COMMIT_PATIENCE_S:.0f} s")
         timer = threading.Timer(COMMIT_PATIENCE_S, tell, args=(False, late))
@@ -177,23 +176,23 @@ class Writer:
             if checkpoint.encoded is None:
                 return
             try:
-                placed = self._store.rewrite(turn, ids, text, checkpoint.encoded)
+                placed = self.store.rewrite(turn, ids, text, checkpoint.encoded)
             except StoreError as err:
                 log.warning("turn %s is not rerendered: %s", turn, err)
                 return
             self._unsettled = True
             if placed is not None:
                 self._metrics.checkpoint(placed.nbytes, checkpoint.ms)
-                self._metrics.stored_bytes(self._store.bytes_stored(), self._store.quota)
+                self._metrics.stored_bytes(self.store.bytes_stored(), self.store.quota)
 
         self._work.put(work)
 
-    def heal(self, checkpoint_id: int) -> None:
-        """Take a checkpoint out that was found damaged, so that it is not met again. From any thread."""
+    def heal(self, checkpoint_id: int, spec: StateSpec) -> None:
+        """Take a checkpoint of such states out that was found damaged, so that it is not met again. From any thread."""
 
         def work() -> None:
             try:
-                gone = self._store.drop_damaged(checkpoint_id, self._spec)
+                gone = self.store.drop_damaged(checkpoint_id, spec)
             except StoreError as err:  # it is met again, and passed over again
                 log.warning("checkpoint %s is damaged and could not be taken out: %s", checkpoint_id, err)
                 return
@@ -203,6 +202,11 @@ class Writer:
                 log.warning("%d damaged checkpoints were taken out; what they stood for is read again", gone)
 
         self._work.put(work)
+
+    def reply(self, key: ReplyKey) -> Reply | None:
+        """What a request was answered with. Blocks until all that ended before is written. Raises StoreError."""
+        self.flush()
+        return self.store.reply(key)
 
     def flush(self) -> None:
         """Wait until all that was handed over before is written, or could not be."""
@@ -217,7 +221,6 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
-        trim()  # after loading the model
         while True:
             try:
                 work = self._work.get(timeout=IDLE_S if self._unsettled else LOOK_S)
@@ -242,9 +245,9 @@ class Writer:
         try:
             if time.monotonic() - self._swept >= LOOK_S:
                 self._swept = time.monotonic()
-                self._store.sweep(LOOSE_S, keep=self._ahead)
-            self._unsettled = self._store.settle()
-            if self._store.room.restock() and self.condition.reason == DiskFull.reason:
+                self.store.sweep(LOOSE_S, keep=self._ahead)
+            self._unsettled = self.store.settle()
+            if self.store.room.restock() and self.condition.reason == DiskFull.reason:
                 self.condition.well()
         except StoreError as err:
             log.warning("the store's log was not moved into its file: %s", err)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ssmd.model.state import State
+from ssmd.model.state import State, StateSpec
 from ssmd.sessions.line import Line
 
 CheckpointKind = Literal["system", "user", "turn"]
@@ -22,6 +22,15 @@ class Scope:
     layout: str
     lineage: str
     build: str
+
+
+@dataclass(frozen=True)
+class Maker:
+    """The program that makes states: they are `spec`'s, and kept under its artifact's scope."""
+
+    scope: Scope
+    producer: str
+    spec: StateSpec
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,10 @@ def test_a_whole_answer(tiny: Daemon) -> None:
     usage = body["usage"]
     assert usage["completion_tokens"] == 12
     assert usage["total_tokens"] == usage["prompt_tokens"] + 12
-    times = {"ttft_ms", "tbt_ms", "prefill_ms", "restore_ms"}
-    assert usage["ssmd"].keys() == {"session", "resume", "stored", *times, "context_left", "cut_messages"}
+    parts = {"load_ms", "plan_ms", "queue_ms", "restore_ms", "prefill_ms", "shared_ms"}
+    named = {"session", "resume", "stored", "ttft_ms", "tbt_ms", "context_left", "cut_messages"}
+    assert usage["ssmd"].keys() == parts | named
+    assert usage["ssmd"]["ttft_ms"] == pytest.approx(sum(usage["ssmd"][part] for part in parts), abs=0.01)
     assert usage["ssmd"]["stored"] is True
     assert answer.headers["x-ssmd-session"] == usage["ssmd"]["session"]
     assert answer.headers["x-request-id"].startswith("req_")
@@ -398,7 +400,7 @@ def test_a_shutdown_is_told_by_an_error_event(artifact: Path) -> None:
     with daemon(artifact, None) as one:
         with one.served.connect(request(one.body(max_tokens=450, n=4, stream=True))) as reader:
             received = reader.recv(4000)
-            one.engine.shutdown(0)
+            one.host.shutdown(0)
             while b"\r\n0\r\n\r\n" not in received:
                 received += reader.recv(65536)
         last = [line for line in received.split(b"\n") if line.startswith(b"data: ")][-1]

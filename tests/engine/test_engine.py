@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from conftest import TinyArtifacts
 from daemon import soon
+from engines import OwnEngine
 from sqlalchemy import func, select, update
 
 from ssmd.engine import persistence, sharing
 from ssmd.engine import writer as writer_module
 from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
-from ssmd.engine.metrics import Metrics
 from ssmd.engine.request import Delta, Done, Event, Failed, Rejected, Request, TokenLogprob, Usage
 from ssmd.engine.rerender import Rerenderer
 from ssmd.engine.sampling import SamplingParams
@@ -135,7 +135,7 @@ def endless(loaded: tuple[Artifact, Program]) -> SamplingParams:
 
 @pytest.fixture
 def engine(loaded: tuple[Artifact, Program], store: Store) -> Iterator[Engine]:
-    engine = Engine(*loaded, store, metrics=Metrics(), max_running=2, max_queue=3)
+    engine = OwnEngine(*loaded, store, max_running=2, max_queue=3)
     engine.start()
     yield engine
     engine.shutdown(0)
@@ -227,7 +227,7 @@ def test_store_false_keeps_nothing(engine: Engine, store: Store) -> None:
 
 
 def test_an_engine_without_a_store_answers_the_same(loaded: tuple[Artifact, Program], engine: Engine) -> None:
-    bare = Engine(*loaded, None, metrics=Metrics())
+    bare = OwnEngine(*loaded, None)
     bare.start(warm_up=True)
     talk = LONG_SYSTEM, user("Who is there?")
     for _ in range(2):
@@ -237,7 +237,6 @@ def test_an_engine_without_a_store_answers_the_same(loaded: tuple[Artifact, Prog
         assert answer.texts == ask(engine, *talk, n=2, store=False).texts
     with pytest.raises(Rejected, match="no session"):
         ask(bare, *talk, session="ses_of_nobody")
-    assert not bare.keeps
     bare.shutdown(0)
 
 
@@ -311,7 +310,7 @@ def test_a_state_whose_turn_does_not_come_is_for_who_asks_again(
     """And goes after a while, though the daemon is never started again."""
     for name, value in (("AHEAD_BYTES", 1), ("LOOK_S", 0.1), ("LOOSE_S", 3.0)):
         monkeypatch.setattr(writer_module, name, value)
-    engine = Engine(*loaded, store, metrics=Metrics())
+    engine = OwnEngine(*loaded, store)
     prefilled = persistence._Kept.prefilled
     written: list[int] = []
 
@@ -343,7 +342,7 @@ def test_a_long_answer_does_not_lose_what_was_written_ahead_of_it(
 ) -> None:
     for name, value in (("AHEAD_BYTES", 1), ("IDLE_S", 0.01), ("LOOK_S", 0.01), ("LOOSE_S", 0.01)):
         monkeypatch.setattr(writer_module, name, value)
-    engine = Engine(*loaded, store, metrics=Metrics())
+    engine = OwnEngine(*loaded, store)
     engine.start()
     first = ask(engine, user("Go on and on"), sampling=endless, max_tokens=200)
     again = ask(engine, user("Go on and on"))
@@ -387,7 +386,7 @@ def test_the_program_is_warmed_up_when_nobody_comes(
     program = loaded[1]
     fed: list[int] = []
     monkeypatch.setattr(program, "prefill", counting(program.prefill, fed))
-    idle = Engine(*loaded, store, metrics=Metrics())
+    idle = OwnEngine(*loaded, store)
     idle.start(warm_up=True)
     deadline = time.monotonic() + 20
     while fed != [17]:
@@ -396,7 +395,7 @@ def test_the_program_is_warmed_up_when_nobody_comes(
     assert ask(idle, user("Hello")).usage.cached_tokens == 0
     idle.shutdown(0)
     fed.clear()
-    asked_at_once = Engine(*loaded, store, metrics=Metrics())
+    asked_at_once = OwnEngine(*loaded, store)
     asked_at_once.start(warm_up=True)
     usage = ask(asked_at_once, user("Something else")).usage
     assert sum(fed) + 1 == usage.prompt_tokens - usage.cached_tokens, "it does not wait for a warm-up"
@@ -405,7 +404,7 @@ def test_the_program_is_warmed_up_when_nobody_comes(
 
 def yesterday(loaded: tuple[Artifact, Program], store: Store) -> Answer:
     """Two conversations with another engine. What the last of them was answered."""
-    before = Engine(*loaded, store, metrics=Metrics())
+    before = OwnEngine(*loaded, store)
     before.start()
     ask(before, LONG_SYSTEM, user("Who is there?"))
     answer = ask(before, user("Hello"))
@@ -434,7 +433,7 @@ def test_the_conversation_used_last_is_taken_up_when_nobody_comes(
         return prefill(handle, tokens)
 
     monkeypatch.setattr(program, "prefill", watched)
-    idle = Engine(*loaded, store, metrics=Metrics())
+    idle = OwnEngine(*loaded, store)
     idle.start(warm_up=True)
     soon(lambda: bool(fed))
     assert fed == [(reserved[0], 17)], "in the state of that conversation"
@@ -474,7 +473,7 @@ def test_a_request_need_not_wait_for_the_whole_warm_up(
     monkeypatch.setattr(program, "release", released)
     fed: list[int] = []
     monkeypatch.setattr(program, "prefill", counting(program.prefill, fed))
-    idle = Engine(*loaded, store, metrics=Metrics())
+    idle = OwnEngine(*loaded, store)
     idle.start(warm_up=True)
     assert at_it.wait(20)
     came = Asked(idle, user("Something else"))
@@ -693,7 +692,7 @@ def test_who_waits_most_gives_way_in_a_full_queue(engine: Engine, endless: Sampl
 def test_every_client_has_a_lane_as_far_as_memory_goes(
     loaded: tuple[Artifact, Program], endless: SamplingParams
 ) -> None:
-    engine = Engine(*loaded, None, metrics=Metrics(), max_running=2, spare_lanes=3)
+    engine = OwnEngine(*loaded, None, max_running=2, spare_lanes=3)
     engine.start()
 
     def endlessly(client: str) -> Asked:
@@ -719,7 +718,7 @@ def test_every_client_has_a_lane_as_far_as_memory_goes(
 def test_shutdown_cuts_what_runs_and_stores_it(
     loaded: tuple[Artifact, Program], store: Store, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, program = Engine(*loaded, store, metrics=Metrics()), loaded[1]
+    engine, program = OwnEngine(*loaded, store), loaded[1]
     engine.start()
     decode = program.decode
 
@@ -764,7 +763,7 @@ def test_a_state_that_other_threads_computed_is_not_called_exact(
     other = get_runtime("litert").load(artifact, threads=3)
     assert other.producer != program.producer
     talk = (user("Before."), answered(first.text), user("After."))
-    second = Engine(artifact, other, store, metrics=Metrics())
+    second = OwnEngine(artifact, other, store)
     second.start()
     try:
         after = ask(second, *talk)
@@ -777,7 +776,7 @@ def test_a_state_that_other_threads_computed_is_not_called_exact(
 
 
 def test_a_damaged_checkpoint_is_read_again(
-    engine: Engine, store: Store, held: list[Handle], caplog: pytest.LogCaptureFixture
+    engine: OwnEngine, store: Store, held: list[Handle], caplog: pytest.LogCaptureFixture
 ) -> None:
     first = ask(engine, LONG_SYSTEM, user("Before."))
     right = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."), store=False)

@@ -13,6 +13,7 @@ from conftest import TinyArtifacts
 from daemon import soon
 from engine.test_engine import LONG_SYSTEM, SAMPLING, Asked, answered, ask, program_of, user
 from engine.test_rerender import engine_of
+from engines import OwnEngine
 from keeping import grown
 from sqlalchemy import event, text, update
 
@@ -130,7 +131,7 @@ def test_a_plan_reads_once_and_counts_no_sizes(served: tuple[Engine, Store]) -> 
     assert [s for s in statements if "turn_checkpoint" in s], "which is how sizes are counted"
 
 
-def test_turns_that_cannot_be_read_do_not_keep_a_request_from_its_answer(served: tuple[Engine, Store]) -> None:
+def test_turns_that_cannot_be_read_do_not_keep_a_request_from_its_answer(served: tuple[OwnEngine, Store]) -> None:
     engine, store = served
     session, messages = begun(engine)
     (turn,) = store.turns(session)

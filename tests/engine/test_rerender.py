@@ -15,10 +15,10 @@ from conftest import TinyArtifacts
 from daemon import soon
 from daemon_process import DaemonProcess
 from engine.test_engine import SAMPLING, Answer, Asked, answered, ask, program_of, user
+from engines import OwnEngine
 from keeping import whole as whole_of
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.metrics import Metrics
 from ssmd.engine.persistence import Persistence
 from ssmd.engine.sampling import Sampler, SamplingParams
 from ssmd.model.artifact import Artifact
@@ -40,7 +40,7 @@ TRIMMING = (
 @contextmanager
 def engine_of(artifact: Artifact, program: Program, data: Path) -> Iterator[tuple[Engine, Store]]:
     store = Store.open(data)
-    engine = Engine(artifact, program, store, metrics=Metrics())
+    engine = OwnEngine(artifact, program, store)
     engine.start()
     try:
         yield engine, store

@@ -30,6 +30,7 @@ from contract.driving import Case
 from engine.test_engine import Answer, Asked, user
 from engine.test_prompt import read_whole as read_prompt
 from engine.test_rerender import THINKING, with_template
+from engines import OwnEngine
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -37,8 +38,6 @@ from keeping import _empty_database, grown
 from recording import Recorder, fingerprint
 from sqlalchemy import Connection, select
 
-from ssmd.engine.engine import Engine
-from ssmd.engine.metrics import Metrics
 from ssmd.engine.persistence import Persistence
 from ssmd.engine.request import Rejected
 from ssmd.engine.sampling import SamplingParams
@@ -124,7 +123,7 @@ class Sessions(RuleBasedStateMachine):
         if self.quota is not None:
             self.store.collect()
         program = cast(Program, self.recorder)
-        self.engine = Engine(self.artifact, program, self.store, metrics=Metrics(), max_running=2)
+        self.engine = OwnEngine(self.artifact, program, self.store, max_running=2)
         self.engine.start()
 
     def teardown(self) -> None:

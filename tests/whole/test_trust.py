@@ -137,7 +137,7 @@ def test_who_asks_is_named_in_metrics_and_log(one: Daemon, caplog: pytest.LogCap
     bob = Talk(one.served, one.model, "bob")
     assert bob.ask("Hello", model="none").status == 404
     prompt, cached = told(bob.say("Hello", store=False))[1:]
-    body = json.dumps(bob.body("On and on", stream=True, max_tokens=400, logit_bias=NO_END)).encode()
+    body = json.dumps(bob.body("Hello", stream=True, store=False, max_tokens=400, logit_bias=NO_END)).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: {bearer(KEYS['bob'])['authorization']}\r\n"
     with one.served.connect(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body) as line:
         assert b"200 OK" in line.recv(64)
@@ -147,7 +147,8 @@ def test_who_asks_is_named_in_metrics_and_log(one: Daemon, caplog: pytest.LogCap
     requests, known = now["bob"]["requests"], before.get("bob", {"requests": {"ok": 0}, "cached_tokens": 0})
     assert (requests["model_not_found"], requests["cancelled"]) == (1, 1)
     assert requests["ok"] == known["requests"]["ok"] + 1
-    assert now["bob"]["cached_tokens"] == known["cached_tokens"] + cached
+    assert now["bob"]["cached_tokens"] == known["cached_tokens"] + 2 * cached
+    assert now["bob"]["generated_tokens"] > known.get("generated_tokens", 0) + 13, "the cancelled answer counts"
     assert now.get("alice") == before.get("alice")
     text = one.served.ask("GET", "/metrics", headers=bearer(KEYS["alice"])).body.decode()
     assert f'ssmd_key_requests_total{{key="bob",outcome="ok"}} {float(requests["ok"])}' in text
@@ -236,7 +237,7 @@ def test_every_route_answers_of_another_as_of_none(one: Daemon) -> None:
         own = {k: v for k, v in answer.headers.items() if k not in ("x-request-id", "date")}
         return answer.status, own, answer.body.decode(errors="replace").replace(session, "…").replace(unknown, "…")
 
-    taking = [r for r in routes_of(create_app(one.engine, one.store, Settings())) if "{" in r[1]]
+    taking = [r for r in routes_of(create_app(one.host, Settings())) if "{" in r[1]]
     asked = [(m, p, BODIES.get(m)) for m, p in taking if "{session}" in p]
     asked = [(m, p, {"turn": turn} if p.endswith("/fork") else body) for m, p, body in asked]
     asked += [
@@ -244,7 +245,10 @@ def test_every_route_answers_of_another_as_of_none(one: Daemon) -> None:
         ("POST", CHAT, alice.of("bob").body("x", session="{session}")),
     ]
     assert len(asked) >= 9
-    assert {p for _, p in taking if "{session}" not in p} == {"/v1/models/{model:path}"}
+    assert {p for _, p in taking if "{session}" not in p} == {
+        "/v1/models/{model:path}",
+        *(f"/ssmd/v1/models/{{model}}{what}" for what in ("", "/load", "/unload")),
+    }
     for method, path, body in asked:
         texts = [json.dumps(body).replace("{session}", one_id) for one_id in (session, unknown)]
         given = [None if body is None else text.encode() for text in texts]

@@ -1,0 +1,158 @@
+"""The shelf: the models that may be asked for, by the names that requests give them, as they lie on the disk now."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssmd.engine.request import Rejected
+from ssmd.installed import Installed, ModelError, choose, is_for, read
+from ssmd.model.artifact import MANIFEST, Manifest
+
+Stamp = tuple[int, int, int]
+Places = Callable[[], Sequence[tuple[str, Path]]]  # (name, folder) of artifacts; raises ModelError
+_SHOWN_CHARS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """An artifact that may be asked for. id: `name@runtime`, or `name@folder` where a name has several of a runtime.
+
+    stamp: what its manifest was when it was read; another one is another artifact. problem: why it cannot be loaded.
+    """
+
+    id: str
+    found: Installed
+    stamp: Stamp | None
+
+    @property
+    def name(self) -> str:
+        """What it shares with the same model for other runtimes."""
+        return self.found.name
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.found.path
+
+    @property
+    def manifest(self) -> Manifest:
+        """What stands in its folder of it. Raises Rejected if that cannot be read."""
+        if self.found.manifest is None:
+            raise unusable(self.id, self.found.problem)
+        return self.found.manifest
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its folder holds what it held when it was read."""
+        return self.stamp is not None and _stamp(self.path) == self.stamp
+
+
+class Shelf:
+    """Finds models by name. From any thread. runtime, device: what the daemon was told to use, as `choose` takes them.
+
+    What lies there is looked at anew for each question; what has not changed is not read again.
+    """
+
+    def __init__(self, places: Places, runtime: str = "auto", device: str | None = None) -> None:
+        self._places, self._runtime, self._device = places, runtime, device
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[str, Path], tuple[Stamp | None, Installed]] = {}
+        self._models: dict[str, Model] = {}
+        self._chosen: dict[str, Model] = {}
+
+    def models(self) -> list[Model]:
+        """All models, broken ones too, by id. Raises Rejected if their folder cannot be read."""
+        with self._lock:
+            self._look()
+            return list(self._models.values())
+
+    def find(self, asked: str) -> Model:
+        """The model that a request means: of several runtimes the fastest that is usable here. Raises Rejected."""
+        with self._lock:
+            self._look()
+            if asked in self._models:
+                return self._models[asked]
+            if asked not in self._chosen:
+                self._chosen[asked] = self._choose(asked)
+            return self._chosen[asked]
+
+    def preferred(self, name: str) -> Model | None:
+        """What `find` gives for a name, None if none of that name can be used here."""
+        try:
+            return self.find(name)
+        except Rejected:
+            return None
+
+    def _look(self) -> None:
+        try:
+            places = [(place, _stamp(place[1])) for place in self._places()]
+        except ModelError as err:
+            raise Rejected(str(err), status=503, code="models_unreadable") from err
+        if [(place, stamp) for place, (stamp, _) in self._seen.items()] == places:
+            return
+        before = self._seen
+        self._seen = {}
+        for place, stamp in places:
+            known = before.get(place)
+            fresh = known is None or known[0] != stamp
+            self._seen[place] = (stamp, read(*place)) if known is None or fresh else known
+        fitting = [
+            (stamp, one)
+            for stamp, one in self._seen.values()
+            if one.manifest is None or self._runtime == "auto" or is_for(one.manifest, self._runtime)
+        ]
+        kept = {(model.path, model.stamp): model for model in self._models.values()}
+        self._chosen, self._models = {}, {}
+        for stamp, one in fitting:
+            number = sum(_runtime(one) == _runtime(other) and one.name == other.name for _, other in fitting)
+            id_ = f"{one.name}@{_runtime(one) if number == 1 else one.path.name}"
+            old = kept.get((one.path, stamp))
+            self._models[id_] = old if old is not None and old.id == id_ else Model(id_, one, stamp)
+
+    def _choose(self, asked: str) -> Model:
+        name, _, which = asked.partition("@")
+        everything = list(self._models.values())
+        found = [model for model in everything if model.name == name]
+        if not found and not which:  # as an artifact calls itself, or its folder
+            found = [m for m in everything if m.found.manifest is not None and name in _other_names(m)]
+        if which:
+            found = [m for m in found if m.found.manifest is not None and is_for(m.manifest, which)]
+        if not found:
+            raise self._unknown(asked)
+        try:
+            chosen = choose([model.found for model in found], device=self._device)
+        except ModelError as err:
+            raise unusable(asked, str(err)) from err
+        return next(model for model in found if model.found is chosen)
+
+    def _unknown(self, asked: str) -> Rejected:
+        names = sorted({model.name for model in self._models.values()})
+        there = f"this daemon serves: {', '.join(names)}" if names else "none is installed: ssmd pull smollm2"
+        shown = asked if len(asked) <= _SHOWN_CHARS else asked[:_SHOWN_CHARS] + "…"
+        return Rejected(f"there is no model {shown!r} here; {there}", status=404, code="model_not_found", param="model")
+
+
+def unusable(asked: str, why: str) -> Rejected:
+    """Why a model that is there cannot be used; asking again is of no use."""
+    return Rejected(f"model {asked} cannot be used: {why}", status=503, code="model_unusable", param="model")
+
+
+def _runtime(found: Installed) -> str:
+    """The runtime in a model's id; its folder where the manifest cannot be read."""
+    return found.path.name if found.manifest is None else found.manifest.runtime
+
+
+def _other_names(model: Model) -> tuple[str, ...]:
+    path = model.path.resolve()
+    return model.manifest.name, path.name, path.parent.name
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        found = (path / MANIFEST).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size

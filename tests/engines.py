@@ -1,0 +1,39 @@
+"""An engine for tests, with a store's writer of its own, and a host that has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ssmd.engine.engine import Engine
+from ssmd.engine.host import Host
+from ssmd.engine.metrics import Metrics
+from ssmd.engine.shelf import Shelf
+from ssmd.engine.writer import Writer
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.protocol import Program
+from ssmd.sessions.store import Store
+
+
+class OwnEngine(Engine):
+    """What it counts is in `metrics`. Its writer ends with it."""
+
+    def __init__(self, artifact: Artifact, program: Program, store: Store | None, **limits: Any) -> None:
+        self.metrics = Metrics()
+        self.writer = None if store is None else Writer(store, self.metrics)
+        numbers = self.metrics.of(artifact.manifest.name)
+        super().__init__(artifact, program, self.writer, metrics=numbers, **limits)
+
+    def shutdown(self, grace_s: float = 10.0) -> None:
+        super().shutdown(grace_s)
+        if self.writer is not None:
+            self.writer.close()
+
+
+def hosting(engine: OwnEngine, **options: Any) -> Host:
+    """A host that has this engine for its artifact, loaded."""
+    place = engine.artifact.manifest.name, engine.artifact.path
+    shelf = Shelf(lambda: [place])
+    host = Host(shelf, lambda model, numbers, turns: engine, engine.metrics, engine.writer, **options)
+    host.starting = False
+    host.load(shelf.models()[0]).result(60).release()
+    return host
