@@ -113,13 +113,13 @@ class Shelf:
             self._models[id_] = old if old is not None and old.id == id_ else Model(id_, one, stamp)
 
     def _choose(self, asked: str) -> Model:
-        name, _, which = asked.partition("@")
+        name, at, which = asked.partition("@")
         everything = list(self._models.values())
         found = [model for model in everything if model.name == name]
-        if not found and not which:  # as an artifact calls itself, or its folder
+        if not found and not at:  # as an artifact calls itself, or its folder
             found = [m for m in everything if m.found.manifest is not None and name in _other_names(m)]
-        if which:
-            found = [m for m in found if m.found.manifest is not None and is_for(m.manifest, which)]
+        if at:
+            found = [m for m in found if m.found.manifest is not None and which and _is_for(m, which)]
         if not found:
             raise self._unknown(asked)
         try:
@@ -143,6 +143,11 @@ def unusable(asked: str, why: str) -> Rejected:
 def _runtime(found: Installed) -> str:
     """The runtime in a model's id; its folder where the manifest cannot be read."""
     return found.path.name if found.manifest is None else found.manifest.runtime
+
+
+def _is_for(model: Model, which: str) -> bool:
+    """Whether a runtime's name, or an artifact's folder, means this model."""
+    return model.path.name == which or is_for(model.manifest, which)
 
 
 def _other_names(model: Model) -> tuple[str, ...]:

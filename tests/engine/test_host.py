@@ -1,0 +1,398 @@
+"""The host over real artifacts: models come when they are asked for, go when they are idle or in the way, and nothing
+is lost over it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TinyArtifacts
+from daemon import soon
+from engine.test_engine import Asked, answered, ask, user
+
+from ssmd.config import Settings
+from ssmd.engine import host as host_module
+from ssmd.engine.engine import Engine
+from ssmd.engine.host import Host
+from ssmd.engine.hosted import Hosted, Lease, NoRoom, make_room
+from ssmd.engine.request import Rejected
+from ssmd.engine.sampling import SamplingParams
+from ssmd.engine.shelf import Model
+from ssmd.engine.turns import Turns
+from ssmd.machine import memory
+from ssmd.server import close_host, open_host
+
+ENDLESS = SamplingParams(temperature=1.0, seed=1, logit_bias={0: -100.0, 2: -100.0})
+LLAMA, OTHER, GRANITE = "llama@litert", "llama@openvino", "granite@litert"
+NAMES = {LLAMA: "llama-f32", OTHER: "openvino-llama-f32", GRANITE: "granite-int8"}
+
+
+@pytest.fixture
+def models(artifacts: TinyArtifacts, tmp_path: Path) -> Path:
+    """A models directory of three artifacts, two of which are one model for two runtimes."""
+    folder = tmp_path / "models"
+    for id_, artifact in NAMES.items():
+        path = artifacts[artifact]
+        shutil.copytree(path, folder / id_.partition("@")[0] / path.name, copy_function=os.link)
+    return folder
+
+
+@contextmanager
+def hosting(models: Path, model: str | None = None, **settings: Any) -> Iterator[Host]:
+    given = {"models_dir": models, "data_dir": models.parent / "data", "threads": 1, **settings}
+    host = open_host(Settings(**given), model, keep=True)
+    host.starting = False
+    try:
+        yield host
+    finally:
+        close_host(host)
+
+
+def lent(host: Host, name: str, **fields: Any) -> Lease:
+    return host.lend(host.shelf.find(name), **fields).result(60)
+
+
+def loaded(host: Host) -> set[str]:
+    return {row["id"] for row in host.live().models if row["state"] == "loaded"}
+
+
+def state(host: Host, id_: str) -> dict[str, Any]:
+    return next(row for row in host.live().models if row["id"] == id_)
+
+
+def refusal(future: Future[Lease]) -> Rejected:
+    with pytest.raises(Rejected) as caught:
+        future.result(60)
+    return caught.value
+
+
+def test_models_are_known_by_name_and_by_runtime(models: Path) -> None:
+    with hosting(models) as host:
+        assert [model.id for model in host.shelf.models()] == [GRANITE, LLAMA, OTHER]
+        found = {name: host.shelf.find(name).id for name in ("llama", "granite", OTHER, "llama@openvino-cpu-f32")}
+        assert found == {"llama": LLAMA, "granite": GRANITE, OTHER: OTHER, "llama@openvino-cpu-f32": OTHER}
+        for name in ("lama", "llama@wgpu", "llama@", "@litert", "../llama", "", "a" * 5000):
+            with pytest.raises(Rejected) as caught:
+                host.shelf.find(name)
+            assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+            assert len(caught.value.message) < 200
+        assert "granite, llama" in caught.value.message
+
+
+def test_a_runtime_that_is_asked_for_is_the_only_one(models: Path) -> None:
+    with hosting(models, runtime="openvino") as host:
+        assert [model.id for model in host.shelf.models()] == [OTHER]
+        assert loaded(host) == {OTHER}, "the only one is loaded at the start"
+    with hosting(models, "llama") as host:
+        assert [model.id for model in host.shelf.models()] == [LLAMA]
+        assert host.live().models[0]["idle_until"] is None, "and stays"
+
+
+def test_a_model_loads_once_for_all_who_ask_and_goes_when_it_is_idle(models: Path) -> None:
+    with hosting(models, keep_alive=0.3) as host:
+        assert loaded(host) == set()
+        waiting = [host.lend(host.shelf.find("llama")) for _ in range(5)]
+        leases = [future.result(60) for future in waiting]
+        assert len({id(lease.engine) for lease in leases}) == 1
+        said = ask(leases[0].engine, user("Who is there?"))
+        for lease in leases[1:]:
+            lease.release()
+            lease.release()
+        time.sleep(0.6)
+        assert loaded(host) == {LLAMA}, "one has it still"
+        leases[0].release()
+        soon(lambda: loaded(host) == set())
+        again = lent(host, "llama")
+        after = ask(again.engine, user("Who is there?"), answered(said.text), user("And now?"))
+        again.release()
+        assert (after.usage.resume, after.usage.session) == ("exact", said.usage.session)
+
+
+def test_how_long_a_model_stays_can_be_said_with_a_request(models: Path) -> None:
+    with hosting(models, keep_alive=0.2) as host:
+        lent(host, "llama", keep_alive_s=math.inf).release()
+        time.sleep(0.5)
+        assert loaded(host) == {LLAMA}
+        lent(host, "llama", keep_alive_s=30.0).release()
+        until = state(host, LLAMA)["idle_until"]
+        assert until == pytest.approx(time.time() + 30, abs=2)
+        lent(host, "llama", keep_alive_s=0.0).release()
+        soon(lambda: loaded(host) == set())
+
+
+def test_who_was_asked_longest_ago_makes_room(models: Path) -> None:
+    size = 33 << 20  # of each, as tiny models are reckoned
+    with hosting(models, memory_budget=2 * size) as host:
+        for hosted in (LLAMA, OTHER, LLAMA):
+            lent(host, hosted).release()
+        assert loaded(host) == {LLAMA, OTHER}
+        lent(host, GRANITE).release()
+        assert loaded(host) == {LLAMA, GRANITE}
+        host.pin(host.shelf.find(LLAMA), True)
+        lent(host, OTHER).release()
+        assert loaded(host) == {LLAMA, OTHER}, "what is pinned stays"
+        host.pin(host.shelf.find(OTHER), True)
+        refused = refusal(host.lend(host.shelf.find(GRANITE)))
+        assert (refused.status, refused.code, refused.retry_after_s) == (503, "no_memory", None)
+        assert "pinned models hold" in refused.message
+        assert "--memory-budget" in refused.message
+        host.pin(host.shelf.find(LLAMA), False)
+        lent(host, GRANITE).release()
+        assert loaded(host) == {GRANITE, OTHER}
+
+
+def test_a_model_that_is_larger_than_the_budget(models: Path) -> None:
+    with hosting(models, memory_budget=1000) as host:
+        refused = refusal(host.lend(host.shelf.find("llama")))
+        assert (refused.status, refused.code, refused.retry_after_s) == (503, "no_memory", None)
+    with pytest.raises(Rejected, match="models may take"):
+        open_host(Settings(models_dir=models, data_dir=models.parent / "data", memory_budget=1000), "llama", keep=False)
+
+
+def test_what_is_too_large_alone_is_loaded_where_no_budget_was_given(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 40 << 20)
+    with hosting(models) as host:
+        assert host.budget == 40 << 20
+        monkeypatch.setattr(memory, "available", lambda: 1000)
+        lent(host, "llama").release()
+        lent(host, "granite").release()
+        assert loaded(host) == {GRANITE}
+
+
+def test_one_waits_for_the_memory_that_another_answers_with(models: Path) -> None:
+    """And who comes to that other one then waits in turn: nobody starves."""
+    with hosting(models, memory_budget=40 << 20) as host:
+        first = lent(host, LLAMA)
+        asked = Asked(first.engine, user("On and on"), sampling=ENDLESS, max_tokens=200)
+        asked.next()
+        second = host.lend(host.shelf.find(GRANITE))
+        soon(lambda: host._hosted[LLAMA].leaving)
+        third = host.lend(host.shelf.find(LLAMA))
+        time.sleep(0.3)
+        assert [second.done(), third.done()] == [False, False]
+        assert asked.answer().usage.completion_tokens == 200, "it was not cut"
+        first.release()
+        lease = second.result(60)
+        assert loaded(host) == {GRANITE}
+        assert not third.done()
+        lease.release()
+        third.result(60).release()
+        assert loaded(host) == {LLAMA}
+
+
+def test_who_waits_too_long_for_memory_is_told_who_has_it(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "ROOM_S", 0.3)
+    with hosting(models, memory_budget=40 << 20) as host:
+        first = lent(host, LLAMA)
+        refused = refusal(host.lend(host.shelf.find(GRANITE)))
+        assert (refused.status, refused.code) == (503, "no_memory")
+        assert LLAMA in refused.message
+        assert refused.retry_after_s
+        lent(host, LLAMA).release()  # not held back any more
+        first.release()
+
+
+def test_who_gives_up_waiting_holds_nothing(models: Path) -> None:
+    with hosting(models, memory_budget=40 << 20) as host:
+        first = lent(host, LLAMA)
+        second = host.lend(host.shelf.find(GRANITE))
+        soon(lambda: host._hosted[LLAMA].leaving)
+        host.give_up(second)
+        lent(host, LLAMA).release()
+        given = host.lend(host.shelf.find(LLAMA))
+        host.give_up(given)  # it is there already
+        first.release()
+        assert host._hosted[LLAMA].leases == 0
+        assert loaded(host) == {LLAMA}
+
+
+def test_a_load_that_fails_is_told_and_not_tried_in_a_loop(
+    models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph = next((models / "granite").rglob("*.tflite"))
+    good = graph.read_bytes()
+    graph.unlink()  # it is a link
+    graph.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with hosting(models) as host:
+        lent(host, LLAMA).release()
+        tried, opening = list[str](), host._open
+
+        def noting(model: Model, *more: Any) -> Engine:
+            tried.append(model.id)
+            return opening(model, *more)
+
+        monkeypatch.setattr(host, "_open", noting)
+        for _ in range(3):
+            refused = refusal(host.lend(host.shelf.find("granite")))
+            assert (refused.status, refused.code, refused.retry_after_s) == (503, "model_load_failed", None)
+            assert "sha256" in refused.message
+        assert len(tried) == 1
+        assert state(host, GRANITE)["state"] == "failed"
+        assert "sha256" in state(host, GRANITE)["problem"]
+        assert loaded(host) == {LLAMA}
+        graph.write_bytes(good)
+        refusal(host.lend(host.shelf.find("granite")))  # the manifest is the same
+        host.load(host.shelf.find("granite")).result(60).release()
+        assert loaded(host) == {LLAMA, GRANITE}
+        assert state(host, GRANITE)["problem"] is None
+
+
+def test_a_folder_that_is_replaced_is_finished_with_and_loaded_anew(models: Path, artifacts: TinyArtifacts) -> None:
+    with hosting(models) as host:
+        old = lent(host, "granite")
+        before = old.model.manifest.build
+        folder = models / "granite" / "litert-cpu-int8"
+        folder.rename(models.parent / "aside")
+        shutil.copytree(artifacts["granite-f32"], folder)
+        new = host.lend(host.shelf.find("granite"))
+        said = ask(old.engine, user("Who is there?"))
+        assert not new.done(), "who has the old one comes to an end first"
+        old.release()
+        lease = new.result(60)
+        assert lease.model.manifest.build != before
+        after = ask(lease.engine, user("Who is there?"), answered(said.text), user("And now?"))
+        assert (after.usage.resume, after.usage.session) == ("portable", said.usage.session)
+        lease.release()
+        shutil.rmtree(models / "granite")
+        soon(lambda: loaded(host) == set())
+        with pytest.raises(Rejected, match="no model 'granite'"):
+            host.shelf.find("granite")
+
+
+def test_models_take_turns_in_one_session(models: Path) -> None:
+    """And a state goes from a runtime to the other."""
+    with hosting(models) as host:
+        engines = {name: lent(host, name).engine for name in (LLAMA, OTHER, GRANITE)}
+        talk = [user("Who is there?")]
+        resumed, sessions = [], set()
+        for number, name in enumerate((LLAMA, OTHER, GRANITE, LLAMA, GRANITE, OTHER)):
+            answer = ask(engines[name], *talk)
+            resumed.append(answer.usage.resume)
+            sessions.add(answer.usage.session)
+            assert host.writer is not None
+            turns = host.writer.store.turns(str(answer.usage.session))
+            assert len(turns) == number + 1
+            talk += [answered(answer.text), user(f"And then, {number}?")]
+        assert len(sessions) == 1
+        assert resumed == ["none", "portable", "none", "portable", "exact", "portable"], "from the last of the lineage"
+
+
+def test_rows_tell_how_far_requests_are(models: Path) -> None:
+    with hosting(models, max_running=1) as host:
+        lease = lent(host, LLAMA)
+        asked = [
+            Asked(lease.engine, user(f"On and on {n}"), sampling=ENDLESS, max_tokens=300, client="one")
+            for n in range(2)
+        ]
+        asked[0].next()
+        soon(lambda: len(host.live().running) == 2)
+        rows = {row["id"]: row for row in host.live().running}
+        first, second = (rows[one.generation.asked.id] for one in asked)
+        assert (first["phase"], second["phase"]) == ("decode", "waiting")
+        assert (first["fed"], first["to_feed"]) == (len(asked[0].generation.prompt.ids),) * 2
+        assert (second["fed"], second["tokens"], second["ttft_ms"]) == (0, 0, None)
+        assert first["ttft_ms"] > 0
+        before = host.metrics.snapshot()
+        soon(lambda: host.live().running[0]["tokens"] > first["tokens"] + 5)
+        after = host.metrics.snapshot()
+        assert after["tbt_ms"]["since_start"]["n"] > before["tbt_ms"]["since_start"]["n"]
+        assert after["generated_tokens"] > before["generated_tokens"]
+        assert after["state"] == "generating"
+        assert host.live().running[0]["tokens_per_s"] > 0
+        for one in asked:
+            one.generation.cancel()
+            one.answer()
+        soon(lambda: not host.live().running)
+        assert host.metrics.snapshot()["requests"]["cancelled"] == 2
+        assert host.metrics.snapshot()["state"] == "idle"
+        lease.release()
+
+
+def test_a_shutdown_tells_those_who_wait_for_a_model(models: Path) -> None:
+    with hosting(models, memory_budget=40 << 20) as host:
+        lent(host, LLAMA)
+        waiting = host.lend(host.shelf.find(GRANITE))
+        soon(lambda: host._hosted[LLAMA].leaving)
+        host.shutdown(0)
+        assert refusal(waiting).code == "shutting_down"
+        assert refusal(host.lend(host.shelf.find(LLAMA))).code == "shutting_down"
+
+
+def test_too_many_wait_for_a_model(models: Path) -> None:
+    with hosting(models, memory_budget=40 << 20, max_queue=2) as host:
+        first = lent(host, LLAMA)
+        waiting = [host.lend(host.shelf.find(GRANITE)) for _ in range(3)]
+        assert refusal(waiting[2]).code == "queue_full"
+        first.release()
+        for future in waiting[:2]:
+            future.result(60).release()
+
+
+def test_room_is_made_of_the_idle_first_and_of_no_more_than_it_takes() -> None:
+    def one(size: int, used: float, leases: int = 0, pinned: bool = False) -> Hosted:
+        found = Hosted(None, 1.0, pinned=pinned, leases=leases, last_used=used, resident=size)  # type: ignore[arg-type]
+        return found
+
+    class Sized(Hosted):
+        nbytes = property(lambda self: self.resident)  # type: ignore[assignment]
+
+    def sized(*args: Any, **kinds: Any) -> Hosted:
+        made = one(*args, **kinds)
+        made.__class__ = Sized
+        return made
+
+    busy, old, young, pin = sized(50, 1, leases=1), sized(30, 2), sized(30, 3), sized(10, 0, pinned=True)
+    everything = [busy, old, young, pin]
+    assert make_room(sized(20, 9), everything, 140) == []
+    assert make_room(sized(30, 9), everything, 140) == [old]
+    assert make_room(sized(60, 9), everything, 140) == [old, young]
+    assert make_room(sized(90, 9), everything, 140) == [old, young, busy]
+    with pytest.raises(NoRoom, match="pinned"):
+        make_room(sized(131, 9), everything, 140)
+
+
+def test_programs_take_turns() -> None:
+    """Who asks again at once comes after those who wait."""
+    turns, order, ready = Turns(), list[str](), threading.Barrier(3)
+
+    def work(name: str) -> None:
+        ready.wait()
+        for _ in range(50):
+            with turns:
+                order.append(name)
+                time.sleep(0.001)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    middle = order[3:-3]
+    assert all(len({*middle[i : i + 3]}) == 3 for i in range(len(middle) - 2)), order
+
+
+def test_others_know_who_is_busy() -> None:
+    turns, woken = Turns(), list[str]()
+    for name in "ab":
+        turns.join(name, lambda name=name: woken.append(name))
+    assert not turns.others_busy("a")
+    turns.busy("b")
+    assert turns.others_busy("a")
+    assert not turns.others_busy("b")
+    turns.idle("b")
+    assert (turns.others_busy("a"), woken) == (False, ["a"])
+    turns.busy("b")
+    turns.leave("b")
+    assert (turns.others_busy("a"), woken) == (False, ["a", "a"])
