@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -28,7 +29,7 @@ from ssmd.engine.engine import Engine
 from ssmd.engine.host import KEEP_ALIVE_S, Host
 from ssmd.engine.lanes import affordable
 from ssmd.engine.metrics import Metrics, ModelMetrics
-from ssmd.engine.shelf import Model, Shelf
+from ssmd.engine.shelf import Checked, Model, Shelf
 from ssmd.engine.turns import Turns
 from ssmd.engine.writer import Writer
 from ssmd.installed import places, resolve
@@ -36,12 +37,13 @@ from ssmd.machine.descriptors import raise_limit
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.privatesocket import listen_privately
 from ssmd.machine.size import show_size
-from ssmd.model.artifact import Artifact, read_manifest
+from ssmd.model.artifact import read_manifest
 from ssmd.model.made import is_made_here
 from ssmd.runtime.loading import load
 from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
+from ssmd.text.apart import opened
 
 log = logging.getLogger(__name__)
 SWITCH_S = 0.0005  # for which one thread may keep the others, of which one decodes, from running
@@ -96,7 +98,7 @@ def open_host(settings: Settings, model: str | None, *, keep: bool) -> Host:
         keep_alive_s = math.inf if alone else KEEP_ALIVE_S
     host = Host(
         shelf,
-        partial(_open_engine, settings, writer),
+        partial(_open_engine, settings, writer, Checked()),
         numbers,
         writer,
         keep_alive_s=keep_alive_s,
@@ -131,13 +133,24 @@ def _shelf(settings: Settings, model: str | None) -> Shelf:
 
 
 def _open_engine(
-    settings: Settings, writer: Writer | None, model: Model, numbers: ModelMetrics, turns: Turns
+    settings: Settings, writer: Writer | None, checked: Checked, model: Model, numbers: ModelMetrics, turns: Turns
 ) -> Engine:
-    """Load a model and start its engine. Raises ArtifactError, RuntimeUnavailable or ProgramError."""
-    artifact = Artifact.open(model.path)
+    """Load a model and start its engine. Raises ArtifactError, RuntimeUnavailable, ProgramError, or what its texts do.
+
+    Its template and tokenizer are opened beside the graph.
+    """
+    artifact = checked.open(model.path)
     made_here = is_made_here(artifact.path, settings.data_dir)
-    program = load(artifact, made_here=made_here, device=settings.device, threads=settings.threads)
+    with ThreadPoolExecutor(1, "ssmd-texts") as beside:
+        opening = beside.submit(opened, artifact, apart=not made_here)
+        try:
+            program = load(artifact, made_here=made_here, device=settings.device, threads=settings.threads)
+        except BaseException:
+            if opening.exception() is None:
+                opening.result().close()
+            raise
     try:
+        texts = opening.result()
         max_running, spare_lanes = affordable(program.spec, program.context, settings.max_running)
         engine = Engine(
             artifact,
@@ -149,7 +162,7 @@ def _open_engine(
             max_running=max_running,
             spare_lanes=spare_lanes,
             max_queue=settings.max_queue,
-            apart=not made_here,
+            texts=texts,
         )
         engine.start(warm_up=True)
     except BaseException:

@@ -24,7 +24,7 @@ from ssmd.engine.worker import Worker
 from ssmd.engine.writer import Writer
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
-from ssmd.text.apart import opened
+from ssmd.text.apart import Texts, opened
 
 
 class Engine:
@@ -42,12 +42,11 @@ class Engine:
         max_running: int = 8,
         spare_lanes: int = 1,
         max_queue: int = 512,
-        apart: bool = False,
+        texts: Texts | None = None,
     ) -> None:
         """device: what the program computes on. turns: on that, where other programs compute too. max_running: choices
         that decode at the same time. spare_lanes: so many more, one for each client that has none while others have
-        them all. `apart`: the artifact may be a stranger's, so its template and tokenizer work in a process of their
-        own.
+        them all. texts: the artifact's template and tokenizer; by default they are opened here, as one's own.
 
         Raises TemplateError or TokenizerError.
         """
@@ -55,7 +54,7 @@ class Engine:
         self.artifact = artifact
         self.program = program
         self.device = device or manifest.device_class
-        self._texts = opened(artifact, apart=apart)
+        self._texts = opened(artifact, apart=False) if texts is None else texts
         tokenizer = self._texts.tokenizer
         store = None if writer is None else writer.store
         self._planner = Planner(manifest, program, tokenizer, self._texts.template, store)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ssmd.engine.request import Rejected
 from ssmd.engine.sampling import SamplingParams
 from ssmd.engine.shelf import Model
 from ssmd.engine.turns import Turns
+from ssmd.installed import Installed
 from ssmd.machine import memory
 from ssmd.server import close_host, open_host
 
@@ -45,6 +47,12 @@ def models(artifacts: TinyArtifacts, tmp_path: Path) -> Path:
         path = artifacts[artifact]
         shutil.copytree(path, folder / id_.partition("@")[0] / path.name, copy_function=os.link)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is reckoned by its files alone: what the process grows by when a library is loaded first is no matter."""
+    monkeypatch.setattr(memory, "resident", lambda: None)
 
 
 @contextmanager
@@ -341,26 +349,24 @@ def test_too_many_wait_for_a_model(models: Path) -> None:
 
 
 def test_room_is_made_of_the_idle_first_and_of_no_more_than_it_takes() -> None:
-    def one(size: int, used: float, leases: int = 0, pinned: bool = False) -> Hosted:
-        found = Hosted(None, 1.0, pinned=pinned, leases=leases, last_used=used, resident=size)  # type: ignore[arg-type]
-        return found
+    nowhere = Model("m@litert", Installed("m", Path("m"), None), None)
 
-    class Sized(Hosted):
-        nbytes = property(lambda self: self.resident)  # type: ignore[assignment]
+    def sized(size: int, used: float, leases: int = 0, pinned: bool = False) -> Hosted:
+        return Hosted(nowhere, 1.0, pinned=pinned, leases=leases, last_used=used, resident=size << 20)
 
-    def sized(*args: Any, **kinds: Any) -> Hosted:
-        made = one(*args, **kinds)
-        made.__class__ = Sized
-        return made
-
-    busy, old, young, pin = sized(50, 1, leases=1), sized(30, 2), sized(30, 3), sized(10, 0, pinned=True)
+    busy, old, young, pin = sized(50, 1, leases=1), sized(40, 2), sized(40, 3), sized(35, 0, pinned=True)
     everything = [busy, old, young, pin]
-    assert make_room(sized(20, 9), everything, 140) == []
-    assert make_room(sized(30, 9), everything, 140) == [old]
-    assert make_room(sized(60, 9), everything, 140) == [old, young]
-    assert make_room(sized(90, 9), everything, 140) == [old, young, busy]
+    found = {size: make_room(sized(size, 9), everything, 205 << 20) for size in (40, 41, 80, 81, 121, 170)}
+    assert found == {
+        40: [],
+        41: [old],
+        80: [old],
+        81: [old, young],
+        121: [old, young, busy],
+        170: [old, young, busy],
+    }
     with pytest.raises(NoRoom, match="pinned"):
-        make_room(sized(131, 9), everything, 140)
+        make_room(sized(171, 9), everything, 205 << 20)
 
 
 def test_programs_take_turns() -> None:
@@ -386,7 +392,7 @@ def test_programs_take_turns() -> None:
 def test_others_know_who_is_busy() -> None:
     turns, woken = Turns(), list[str]()
     for name in "ab":
-        turns.join(name, lambda name=name: woken.append(name))
+        turns.join(name, partial(woken.append, name))
     assert not turns.others_busy("a")
     turns.busy("b")
     assert turns.others_busy("a")
