@@ -30,11 +30,20 @@ def of_another_user(found: os.stat_result) -> bool:
 def read_own(path: Path, most: int) -> bytes:
     """The first `most` bytes of a file that only this user can have written. Raises OSError for every other, at once:
     no link is followed, no pipe waited for."""
+    return _read(path, most, stat.S_IWGRP | stat.S_IWOTH, "written")
+
+
+def read_secret(path: Path, most: int) -> bytes:
+    """The first `most` bytes of a file that only this user can read or have written. Raises OSError as `read_own`."""
+    return _read(path, most, stat.S_IRWXG | stat.S_IRWXO, "read or written")
+
+
+def _read(path: Path, most: int, forbidden: int, what: str) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise PermissionError(f"{path} is no regular file")
-        if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-            raise PermissionError(f"{path} could be written by others")
+        if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & forbidden):
+            raise PermissionError(f"{path} could be {what} by others")
         return file.read(most)

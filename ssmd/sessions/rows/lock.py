@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 
+from ssmd.machine.lockfile import LOCK_FILE, lock, named
 from ssmd.sessions.turn import StoreError
-
-LOCK_FILE = "daemon.lock"
-_LOCKED_BYTE = 1 << 20  # on Windows what is locked cannot be read: away from the text
 
 
 class DirectoryLock:
@@ -29,10 +26,9 @@ class DirectoryLock:
         except OSError as err:
             raise StoreError(f"cannot use {file}: {err.strerror}; check that you may write there") from err
         try:
-            if not _lock(descriptor):
-                text = os.pread(descriptor, 20, 0) if hasattr(os, "pread") else file.read_bytes()[:20]
-                holder = text.split(b"\n")[0].decode("ascii", "replace")
-                process = f" (process {holder})" if holder.isdigit() else ""
+            if not lock(descriptor):
+                holder = named(descriptor)
+                process = f" (process {holder})" if holder else ""
                 raise StoreError(f"another ssmd daemon{process} uses {data_dir}: {advice}")
             os.ftruncate(descriptor, 0)
             with contextlib.suppress(OSError):  # on a full disk the lock has no name
@@ -52,27 +48,3 @@ class DirectoryLock:
                 os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = None
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _lock(descriptor: int) -> bool:
-        os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
-        try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        except PermissionError:
-            return False
-        finally:
-            os.lseek(descriptor, 0, os.SEEK_SET)
-        return True
-
-else:
-    import fcntl
-
-    def _lock(descriptor: int) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True

@@ -13,7 +13,8 @@ import pytest
 from conftest import TinyArtifacts
 from daemon_process import DaemonProcess
 
-from ssmd.sessions.rows.lock import LOCK_FILE, DirectoryLock
+from ssmd.machine.lockfile import LOCK_FILE
+from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.turn import StoreError
 
 HOLDER = """

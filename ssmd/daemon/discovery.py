@@ -1,0 +1,199 @@
+"""Where a running daemon is found: `daemon.json` beside the lock in its data directory, for this user's commands.
+
+Whether a daemon runs is decided by the lock alone, which the system takes back however a process ends. The file is
+believed only if its process is the one that holds the lock, and if nobody else can have read or written it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ssmd.machine import privatefile
+from ssmd.machine.lockfile import LOCK_FILE, holder
+
+FILE = "daemon.json"
+MAX_BYTES = 16 << 10
+_NEW = f".{FILE}-new"
+_URL = re.compile(r"http://(?:([0-9.]{7,15})|\[([0-9A-Fa-f:.]{2,45})\]):([0-9]{1,5})", re.ASCII)
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{32,512}", re.ASCII)
+_NEVER = 1e12  # seconds
+_VERSION = re.compile(r"[!-~]{1,64}", re.ASCII)
+
+
+class DaemonError(ValueError):
+    """A daemon cannot be found, cannot be asked, or refused; the message says what to do.
+
+    status, code: of its answer, None where there was none.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a daemon answers, and as whom. url: as http://127.0.0.1:7763; None if it listens at a socket.
+
+    started_at: seconds since 1970. token: proves to it that a command is of the user whose daemon it is.
+    """
+
+    url: str | None
+    socket: Path | None
+    pid: int
+    version: str
+    started_at: float
+    token: str = field(repr=False)
+
+    @property
+    def place(self) -> str:
+        """How people name where it is."""
+        return self.url if self.url is not None else f"the socket {self.socket}"
+
+
+def announce(data_dir: Path, address: Address) -> None:
+    """Write down where the daemon is. Only the holder of the directory's lock may. Raises OSError."""
+    written = {**asdict(address), "socket": None if address.socket is None else str(address.socket)}
+    new = data_dir / _NEW
+    with contextlib.suppress(FileNotFoundError):  # of one that was killed
+        new.unlink()
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(written, file)
+        new.replace(data_dir / FILE)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise
+
+
+def withdraw(data_dir: Path) -> None:
+    """Take away what `announce` wrote, or one before that was killed. Only the holder of the lock may."""
+    with contextlib.suppress(OSError):  # what is left is not believed
+        (data_dir / FILE).unlink()
+
+
+def url_of(sockets: Iterable[socket.socket]) -> str | None:
+    """The URL by which this computer reaches a daemon that listens at these sockets, at loopback where it does."""
+    found: dict[bool, str] = {}
+    for one in sockets:
+        host, port = one.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - it is replaced
+        found.setdefault(_is_loopback(host), f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    return found.get(True) or found.get(False)
+
+
+def running(data_dir: Path) -> int | None:
+    """The process that uses the directory, a daemon or a repair; 0 if it has not said which; None if there is none.
+
+    Raises DaemonError if the directory cannot be looked at.
+    """
+    try:
+        found = data_dir.stat()
+        if hasattr(os, "getuid") and found.st_uid != os.getuid():
+            raise DaemonError(f"{data_dir} belongs to user {found.st_uid}, whose daemon is not yours to ask")
+        return holder(data_dir / LOCK_FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as err:
+        raise DaemonError(f"cannot look for a daemon in {data_dir}: {err.strerror or err}") from err
+
+
+def find(data_dir: Path) -> Address | None:
+    """The daemon that runs on a data directory; None if none does, or it does not say where it is (yet).
+
+    Raises DaemonError for a directory of another user, and for a file that a running daemon cannot have written.
+    """
+    process = running(data_dir)
+    if not process:
+        return None
+    file = data_dir / FILE
+    try:
+        address = _read(privatefile.read_secret(file, MAX_BYTES + 1))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as err:
+        reason = err.strerror or str(err) if isinstance(err, OSError) else str(err)
+        raise DaemonError(
+            f"{file} is not believed ({reason}); stop the daemon, which is process {process}, and start it again"
+        ) from None
+    return address if address.pid == process else None
+
+
+def _read(text: bytes) -> Address:
+    """Raises ValueError, which quotes nothing of the text, and RecursionError."""
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES} bytes")
+    try:
+        values: Any = json.loads(text)
+    except ValueError:
+        raise ValueError("it is no JSON") from None
+    names = [one.name for one in fields(Address)]
+    if not isinstance(values, dict) or not values.keys() >= set(names):
+        raise ValueError(f"it does not name {', '.join(names)}")
+    url, path, pid, version, started_at, token = (values[name] for name in names)
+    if type(pid) is not int or pid <= 0:
+        raise ValueError("its pid is none")
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        raise ValueError("its version is none")
+    if type(started_at) not in (int, float) or not 0 <= started_at < _NEVER:
+        raise ValueError("its started_at is no time")
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        raise ValueError("its token is none")
+    if (url is None) == (path is None):
+        raise ValueError("it names a url and a socket, or neither")
+    if url is not None and not (isinstance(url, str) and _is_here(url)):
+        raise ValueError("its url is none of this computer")
+    if path is not None and not (isinstance(path, str) and _is_own_socket(path)):
+        raise ValueError("its socket is none of this user")
+    return Address(url, None if path is None else Path(path), pid, version, float(started_at), token)
+
+
+def _is_here(url: str) -> bool:
+    """Whether what is sent to an http URL stays in this computer."""
+    found = _URL.fullmatch(url)
+    if found is None or not 0 < int(found[3]) < 1 << 16:
+        return False
+    host = found[1] or found[2]
+    return _is_loopback(host) or _is_own(host)
+
+
+def _is_loopback(host: str) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        packed = socket.inet_pton(family, host)
+    except OSError:
+        return False
+    return packed[0] == 127 if family == socket.AF_INET else packed == bytes(15) + b"\1"
+
+
+def _is_own(host: str) -> bool:
+    """Whether an address is one of this computer's: only there something can be bound to it."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as one:
+            one.bind((host, 0))
+    except OSError:
+        return False
+    return host.strip("0.:") != ""  # 0.0.0.0 and :: are no address to send to
+
+
+def _is_own_socket(path: str) -> bool:
+    try:
+        found = os.lstat(path)
+    except (OSError, ValueError):  # Windows has no Unix sockets, so none is found there
+        return False
+    return (
+        os.path.isabs(path) and stat.S_ISSOCK(found.st_mode) and hasattr(os, "getuid") and found.st_uid == os.getuid()
+    )
