@@ -7,24 +7,29 @@ import gc
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from ssmd import __version__
-from ssmd.api import chat, connections, health, metrics, models, sessions
+from ssmd.api import chat, connections, health, metrics, models, sessions, stop
 from ssmd.api.keys import Keys
 from ssmd.api.security import Rules, guarded
 from ssmd.config import Settings
+from ssmd.daemon import discovery
+from ssmd.daemon.discovery import Address
+from ssmd.daemon.home import moved_in
+from ssmd.daemon.logfile import OneLine
 from ssmd.engine.engine import Engine
 from ssmd.engine.host import KEEP_ALIVE_S, Host
 from ssmd.engine.lanes import affordable
@@ -40,7 +45,6 @@ from ssmd.machine.size import show_size
 from ssmd.model.artifact import read_manifest
 from ssmd.model.made import is_made_here
 from ssmd.runtime.loading import load
-from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 from ssmd.text.apart import opened
@@ -52,16 +56,22 @@ GRACE_S = 10.0
 STUCK_S = 10.0  # for which, after that, a step of the model may go on
 FLUSH_S = 5
 LINGER_S = 5.0  # for which, after that, threads may go on that read what was asked, or write an export
-MAX_LINE_CHARS = 4000  # of the log
 
 
 class ServerError(RuntimeError):
     """The daemon cannot start; the message says what to change."""
 
 
-def create_app(host: Host, settings: Settings, keys: Keys | None = None, *, stall_s: float = STALL_S) -> ASGIApp:
+def create_app(
+    host: Host,
+    settings: Settings,
+    keys: Keys | None = None,
+    *,
+    stall_s: float = STALL_S,
+    end: Callable[[], None] = lambda: None,
+) -> ASGIApp:
     """The ASGI app. keys: default: those of the settings. `stall_s`: how long a client may leave its answer unread
-    before it is given up. Raises SettingsError.
+    before it is given up. end: what stops the daemon. Raises SettingsError.
     """
     store = None if host.writer is None else host.writer.store
     routes = [
@@ -70,6 +80,7 @@ def create_app(host: Host, settings: Settings, keys: Keys | None = None, *, stal
         *health.routes(host),
         *metrics.routes(host, store, stall_s),
         *sessions.routes(host, store),
+        *stop.routes(end),
     ]
     rules = Rules.of(settings, Keys.of(settings) if keys is None else keys, body_limits=sessions.BODY_LIMITS)
     return guarded(routes, rules)
@@ -232,29 +243,31 @@ def serve(
     keep: bool = True,
     announce: Callable[[str], None] = print,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises what `open_host` raises, and ServerError."""
+    """Serve until SIGINT, SIGTERM or `ssmd stop`. Raises what `open_host` raises, ServerError and DaemonError."""
     return_big_blocks()
     sys.setswitchinterval(SWITCH_S)
     raise_limit()
     settings.check_exposure()
-    keys = Keys.of(settings)
+    token = secrets.token_urlsafe(32)
+    keys = Keys.of(settings, token)
     if settings.api_keys_file is not None:
         _reread_on_hangup(keys)
-    lock = None
+    home, leaving = None, contextlib.ExitStack()
+    if keep:
+        discovery.check_alone(settings.data_dir)
     sockets, place = listen(settings)
     try:
         if keep:
             settings.prepare()
-            lock = DirectoryLock.take(settings.data_dir, "use it, stop it, or choose another directory with --data-dir")
+            home = leaving.enter_context(moved_in(settings.data_dir))
         host = open_host(settings, model, keep=keep)
     except BaseException:
-        if lock is not None:
-            lock.release()
+        leaving.__exit__(*sys.exc_info())
         for one in sockets:
             one.close()
         raise
     config = uvicorn.Config(
-        create_app(host, settings, keys),
+        create_app(host, settings, keys, end=lambda: server.drain()),
         access_log=False,
         lifespan="off",
         log_config=None,
@@ -268,14 +281,18 @@ def serve(
     def ready() -> None:
         gc.freeze()  # what is there by now stays: to look through all of it takes 70 ms, during which no token comes
         host.starting = False
-        announce(f"ssmd {__version__} serves {_served(host)} at {place}")
+        said = f"ssmd {__version__} serves {_served(host)} at {place}"
+        if home is not None:
+            url = discovery.url_of(sockets) if settings.socket is None else None
+            home.ready(Address(url, settings.socket, os.getpid(), __version__, time.time(), token), said)
+        announce(said)
 
+    server = _Server(config, host, ready)
     try:
-        _Server(config, host, ready).run(sockets=sockets)
+        server.run(sockets=sockets)
     finally:
         close_host(host)
-        if lock is not None:
-            lock.release()
+        leaving.close()
 
 
 def _served(host: Host) -> str:
@@ -299,36 +316,11 @@ def _reread_on_hangup(keys: Keys) -> None:
 def start_logging(level: str) -> None:
     """Log to stderr from `level` on; from libraries, warnings and worse only, unless `level` is debug."""
     handler = logging.StreamHandler()
-    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(OneLine())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if level == "info":
         for library in ("alembic", "asyncio", "httpx2", "uvicorn.error"):
             logging.getLogger(library).setLevel(logging.WARNING)
-
-
-class OneLine(logging.Formatter):
-    """A line for each record, and what follows of an error behind a mark: nothing that a client sends becomes a line of
-    its own, steers a terminal or fills a disk.
-    """
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return _plain(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:
-        return _behind(super().formatException(ei))
-
-    def formatStack(self, stack_info: str) -> str:
-        return _behind(super().formatStack(stack_info))
-
-
-def _behind(text: str) -> str:
-    return "\n".join(f"  | {_plain(line)}" for line in text.split("\n"))
-
-
-def _plain(text: str) -> str:
-    """The text with everything escaped that is not to be seen, and cut where it is longer than anybody reads."""
-    text = text if len(text) <= MAX_LINE_CHARS else text[:MAX_LINE_CHARS] + "…"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class _Server(uvicorn.Server):
@@ -348,11 +340,16 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._draining:
             os._exit(128 + sig)
-        self._draining = True
         notice = f"{signal.Signals(sig).name}: finishing what runs, at most {GRACE_S:.0f} s; once more stops at once\n"
         with contextlib.suppress(OSError):  # a terminal that is gone is no reason not to stop
             os.write(sys.stderr.fileno(), notice.encode())  # print is not safe in a signal handler
-        threading.Thread(target=self._drain, name="ssmd-shutdown", daemon=True).start()
+        self.drain()
+
+    def drain(self) -> None:
+        """Let what runs come to its end, and end then. To ask again changes nothing."""
+        if not self._draining:
+            self._draining = True
+            threading.Thread(target=self._drain, name="ssmd-shutdown", daemon=True).start()
 
     def _drain(self) -> None:
         stuck = threading.Timer(GRACE_S + STUCK_S, self._give_up)

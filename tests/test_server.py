@@ -24,7 +24,7 @@ from openai_client import openai
 from serving import Served
 
 from ssmd.api.reading import LONG_BYTES
-from ssmd.server import OneLine
+from ssmd.daemon.logfile import OneLine
 
 CHAT = "/v1/chat/completions"
 

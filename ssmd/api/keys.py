@@ -1,5 +1,8 @@
 """The API keys: one without a name, or those of a file, a line each; who asks is known by the key that came.
 
+Beside them the daemon's own token counts, which it makes anew at every start and writes down for its user's commands
+(ssmd/daemon/discovery.py). Whoever has it sees all sessions, and alone may stop the daemon.
+
 Of a key nothing is held but its hash. It is compared with all of them, each in constant time: neither how long a wrong
 one is nor which it resembles shows in the time that the answer takes.
 """
@@ -33,11 +36,15 @@ _CALLER = "ssmd.caller"  # in a scope
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks. domain: what of the store is there for that. several: there are keys of other names."""
+    """Who asks. domain: what of the store is there for that. several: there are keys of other names.
+
+    own: it is a command of the user whose daemon this is.
+    """
 
     domain: Domain = NOBODY
     several: bool = False
     read_only: bool = False
+    own: bool = False
 
     @property
     def name(self) -> str:
@@ -60,19 +67,25 @@ class Keys:
     A name is a trust domain: it has sessions of its own. The first one also has what is nobody's.
     """
 
-    def __init__(self, keys: Sequence[Key] = (), file: Path | None = None, *, share: bool = False) -> None:
-        """file: what `reread` reads. share: all names see all sessions."""
+    def __init__(
+        self, keys: Sequence[Key] = (), file: Path | None = None, *, share: bool = False, token: str | None = None
+    ) -> None:
+        """file: what `reread` reads. share: all names see all sessions. token: the daemon's own."""
         self._keys = tuple(keys)
         self._file = file
         self._share = share
+        self._token = None if token is None else _digest(token)
         self._lock = threading.Lock()
 
     @staticmethod
-    def of(settings: Settings) -> Keys:
-        """The keys that the settings name. Raises SettingsError."""
+    def of(settings: Settings, token: str | None = None) -> Keys:
+        """The keys that the settings name, and the daemon's own token. Raises SettingsError."""
         if settings.api_keys_file is not None:
-            return Keys(read_keys(settings.api_keys_file), settings.api_keys_file, share=settings.share_sessions)
-        return Keys() if settings.api_key is None else Keys([Key("", _digest(settings.api_key.get_secret_value()))])
+            keys = read_keys(settings.api_keys_file)
+            return Keys(keys, settings.api_keys_file, share=settings.share_sessions, token=token)
+        if settings.api_key is None:
+            return Keys(token=token)
+        return Keys([Key("", _digest(settings.api_key.get_secret_value()))], token=token)
 
     def reread(self) -> None:
         """Take the keys that stand in the file now; if it cannot be read, those of before stay."""
@@ -90,13 +103,16 @@ class Keys:
     def caller(self, authorization: str) -> Caller:
         """Who asks with this header. Raises Rejected."""
         keys = self._keys
-        if not keys:
-            return Caller(EVERYBODY)
         scheme, _, given = authorization.partition(" ")
         digest, found = _digest(given.strip()), None
+        bearer = scheme.lower() == "bearer"
+        if self._token is not None and hmac.compare_digest(digest, self._token) and bearer:
+            return Caller(EVERYBODY, own=True)
+        if not keys:
+            return Caller(EVERYBODY)
         for key in keys:
             found = key if hmac.compare_digest(digest, key.digest) else found
-        if found is None or scheme.lower() != "bearer":
+        if found is None or not bearer:
             what = "the API key is wrong" if given else "an API key is needed"
             raise Rejected(f"{what}; send it as: Authorization: Bearer <key>", status=401, code="invalid_api_key")
         several = any(key.name != found.name for key in keys)

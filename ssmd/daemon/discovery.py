@@ -22,6 +22,7 @@ from ssmd.machine.lockfile import LOCK_FILE, holder
 
 FILE = "daemon.json"
 MAX_BYTES = 16 << 10
+ADVICE = "use it, stop it with `ssmd stop`, or choose another directory with --data-dir"
 _NEW = f".{FILE}-new"
 _URL = re.compile(r"http://(?:([0-9.]{7,15})|\[([0-9A-Fa-f:.]{2,45})\]):([0-9]{1,5})", re.ASCII)
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,512}", re.ASCII)
@@ -108,6 +109,18 @@ def running(data_dir: Path) -> int | None:
         return None
     except OSError as err:
         raise DaemonError(f"cannot look for a daemon in {data_dir}: {err.strerror or err}") from err
+
+
+def check_alone(data_dir: Path) -> None:
+    """Check that no daemon runs on a directory. Raises DaemonError that says where it is."""
+    try:
+        process, found = running(data_dir), find(data_dir)
+    except DaemonError:  # a directory, or a lock, that cannot be used says so when it is to be
+        return
+    if process is not None:
+        number = f" (process {process})" if process else ""
+        where = "it is starting, or repairs" if found is None else f"it is at {found.place}"
+        raise DaemonError(f"another ssmd daemon{number} uses {data_dir}: {where}; {ADVICE}")
 
 
 def find(data_dir: Path) -> Address | None:
