@@ -7,7 +7,9 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
+from ssmd.machine.spelling import nearest
 from ssmd.model.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
 from ssmd.refit import catalog
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
@@ -105,17 +107,27 @@ def candidates(model: str | None, models_dir: Path) -> list[Installed]:
         if (path / MANIFEST).exists() or not _folders(path):
             return [read(path.name, path)]
         return [read(path.name, folder) for folder in _folders(path)]
-    everything = installed(models_dir)
     if model is None:
+        everything = installed(models_dir)
         names = sorted({i.name for i in everything if not i.problem})
         if len(names) != 1:
             raise ModelError(f"say which model to use; {_advice(models_dir)}")
         model = names[0]
-    found = [i for i in everything if i.name == model]
-    if not found:
-        advice = f"get it with: ssmd pull {model}" if model in catalog.names() else _advice(models_dir)
-        raise ModelError(f"there is no model {model!r} here; {advice}")
-    return found
+    return named(model, models_dir)
+
+
+def named(model: str, models_dir: Path) -> list[Installed]:
+    """The artifacts of an installed model, whatever is wrong with them; one at least. Raises ModelError."""
+    return [i for i in installed(models_dir) if i.name == model] or _unknown(model, models_dir)
+
+
+def _unknown(model: str, models_dir: Path) -> NoReturn:
+    """Raises ModelError that says what may have been meant, and how to get it."""
+    here, known = {i.name for i in installed(models_dir) if not i.problem}, catalog.names()
+    wanted = model if model in known else nearest(model, [*here, *known])
+    question = "" if wanted in ("", model) else f"did you mean {wanted}? "
+    advice = f"get it with: ssmd pull {wanted}" if wanted in known and wanted not in here else _advice(models_dir)
+    raise ModelError(f"there is no model {model!r} here; {question}{advice}")
 
 
 def _advice(models_dir: Path) -> str:
@@ -153,15 +165,15 @@ def _rank(candidate: Installed, least: int) -> tuple[bool, float, int, str]:
 
 def _none_for(runtime: str, found: list[Installed]) -> str:
     there = ", ".join(sorted({i.manifest.runtime for i in found if i.manifest}))
-    said = f"model {found[0].name!r} has no artifact for runtime {runtime!r}; it has: {there}"
+    name = found[0].name
+    said = f"model {name!r} has no artifact for runtime {runtime!r}; it has: {there}"
     if runtime != "npu":
-        return said
+        return f"{said}; get one with: ssmd pull {name} --runtime {runtime}" if name in catalog.names(runtime) else said
     try:
         why = {d.name: d.why_not for d in get_runtime("openvino").devices()}.get("npu", "")
     except RuntimeUnavailable as err:
         why = str(err)
     unusable_here = f"; and the NPU cannot be used here: {why}" if why else ""
-    name = found[0].name
     way = f"get one with: ssmd pull {name}" if name in catalog.names("npu") else "build one with: ssmd build CHECKPOINT"
     return f"{said} ({way} --runtime npu){unusable_here}{_usable(found)}"
 

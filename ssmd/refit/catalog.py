@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ssmd.families.registry import family_of
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.progress import Progress, staged
+from ssmd.machine.spelling import meant
 from ssmd.model.artifact import GOLDEN, Artifact, seal
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source
@@ -178,8 +179,8 @@ def origin_of(name: str) -> str:
     """What a model is called on the hub of which ssmd has a graph. Raises GraphError with those that there are."""
     if name not in names():
         raise GraphError(
-            f"{name!r} is no model's name; expected owner/name, such as ibm-granite/granite-4.0-h-350m, or one that "
-            f"ssmd has a graph of: {', '.join(names())}"
+            f"{name!r} is no model's name; {meant(name, names())}expected owner/name, such as "
+            f"ibm-granite/granite-4.0-h-350m, or one that ssmd has a graph of: {', '.join(names())}"
         )
     return StrippedGraph.open(next(SHIPPED.glob(f"{name}@*{SUFFIX}"))).header.origin
 
