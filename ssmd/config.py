@@ -1,7 +1,8 @@
 """The settings of ssmd: flags win over environment variables, those over the settings file, that over defaults.
 
 Environment: `SSMD_` and the field's name in capitals (`SSMD_PORT=8000`); lists are comma-separated. File: TOML with the
-field names as keys, at `SSMD_CONFIG`, else `config.toml` in the platform's settings directory of ssmd.
+field names as keys, at `--config` or `SSMD_CONFIG`, else `config.toml` in the platform's settings directory of ssmd.
+Variables and keys of other names are refused.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-import tomllib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,19 +20,41 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationError, Validati
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ssmd.machine import hosts, privatefile
+from ssmd.machine import hosts
 from ssmd.machine.duration import parse_duration
 from ssmd.machine.processor import MOST_THREADS
+from ssmd.machine.settingsfile import read_settings
 from ssmd.machine.size import parse_size
+from ssmd.machine.spelling import did_you_mean, shown
+from ssmd.machine.variables import PREFIX, misspelt
 
-PREFIX = "SSMD_"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-MAX_FILE_BYTES = 1 << 20
+SECRETS = ("api_key",)  # settings that are never shown
 KEY = re.compile(r"[!-~]{8,512}")
 
 
 class SettingsError(ValueError):
-    """A setting is not usable; the message names the flag, variable or file key, the value, and what is allowed."""
+    """A setting is not usable; the message names the flag, variable or file key, the value, and what is allowed.
+
+    `usage`: whether a flag is among what was refused; `names`: the settings that are not usable.
+    """
+
+    def __init__(self, message: str, *, usage: bool = False, names: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.usage, self.names = usage, names
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a setting comes from, and of what that is the name: of an option, of a variable, or the file's path."""
+
+    kind: Literal["flag", "environment", "file", "default"]
+    where: str
+
+
+def use_file(path: Path) -> None:
+    """Have this process, and those that it starts, read its settings from this file."""
+    os.environ[f"{PREFIX}CONFIG"] = str(path)
 
 
 def config_file() -> Path:
@@ -158,12 +182,21 @@ class Settings(BaseSettings):
 
     def __init__(self, **flags: Any) -> None:
         given = {name: value for name, value in flags.items() if value is not None}
+        wrong = list(self._misspelt())
+        names: set[str] = set()
         try:
             super().__init__(**given)
         except ValidationError as err:
-            # `from None`: pydantic's own message must not follow, it may quote the key.
-            message = "; ".join(_explain(e, given) for e in err.errors(include_url=False))
-            raise SettingsError(message) from None
+            found = err.errors(include_url=False)
+            names.update(str(e["loc"][0]) for e in found if e["loc"])
+            wrong += [_explain(e, given) for e in found]
+        # Outside of `except`: pydantic's own message must not follow, it may quote the key.
+        if wrong:
+            raise SettingsError("; ".join(wrong), usage=bool(names & given.keys()), names=frozenset(names))
+
+    @staticmethod
+    def _misspelt() -> Iterator[str]:
+        return misspelt(variables())
 
     @classmethod
     def settings_customise_sources(
@@ -310,49 +343,103 @@ def make_private(folder: Path) -> None:
 def _read_file() -> dict[str, Any]:
     path = config_file()
     try:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if privatefile.others_write(found):
-                raise SettingsError(
-                    f"settings file {path} can be written by every user of this computer, so what it says cannot be "
-                    f"trusted; look it through, then: chmod go-w {path}"
-                )
-            text = file.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            raise SettingsError(f"settings file {path} is larger than {MAX_FILE_BYTES} bytes")
-        values = tomllib.loads(text.decode())
-        if "api_key" in values and privatefile.others_read(found):
-            raise SettingsError(
-                f"settings file {path} holds an api_key and can be read by other users of this computer; take another "
-                f"key, after: chmod 600 {path}"
-            )
-        return values
+        return read_settings(path, SECRETS)
     except FileNotFoundError:
         if os.environ.get(f"{PREFIX}CONFIG"):
-            raise SettingsError(f"settings file {path}, named by {PREFIX}CONFIG, does not exist") from None
+            raise SettingsError(
+                f"settings file {path}, which {PREFIX}CONFIG names, does not exist: write it, or leave the variable out"
+            ) from None
         return {}
-    except OSError as err:
-        raise SettingsError(f"settings file {path} cannot be read: {err.strerror or err}") from err
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as err:
-        # The error quotes at most a position, never the text.
-        raise SettingsError(f"settings file {path} is not TOML: {err}") from None
+    except ValueError as err:
+        raise SettingsError(str(err)) from None
+
+
+def variables() -> list[str]:
+    """Name the environment variable of each setting."""
+    return [f"{PREFIX}{name.upper()}" for name in Settings.model_fields]
+
+
+def origin(name: str, flags: Collection[str] = ()) -> Origin:
+    """Where the setting `name` has its value from; `flags`: names of those that were given as flags.
+
+    Raises SettingsError where the settings file cannot be read.
+    """
+    variable = f"{PREFIX}{name.upper()}"
+    if name in flags:
+        return Origin("flag", f"--{name.replace('_', '-')}")
+    if _environment().get(variable):
+        return Origin("environment", variable)
+    if name in _read_file():
+        return Origin("file", str(config_file()))
+    return Origin("default", "default")
+
+
+def usable(**flags: Any) -> tuple[Settings, str]:
+    """The settings, with defaults for what the environment and the file say wrongly, and what is wrong there, or "".
+
+    Raises SettingsError for a refused flag.
+    """
+    try:
+        return Settings(**flags), ""
+    except SettingsError as err:
+        if err.usage:
+            raise
+        problem = str(err)
+    try:
+        file = _read_file()
+    except SettingsError:
+        file = {}
+    environment = {name: _environment().get(f"{PREFIX}{name.upper()}") for name in Settings.model_fields}
+    given = {name: value for name, value in flags.items() if value is not None}
+    asked = {**file, **{name: value for name, value in environment.items() if value}, **given}
+    while True:
+        try:
+            return _Told(**{name: value for name, value in asked.items() if name in Settings.model_fields}), problem
+        except SettingsError as err:
+            if not (refused := err.names & asked.keys() - given.keys()):
+                raise
+            asked = {name: value for name, value in asked.items() if name not in refused}
+
+
+class _Told(Settings):
+    """Settings of what it is told alone, whatever the environment and the file say."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        *others: PydanticBaseSettingsSource,
+        **more: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+    @staticmethod
+    def _misspelt() -> Iterator[str]:
+        return iter(())
+
+
+def _environment() -> dict[str, str]:
+    return {name.upper(): value for name, value in os.environ.items()}
 
 
 def _explain(error: ErrorDetails, flags: dict[str, Any]) -> str:
     """One line for one refused value: where it came from, what it was (a key is never shown), what is allowed."""
     name = str(error["loc"][0]) if error["loc"] else "settings"
-    variable = f"{PREFIX}{name.upper()}"
-    environment = {key.upper(): value for key, value in os.environ.items() if value}
-    if name in flags:
-        where, value = f"--{name.replace('_', '-')}", flags[name]
-    elif variable in environment:
-        where, value = variable, environment[variable]
-    elif name in (there := _read_file()) or name not in Settings.model_fields:
-        where, value = f"{name!r} in {config_file()}", there.get(name)
-    else:
-        where, value = f"the default {name.replace('_', ' ')}", None
     if error["type"] == "extra_forbidden":
-        return f"{where}: no such setting; there are: {', '.join(Settings.model_fields)}"
-    shown = "" if name == "api_key" or value is None else f" = {str(value)[:200]!r}"
+        where = f"--{name.replace('_', '-')}" if name in flags else f"{shown(name)!r} in {config_file()}"
+        meant = did_you_mean(name, Settings.model_fields) or f"; there are: {', '.join(Settings.model_fields)}"
+        return f"{where}: no such setting{meant}"
+    came = origin(name, flags)
+    value, where = None, came.where
+    if came.kind == "flag":
+        value = flags[name]
+    elif came.kind == "environment":
+        value = _environment()[came.where]
+    elif came.kind == "file":
+        value, where = _read_file()[name], f"{name!r} in {came.where}"
+    else:
+        where = f"the default {name.replace('_', ' ')}"
+    said = "" if name in SECRETS or value is None else f" = {str(value)[:200]!r}"
     reason = error["msg"].removeprefix("Value error, ")
-    return f"{where}{shown}: {reason[0].lower()}{reason[1:]}"
+    return f"{where}{said}: {reason[0].lower()}{reason[1:]}"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
+from modules import ROOT
 
-from ssmd.config import Settings, SettingsError
+from ssmd.config import Origin, Settings, SettingsError, origin, usable
+from ssmd.machine.variables import OF_TESTS, OTHERS, PREFIX
 
 
 @pytest.fixture(autouse=True)
@@ -242,3 +245,107 @@ def test_a_key_may_be_read_through_a_group_where_another_owns_the_file(
     os.chown(file, 65534, 0)
     file.chmod(0o640)
     assert Settings().api_key is not None
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("SSMD_PROT", "SSMD_PROT: no such setting; did you mean SSMD_PORT?"),
+        ("ssmd_apikey", "ssmd_apikey: no such setting; did you mean SSMD_API_KEY?"),
+        ("SSMD_CONFIGS", "SSMD_CONFIGS: no such setting; did you mean SSMD_CONFIG?"),
+        ("SSMD_XYZZY", "SSMD_XYZZY: no such setting; there are: SSMD_DATA_DIR, "),
+        ("SSMD_\x1b[2J", "SSMD_\\x1b[2J: no such setting"),
+        ("SSMD_" + "A" * 10_000, f"SSMD_{'A' * 59}…: no such setting"),
+    ],
+)
+def test_a_misspelt_variable_is_refused_by_name(variable: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "a-very-secret-key")
+    message = refusal()
+    assert message.startswith(said)
+    assert "secret" not in message
+    assert len(message) < 1000
+
+
+def test_all_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSMD_PROT", "1")
+    monkeypatch.setenv("SSMD_PORT", "x")
+    message = refusal(threads=0)
+    assert all(part in message for part in ("SSMD_PROT", "SSMD_PORT = 'x'", "--threads = '0'")), message
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [*OTHERS, "SSMD_SERVICE_HOST", "SSMD_SERVICE_PORT_HTTP", "SSMD_PORT_7763_TCP_ADDR", "SSMD_PORT_7763_TCP"],
+)
+def test_variables_that_are_no_settings_are_left_alone(
+    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(variable, str(write_file(tmp_path / "s.toml", "")))
+    assert Settings().port == 7763
+    monkeypatch.delenv(variable)
+    monkeypatch.setenv("SSMD_NOTHING", "")  # as good as not set
+    assert Settings().port == 7763
+
+
+def test_every_variable_that_anything_here_reads_is_known() -> None:
+    """Else whoever sets it has every command refused."""
+    read = re.compile(r"environ(?:\.get\(|\.pop\(|\[)\s*f?\"(\w+)\"|\"(SSMD_\w+)\" in os\.environ")
+    files = [p for folder in ("ssmd", "runtimes", "tests", "benchmarks", "scripts") for p in (ROOT / folder).rglob("*")]
+    found = set()
+    for file in files:
+        if file.is_file() and (file.suffix == ".py" or file.parent.name == "scripts"):
+            found |= {a or b for a, b in read.findall(file.read_text("utf-8"))}
+    ours = {name for name in found if name.startswith(PREFIX)}
+    assert {"SSMD_CACHE_DIR", "SSMD_KILLS", "SSMD_LLAMA_LIBRARY"} <= ours, "the search finds what is there"
+    assert ours - {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} <= {*OTHERS, *OF_TESTS}
+
+
+def test_a_misspelt_key_of_the_file_gets_a_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = write_file(tmp_path / "s.toml", f'max-queue = 1\nxyzzy = 2\n{"k" * 5000} = 3\n"\\u001b[2J" = 4\n')
+    monkeypatch.setenv("SSMD_CONFIG", str(file))
+    message = refusal()
+    assert f"'max-queue' in {file}: no such setting; did you mean max_queue?" in message
+    assert f"'xyzzy' in {file}: no such setting; there are: data_dir, " in message
+    assert "k" * 100 not in message
+    assert "\x1b" not in message
+
+
+def test_only_a_refused_flag_is_a_matter_of_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSMD_PORT", "x")
+    for flags, usage in (({}, False), ({"threads": 1}, False), ({"threads": 0}, True), ({"port": "y"}, True)):
+        with pytest.raises(SettingsError) as caught:
+            Settings(**flags)
+        assert caught.value.usage is usage, flags
+
+
+def test_the_origin_of_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = write_file(tmp_path / "s.toml", "port = 1\nmax_queue = 2\nmax_running = 3\n")
+    monkeypatch.setenv("SSMD_CONFIG", str(file))
+    monkeypatch.setenv("SSMD_PORT", "10")
+    monkeypatch.setenv("ssmd_max_queue", "20")
+    monkeypatch.setenv("SSMD_MAX_RUNNING", "")
+    assert origin("port", ["port"]) == Origin("flag", "--port")
+    assert origin("port") == Origin("environment", "SSMD_PORT")
+    assert origin("max_queue") == Origin("environment", "SSMD_MAX_QUEUE")
+    assert origin("max_running") == Origin("file", str(file))
+    assert origin("host") == Origin("default", "default")
+
+
+def test_what_is_wrong_is_left_out_where_somebody_looks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SSMD_CONFIG", str(file := write_file(tmp_path / "s.toml", "max_queue = -1\nmax_running = 3\n")))
+    monkeypatch.setenv("SSMD_PORT", "10")
+    monkeypatch.setenv("SSMD_THREADS", "many")
+    monkeypatch.setenv("SSMD_PROT", "11")
+    settings, problem = usable(quota="1GB")
+    assert (settings.max_queue, settings.max_running, settings.port) == (512, 3, 10)
+    assert (settings.threads, settings.quota) == (None, 10**9)
+    assert all(part in problem for part in (str(file), "SSMD_THREADS", "SSMD_PROT"))
+    write_file(file, "no TOML")
+    settings, problem = usable()
+    assert (settings.max_running, settings.port) == (8, 10)
+    assert "is not TOML" in problem
+    with pytest.raises(SettingsError, match="--port"):
+        usable(port="x")
+    for name in ("SSMD_CONFIG", "SSMD_THREADS", "SSMD_PROT"):
+        monkeypatch.delenv(name)
+    assert usable(port=5) == (Settings(port=5), "")

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from ssmd import __version__
 from ssmd.cli import (
     bench,
     build,
+    config,
     doctor,
     graph,
+    options,
     pull,
     run,
     serve,
@@ -33,29 +34,32 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich would take half of the time of --help
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("serve")(serve.serve)
+app.command("serve", short_help="Serve models to OpenAI clients.")(serve.serve)
 app.command("run")(run.run)
 app.command("build")(build.build)
-app.command("pull")(pull.pull)
-app.command("list")(listing.list_models)
-app.command("show")(show.show)
-app.command("verify")(verify.verify)
-app.command("bench")(bench.bench)
-app.command("doctor")(doctor.doctor)
+app.command("pull", short_help="Fetch a model and make it ready to run.")(pull.pull)
+app.command("list", short_help="List the models installed here.")(listing.list_models)
+app.command("show", short_help="Show what an artifact is made of.")(show.show)
+app.command("verify", short_help="Replay an artifact's golden values.")(verify.verify)
+app.command("bench", short_help="Measure how fast an artifact is here.")(bench.bench)
+app.command("doctor", short_help="Say what works here, and what to do next.")(doctor.doctor)
+app.command("version")(config.version)
 session.app.command("tree")(session_tree.tree)
 session.app.command("fork")(session_tree.fork)
 session.app.command("export")(session_move.export)
 session.app.command("import")(session_move.import_)
 session_keep.add_to(session.app)
 app.add_typer(session.app, name="session")
-app.add_typer(graph.app, name="graph")
+app.add_typer(graph.app, name="graph", short_help="Stripped graphs: models without their weights.")
+app.add_typer(config.app, name="config")
 
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"ssmd {__version__}")
+        config.version()
         raise typer.Exit
 
 
@@ -64,6 +68,7 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    config_file: options.Config = None,
 ) -> None:
     pass
 

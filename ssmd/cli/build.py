@@ -130,7 +130,9 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
     """Where the source checkpoint is, pulled if it is a hub's and not here."""
     if Path(checkpoint).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint, re.ASCII):
         if revision is not None:
-            raise BuildFailed(f"--revision is for a model on the hub; {checkpoint} is a folder or no such name")
+            raise BuildFailed(
+                f"--revision is for a model on the hub; {checkpoint} is a folder or no such name", usage=True
+            )
         return Path(checkpoint)
     from ssmd.hub.pull import find
 
@@ -173,7 +175,9 @@ def lengths_of(option: str, text: str) -> list[int]:
     try:
         return sorted({int(part) for part in text.split(",")})
     except ValueError as err:
-        raise BuildFailed(f"{option} {text!r}: expected token counts separated by commas, such as 16,64,256") from err
+        raise BuildFailed(
+            f"{option} {text!r}: expected token counts separated by commas, such as 16,64,256", usage=True
+        ) from err
 
 
 def tiers_of(asked: list[int], usual: tuple[int, ...]) -> list[int]:

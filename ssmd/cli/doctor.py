@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 def doctor(
     runtime: Annotated[
         str | None,
-        typer.Argument(metavar="RUNTIME", help="Look closer at the artifacts of one: coreml, openvino or npu."),
+        typer.Argument(
+            metavar="RUNTIME",
+            help="Look closer at the artifacts of one: coreml, openvino or npu.",
+            callback=options.known_runtime,
+        ),
     ] = None,
     report: Annotated[
         Path | None, typer.Option(help="With RUNTIME: write what was found to a file, to be sent.", metavar="FILE")

@@ -1,4 +1,4 @@
-"""How a command fails: one line on stderr saying what was wrong and what to do. Exit codes: 0 ok, 1 error, 2 usage."""
+"""How a command fails: one line on stderr saying what was wrong and what to do; exit codes are in docs/commands.md."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from typing import NoReturn
 
 import typer
 
-INTERRUPTED = 130
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Exit 1 on the errors that ssmd itself raises and on those of the operating system; a bug keeps its traceback."""
+    """Exit with one line on the errors that ssmd itself raises and on those of the operating system; a bug keeps its
+    traceback. An error that says of itself that it is of `usage` was a wrong command line."""
     try:
         yield
     except BrokenPipeError:  # the reader of our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as err:
         if not (type(err).__module__.startswith("ssmd") or isinstance(err, OSError)):
             raise
-        fail(str(err))
+        fail(str(err), USAGE if getattr(err, "usage", False) else FAILED)
 
 
-def fail(message: str, code: int = 1) -> NoReturn:
+def fail(message: str, code: int = FAILED) -> NoReturn:
     typer.echo(f"error: {message}", err=True)
     sys.exit(code)

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 class BuildFailed(ValueError):
-    """What was asked for cannot be built; the message says what to change."""
+    """What was asked for cannot be built; the message says what to change. `usage`: it can be built nowhere."""
+
+    def __init__(self, message: str, *, usage: bool = False) -> None:
+        super().__init__(message)
+        self.usage = usage
 
 
 def costs(device_class: str, files: Mapping[str, int]) -> str:
@@ -81,7 +85,9 @@ def name_of(text: str) -> str:
     from ssmd.model.artifact import NAME_PATTERN
 
     if not re.fullmatch(NAME_PATTERN, text):
-        raise BuildFailed(f"{text!r} cannot be a model's name: letters, digits and . _ - only; give one with --name")
+        raise BuildFailed(
+            f"{text!r} cannot be a model's name: letters, digits and . _ - only; give one with --name", usage=True
+        )
     return text
 
 
@@ -237,22 +243,26 @@ def converter_of(runtime: str, xamba: str | None = None, variant: str | None = N
     name, attribute = ("openvino", "NPU_CONVERTER") if runtime == "npu" else (runtime, "CONVERTER")
     package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(name)
     if package is None:
-        raise BuildFailed(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
+        raise BuildFailed(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}", usage=True)
     if xamba is not None and name != "openvino":
-        raise BuildFailed(f"--xamba rewrites OpenVINO's graphs, not those of {runtime}; add --runtime openvino or npu")
+        raise BuildFailed(
+            f"--xamba rewrites OpenVINO's graphs, not those of {runtime}; add --runtime openvino or npu", usage=True
+        )
     if variant is not None and name != "coreml":
-        raise BuildFailed(f"--variant is for Core ML's artifacts, not those of {runtime}; add --runtime coreml")
+        raise BuildFailed(
+            f"--variant is for Core ML's artifacts, not those of {runtime}; add --runtime coreml", usage=True
+        )
     try:
         module = import_module(f"{package}.build")  # serving never loads it
     except ImportError as err:
         raise BuildFailed(f"runtime {runtime!r} cannot build here: {err}") from err
-    if variant is not None:
-        try:
-            made: Converter = module.varied(variant)
-        except ValueError as err:
-            raise BuildFailed(f"--variant: {err}") from err
-        return made
-    converter: Converter | Packer = getattr(module, attribute) if xamba is None else module.rewriting(runtime, xamba)
+    try:
+        if variant is not None:
+            converter: Converter | Packer = module.varied(variant)
+        else:
+            converter = getattr(module, attribute) if xamba is None else module.rewriting(runtime, xamba)
+    except ValueError as err:
+        raise BuildFailed(f"{'--xamba' if variant is None else '--variant'}: {err}", usage=True) from err
     return converter
 
 

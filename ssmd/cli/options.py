@@ -7,12 +7,41 @@ from typing import Annotated
 
 import typer
 
+
+def _use_file(path: Path | None) -> Path | None:
+    if path is not None:
+        from ssmd.config import use_file
+
+        path = path.expanduser()
+        if not path.is_file():
+            raise typer.BadParameter(f"there is no file {path}; `ssmd config path` tells which one is read without it")
+        use_file(path.absolute())
+    return path
+
+
+def known_runtime(name: str | None) -> str | None:
+    """Refuse a runtime's name that nobody has registered; which of the others can be used here is told where it is."""
+    if name is not None and name not in ("auto", "npu"):
+        from importlib.metadata import entry_points
+
+        from ssmd.machine.spelling import did_you_mean
+
+        names = sorted({e.name for e in entry_points(group="ssmd.runtimes")})
+        if name not in names:
+            meant = did_you_mean(name, [*names, "npu", "auto"])
+            raise typer.BadParameter(f"no runtime is named {name!r}; there are: {', '.join(names)}{meant}")
+    return name
+
+
 Model = Annotated[
     str | None,
     typer.Argument(metavar="[MODEL]", help="Name of an installed model, or a path. May be left out if there is one."),
 ]
 Runtime = Annotated[
-    str | None, typer.Option(help="Use this runtime's artifact; auto picks the best that runs here.", metavar="NAME")
+    str | None,
+    typer.Option(
+        help="Use this runtime's artifact; auto picks the best that runs here.", metavar="NAME", callback=known_runtime
+    ),
 ]
 Device = Annotated[
     str | None,
@@ -21,6 +50,16 @@ Device = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="Compute threads.", metavar="N")]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="Read settings from this file, and not from that of SSMD_CONFIG.",
+        metavar="FILE",
+        callback=_use_file,
+        is_eager=True,
+    ),
+]
 DataDir = Annotated[Path | None, typer.Option(help="Where sessions are kept.", metavar="DIR")]
 ModelsDir = Annotated[Path | None, typer.Option(help="Where models are installed.", metavar="DIR")]
 Quota = Annotated[

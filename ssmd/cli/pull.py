@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.failure import fail
+from ssmd.cli.failure import USAGE, fail
 from ssmd.cli.making import check_texts, costs, fetch, hint, name_of, noted, packer_of, smollm2_here, smollm2_source
 
 if TYPE_CHECKING:
@@ -38,7 +38,12 @@ def pull(
         typer.Option(help="A new folder to fetch into, instead of the data directory; no more.", metavar="DIR"),
     ] = None,
     runtime: Annotated[
-        str | None, typer.Option(help="Runtime to make the artifact for; else the fastest here.", metavar="NAME")
+        str | None,
+        typer.Option(
+            help="Runtime to make the artifact for; else the fastest here.",
+            metavar="NAME",
+            callback=options.known_runtime,
+        ),
     ] = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
@@ -59,7 +64,7 @@ def pull(
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
     if to is not None and (folder is not None or runtime is not None):
-        fail("--to only fetches: leave out --from and --runtime", 2)
+        fail("--to only fetches: leave out --from and --runtime", USAGE)
     if to is None:
         settings.prepare_models()  # before anything is fetched
     said: dict[str, object] = {"name": name}

@@ -42,6 +42,7 @@ def run(
     runtime: options.Runtime = None,
     device: options.Device = None,
     threads: options.Threads = None,
+    config_file: options.Config = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
     no_store: options.NoStore = False,

@@ -22,6 +22,7 @@ def serve(
     threads: options.Threads = None,
     max_running: Annotated[int | None, typer.Option(help="Choices that decode at the same time.", metavar="N")] = None,
     max_queue: Annotated[int | None, typer.Option(help="Requests that may wait.", metavar="N")] = None,
+    config_file: options.Config = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
     keep_alive: Annotated[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.failure import fail
+from ssmd.cli.failure import USAGE, fail
 from ssmd.cli.session import _size, open_store
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ssmd.sessions.files.rereading import Rereader
     from ssmd.sessions.files.transfer import ImportResult, Local
     from ssmd.sessions.store import Store
-
-_USAGE = 2
 
 
 def export(
@@ -46,7 +44,7 @@ def export(
     All turns of all branches go along. With --json one object a line.
     """
     if no_state and all_states:
-        fail("--no-state and --all-states contradict each other", _USAGE)
+        fail("--no-state and --all-states contradict each other", USAGE)
     states: States = "none" if no_state else "all" if all_states else "newest"
     with open_store(data_dir) as store:
         for session_id, file in _targets(store, arguments or [], into, everything, force):
@@ -59,10 +57,10 @@ def _targets(
     """Which session goes to which file. All that can be wrong with them is found before anything is written."""
     if into is None:
         if everything or len(arguments) != 2:
-            fail("say which session goes to which file: ID FILE; several go to a folder: ID... --into DIR", _USAGE)
+            fail("say which session goes to which file: ID FILE; several go to a folder: ID... --into DIR", USAGE)
         return [(arguments[0], Path(arguments[1]).expanduser())]
     if everything == bool(arguments):
-        fail("name the sessions, or say --all", _USAGE)
+        fail("name the sessions, or say --all", USAGE)
     folder = into.expanduser()
     ids = [s.id for s in store.sessions()] if everything else [store.session(i).id for i in dict.fromkeys(arguments)]
     targets = [(i, folder / f"{i}.ssmd") for i in ids]  # ids are letters, digits, _ and -: no path comes from them

@@ -1,24 +1,41 @@
-"""The name that somebody may have meant."""
+"""What somebody meant who misspelt a name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-_ALIKE = 0.6
-_MAX_CHARACTERS = 200
+LIKENESS = 0.7  # of two names, from 0 to 1 (difflib): `prot` and `port` have 0.75, `port` and `host` 0.5
+_OF_A_MODEL = 0.6
+MOST_CHARS = 64  # of a name that is looked up, and shown: it may be anything
 
 
-def nearest(word: str, names: Iterable[str]) -> str:
+def nearest(word: str, names: Iterable[str], likeness: float = _OF_A_MODEL) -> str:
     """The name that a word resembles most, or "" if it resembles none."""
     from difflib import get_close_matches
 
-    by_letters = {name.lower(): name for name in sorted(names, reverse=True)}
-    if len(word) > _MAX_CHARACTERS or not by_letters:
-        return ""
-    return next((by_letters[one] for one in get_close_matches(word.lower(), by_letters, n=1, cutoff=_ALIKE)), "")
+    by_plain = {_plain(name): name for name in sorted(names, reverse=True)}
+    found = get_close_matches(_plain(word[:MOST_CHARS]), by_plain, 1, likeness)
+    return by_plain[found[0]] if found else ""
 
 
 def meant(word: str, names: Iterable[str]) -> str:
     """A question to put into an error's message, with a space behind; or ""."""
     name = nearest(word, names)
     return f"did you mean {name}? " if name else ""
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The question to add to an error, "; did you mean port?", or "" where no name is like this one. `prefix`: what all
+    names begin with, and is left out here: it would make them alike."""
+    found = nearest(name, known, LIKENESS)
+    return f"; did you mean {prefix}{found}?" if found else ""
+
+
+def shown(name: str, most: int = MOST_CHARS) -> str:
+    """A stranger's name as it can stand in a line: no longer than people read, with nothing that steers a terminal."""
+    cut = name if len(name) <= most else name[:most] + "…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in cut)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")

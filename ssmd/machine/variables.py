@@ -1,0 +1,38 @@
+"""Environment variables of ssmd: those that are no settings, and those that nobody reads, which are misspelt."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator
+
+from ssmd.machine.spelling import did_you_mean, shown
+
+PREFIX = "SSMD_"
+OTHERS = {  # and what they mean, as docs/configuration.md has it
+    "SSMD_CONFIG": "where the settings file is",
+    "SSMD_CACHE_DIR": "what runtimes keep for a quicker next load; default: the platform's cache folder of ssmd",
+    "SSMD_WGPU_WRAPPED": "`1`: wgpu records through wgpu-py, which says at which call something is wrong "
+    "([wgpu.md](wgpu.md))",
+    "SSMD_STRICT": "reserved: nothing reads it yet",
+}
+OF_TESTS = frozenset(  # and of benchmarks, which run what reads settings
+    f"{PREFIX}{name}"
+    for name in (
+        *("CLIENT_PYTHON", "CONTRACT_FAMILIES", "CONTRACT_RUNTIMES", "DATABASES", "EXAMPLES", "FLIPS", "FUZZ"),
+        *("FUZZ_SEED", "KILLS", "LLAMA_LIBRARY", "SEED", "STEPS"),
+    )
+)
+# What Kubernetes and Docker tell every container of a service that is named ssmd.
+_OF_SERVICES = re.compile(r"SSMD_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+
+
+def misspelt(settings: Collection[str]) -> Iterator[str]:
+    """What is wrong with each variable that begins with SSMD_ and is not read: a line without its value, which may be a
+    key. `settings`: names of those that are. Capitals make no difference, and an empty variable counts as not set."""
+    known = {*settings, *OTHERS}
+    for name, value in os.environ.items():
+        upper = name.upper()
+        if value and upper.startswith(PREFIX) and upper not in known | OF_TESTS and not _OF_SERVICES.fullmatch(upper):
+            meant = did_you_mean(upper.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in known], PREFIX)
+            yield f"{shown(name)}: no such setting" + (meant or f"; there are: {', '.join([*settings, *OTHERS])}")
