@@ -11,7 +11,7 @@ from ssmd.runtime.hoststate.graph import Graph, GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
-from ssmd_litert import lanes
+from ssmd_litert import greeting, lanes
 from ssmd_litert.library import LibraryGraph, package_version
 from ssmd_litert.managed import ManagedGraph
 from ssmd_litert.weight_cache import WeightCache
@@ -63,6 +63,7 @@ class LiteRTRuntime:
         producer = f"litert {package_version()}; cpu {cpu}; {count} threads"
         unshared = ""
         if self._zero_copy:
+            greeting.heard(lambda file: LibraryGraph(file, threads=1, weight_cache=None).close())
             try:
                 cache = WeightCache(manifest.build, package_version(), cpu)
                 return _load_shared(manifest, path, count, producer, cache)

@@ -48,7 +48,7 @@ def good(home: Path, *arguments: str, given: str = "") -> str:
 def refused(home: Path, *arguments: str, given: str = "") -> str:
     done = ssmd(home, *arguments, given=given)
     assert (done.returncode, done.stdout) == (1, ""), done
-    said = [line for line in done.stderr.splitlines() if not line.startswith("INFO: ")]  # LiteRT's own note
+    said = done.stderr.splitlines()
     assert len(said) == 1, done.stderr
     assert said[0].startswith("error: ")
     return said[0]

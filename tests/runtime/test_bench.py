@@ -281,7 +281,7 @@ def test_the_table(home: Path, variant: str) -> None:
     for wanted in ("p95", "x one read of the weights", "save", "restore", "bytes a token", "when loaded,", "1 threads"):
         assert wanted in said
     assert "\x1b" not in said  # plain where nobody looks
-    assert all(line.startswith("INFO: ") for line in done.stderr.splitlines())  # LiteRT's own note
+    assert done.stderr == ""
 
 
 def test_the_command_refuses(home: Path, tmp_path: Path) -> None:
@@ -292,15 +292,14 @@ def test_the_command_refuses(home: Path, tmp_path: Path) -> None:
         (["llama", "--position", "449"], "the last position that can be measured is 448"),
         (["llama", "--runtime", "openvino"], "no artifact for runtime 'openvino'"),
         (["llama", "--runtime", "coreml"], "Core ML cannot execute here"),
-        (["llama", "--threads", "512"], "--threads = '512': input should be less than or equal to 256"),
     ):
         done = command(home, *arguments)
         assert (done.returncode, done.stdout) == (1, ""), done
         [line] = done.stderr.splitlines()
         assert line.startswith("error: ")
         assert message in line
-    for arguments in (["llama", "--repeats", "0"], ["llama", "--position", "-1"], ["llama", "--position", "x"]):
-        assert command(home, *arguments).returncode == 2
+    for option, value in (("--repeats", "0"), ("--position", "-1"), ("--position", "x"), ("--threads", "512")):
+        assert command(home, "llama", option, value).returncode == 2
 
 
 def test_ctrl_c(home: Path) -> None:
@@ -313,9 +312,11 @@ def test_ctrl_c(home: Path) -> None:
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
     )
-    assert process.stderr is not None
-    assert process.stderr.readline().startswith("INFO: ")  # LiteRT is at work
-    time.sleep(1)
+    maps = Path(f"/proc/{process.pid}/maps")
+    while "libLiteRt" not in maps.read_text():
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1)  # it is at work
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
