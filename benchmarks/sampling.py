@@ -24,6 +24,11 @@ SETTINGS: dict[str, SamplingParams] = {
     "top_k=40, top_p=0.9": SamplingParams(top_k=40, top_p=0.9, seed=0),
     "temperature=0.7, top_p=0.9": SamplingParams(temperature=0.7, top_p=0.9, seed=0),
     "top_p=0.9, logit_bias": SamplingParams(top_p=0.9, logit_bias={5: -100.0, 99: 2.0}, seed=0),
+    "min_p=0.05": SamplingParams(min_p=0.05, seed=0),
+    "top_p=0.9, min_p=0.05": SamplingParams(top_p=0.9, min_p=0.05, seed=0),
+    "top_p=0.9, penalty of the last 64": SamplingParams(top_p=0.9, repetition_penalty=1.1, seed=0),
+    "top_p=0.9, penalty of 8192": SamplingParams(top_p=0.9, repetition_penalty=1.1, repeat_last_n=-1, seed=0),
+    "greedy, penalty of the last 64": SamplingParams(temperature=0.0, repetition_penalty=1.1),
     "top_p=0.9, logprobs, top_logprobs=20": SamplingParams(top_p=0.9, logprobs=True, top_logprobs=20, seed=0),
 }
 
@@ -59,11 +64,12 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} cores, load {load:.1f}, numpy {np.__version__}"
     )
     print(f"{'settings':40} {'logits':9} {'median µs':>10} {'p95 µs':>10}")
+    before = np.random.default_rng(1).integers(0, args.vocabulary, 8192)  # of a prompt: counted by a penalty alone
     slowest = 0.0
     for name, params in SETTINGS.items():
         for shape in ("peaked", "flat", "constant"):
             logits = logits_of(shape, args.vocabulary)
-            sampler = Sampler(params)
+            sampler = Sampler(params, before=before)
             sampler.sample(logits)
             median, p95 = median_us(sampler, logits, args.draws)
             slowest = max(slowest, 0.0 if params.logprobs else median)

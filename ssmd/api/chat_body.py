@@ -6,20 +6,22 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from ssmd.api.body import Id, StrictModel, shown, validate
 from ssmd.api.messages import read_messages
+from ssmd.engine.repetition import EVERYTHING
 from ssmd.engine.request import Rejected, Request
-from ssmd.engine.sampling import SamplingParams
+from ssmd.engine.sampling import LAST_N, MAX_PENALTY, MIN_PENALTY, SamplingParams
 from ssmd.machine.duration import parse_duration
 
 MAX_N = 8
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_INT = 2**31 - 1
+Value = TypeVar("Value", int, float)
 
 # Parameters that are not built, each with the values that ask for nothing.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -43,6 +45,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+Penalty = Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)]
 ShortText = Annotated[str, Field(max_length=1000)]
 
 
@@ -83,6 +86,10 @@ class ChatBody(StrictModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Penalty | None = None
+    repeat_penalty: Penalty | None = None  # llama.cpp's and Ollama's name of it
+    repeat_last_n: Annotated[int, Field(ge=EVERYTHING, le=MAX_INT)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stop: (
@@ -148,13 +155,8 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise Rejected("top_logprobs is only possible with logprobs: true", code="invalid_value", param="top_logprobs")
-    limit, older = body.max_completion_tokens, body.max_tokens
-    if limit is not None and older is not None and limit != older:
-        raise Rejected(
-            f"max_tokens ({older}) and max_completion_tokens ({limit}) say different things; send one of them",
-            code="invalid_value",
-            param="max_tokens",
-        )
+    limit = _one_of(max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens)
+    penalty = _one_of(repetition_penalty=body.repetition_penalty, repeat_penalty=body.repeat_penalty)
     messages = read_messages(body.messages)
     bias = _logit_bias(body.logit_bias or {}, vocabulary)
     try:
@@ -162,6 +164,9 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=body.top_k or 0,
+            min_p=body.min_p or 0.0,
+            repetition_penalty=1.0 if penalty is None else penalty,
+            repeat_last_n=LAST_N if body.repeat_last_n is None else body.repeat_last_n,
             seed=body.seed,
             logit_bias=bias,
             logprobs=bool(body.logprobs),
@@ -169,17 +174,25 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
         )
     except ValueError as err:
         raise Rejected(str(err), code="invalid_value") from None
-    chosen = limit if limit is not None else older
     return Request(
         messages=messages,
         sampling=sampling,
-        max_tokens=Request.max_tokens if chosen is None else chosen,
+        max_tokens=Request.max_tokens if limit is None else limit,
         stop=tuple(dict.fromkeys(body.stop or ())),
         n=body.n or 1,
         session=body.session,
         store=body.store is not False,
         truncate=truncate if body.truncation is None else body.truncation == "auto",
     )
+
+
+def _one_of(**named: Value | None) -> Value | None:
+    """What a parameter of two names says. Raises Rejected that names the first, where they say different things."""
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(set(given.values())) > 1:
+        said = " and ".join(f"{name} ({value})" for name, value in given.items())
+        raise Rejected(f"{said} say different things; send one of them", code="invalid_value", param=next(iter(given)))
+    return next(iter(given.values()), None)
 
 
 def _logit_bias(given: dict[str, float], vocabulary: int) -> dict[int, float]:

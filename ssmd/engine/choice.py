@@ -9,6 +9,7 @@ from typing import Literal
 from ssmd.engine.request import Delta, FinishReason, Request, TokenLogprob
 from ssmd.engine.sampling import Sample, Sampler
 from ssmd.runtime.protocol import Handle, Logits
+from ssmd.sessions.line import Line
 from ssmd.text.detokenizer import Detokenizer
 from ssmd.text.stops import StopStrings
 from ssmd.text.tokenizer import Tokenizer
@@ -19,7 +20,10 @@ End = FinishReason | Literal["cancelled"]
 class Choice:
     """Sampler, detokenizer and stop strings of choice `index`; they run in the worker, before a token is fed."""
 
-    def __init__(self, request: Request, index: int, budget: int, tokenizer: Tokenizer, stops: frozenset[int]) -> None:
+    def __init__(
+        self, request: Request, index: int, budget: int, tokenizer: Tokenizer, stops: frozenset[int], prompt: Line
+    ) -> None:
+        """prompt: its ids, of which those that a penalty counts are at hand."""
         self.index = index
         self.turn = f"turn_{secrets.token_hex(12)}"
         self.handle: Handle = None
@@ -29,7 +33,7 @@ class Choice:
         self.cut = False  # text and tokens disagree: a stop string, or a control token inside the answer
         self.times: list[float] = []  # perf_counter at each sampled token
         self._budget = budget
-        self._sampler = Sampler(request.sampling, index=index)
+        self._sampler = Sampler(request.sampling, index=index, before=prompt.own)
         self._tokenizer = tokenizer
         self._stop_tokens = stops
         self._detokenizer = Detokenizer(tokenizer)

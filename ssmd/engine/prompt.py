@@ -240,6 +240,7 @@ class Planner:
         session = None if place.info is None else place.info.id
         try:
             found, ids, stem = stored.resume(self.scope, shown.ids, shown.stem, session)
+            ids, stem = stored.reach(ids, stem, len(ids) - request.sampling.counted(len(ids)))
         except StoreError as err:
             log.warning("stored tokens cannot be used, the conversation is read again: %s", err)
             shown = self._reread(request, place, cut)

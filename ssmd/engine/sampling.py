@@ -1,4 +1,7 @@
-"""How the next token is chosen from a row of logits: temperature, then top_k, then top_p, exactly and without a sort.
+"""How the next token is chosen from a row of logits, exactly and without a sort.
+
+Penalty, temperature, top_k, top_p and min_p come in the order that transformers has. Of the last three each leaves a
+set of the likeliest tokens: their order matters only for what top_p is a share of, all of top_k's or of the vocabulary.
 
 The V logits are seen as 64 rows, token = row * V/64 + column (padded with -inf). Sums over columns make a draw cheap,
 maxima over columns bound the k-th largest: numpy reduces the first axis several times faster than the last.
@@ -8,16 +11,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ssmd.engine.repetition import EVERYTHING, Repetition
 
 MAX_TOP_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 10_000
+MIN_PENALTY, MAX_PENALTY = 0.01, 100.0
+LAST_N = 64  # tokens that a repetition penalty counts, as in llama.cpp
 GREEDY_BELOW = 1e-6  # at such a temperature a float32 logit gap is either 0 or decides
 ROWS = 64
 SORT_BELOW = 2048  # so few tokens are quicker sorted than drawn again
@@ -29,7 +37,11 @@ Ids = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `logit_bias` is added to raw logits.
+    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off;
+    `logit_bias` is added to raw logits.
+
+    min_p: least probability, as a share of the likeliest token's. repeat_last_n: tokens of prompt and answer that the
+    penalty counts, 0 none, -1 all.
 
     Raises ValueError naming the field and its value.
     """
@@ -37,6 +49,9 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    repeat_last_n: int = LAST_N
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: bool = False
@@ -46,6 +61,9 @@ class SamplingParams:
         _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         _check_integer("top_k", self.top_k, 0, 2**31 - 1)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
+        _check_integer("repeat_last_n", self.repeat_last_n, EVERYTHING, 2**31 - 1)
         _check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if self.seed is not None:
             _check_integer("seed", self.seed, -(2**63), 2**64 - 1)
@@ -59,6 +77,12 @@ class SamplingParams:
             _check_integer("logit_bias: token id", token, 0, 2**31 - 1)
             _check_number(f"logit_bias of token {token}", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
+    def counted(self, length: int) -> int:
+        """How many of the last ids of a prompt of so many have to be known."""
+        if self.repetition_penalty == 1.0:
+            return 0
+        return length if self.repeat_last_n == EVERYTHING else min(length, self.repeat_last_n)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -70,10 +94,14 @@ class Sample:
 
 
 class Sampler:
-    """Draws tokens for one choice of a request. The same seed, index and logits give the same tokens."""
+    """Draws tokens for one choice of a request. The same prompt, seed, index and logits give the same tokens."""
 
-    def __init__(self, params: SamplingParams, *, index: int = 0) -> None:
+    def __init__(self, params: SamplingParams, *, index: int = 0, before: Sequence[int] | NDArray[Any] = ()) -> None:
+        """before: the prompt's ids, as many of the last at least as `params.counted` says."""
         self.params = params
+        self._repetition: Repetition | None = None
+        if params.repetition_penalty != 1.0 and params.repeat_last_n:
+            self._repetition = Repetition(params.repetition_penalty, params.repeat_last_n, np.asarray(before, np.int32))
         entropy = None if params.seed is None else [params.seed % 2**64, index]
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
         self._bias_ids: Ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
@@ -84,6 +112,12 @@ class Sampler:
 
     def sample(self, logits: Floats) -> Sample:
         """Choose from float32 logits [V], which stay as they are. Raises ValueError if no token can be chosen."""
+        sample = self._sample(logits)
+        if self._repetition is not None:
+            self._repetition.add(sample.token)
+        return sample
+
+    def _sample(self, logits: Floats) -> Sample:
         rows = self._prepare(logits)  # (64, V/64)
         maxima = rows.max(axis=0)  # (V/64)
         highest = float(maxima.max())
@@ -112,7 +146,7 @@ class Sampler:
         return Sample(token, float(rows.reshape(-1)[token]) - shift, top)
 
     def _prepare(self, logits: Floats) -> Floats:
-        """The biased logits (64, V/64), padded with -inf; a view where nothing had to change."""
+        """The logits with bias and penalty (64, V/64), padded with -inf; a view where nothing had to change."""
         if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
             raise ValueError(f"expected one row of float32 logits, got {logits.dtype} of shape {logits.shape}")
         size = logits.size
@@ -124,9 +158,11 @@ class Sampler:
             self._own = np.full(ROWS * columns, -np.inf, np.float32)
             self._weights, self._rest = np.empty((2, ROWS, columns), np.float32)
             self._before = np.empty(ROWS * columns, np.bool_)
-        if self._bias_ids.size or size % ROWS or not logits.flags.c_contiguous:
+        if self._bias_ids.size or self._repetition is not None or size % ROWS or not logits.flags.c_contiguous:
             self._own[:size] = logits
             self._own[self._bias_ids] += self._bias
+            if self._repetition is not None:
+                self._repetition.penalize(self._own)
             return self._own.reshape(ROWS, -1)
         return logits.reshape(ROWS, -1)
 
@@ -143,12 +179,19 @@ class Sampler:
 
         A draw from a superset of the nucleus is kept if it lies inside. One that does not lie inside bounds the
         nucleus: what is more probable than it is the next, smaller superset, so a handful of draws is enough.
+        min_p: what is less probable than its share of the highest weight, which is 1, is never drawn.
         """
         columns = np.cumsum(sums, dtype=np.float64)
+        allowed = self.params.top_p * float(columns[-1])
+        if self.params.min_p:
+            np.greater_equal(weights, np.float32(self.params.min_p), out=self._before.reshape(weights.shape))
+            np.copyto(self._rest, self._before.reshape(weights.shape))
+            weights = np.multiply(weights, self._rest, out=weights)
+            sums = weights.sum(axis=0)
+            columns = np.cumsum(sums, dtype=np.float64)
         token = self._pick(weights, sums, columns)
         if self.params.top_p >= 1.0:
             return token
-        allowed = self.params.top_p * float(columns[-1])
         spare, before = self._rest, self._before
         for draws in itertools.count(1):
             flat = weights.reshape(-1)
@@ -173,7 +216,8 @@ class Sampler:
     def _draw_sorted(self, ids: Ids, logits: Floats, highest: float) -> int:
         """Draw as `_draw` does, from tokens that stand in order already, the most probable first."""
         values = np.exp((logits.astype(np.float64) - highest) / self.params.temperature)
-        return self._pick_sorted(ids, values, self.params.top_p * float(values.sum()))
+        kept = np.searchsorted(-values, -self.params.min_p, side="right")  # as they descend
+        return self._pick_sorted(ids[:kept], values[:kept], self.params.top_p * float(values.sum()))
 
     def _pick_sorted(self, ids: Ids, values: NDArray[np.float64], allowed: float) -> int:
         mass = np.cumsum(values)

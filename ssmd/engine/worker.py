@@ -205,7 +205,7 @@ class Worker:
         while len(p.choices) < request.n and (not p.choices or self._choices_in_use() < self._max_running):
             room = None if self._program.context is None else self._program.context - len(g.prompt.ids)
             budget = request.max_tokens if room is None else min(request.max_tokens, room)
-            choice = Choice(request, len(p.choices), budget, self._tokenizer, self._stop_tokens)
+            choice = Choice(request, len(p.choices), budget, self._tokenizer, self._stop_tokens, g.prompt.ids)
             last = choice.index == request.n - 1
             choice.handle = p.handle if last else self._program.clone(p.handle)
             if last:

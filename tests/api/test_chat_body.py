@@ -42,6 +42,9 @@ def test_everything_given_reaches_the_engine() -> None:
         temperature=0,
         top_p=0.5,
         top_k=40,
+        min_p=0.05,
+        repetition_penalty=1.2,
+        repeat_last_n=-1,
         seed=-7,
         n=3,
         stop=["a", "b", "a"],
@@ -59,10 +62,19 @@ def test_everything_given_reaches_the_engine() -> None:
     )
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0, 0.5, 40, -7)
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.repeat_last_n) == (0.05, 1.2, -1)
     assert (sampling.logprobs, sampling.top_logprobs) == (True, 4)
     assert dict(sampling.logit_bias) == {0: -100.0, 999: 5.5}
     assert (request.n, request.stop, request.max_tokens) == (3, ("a", "b"), 5)
     assert (request.session, request.store) == ("s_1-A", False)
+
+
+def test_the_penalty_has_llama_cpps_name_too_and_its_window() -> None:
+    sampling = read(repeat_penalty=1.2).sampling
+    assert (sampling.repetition_penalty, sampling.repeat_last_n) == (1.2, 64)
+    assert read(repeat_penalty=1.2, repetition_penalty=1.2).sampling == sampling
+    nothing = dict.fromkeys(["min_p", "repetition_penalty", "repeat_penalty", "repeat_last_n"])
+    assert read(**nothing) == read()
 
 
 @pytest.mark.parametrize("name", sorted(NOT_BUILT))
@@ -94,6 +106,16 @@ def test_what_is_not_built_is_refused_by_name_unless_it_asks_for_nothing(name: s
         ({"max_tokens": 10**12}, "max_tokens"),
         ({"max_tokens": 10**400}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.01}, "min_p"),
+        ({"min_p": "0.1"}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 101}, "repetition_penalty"),
+        ({"repeat_penalty": -1}, "repeat_penalty"),
+        ({"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repetition_penalty"),
+        ({"repeat_last_n": -2}, "repeat_last_n"),
+        ({"repeat_last_n": 1.5}, "repeat_last_n"),
+        ({"repeat_last_n": 2**31}, "repeat_last_n"),
         ({"seed": 2**63}, "seed"),
         ({"n": 0}, "n"),
         ({"n": 9}, "n"),

@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 
 def probabilities_ref(logits: Floats, params: SamplingParams) -> NDArray[np.float64]:
-    """Sorts everything, float64: temperature, top_k, top_p, in transformers' order; ties: lower id first."""
+    """Sorts everything, float64: temperature, top_k, top_p, min_p, in transformers' order; ties: lower id first."""
     biased = logits.astype(np.float64)
     for token, bias in params.logit_bias.items():
         biased[token] += bias
@@ -30,7 +30,7 @@ def probabilities_ref(logits: Floats, params: SamplingParams) -> NDArray[np.floa
     scaled = (biased[order] - biased[order[0]]) / (params.temperature or 1.0)
     p = np.exp(scaled) / np.exp(scaled).sum()
     before = np.concatenate([[0.0], np.cumsum(p)[:-1]])
-    keep = before < params.top_p
+    keep = (before < params.top_p) & (p >= params.min_p * p[0])
     keep[0] = True
     p = np.where(keep, p, 0.0)
     whole = np.zeros(logits.size)
@@ -84,6 +84,11 @@ PARAMS: list[dict[str, Any]] = [
     {"top_k": 150},
     {"top_k": 40, "top_p": 0.7, "temperature": 0.8},
     {"top_k": 10**6, "top_p": 0.95},
+    {"min_p": 0.1},
+    {"min_p": 0.02, "temperature": 1.5, "top_p": 0.95},
+    {"min_p": 0.3, "top_p": 0.5, "temperature": 2.0},
+    {"min_p": 0.05, "top_k": 40, "top_p": 0.9},
+    {"min_p": 1.0},
     {"top_p": 0.9, "logit_bias": {3: 4.0, 14: -100.0}},
 ]
 
@@ -118,18 +123,19 @@ def test_the_chi_square_test_can_fail() -> None:
     temperature=st.sampled_from([0.0, 0.1, 1.0, 3.0]),
     top_p=st.sampled_from([0.0, 0.05, 0.5, 0.95, 1.0]),
     top_k=st.sampled_from([0, 1, 2, 5, 63, 64, 65, 399]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.5, 1.0]),
     seed=st.integers(0, 2**63),
 )
 def test_never_a_token_outside_the_reference(
-    logits: Floats, temperature: float, top_p: float, top_k: int, seed: int
+    logits: Floats, temperature: float, top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
     if not np.isfinite(logits.max()):
         logits[0] = 0.0
     before = logits.copy()
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     p = probabilities_ref(logits, params)
     # A token at the very edge of the nucleus may fall on either side by rounding.
-    near = probabilities_ref(logits, SamplingParams(temperature, min(1.0, top_p + 1e-5), top_k))
+    near = probabilities_ref(logits, SamplingParams(temperature, min(1.0, top_p + 1e-5), top_k, min_p * (1 - 1e-5)))
     edge = logits[near > 0].min()
     # Float32 makes equals of logits a hair apart, except where they themselves are compared.
     finite = logits[np.isfinite(logits)]
@@ -242,6 +248,14 @@ def test_a_bias_outside_the_vocabulary_and_wrong_arrays_are_refused() -> None:
         ("top_k", -1),
         ("top_k", 2**40),
         ("top_k", 1.5),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", float("inf")),
+        ("repeat_last_n", -2),
+        ("repeat_last_n", 2.0),
         ("seed", 2**70),
         ("seed", 0.5),
         ("top_logprobs", 21),

@@ -55,6 +55,15 @@ def resume(
         most = min(4 * most, _MOST)
 
 
+def reach(connection: Connection, ids: Line, stem: str | None, position: int) -> tuple[Line, str | None]:
+    """(line, stem): the line with its ids from `position` on at hand; stem as in `resume`. Raises StoreError."""
+    most = 1
+    while stem is not None and ids.start > position:
+        ids, stem = _before(connection, ids, stem, most)
+        most = min(4 * most, _MOST)
+    return ids, stem
+
+
 def _before(connection: Connection, ids: Line, stem: str, most: int) -> tuple[Line, str | None]:
     """The line with more ids at hand: those of its stem, and of up to `most` turns in all; and the stem before."""
     with as_they_are(connection):

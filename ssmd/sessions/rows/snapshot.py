@@ -85,3 +85,10 @@ class Snapshot:
         stored ids that are needed were altered.
         """
         return lines.resume(self._connection, scope, ids, stem, session, self._domain, skip)
+
+    def reach(self, ids: Line, stem: str | None, position: int) -> tuple[Line, str | None]:
+        """The same line with its ids from `position` on at hand, and the turn at which those begin, as by `resume`.
+
+        Raises StoreError if stored ids that are needed were altered.
+        """
+        return lines.reach(self._connection, ids, stem, position)
