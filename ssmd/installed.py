@@ -64,18 +64,22 @@ def unusable(manifest: Manifest, device: str | None = None) -> str:
 def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: str | None = None) -> Path:
     """The folder of the artifact to serve.
 
-    `model`: a name in `models_dir`, or a path of an artifact or of a model's folder; None for the only one there is.
+    `model`: a name in `models_dir`, `name@runtime`, or a path of an artifact or of a model's folder; None for the only
+    one there is.
     `runtime`: a runtime's name, "npu", or "auto": of those that run here the one with the fewest bytes, since a
     token's time is the time to read them; of those that have nearly as few the one whose runtime reads them fastest.
     `device`: one that the runtime must be able to use. Raises ModelError or ArtifactError.
     """
+    if model is not None and not _is_path(model):
+        model, at, named_runtime = model.partition("@")
+        runtime = named_runtime if at else runtime
+    if why := _nowhere(runtime):
+        raise ModelError(why)
     return choose(candidates(model, models_dir), runtime, device).path
 
 
 def choose(found: list[Installed], runtime: str = "auto", device: str | None = None) -> Installed:
     """Of the artifacts of one model, one at least, the one to serve, as `resolve` does. Raises ModelError."""
-    if why := _nowhere(runtime):
-        raise ModelError(why)
     fitting = [i for i in found if i.manifest is None or is_for(i.manifest, runtime)]
     if not fitting:
         raise ModelError(_none_for(runtime, found))

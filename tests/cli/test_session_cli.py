@@ -199,7 +199,7 @@ def test_collect(ssmd: Ssmd, chat: Chat) -> None:
     assert "pinned sessions alone exceed" in ssmd("gc", "--quota", "0", code=1).stderr
     ssmd("unpin", "ses_3")
     assert ssmd.json("gc", "--quota", "0")["left"] == 0
-    assert "expected bytes" in ssmd("gc", "--quota", "much", code=1).stderr
+    assert "expected bytes" in ssmd("gc", "--quota", "much", code=2).stderr
     assert [t["id"] for t in ssmd.json("show", "ses_1")["tree"]] == ["t1", "t2", "t2b"]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import TinyArtifacts
+from engines import OwnEngine
 from numpy.typing import NDArray
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.metrics import Metrics
 from ssmd.engine.repetition import EVERYTHING, Repetition
 from ssmd.engine.request import Delta, Done, Event, Request
 from ssmd.engine.sampling import Sampler, SamplingParams
@@ -119,7 +119,7 @@ def test_a_resumed_prompt_counts_the_ids_that_need_not_be_read(
     artifact = Artifact.open(artifacts["llama-f32"])
     program = get_runtime("litert").load(artifact, threads=1)
     store = Store.open(tmp_path / "data")
-    engine, whole = (Engine(artifact, program, kept, metrics=Metrics()) for kept in (store, None))
+    engine, whole = (OwnEngine(artifact, program, kept) for kept in (store, None))
     engine.start()
     try:
         said: list[Message] = []
