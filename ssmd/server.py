@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
 import os
 import secrets
 import signal
@@ -14,8 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -30,24 +27,12 @@ from ssmd.daemon import discovery
 from ssmd.daemon.discovery import Address
 from ssmd.daemon.home import moved_in
 from ssmd.daemon.logfile import OneLine
-from ssmd.engine.engine import Engine
-from ssmd.engine.host import KEEP_ALIVE_S, Host
-from ssmd.engine.lanes import affordable
-from ssmd.engine.metrics import Metrics, ModelMetrics
-from ssmd.engine.shelf import Checked, Model, Shelf
-from ssmd.engine.turns import Turns
-from ssmd.engine.writer import Writer
-from ssmd.installed import places, resolve
+from ssmd.engine.host import Host
+from ssmd.engine.opening import close_host, open_host
 from ssmd.machine.descriptors import raise_limit
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.privatesocket import listen_privately
 from ssmd.machine.size import show_size
-from ssmd.model.artifact import read_manifest
-from ssmd.model.made import is_made_here
-from ssmd.runtime.loading import load
-from ssmd.sessions.store import Store
-from ssmd.sessions.turn import StoreError
-from ssmd.text.apart import opened
 
 log = logging.getLogger(__name__)
 SWITCH_S = 0.0005  # for which one thread may keep the others, of which one decodes, from running
@@ -84,117 +69,6 @@ def create_app(
     ]
     rules = Rules.of(settings, Keys.of(settings) if keys is None else keys, body_limits=sessions.BODY_LIMITS)
     return guarded(routes, rules)
-
-
-def open_host(settings: Settings, model: str | None, *, keep: bool) -> Host:
-    """Host `model`, or all that are installed, and load what is to be there at the start. `keep` False: no store,
-    nothing is written down.
-
-    Raises Rejected where that cannot be loaded, ModelError, ArtifactError, StoreError or SettingsError.
-    """
-    shelf = _shelf(settings, model)
-    there = shelf.models()
-    if not there:
-        resolve(None, settings.models_dir)  # which says what to do
-    alone = len(there) == 1
-    numbers, writer = Metrics(), None
-    if keep:
-        settings.prepare()
-        store = Store.open(settings.data_dir, quota=settings.quota)
-        store.room.reserve()
-        _within_quota(store)
-        writer = Writer(store, numbers)
-    keep_alive_s = settings.keep_alive
-    if keep_alive_s is None:
-        keep_alive_s = math.inf if alone else KEEP_ALIVE_S
-    host = Host(
-        shelf,
-        partial(_open_engine, settings, writer, Checked()),
-        numbers,
-        writer,
-        keep_alive_s=keep_alive_s,
-        budget=settings.memory_budget,
-        max_waiting=settings.max_queue,
-    )
-    try:
-        for name in settings.pin:
-            host.pin(shelf.find(name), True)
-        first = [there[0].id] if alone else [*settings.pin, *settings.preload]
-        for name in dict.fromkeys(first):
-            host.load(shelf.find(name)).result().release()
-    except BaseException:
-        close_host(host)
-        raise
-    return host
-
-
-def close_host(host: Host) -> None:
-    """Close a host and its store."""
-    host.close()
-    if host.writer is not None:
-        host.writer.store.close()
-
-
-def _shelf(settings: Settings, model: str | None) -> Shelf:
-    if model is None:
-        return Shelf(partial(places, settings.models_dir), settings.runtime, settings.device)
-    path = resolve(model, settings.models_dir, settings.runtime, settings.device)
-    place = read_manifest(path).name, path
-    return Shelf(lambda: [place], device=settings.device)
-
-
-def _open_engine(
-    settings: Settings, writer: Writer | None, checked: Checked, model: Model, numbers: ModelMetrics, turns: Turns
-) -> Engine:
-    """Load a model and start its engine. Raises ArtifactError, RuntimeUnavailable, ProgramError, or what its texts do.
-
-    Its template and tokenizer are opened beside the graph.
-    """
-    artifact = checked.open(model.path)
-    made_here = is_made_here(artifact.path, settings.data_dir)
-    with ThreadPoolExecutor(1, "ssmd-texts") as beside:
-        opening = beside.submit(opened, artifact, apart=not made_here)
-        try:
-            program = load(artifact, made_here=made_here, device=settings.device, threads=settings.threads)
-        except BaseException:
-            if opening.exception() is None:
-                opening.result().close()
-            raise
-    try:
-        texts = opening.result()
-        max_running, spare_lanes = affordable(program.spec, program.context, settings.max_running)
-        engine = Engine(
-            artifact,
-            program,
-            writer,
-            metrics=numbers,
-            device=settings.device or artifact.manifest.device_class,
-            turns=turns,
-            max_running=max_running,
-            spare_lanes=spare_lanes,
-            max_queue=settings.max_queue,
-            texts=texts,
-        )
-        engine.start(warm_up=True)
-    except BaseException:
-        program.close()
-        raise
-    return engine
-
-
-def _within_quota(store: Store) -> None:
-    """The quota may have been larger yesterday. A store that is busy is brought down by its next commit."""
-    if store.quota is None or store.bytes_stored() <= store.quota:
-        return
-    try:
-        done = store.collect()
-    except StoreError as err:
-        log.warning("the store could not be brought within its quota: %s", err)
-        return
-    log.warning(
-        "the quota of %s is exceeded: %d checkpoints of %d sessions were let go, %s; %s are left",
-        *(show_size(store.quota), done.checkpoints, len(done.sessions), show_size(done.nbytes), show_size(done.left)),
-    )
 
 
 def listen(settings: Settings) -> tuple[list[socket.socket], str]:

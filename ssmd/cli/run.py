@@ -51,9 +51,10 @@ def run(
     """Chat in the terminal. Ctrl-C stops the answer, Ctrl-D ends the chat."""
     from ssmd.cli.pull import first_model
     from ssmd.config import Settings
+    from ssmd.engine.opening import close_host, open_host
     from ssmd.engine.sampling import SamplingParams
     from ssmd.installed import resolve
-    from ssmd.server import close_host, open_host, start_logging
+    from ssmd.server import start_logging
 
     if no_store and session is not None:
         fail("--session needs the store, --no-store leaves it out", 2)

@@ -26,13 +26,13 @@ from ssmd.engine import host as host_module
 from ssmd.engine.engine import Engine
 from ssmd.engine.host import Host
 from ssmd.engine.hosted import Hosted, Lease, NoRoom, make_room
+from ssmd.engine.opening import close_host, open_host
 from ssmd.engine.request import Rejected
 from ssmd.engine.sampling import SamplingParams
 from ssmd.engine.shelf import Model
 from ssmd.engine.turns import Turns
 from ssmd.installed import Installed
 from ssmd.machine import memory
-from ssmd.server import close_host, open_host
 
 ENDLESS = SamplingParams(temperature=1.0, seed=1, logit_bias={0: -100.0, 2: -100.0})
 LLAMA, OTHER, GRANITE = "llama@litert", "llama@openvino", "granite@litert"
