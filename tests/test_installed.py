@@ -163,3 +163,28 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, inner: str) -
         installed(tmp_path)
     open_.chmod(0o775)  # of one's own group, as many systems make folders
     assert [i.name for i in installed(tmp_path)] == ["m"]
+
+
+def test_a_name_that_is_nearly_right(tmp_path: Path) -> None:
+    put(tmp_path, "mine", "litert-cpu-int8")
+    for wrong, said in (
+        ("mlne", "did you mean mine? installed in"),
+        ("smolm2", "did you mean smollm2? get it with: ssmd pull smollm2$"),
+        ("SmolLM2", "did you mean smollm2? get it with: ssmd pull smollm2$"),
+        ("quite-another", f"here; installed in {tmp_path}: mine$"),
+        ("x" * 100_000, "here; installed in"),
+    ):
+        with pytest.raises(ModelError, match=said.replace("?", r"\?")):
+            resolve(wrong, tmp_path)
+    put(tmp_path, "smollm2", "litert-cpu-int8")
+    with pytest.raises(ModelError, match=r"did you mean smollm2\? installed in"):
+        resolve("smolm2", tmp_path)
+
+
+def test_a_runtime_that_a_graph_is_shipped_for(tmp_path: Path) -> None:
+    for name in ("smollm2", "mine"):
+        put(tmp_path, name, "litert-cpu-int8")
+    with pytest.raises(ModelError, match=r"it has: litert; get one with: ssmd pull smollm2 --runtime openvino$"):
+        resolve("smollm2", tmp_path, "openvino")
+    with pytest.raises(ModelError, match=r"it has: litert$"):
+        resolve("mine", tmp_path, "openvino")

@@ -11,11 +11,15 @@ import typer
 from ssmd.cli import (
     bench,
     build,
+    completion,
     config,
     doctor,
     graph,
+    logs,
     options,
+    ps,
     pull,
+    rm,
     run,
     serve,
     session,
@@ -23,6 +27,7 @@ from ssmd.cli import (
     session_move,
     session_tree,
     show,
+    stop,
     verify,
 )
 from ssmd.cli import list as listing
@@ -34,19 +39,24 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich would take half of the time of --help
+    rich_markup_mode=None,  # to draw boxes takes as long as all else that --help does
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("serve", short_help="Serve models to OpenAI clients.")(serve.serve)
 app.command("run")(run.run)
+app.command("ps")(ps.ps)
+app.command("stop")(stop.stop)
+app.command("logs")(logs.logs)
 app.command("build")(build.build)
 app.command("pull", short_help="Fetch a model and make it ready to run.")(pull.pull)
 app.command("list", short_help="List the models installed here.")(listing.list_models)
 app.command("show", short_help="Show what an artifact is made of.")(show.show)
+app.command("rm")(rm.remove)
 app.command("verify", short_help="Replay an artifact's golden values.")(verify.verify)
 app.command("bench", short_help="Measure how fast an artifact is here.")(bench.bench)
 app.command("doctor", short_help="Say what works here, and what to do next.")(doctor.doctor)
 app.command("version")(config.version)
+app.command("completion")(completion.completion)
 session.app.command("tree")(session_tree.tree)
 session.app.command("fork")(session_tree.fork)
 session.app.command("export")(session_move.export)
@@ -75,5 +85,6 @@ def _root(
 
 def main() -> None:
     os.umask(os.umask(0) | stat.S_IWOTH)  # what every user may write would be refused by the next command
+    completion.prepare()
     with plain_errors():
         app()

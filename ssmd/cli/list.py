@@ -6,7 +6,7 @@ import json
 
 import typer
 
-from ssmd.cli import options
+from ssmd.cli import options, table
 
 
 def list_models(models_dir: options.ModelsDir = None, as_json: options.Json = False) -> None:
@@ -17,7 +17,7 @@ def list_models(models_dir: options.ModelsDir = None, as_json: options.Json = Fa
     folder = Settings(models_dir=models_dir).models_dir
     found = installed(folder)
     if as_json:
-        rows = [
+        described = [
             {
                 "name": one.name,
                 "path": str(one.path),
@@ -39,17 +39,16 @@ def list_models(models_dir: options.ModelsDir = None, as_json: options.Json = Fa
             }
             for one in found
         ]
-        typer.echo(json.dumps(rows, indent=1))
+        typer.echo(json.dumps(described, indent=1))
         return
     if not found:
         typer.echo(f"no model is installed in {folder}; a first one comes with: ssmd pull smollm2", err=True)
         return
-    lines = [("name", "runtime", "device", "quantization", "context", "size", "")]
+    rows = [("name", "runtime", "device", "quantization", "context", "size", "")]
     for one in found:
         m = one.manifest
         what = ("?",) * 4 if m is None else (m.runtime, m.device_class, m.quantization, str(m.context or "unbounded"))
         problem = f"broken: {one.problem}" if one.problem else ""
-        lines.append((one.name, *what, f"{one.nbytes / 1e6:.1f} MB", problem))
-    widths = [max(len(line[i]) for line in lines) for i in range(6)]
-    for line in lines:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, [*widths, 0], strict=True)).rstrip())
+        rows.append((one.name, *what, f"{one.nbytes / 1e6:.1f} MB", problem))
+    for line in table.lines(rows):
+        typer.echo(line)

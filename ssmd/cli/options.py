@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ssmd.cli import completion
+
 
 def _use_file(path: Path | None) -> Path | None:
     if path is not None:
@@ -35,7 +37,11 @@ def known_runtime(name: str | None) -> str | None:
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="Name of an installed model, or a path. May be left out if there is one."),
+    typer.Argument(
+        metavar="[MODEL]",
+        help="Name of an installed model, or a path. May be left out if there is one.",
+        autocompletion=completion.models,
+    ),
 ]
 Runtime = Annotated[
     str | None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ssmd.cli import options
+from ssmd.cli import completion, options
 from ssmd.cli.failure import INTERRUPTED, fail
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def run(
     prompt: Annotated[
         str | None, typer.Argument(help="Answer this and exit. Without it: stdin if that is no terminal, else a chat.")
     ] = None,
-    session: Annotated[str | None, typer.Option(help="Continue this session.", metavar="ID")] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Continue this session.", metavar="ID", autocompletion=completion.sessions)
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of a new conversation.", metavar="TEXT")] = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.2,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 0.9,

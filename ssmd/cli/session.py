@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ssmd.cli import options
+from ssmd.cli import completion, options
 
 if TYPE_CHECKING:
     from ssmd.sessions.store import Store
@@ -22,7 +22,7 @@ app = typer.Typer(help="The conversations kept here.", no_args_is_help=True)
 SHOWN = 100  # sessions of a list
 BUSY_MS = 10_000  # a daemon may be writing a turn
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="The session's id.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="The session's id.", autocompletion=completion.sessions)]
 
 
 @contextmanager
@@ -114,7 +114,10 @@ def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
 
 @app.command("rm")
 def remove(
-    session_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The sessions to remove.")],
+    session_ids: Annotated[
+        list[str],
+        typer.Argument(metavar="ID...", help="The sessions to remove.", autocompletion=completion.sessions),
+    ],
     data_dir: options.DataDir = None,
     as_json: options.Json = False,
 ) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ssmd.cli import options
+from ssmd.cli import completion, options
 from ssmd.cli.failure import fail
 from ssmd.cli.session import BUSY_MS, open_store, plain
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from ssmd.sessions.fsck.repair import Checked
     from ssmd.sessions.rows.retention import Collected
 
-Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="The sessions' ids.")]
+Ids = Annotated[
+    list[str], typer.Argument(metavar="ID...", help="The sessions' ids.", autocompletion=completion.sessions)
+]
 
 
 def add_to(app: typer.Typer) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ssmd.cli import options
+from ssmd.cli import completion, options
 from ssmd.cli.failure import USAGE, fail
 from ssmd.cli.session import _size, open_store
 
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 def export(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ID FILE | ID... --into DIR", help="A session and the file to write, say chat.ssmd."),
+        typer.Argument(
+            metavar="ID FILE | ID... --into DIR",
+            help="A session and the file to write, say chat.ssmd.",
+            autocompletion=completion.sessions,
+        ),
     ] = None,
     into: Annotated[
         Path | None, typer.Option("--into", metavar="DIR", help="Write each session to DIR/ID.ssmd.")

@@ -379,6 +379,7 @@ def test_names_that_are_none(hub: Mirror, tmp_path: Path) -> None:
         assert not is_name(name)
     for name in ("tiny", "../../tiny"):
         assert "is no model's name; expected owner/name" in refused(tmp_path, hub, "pull", name)
+    assert "is no model's name; did you mean smollm2? expected" in refused(tmp_path, hub, "pull", "smolm2")
     assert not hub.asked
 
 

@@ -1,0 +1,123 @@
+"""`ssmd rm`: the removal of an installed model's artifacts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ssmd.cli import completion, options
+from ssmd.cli.failure import fail
+
+if TYPE_CHECKING:
+    from ssmd.installed import Installed
+
+
+def remove(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Name of an installed model.", autocompletion=completion.models),
+    ],
+    runtime: Annotated[str | None, typer.Option(help="Remove this runtime's artifact alone.", metavar="NAME")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    data_dir: options.DataDir = None,
+    models_dir: options.ModelsDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Remove an installed model. Its conversations stay, and go on when it is installed again."""
+    from ssmd.config import Settings
+    from ssmd.machine.size import show_size
+    from ssmd.model.artifact import NAME_PATTERN
+
+    if not re.fullmatch(NAME_PATTERN, model):
+        fail(f"{model!r} is no name of an installed model; `ssmd list` shows those that there are", 2)
+    settings = Settings(data_dir=data_dir, models_dir=models_dir)
+    found = _found(model, settings.models_dir, runtime)
+    sizes = [_size(one.path) for one in found]
+    for one, size in zip(found, sizes, strict=True):
+        typer.echo(f"{one.path}: {show_size(size)}", err=True)
+    _tell_of_daemon(settings.data_dir, model)
+    if not yes:
+        if not sys.stdin.isatty():
+            fail("nothing is removed unasked: say --yes", 2)
+        typer.confirm("Remove this?", abort=True, err=True)
+    for one in found:
+        _remove(one.path)
+    with suppress(OSError):  # something else is in it
+        (settings.models_dir / model).rmdir()
+    if as_json:
+        typer.echo(json.dumps({"removed": [str(one.path) for one in found], "bytes": sum(sizes)}))
+        return
+    typer.echo(f"removed {model}, {show_size(sum(sizes))}; its conversations stay, for when it is installed again")
+
+
+def _found(model: str, models_dir: Path, runtime: str | None) -> Sequence[Installed]:
+    """The artifacts to remove, one at least. Raises ModelError."""
+    from ssmd.installed import ModelError, named
+    from ssmd.model.artifact import MANIFEST
+
+    found = named(model, models_dir)
+    if runtime is not None:
+        there = ", ".join(sorted({_runtime(one) for one in found}))
+        found = [one for one in found if runtime in (_runtime(one), one.manifest and one.manifest.device_class)]
+        if not found:
+            raise ModelError(f"model {model!r} has no artifact for runtime {runtime!r}; it has: {there}")
+    for path in (models_dir / model, *(one.path for one in found)):
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            raise ModelError(f"{path} is a link to {os.path.realpath(path)}; remove the link if you do not want it")
+    artifacts = [one for one in found if (one.path / MANIFEST).is_file()]
+    if not artifacts:
+        raise ModelError(f"{found[0].path} has no {MANIFEST}, so it is no artifact, and is left alone")
+    return artifacts
+
+
+def _runtime(one: Installed) -> str:
+    """By the folder's name where the manifest cannot be read."""
+    return one.path.name.partition("-")[0] if one.manifest is None else one.manifest.runtime
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files in a folder. No link is followed."""
+    return sum((Path(at) / name).lstat().st_size for at, _, names in os.walk(folder) for name in names)
+
+
+def _remove(folder: Path) -> None:
+    """Take it away at once, then bit by bit. What is left of a process that was killed is hidden, and goes with the
+    next build.
+    """
+    import shutil
+    import tempfile
+
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.rename(aside / "removed")
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _tell_of_daemon(data_dir: Path, model: str) -> None:
+    """Say if the running daemon has the model loaded. That it cannot be asked is no reason not to remove."""
+    from ssmd.cli.ps import METRICS
+    from ssmd.cli.running import reached
+    from ssmd.daemon.discovery import DaemonError
+
+    try:
+        client = reached(data_dir)
+        found = client.get(METRICS) if client is not None else None
+    except DaemonError:
+        return
+    if not isinstance(found, dict):
+        return
+    models = found.get("models")
+    models = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
+    loaded = [one for one in models if one.get("name") == model and one.get("state") not in ("unloaded", "failed")]
+    if loaded or found.get("program") == model:
+        typer.echo("note: the running daemon has it loaded, and answers with it until it lets it go", err=True)

@@ -1,0 +1,67 @@
+"""`ssmd stop`: the end of the running daemon, or of one of its loaded models."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ssmd.cli import options
+from ssmd.cli.completion import models
+
+if TYPE_CHECKING:
+    from ssmd.daemon.client import Client
+
+STOP = "/ssmd/v1/stop"
+LONGEST_S = 45.0  # what runs has 10 s, a step of the model 10 s more, answers and readers 10 s; and some
+_LOOK_S = 0.05
+
+
+def stop(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Unload this model, and let the daemon run on.", autocompletion=models),
+    ] = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Stop the running daemon, or unload a model. What it answers has 10 s to come to its end; the command waits until
+    it is gone.
+
+    Exit code 0 also if no daemon runs: then there is nothing left to do.
+    """
+    from ssmd.cli.running import needed, reached
+    from ssmd.daemon.place import data_dir as place
+
+    where = place(data_dir)
+    if model is not None:
+        _unload(needed(where), model)
+        return
+    client = reached(where)
+    if client is None:
+        typer.echo(f"no daemon runs on {where}", err=True)
+        return
+    client.send("POST", STOP)
+    _wait(where, client.address.pid)
+    typer.echo(f"the daemon at {client.address.place}, process {client.address.pid}, has ended")
+
+
+def _unload(client: Client, model: str) -> None:
+    from urllib.parse import quote
+
+    client.send("POST", f"/ssmd/v1/models/{quote(model, safe='@')}/unload")
+    typer.echo(f"unloaded {model}")
+
+
+def _wait(data_dir: Path, process: int) -> None:
+    """Until another process, or none, uses the directory. Raises DaemonError after too long."""
+    from ssmd.daemon.discovery import DaemonError, running
+
+    deadline = time.monotonic() + LONGEST_S
+    while running(data_dir) == process:
+        if time.monotonic() > deadline:
+            raise DaemonError(
+                f"process {process} has not ended within {LONGEST_S:.0f} s; end it with: kill -9 {process}"
+            )
+        time.sleep(_LOOK_S)

@@ -1,0 +1,48 @@
+"""Which data directory and which models directory commands mean, found without the settings' machinery where that goes.
+
+To read all settings and check them takes longer than to ask a daemon. Whatever a settings file may say is left to them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+
+def data_dir(flag: Path | None) -> Path:
+    """The data directory, as `Settings(data_dir=flag).data_dir`. Raises SettingsError."""
+    given = flag or _variable("SSMD_DATA_DIR")
+    if given is None and not _settled():
+        given = Path(platformdirs.user_data_dir("ssmd"))
+    if given is None:
+        from ssmd.config import Settings
+
+        return Settings().data_dir
+    return Path(os.path.abspath(given.expanduser()))
+
+
+def models_dir(flag: Path | None, data: Path | None) -> Path:
+    """The models directory, as `Settings(models_dir=flag, data_dir=data).models_dir`. Raises SettingsError."""
+    given = flag or _variable("SSMD_MODELS_DIR")
+    if given is None and not _settled():
+        return data_dir(data) / "models"
+    if given is None:
+        from ssmd.config import Settings
+
+        return Settings(data_dir=data).models_dir
+    return Path(os.path.abspath(given.expanduser()))
+
+
+def _variable(name: str) -> Path | None:
+    found = os.environ.get(name)
+    return Path(found) if found else None
+
+
+def _settled() -> bool:
+    """Whether there may be more to it than a flag or a variable: a settings file, or a variable in small letters."""
+    named = ("SSMD_CONFIG", "SSMD_DATA_DIR", "SSMD_MODELS_DIR")
+    if any(name.upper() in named and (name == "SSMD_CONFIG" or name not in named) for name in os.environ):
+        return True
+    return (Path(platformdirs.user_config_dir("ssmd")) / "config.toml").exists()
