@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 METRICS = "/ssmd/v1/metrics"
 _UNKNOWN = "-"
+_MOST = 1e18
 
 
 def ps(data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
@@ -118,7 +119,8 @@ def _text(found: Mapping[str, Any], key: str) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if number and abs(value) < _MOST else None  # NaN is not
 
 
 def _size(value: Any) -> str:

@@ -44,7 +44,7 @@ def remove(
     sizes = [_size(one.path) for one in found]
     for one, size in zip(found, sizes, strict=True):
         typer.echo(f"{one.path}: {show_size(size)}", err=True)
-    _tell_of_daemon(settings.data_dir, model)
+    _tell_of_daemon(settings.data_dir, found)
     if not yes:
         if not sys.stdin.isatty():
             fail("nothing is removed unasked: say --yes", 2)
@@ -103,21 +103,22 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _tell_of_daemon(data_dir: Path, model: str) -> None:
-    """Say if the running daemon has the model loaded. That it cannot be asked is no reason not to remove."""
+def _tell_of_daemon(data_dir: Path, found: Sequence[Installed]) -> None:
+    """Say if the running daemon has one of them loaded. That it cannot be asked is no reason not to remove."""
     from ssmd.cli.ps import METRICS
     from ssmd.cli.running import reached
     from ssmd.daemon.discovery import DaemonError
 
     try:
         client = reached(data_dir)
-        found = client.get(METRICS) if client is not None else None
+        said = client.get(METRICS) if client is not None else None
     except DaemonError:
         return
-    if not isinstance(found, dict):
+    if not isinstance(said, dict):
         return
-    models = found.get("models")
+    models = said.get("models")
     models = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
-    loaded = [one for one in models if one.get("name") == model and one.get("state") not in ("unloaded", "failed")]
-    if loaded or found.get("program") == model:
+    loaded = [one.get("build") for one in models if one.get("state") not in ("unloaded", "failed")]
+    manifests = [one.manifest for one in found if one.manifest is not None]
+    if any(one.build in loaded or one.name == said.get("program") for one in manifests):
         typer.echo("note: the running daemon has it loaded, and answers with it until it lets it go", err=True)

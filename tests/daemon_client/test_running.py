@@ -150,6 +150,21 @@ def test_one_that_starts(artifact: Path, tmp_path: Path) -> None:
             process.kill()
 
 
+def test_stop_of_a_model_leaves_the_daemon(artifact: Path, tmp_path: Path) -> None:
+    with running(tmp_path, str(artifact)) as (process, served):
+        [listed] = served.ask("GET", "/v1/models").json["data"]
+        done = ssmd(tmp_path, "stop", listed["id"])
+        if "there is nothing at POST" in done.stderr:
+            pytest.skip("this daemon unloads no models")
+        assert (done.returncode, done.stdout) == (0, f"unloaded {listed['id']}\n")
+        assert served.ask("GET", "/health").status == 200
+        unknown = ssmd(tmp_path, "stop", "no/such")
+        assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1)
+        assert process.poll() is None
+    none = ssmd(tmp_path, "stop", listed["id"])
+    assert (none.returncode, "no daemon runs" in none.stderr) == (1, True)
+
+
 def test_at_a_socket_with_keys(artifact: Path, tmp_path: Path) -> None:
     path = tmp_path / "ssmd.sock"
     with at_socket(tmp_path, path, str(artifact), SSMD_API_KEY="correct-horse-battery") as process:
