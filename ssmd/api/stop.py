@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from starlette.background import BackgroundTask
@@ -12,9 +13,11 @@ from starlette.routing import Route
 from ssmd.api.keys import caller_of
 from ssmd.engine.request import Rejected
 
+log = logging.getLogger(__name__)
+
 
 def routes(stop: Callable[[], None]) -> list[Route]:
-    """stop: called in the event loop, once the answer is on its way; once more does no harm."""
+    """The one route. stop: called in the event loop, once the answer is on its way; it may be called again."""
 
     async def begin() -> None:
         stop()
@@ -24,6 +27,7 @@ def routes(stop: Callable[[], None]) -> list[Route]:
             raise Rejected(
                 "the daemon stops for its own user alone, who says: ssmd stop", status=403, code="own_token_needed"
             )
+        log.info("`ssmd stop` was said: finishing what runs")
         return JSONResponse({"status": "shutting_down"}, 202, background=BackgroundTask(begin))
 
     return [Route("/ssmd/v1/stop", answer, methods=["POST"])]
