@@ -94,11 +94,13 @@ def test_what_one_left_that_was_killed(tmp_path: Path) -> None:
     announce(tmp_path, HERE)
     assert find(tmp_path) is None  # nobody has the lock, whatever process has that number today
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        assert find(tmp_path) is None
-        assert running(tmp_path) == other.pid
-        other.kill()
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"held\n"
+            assert find(tmp_path) is None
+            assert running(tmp_path) == other.pid
+        finally:
+            other.kill()
     assert find(tmp_path) is None
     lock = DirectoryLock.take(tmp_path, "wait")
     (tmp_path / ".daemon.json-new").symlink_to(tmp_path / "elsewhere")
@@ -180,6 +182,14 @@ def test_what_belongs_to_another_user(held: Path) -> None:
     os.chown(held / FILE, 12345, 12345)
     with pytest.raises(DaemonError, match="by others"):
         find(held)
+    os.chown(held / FILE, 0, 0)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(held / "ssmd.sock"))
+        forge(held, url=None, socket=str(held / "ssmd.sock"))
+        assert find(held) is not None
+        os.chown(held / "ssmd.sock", 12345, 12345)
+        with pytest.raises(DaemonError, match="socket is none of this user"):
+            find(held)
     os.chown(held, 12345, 12345)
     with pytest.raises(DaemonError, match="belongs to user 12345"):
         find(held)
