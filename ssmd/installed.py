@@ -12,6 +12,7 @@ from typing import NoReturn
 from ssmd.machine.spelling import nearest
 from ssmd.model.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
 from ssmd.refit import catalog
+from ssmd.runtime.devices import why_not
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
 
 _FASTEST = ("litert", "openvino")  # of those that run on the processor
@@ -53,12 +54,7 @@ def unusable(manifest: Manifest, device: str | None = None) -> str:
         devices = get_runtime(manifest.runtime).devices()
     except (RuntimeUnavailable, ImportError) as err:
         return str(err)
-    wanted = device or manifest.device_class
-    for found in devices:
-        if found.name == wanted:
-            return f"{wanted}: {found.why_not}" if found.why_not else ""
-    there = ", ".join(d.name for d in devices)
-    return f"runtime {manifest.runtime} has no device {wanted!r}; it has: {there or 'none'}"
+    return why_not(manifest.runtime, devices, device or manifest.device_class)
 
 
 def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: str | None = None) -> Path:

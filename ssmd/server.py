@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ssmd import __version__
-from ssmd.api import chat, connections, health, metrics, models, sessions, stop
+from ssmd.api import chat, connections, health, metrics, models, runtimes, sessions, stop
 from ssmd.api.keys import Keys
 from ssmd.api.security import Rules, guarded
 from ssmd.config import Settings
@@ -64,6 +64,7 @@ def create_app(
         *models.routes(host),
         *health.routes(host),
         *metrics.routes(host, store, stall_s),
+        *runtimes.routes(),
         *sessions.routes(host, store),
         *stop.routes(end),
     ]

@@ -12,13 +12,21 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ssmd.machine.installation import broken
+from ssmd.runtime.protocol import RuntimeUnavailable
+
 FIRST_MACOS = (15, 0)  # with states and with functions that share their weights
 
 
 def coremltools() -> Any:
-    """Import coremltools. Raises ImportError when it is not installed."""
-    with quiet():
-        return import_module("coremltools")
+    """Import coremltools. Raises ImportError when it is not installed, RuntimeUnavailable when it cannot be loaded."""
+    try:
+        with quiet():
+            return import_module("coremltools")
+    except (ImportError, OSError) as err:
+        if getattr(err, "name", None) == "coremltools" and isinstance(err, ModuleNotFoundError):
+            raise
+        raise RuntimeUnavailable(broken("coremltools", err)) from err
 
 
 @contextmanager

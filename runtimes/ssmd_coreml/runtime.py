@@ -50,6 +50,11 @@ class CoreMLRuntime:
         why_not = self._backend.problem()
         return [Device(name, description, why_not) for name, description in DEVICES.items()]
 
+    def check(self) -> None:
+        """Import what a load imports, which takes seconds. Raises RuntimeUnavailable."""
+        if library.macos() is not None:
+            library.coremltools()
+
     def load(
         self, artifact: Artifact, *, device: str | None = None, threads: int | None = None
     ) -> StatefulProgram | FlatProgram:

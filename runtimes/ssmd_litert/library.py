@@ -12,6 +12,8 @@ import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint, c_uint32, c_void_p
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.machine.installation import broken
 from ssmd.runtime.hoststate.graph import Array, Graph, GraphError, Signature, Tensor
 from ssmd_litert.calls import LanesCall, LibraryCall, Sizes, sizes_of
 
@@ -112,6 +115,19 @@ def open_library() -> Any:
     except (OSError, AttributeError) as err:
         raise GraphError(f"{paths[0]} cannot be used: {err}") from err
     return library
+
+
+@cache
+def problem() -> str:
+    """Why no model can be loaded here, or "": the library is tried, and where that fails the package's own wrapper."""
+    try:
+        open_library()
+    except GraphError:
+        try:
+            import_module("ai_edge_litert.compiled_model")
+        except (ImportError, OSError) as err:
+            return broken(PACKAGE, err)
+    return ""
 
 
 def _tensor_type(array: Array) -> _TensorType:

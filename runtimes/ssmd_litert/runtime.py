@@ -12,7 +12,7 @@ from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
 from ssmd_litert import greeting, lanes
-from ssmd_litert.library import LibraryGraph, package_version
+from ssmd_litert.library import LibraryGraph, package_version, problem
 from ssmd_litert.managed import ManagedGraph
 from ssmd_litert.weight_cache import WeightCache
 
@@ -34,7 +34,7 @@ class LiteRTRuntime:
 
     def devices(self) -> list[Device]:
         return [
-            Device("cpu", f"{cpu_name()}, {default_threads()} threads by default"),
+            Device("cpu", f"{cpu_name()}, {default_threads()} threads by default", problem()),
             Device("gpu", "LiteRT on WebGPU", "ssmd runs LiteRT artifacts on the CPU only; use --runtime wgpu"),
             Device("npu", "LiteRT on an NPU", "needs the maker's SDK and an artifact compiled for it; not built yet"),
         ]
@@ -48,9 +48,8 @@ class LiteRTRuntime:
         manifest = artifact.manifest
         if manifest.runtime != self.name:
             raise ProgramError(f"artifact {artifact.path} is for the runtime {manifest.runtime!r}, not {self.name!r}")
-        if device not in (None, "cpu"):
-            why = {d.name: d.why_not for d in self.devices()}.get(device, "there is no such device")
-            raise RuntimeUnavailable(f"runtime {self.name!r} cannot use device {device!r}: {why}")
+        if why := {d.name: d.why_not for d in self.devices()}.get(device or "cpu", "there is no such device"):
+            raise RuntimeUnavailable(f"runtime {self.name!r} cannot use device {device or 'cpu'!r}: {why}")
         check_threads(threads)
         models = [n for n in manifest.files if n.endswith(SUFFIX)]
         if len(models) != 1:

@@ -13,10 +13,19 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
+from ssmd.machine.installation import broken
+from ssmd.runtime.protocol import RuntimeUnavailable
+
 
 def openvino() -> Any:
+    """Import openvino. Raises ImportError when it is not installed, RuntimeUnavailable when it cannot be loaded."""
     _hush()
-    return import_module("openvino")
+    try:
+        return import_module("openvino")
+    except (ImportError, OSError) as err:
+        if getattr(err, "name", None) == "openvino" and isinstance(err, ModuleNotFoundError):
+            raise
+        raise RuntimeUnavailable(broken("openvino", err)) from err
 
 
 def nncf() -> Any:

@@ -13,7 +13,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ssmd.machine.installation import broken
 from ssmd.runtime.hoststate.graph import GraphError
+from ssmd.runtime.protocol import RuntimeUnavailable
 
 
 def package_version() -> str:
@@ -26,8 +28,12 @@ def package_version() -> str:
 
 @cache
 def wgpu() -> Any:
+    """Import wgpu. Raises RuntimeUnavailable when it is installed and cannot be loaded."""
     os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # Mesa's GL driver finds no display without it
-    import wgpu
+    try:
+        import wgpu
+    except (ImportError, OSError, RuntimeError) as err:
+        raise RuntimeUnavailable(broken("wgpu", err)) from err
 
     return wgpu
 

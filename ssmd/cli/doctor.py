@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,10 @@ from ssmd.cli import options
 
 if TYPE_CHECKING:
     from ssmd.config import Settings
+    from ssmd.model.artifact import Manifest
+    from ssmd.runtime.devices import Found
+
+BUSY_MS = 2000  # for which a daemon may be writing
 
 
 def doctor(
@@ -31,38 +36,171 @@ def doctor(
     device: Annotated[
         str | None, typer.Option(help="With RUNTIME: execute there; an artifact for the NPU on cpu.", metavar="NAME")
     ] = None,
+    config_file: options.Config = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Every device, and all that is known of it.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Check runtimes, data directory and models. Exit code 1 if a model cannot be served from here."""
-    import sys
+    """Say what works here and what to do next: runtimes, models, settings, data directory, daemon, disk and memory.
 
-    from ssmd import __version__
-    from ssmd.config import Settings, config_file
+    Every runtime's library is loaded for real, in a process of its own. Exit code 1 if no model can answer here.
+    """
+    from ssmd.cli.doctor_report import lines
+    from ssmd.config import Settings, usable
 
-    settings = Settings(data_dir=data_dir, models_dir=models_dir)
     if runtime is not None:
-        _look(runtime, settings.models_dir, report, device, as_json)
+        _look(runtime, Settings(data_dir=data_dir, models_dir=models_dir).models_dir, report, device, as_json)
         return
+    settings, wrong = usable(data_dir=data_dir, models_dir=models_dir)
+    found = examined(settings, wrong)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        for line in lines(found, verbose=verbose):
+            typer.echo(line)
+    raise typer.Exit(0 if found["ok"] else 1)
+
+
+def examined(settings: Settings, wrong: str) -> dict[str, Any]:
+    """Find out everything, as --json prints it. `wrong`: what of the settings could not be used."""
+    from ssmd import __version__
+    from ssmd.config import config_file
+    from ssmd.machine.memory import available
+    from ssmd.runtime.devices import find
+
+    runtimes = find()
     found: dict[str, Any] = {
         "version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "settings_file": str(config_file()) if config_file().exists() else None,
-        "data_dir": {"path": str(settings.data_dir), "problem": _data_problem(settings)},
+        "settings_problem": wrong or None,
+        "daemon": _daemon(settings.data_dir),
+        "data_dir": _data_dir(settings),
+        "memory": {"available_bytes": available()},
         "models_dir": str(settings.models_dir),
-        "runtimes": _runtimes(),
-        "models": _models(settings.models_dir),
+        "runtimes": [
+            {
+                "name": one.name,
+                "problem": one.problem or None,
+                "why_not": one.why_not or None,
+                "devices": [
+                    {"name": d.name, "description": d.description, "problem": d.why_not or None} for d in one.devices
+                ],
+            }
+            for one in runtimes
+        ],
+        **_models(settings.models_dir, {one.name: one for one in runtimes}),
     }
-    usable_devices = any(not d["problem"] for r in found["runtimes"] for d in r["devices"])
-    servable = any(not m["problem"] for m in found["models"])
-    found["ok"] = usable_devices and servable and found["data_dir"]["problem"] is None
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-    else:
-        _print(found)
-    sys.exit(0 if found["ok"] else 1)
+    usable = any(not one["why_not"] for one in found["runtimes"])
+    servable = any(not one["problem"] for one in found["models"])
+    sound = not (wrong or found["data_dir"]["problem"] or found["models_problem"])
+    found["ok"] = usable and servable and sound
+    return found
+
+
+def _daemon(data_dir: Path) -> dict[str, Any] | None:
+    """Where a daemon runs on the data directory; without its token."""
+    from ssmd.daemon.discovery import DaemonError, find, running
+
+    nowhere = {"url": None, "socket": None, "pid": None, "version": None, "started_at": None}
+    try:
+        address = find(data_dir)
+        process = None if address else running(data_dir)
+    except DaemonError as err:
+        return {**nowhere, "problem": str(err)}
+    if address is not None:
+        told = {"url": address.url, "socket": None if address.socket is None else str(address.socket)}
+        told |= {"version": address.version}
+        return {**nowhere, **told, "pid": address.pid, "started_at": address.started_at, "problem": None}
+    if process is None:
+        return None
+    return {
+        **nowhere,
+        "pid": process or None,
+        "problem": "it uses the data directory and does not say where it answers",
+    }
+
+
+def _data_dir(settings: Settings) -> dict[str, Any]:
+    import shutil
+
+    folder = settings.data_dir
+    problem = _data_problem(settings)
+    stored, damage = (None, None) if problem else _stored(folder)
+    above = next(p for p in (folder, *folder.parents) if os.path.exists(p))
+    try:
+        free = shutil.disk_usage(above).free
+    except OSError:
+        free = None
+    sizes = {"free_bytes": free, "stored_bytes": stored, "quota_bytes": settings.quota}
+    return {"path": str(folder), "problem": problem or damage, **sizes}
+
+
+def _data_problem(settings: Settings) -> str | None:
+    from ssmd.config import SettingsError
+
+    if not os.path.exists(settings.data_dir):  # made when something is first kept
+        above = next(p for p in settings.data_dir.parents if os.path.exists(p))
+        return None if os.access(above, os.W_OK | os.X_OK) else f"it cannot be made: {above} cannot be written"
+    try:
+        settings.prepare()
+    except SettingsError as err:
+        return str(err)
+    return None
+
+
+def _stored(data_dir: Path) -> tuple[int | None, str | None]:
+    """Bytes of the checkpoints that are stored, None where an older ssmd stored them; and what is wrong with the store,
+    which is only read."""
+    from ssmd.sessions.rows import database, holding, migrate
+    from ssmd.sessions.turn import StoreError
+
+    file = data_dir / database.FILE
+    if not file.exists():
+        return 0, None
+    try:
+        engine = database.open_database(data_dir, busy_ms=BUSY_MS)
+        try:
+            with database.reading(engine, file) as connection:
+                ready = migrate.current(connection) == migrate.HEAD
+                return holding.stored_bytes(connection) if ready else None, None
+        finally:
+            engine.dispose()
+    except StoreError as err:
+        return None, str(err)
+
+
+def _models(folder: Path, runtimes: Mapping[str, Found]) -> dict[str, Any]:
+    """What is installed, and why it cannot be served; `runtimes`: what was found out about them."""
+    from ssmd.installed import ModelError, installed
+    from ssmd.runtime.devices import why_not
+
+    def unusable(manifest: Manifest) -> str:
+        found = runtimes.get(manifest.runtime)
+        if found is None or found.problem:
+            return found.problem if found else f"there is no runtime {manifest.runtime!r} here"
+        return why_not(manifest.runtime, found.devices, manifest.device_class)
+
+    try:
+        there = installed(folder)
+    except ModelError as err:
+        return {"models": [], "models_problem": str(err)}
+    models = [
+        {
+            "name": one.name,
+            "path": str(one.path),
+            "runtime": one.manifest and one.manifest.runtime,
+            "quantization": one.manifest and one.manifest.quantization,
+            "bytes": one.nbytes,
+            "problem": one.problem or (unusable(one.manifest) if one.manifest else "") or None,
+        }
+        for one in there
+    ]
+    return {"models": models, "models_problem": None}
 
 
 class LookError(ValueError):
@@ -105,68 +243,3 @@ def _look(runtime: str, models_dir: Path, report: Path | None, device: str | Non
         typer.echo(f"written to {report}", err=True)
     if any(one.problem for one in mine) or not found["ok"]:
         raise typer.Exit(1)
-
-
-def _data_problem(settings: Settings) -> str | None:
-    from ssmd.config import SettingsError
-
-    if not os.path.exists(settings.data_dir):  # made when something is first kept
-        above = next(p for p in settings.data_dir.parents if os.path.exists(p))
-        return None if os.access(above, os.W_OK | os.X_OK) else f"it cannot be made: {above} cannot be written"
-    try:
-        settings.prepare()
-    except SettingsError as err:
-        return str(err)
-    return None
-
-
-def _runtimes() -> list[dict[str, Any]]:
-    from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime, runtime_names
-
-    found = []
-    for name in runtime_names():
-        entry: dict[str, Any] = {"name": name, "problem": None, "devices": []}
-        try:
-            devices = get_runtime(name).devices()
-        except RuntimeUnavailable as err:
-            entry["problem"] = str(err)
-        except Exception as err:
-            entry["problem"] = f"it cannot say which devices it has ({type(err).__name__}: {err})"
-        else:
-            entry["devices"] = [
-                {"name": d.name, "description": d.description, "problem": d.why_not or None} for d in devices
-            ]
-        found.append(entry)
-    return found
-
-
-def _models(folder: Path) -> list[dict[str, Any]]:
-    from ssmd.installed import installed, unusable
-
-    return [
-        {
-            "name": one.name,
-            "path": str(one.path),
-            "problem": one.problem or (unusable(one.manifest) if one.manifest else "") or None,
-        }
-        for one in installed(folder)
-    ]
-
-
-def _print(report: dict[str, Any]) -> None:
-    typer.echo(f"ssmd {report['version']}, Python {report['python']}, {report['platform']}")
-    typer.echo(f"settings file  {report['settings_file'] or 'none'}")
-    _line(report["data_dir"]["problem"], f"data directory {report['data_dir']['path']}")
-    for runtime in report["runtimes"]:
-        if runtime["problem"]:
-            _line(runtime["problem"], f"runtime {runtime['name']}")
-        for device in runtime["devices"]:
-            _line(device["problem"], f"runtime {runtime['name']} on {device['name']} ({device['description']})")
-    if not report["models"]:
-        _line("none; a first one comes with: ssmd pull smollm2", f"models in {report['models_dir']}")
-    for model in report["models"]:
-        _line(model["problem"], f"model {model['name']} ({model['path']})")
-
-
-def _line(problem: str | None, what: str) -> None:
-    typer.echo(f"{'  ok ' if problem is None else '  no '} {what}{'' if problem is None else f': {problem}'}")

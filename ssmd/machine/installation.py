@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shlex
 import shutil
@@ -12,6 +13,9 @@ from pathlib import Path
 
 DISTRIBUTION = "ssmd-daemon"
 ROOT = Path(__file__).resolve().parents[2]  # of a clone; else the folder that packages are installed in
+_MOST_CHARS = 300  # of what an import says
+_NO_LIBRARY = re.compile(r"\b(lib[\w.+-]+?\.so[.\d]*): cannot open shared object file")
+_OLD_LIBRARY = re.compile(r"version `((?:GLIBC|GLIBCXX|CXXABI)_[\d.]+)' not found")
 _EXTRA = re.compile(r"""(?P<package>[^;]+);\s*extra\s*==\s*["'](?P<extra>[^"']+)["']\s*""")
 
 
@@ -43,6 +47,42 @@ def to_install(*packages: str) -> str:
     else:  # what `pip` alone means would go elsewhere, or nowhere
         command = f"{shlex.quote(sys.executable)} -m pip install"
     return f"{command} {shlex.join(packages)}"
+
+
+def broken(package: str, err: BaseException) -> str:
+    """Say why a package that is installed cannot be imported, or its library loaded, and what would help."""
+    said = str(err)
+    if "DLL load failed" in said or getattr(err, "winerror", None) in (126, 127):
+        chip = "arm64" if platform.machine().lower() in ("arm64", "aarch64") else "x64"
+        return (
+            f"{package} is installed, a DLL that it needs is not: install the Microsoft Visual C++ Redistributable, "
+            f"https://aka.ms/vs/17/release/vc_redist.{chip}.exe"
+        )
+    if found := _NO_LIBRARY.search(said):
+        return (
+            f"{package} is installed, the system's library {found[1]} that it needs is not: install the package of "
+            "your system that has it"
+        )
+    if found := _OLD_LIBRARY.search(said):
+        return (
+            f"{package} is installed, and needs {found[1]}, which this system's libraries are too old for: use a newer "
+            "system, or another runtime"
+        )
+    line = next(iter(said.splitlines()), "")[:_MOST_CHARS]
+    return (
+        f"{package} is installed and cannot be loaded ({type(err).__name__}: {line}); install it anew with: "
+        f"{to_install('--force-reinstall', _requirement(package))}"
+    )
+
+
+def _requirement(package: str) -> str:
+    """The package as an extra of ssmd asks for it, with its bounds."""
+    try:
+        found = filter(None, map(_EXTRA.fullmatch, requires(DISTRIBUTION) or ()))
+        asked = (f["package"].strip() for f in found)
+        return next(one for one in asked if re.split(r"[^\w.-]", one)[0] == package)
+    except (PackageNotFoundError, StopIteration):
+        return package
 
 
 def has_pip() -> bool:

@@ -114,33 +114,6 @@ def test_verify(home: Path, tmp_path: Path) -> None:
     assert "is no artifact" in refused(home, "verify", str(tmp_path))
 
 
-def test_doctor(home: Path, tmp_path: Path) -> None:
-    report = json.loads(good(home, "doctor", "--json"))
-    [litert] = [r for r in report["runtimes"] if r["name"] == "litert"]
-    devices = {d["name"]: d["problem"] for d in litert["devices"]}
-    assert devices["cpu"] is None
-    problems = {m["name"]: m["problem"] for m in report["models"]}
-    assert problems["tiny"] is None
-    assert "has 3 bytes" in problems["broken"]
-    said = good(home, "doctor")
-    assert "ok  runtime litert on cpu" in said
-    assert "no  model broken" in said
-    bare = ssmd(home, "doctor", "--models-dir", str(tmp_path / "none"))
-    assert bare.returncode == 1
-    assert "ssmd pull smollm2" in bare.stdout
-
-
-def test_doctor_of_a_runtime(home: Path, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    done = ssmd(home, "doctor", "coreml", "--report", str(report))
-    assert done.returncode == 0, done.stderr
-    assert "verified by an independent evaluator on Linux, not executed on Apple hardware" in done.stdout
-    assert "ssmd build --runtime coreml makes one" in done.stderr
-    assert json.loads(report.read_text())["artifacts"] == []
-    assert "there is no folder" in refused(home, "doctor", "coreml", "--report", str(tmp_path / "none" / "x.json"))
-    assert "no closer look at litert" in refused(home, "doctor", "litert")
-
-
 def test_run_answers_a_prompt(home: Path) -> None:
     said = good(home, *answer("tiny", "Tell me a story"))
     assert said.endswith("\n")

@@ -34,7 +34,6 @@ COMMANDS = (
     "show m",
     "verify m",
     "bench m",
-    "doctor",
     "pull nobody/nothing",
     "pull smollm2",
     "build smollm2 --runtime wgpu",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ssmd.machine import installation
-from ssmd.machine.installation import ROOT, extra, to_add, to_install
+from ssmd.machine.installation import ROOT, broken, extra, to_add, to_install
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -67,3 +67,34 @@ def test_no_advice_is_made_elsewhere() -> None:
     files = [f for folder in ("ssmd", "runtimes") for f in (ROOT / folder).rglob("*.py")]
     named = {f.name for f in files if re.search(r"pip install|scripts/setup", f.read_text("utf-8"))}
     assert named == {"installation.py"}
+
+
+@pytest.mark.parametrize(
+    ("err", "said"),
+    [
+        (
+            ImportError("DLL load failed while importing _pywrap: The specified module could not be found."),
+            "x is installed, a DLL that it needs is not: install the Microsoft Visual C++ Redistributable, https://aka.ms",
+        ),
+        (
+            OSError("libvulkan.so.1: cannot open shared object file: No such file or directory"),
+            "the system's library libvulkan.so.1 that it needs is not",
+        ),
+        (
+            ImportError("/lib/libc.so.6: version `GLIBC_2.35' not found (required by /x/libopenvino.so)"),
+            "needs GLIBC_2.35, which this system's libraries are too old for",
+        ),
+        (
+            RuntimeError("no luck\nsecond line"),
+            "installed and cannot be loaded (RuntimeError: no luck); install it",
+        ),
+        (ImportError(), "x is installed and cannot be loaded (ImportError: ); install it anew with: "),
+    ],
+)
+def test_why_what_is_installed_cannot_be_loaded(err: Exception, said: str) -> None:
+    assert said in broken("x", err)
+    assert "\n" not in broken("x", err)
+
+
+def test_what_is_installed_anew_has_its_bounds() -> None:
+    assert shlex.quote(next(iter(extra("openvino")))) in broken("openvino", OSError("odd"))
