@@ -62,11 +62,13 @@ def hint(manifest: Manifest, name: str) -> str:
 def check_texts(source: Source) -> None:
     """Check that a source's tokenizer and template can be opened within limits, in a process of their own, before they
     are opened in this one. Raises TemplateError or TokenizerError."""
+    from ssmd.machine.progress import shown
     from ssmd.model.artifact import SpecialTokens
     from ssmd.text import apart
 
     special = SpecialTokens(**source.special_tokens)
-    apart.check(source.path / "tokenizer.json", source.stop_tokens, source.chat_template or "", special)
+    with shown("try its tokenizer and template"):
+        apart.check(source.path / "tokenizer.json", source.stop_tokens, source.chat_template or "", special)
 
 
 def noted(artifact: Path, settings: Settings) -> None:
@@ -112,6 +114,7 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
     """
     import tempfile
 
+    from ssmd.machine.progress import shown
     from ssmd.model import smollm2
 
     weights = smollm2_here(settings) or _fetch_smollm2(settings, say)
@@ -120,7 +123,8 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="ssmd-") as path:
         say(f"unpack SmolLM2 from {weights} …")
-        smollm2.write_source(weights, Path(path))
+        with shown("unpack SmolLM2"):
+            smollm2.write_source(weights, Path(path))
         yield Path(path)
 
 
@@ -211,10 +215,16 @@ def _bars(resumed: bool = True) -> Iterator[Callable[[HubFile, int], None]]:
     """What is told how much of a file is here, and shows it where stderr is a terminal. Ctrl-C ends the command;
     `resumed`: whether what came is kept."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     try:
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
             tasks = {}

@@ -56,6 +56,7 @@ def run(
     from ssmd.engine.opening import close_host, open_host
     from ssmd.engine.sampling import SamplingParams
     from ssmd.installed import resolve
+    from ssmd.machine.progress import shown
     from ssmd.server import start_logging
 
     if no_store and session is not None:
@@ -79,7 +80,8 @@ def run(
         if not prompt.strip():
             fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", 2)
     chosen = str(resolve(first_model(model, settings), settings.models_dir, settings.runtime, settings.device))
-    host = open_host(settings, chosen, keep=not no_store)
+    with shown(f"loading {model or 'the model'}"):
+        host = open_host(settings, chosen, keep=not no_store)
     try:
         engine = host.load(host.shelf.models()[0]).result().engine
         store = None if host.writer is None else host.writer.store

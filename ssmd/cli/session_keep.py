@@ -65,9 +65,10 @@ def collect(
     Old states go first, then those of the sessions used least recently; pinned sessions keep theirs.
     """
     from ssmd.config import Settings
+    from ssmd.machine.progress import shown
 
     limit = Settings(data_dir=data_dir, quota=quota).quota
-    with open_store(data_dir) as store:
+    with open_store(data_dir) as store, shown("looking what would go" if dry_run else "letting states go"):
         done = store.collect(limit, dry_run=dry_run)
     over = max(0, done.left - limit)
     if as_json:

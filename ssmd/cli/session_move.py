@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from ssmd.sessions.files.rereading import Rereader
     from ssmd.sessions.files.transfer import ImportResult, Local
     from ssmd.sessions.store import Store
+    from ssmd.text.apart import Texts
 
 
 def export(
@@ -79,9 +79,11 @@ def _targets(
 
 
 def _export_one(store: Store, session_id: str, file: Path, states: States, *, force: bool, as_json: bool) -> None:
+    from ssmd.machine.progress import shown
     from ssmd.sessions.files.transfer import export_session
 
-    done: Exported = export_session(store, session_id, file, force=force, states=states)
+    with shown(f"exporting {session_id}"):
+        done: Exported = export_session(store, session_id, file, force=force, states=states)
     if as_json:
         fields = {"file": str(file), "bytes": done.nbytes, "turns": done.turns, "states": done.checkpoints}
         typer.echo(json.dumps(fields | {"left_out": done.left_out}))
@@ -131,27 +133,31 @@ def import_(
 
 
 def _import_one(store: Store, file: Path, local: Mapping[str, Local], settings: Settings, reread: bool) -> ImportResult:
+    from ssmd.machine.progress import shown
     from ssmd.sessions.files.sessionfile import open_session_file
     from ssmd.sessions.files.transfer import import_session
 
     if not reread:
-        return import_session(store, file, local=local or None)
-    with open_session_file(file) as reader:
+        with shown(f"importing {file.name}"):
+            return import_session(store, file, local=local or None)
+    with shown(f"checking {file.name}"), open_session_file(file) as reader:
         lineage = reader.document.session.lineage
     if lineage not in local:
-        return import_session(store, file, local=local or None, believe=False)
-    with _rereader(lineage, settings, file.name) as rereader:
-        return import_session(store, file, local=local, rereader=rereader)
+        with shown(f"importing {file.name}"):
+            return import_session(store, file, local=local or None, believe=False)
+    with shown(f"loading {local[lineage].name}"):
+        rereader, texts = _rereader(lineage, settings)
+    try:
+        with shown(f"reading {file.name}"):
+            return import_session(store, file, local=local, rereader=rereader)
+    finally:
+        texts.close()
+        rereader.program.close()
 
 
-@contextmanager
-def _rereader(lineage: str, settings: Settings, what: str) -> Iterator[Rereader]:
-    """A loaded model of that lineage, and a progress bar on a terminal."""
-    import sys
-
-    from rich.console import Console
-    from rich.progress import Progress
-
+def _rereader(lineage: str, settings: Settings) -> tuple[Rereader, Texts]:
+    """A loaded model of that lineage, and what else is to be closed with its program."""
+    from ssmd.machine.progress import tell
     from ssmd.model.artifact import Artifact
     from ssmd.model.made import is_made_here
     from ssmd.runtime.loading import load
@@ -165,18 +171,7 @@ def _rereader(lineage: str, settings: Settings, what: str) -> Iterator[Rereader]
     program = load(artifact, made_here=made_here, device=settings.device, threads=settings.threads)
     texts = opened(artifact, apart=not made_here)
     scope = Scope(program.spec.digest(), manifest.lineage, manifest.build)
-    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    try:
-        with bar:
-            task = bar.add_task(f"reading {what}", total=None)
-
-            def progress(read: int, of: int) -> None:
-                bar.update(task, completed=read, total=of)
-
-            yield Rereader(program, texts.tokenizer, scope, progress)
-    finally:
-        texts.close()
-        program.close()
+    return Rereader(program, texts.tokenizer, scope, tell), texts
 
 
 def _artifact_of(lineage: str, settings: Settings) -> Path:

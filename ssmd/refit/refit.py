@@ -15,6 +15,7 @@ from ssmd.families.fields import FamilyError
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import Array, Binding
+from ssmd.machine.progress import tell
 from ssmd.model.source import VOLATILE, Source, Tensors
 from ssmd.refit.encodings import ENCODINGS, Encoded, EncodingError
 from ssmd.refit.graphfile import Header, Hole, StrippedGraph
@@ -55,7 +56,10 @@ def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
         files = {p.name: stack.enter_context((folder / p.name).open("xb")) for p in header.files}
         for part, literal in zip(header.files, graph.literals, strict=True):
             _write_literal(files[part.name], part.holes, literal, part.size)
+        written, total = 0, sum(hole.length for holes in places.values() for _, hole in holes)
         for name, holes in places.items():
+            tell(written, total)
+            written += sum(hole.length for _, hole in holes)
             try:
                 _write(bindings[name].blocks(source), [(files[file], hole) for file, hole in holes])
             except EncodingError as err:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from ssmd.machine.progress import tell
 from ssmd.model.artifact import GOLDEN, Artifact, ArtifactError, Manifest
 from ssmd.runtime.buckets import plan
 from ssmd.runtime.protocol import Program
@@ -109,13 +110,15 @@ def replay(
     handle = program.new_state()
     try:
         fed = 0
-        for position in positions:
+        for done, position in enumerate(positions):
+            tell(done, len(positions))
             for length in plan(position + 1 - fed, program.buckets):
                 part = list(tokens[fed : fed + length])
                 decoded = length == 1 and fed > 0
                 logits = program.decode([handle], part)[0] if decoded else program.prefill(handle, part)
                 fed += length
             yield "decode" if decoded else "prefill", logits
+        tell(0, 0)
     finally:
         program.release(handle)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, Engine, select
 
+from ssmd.machine.progress import tell
 from ssmd.model.state import Part, State, StateSpec
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line, Passage
@@ -261,7 +262,9 @@ class Store:
         space back to the disk. Pinned sessions keep theirs, even above the quota. dry_run: only say what would go."""
         limit = self.quota if quota is None else quota
         done = retention.Collected(quota=limit)
+        above = 0 if limit is None or dry_run else self.bytes_stored() - limit
         while True:
+            tell(done.nbytes, above)
             try:
                 with database.writing(self._engine, self.file) as connection:
                     more = retention.collect(connection, limit, dry_run=dry_run)

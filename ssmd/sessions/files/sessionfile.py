@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from ssmd.machine.progress import tell
 from ssmd.model.strict import too_many
 from ssmd.sessions.files.document import DOCUMENTS, FORMAT, AnyDocument, Document
 from ssmd.sessions.turn import StoreError
@@ -72,6 +73,7 @@ class SessionFileWriter:
         if 8 + len(text) + at > MAX_FILE_BYTES:
             raise SessionFileError(f"it is too large for one file: {at} of {MAX_FILE_BYTES} bytes")
         self._file = file
+        self._written, self._nbytes = 0, at
         self._hash_at = 8 + text.rindex(_NO_HASH.encode())
         self._places = {
             name: TensorPlace(DTYPES[e["dtype"]], tuple(e["shape"]), 8 + len(text) + e["data_offsets"][0])
@@ -87,12 +89,14 @@ class SessionFileWriter:
             raise SessionFileError(f"tensor {name!r} has shape {values.shape}, {place.shape} was announced")
         self._file.seek(place.start)
         self._file.write(np.ascontiguousarray(values, place.dtype).data)
+        self._written += place.nbytes
+        tell(self._written, 2 * self._nbytes)
 
     def seal(self) -> None:
         if self._places:
             raise SessionFileError(f"tensors were not written: {sorted(self._places)[:3]}")
         self._file.flush()
-        digest = _digest(self._file, None)
+        digest = _digest(self._file, None, 1)
         self._file.seek(self._hash_at)
         self._file.write(digest.encode())
         self._file.flush()
@@ -108,7 +112,7 @@ class SessionFileReader:
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
-        self._file = file
+        self._file, self._taken = file, 0
         self.nbytes = size = os.fstat(file.fileno()).st_size
         if size > MAX_FILE_BYTES:
             raise self.error(f"it is larger than {MAX_FILE_BYTES} bytes")
@@ -123,7 +127,7 @@ class SessionFileReader:
         said = metadata.get("sha256", "")
         if not re.fullmatch("[0-9a-f]{64}", said) or text.count(said.encode()) != 1:
             raise self.error("its header does not carry one sha256")
-        if _digest(file, 8 + text.index(said.encode())) != said:
+        if _digest(file, 8 + text.index(said.encode()), 0) != said:
             raise self.error("it is cut off or was altered: its sha256 differs")
         self.document = self._document(metadata.get("ssmd", ""))
         self._places = self._table(header, 8 + length, size)
@@ -230,6 +234,8 @@ class SessionFileReader:
         place = self._places[name]
         self._file.seek(place.start)
         data = self._file.read(place.nbytes)
+        self._taken += place.nbytes  # rows may be read more than once
+        tell(self.nbytes + self._taken, 2 * self.nbytes)
         if len(data) != place.nbytes:
             raise self.error("it became shorter while it was read")
         return np.frombuffer(data, place.dtype).reshape(place.shape)
@@ -252,9 +258,10 @@ def _counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and 0 <= v <= MAX_FILE_BYTES for v in value)
 
 
-def _digest(file: BinaryIO, hash_at: int | None) -> str:
-    """sha256 of the whole file, with zeros in place of the 64 digits at `hash_at`."""
-    running = hashlib.sha256()
+def _digest(file: BinaryIO, hash_at: int | None, half: int) -> str:
+    """sha256 of the whole file, with zeros in place of the 64 digits at `hash_at`. half: of the work of reading or
+    writing it, which this is (0 or 1)."""
+    running, size = hashlib.sha256(), os.fstat(file.fileno()).st_size
     file.seek(0)
     at = 0
     while block := file.read(_BLOCK):
@@ -263,4 +270,5 @@ def _digest(file: BinaryIO, hash_at: int | None) -> str:
             block = block[:first] + b"0" * (last - first) + block[last:]
         running.update(block)
         at += len(block)
+        tell(half * size + at, 2 * size)
     return running.hexdigest()
