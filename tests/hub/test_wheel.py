@@ -455,7 +455,7 @@ def test_a_revision_is_that_of_the_hub(server: Mirror, tmp_path: Path) -> None:
     assert (code, said[:25]) == (1, "error: there is no model ")
     assert [a.path for a in server.asked] == ["/api/models/HuggingFaceTB/SmolLM2-135M-Instruct/revision/v2"]
     code, _, [said] = command(tmp_path, "build", "smollm2", "--revision", "v2", **where)
-    assert (code, said[:48]) == (1, "error: --revision is for a model on the hub; smo")
+    assert (code, said[:48]) == (2, "error: --revision is for a model on the hub; smo")
     assert len(server.asked) == 1
 
 

@@ -66,7 +66,7 @@ def test_what_a_library_says_is_no_answer(odd: Path) -> None:
         "import atexit, os; from ssmd.runtime import Device\nprint('banner')\n"
         "atexit.register(lambda: (os.write(1, b'bye\\n'), os.abort()))\n"
         + ODD
-        + "os.write(1, b'{\"devices\": []}\\n'); return [Device('cpu', 'odd')]"
+        + "os.write(1, b'{\"devices\": []}\\nloading '); return [Device('cpu', 'odd')]"
     )
     assert find(["odd"]) == [Found("odd", "", (Device("cpu", "odd"),))]
 
