@@ -1,13 +1,9 @@
-"""`ssmd run`: chat in the terminal, or one answer to a prompt."""
+"""`ssmd run`: chat in the terminal, or one answer to a prompt; a client of the daemon, if one runs."""
 
 from __future__ import annotations
 
-import queue
-import signal
+import contextlib
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,15 +12,11 @@ from ssmd.cli import completion, options
 from ssmd.cli.failure import INTERRUPTED, fail
 
 if TYPE_CHECKING:
-    from ssmd.engine.engine import Engine
-    from ssmd.engine.request import Done, Event
-    from ssmd.engine.sampling import SamplingParams
-    from ssmd.sessions.store import Store
-    from ssmd.text.messages import Message
+    from ssmd.cli.talk import Talk
+    from ssmd.cli.terminal import Typed
+    from ssmd.config import Settings
 
-# A model's answer must not be able to steer the terminal.
-_CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"], "\ufffd")
-LOOK_UP_S = 0.2  # how often a wait looks up whether Ctrl-C came
+PENALTY = "Makes the last tokens less likely to come again; 1 does not, 1.1 does a little."
 
 
 def run(
@@ -33,14 +25,26 @@ def run(
         str | None, typer.Argument(help="Answer this and exit. Without it: stdin if that is no terminal, else a chat.")
     ] = None,
     session: Annotated[
-        str | None, typer.Option(help="Continue this session.", metavar="ID", autocompletion=completion.sessions)
+        str | None, typer.Option(help="Continue this session: its id or the beginning of that.", metavar="ID")
     ] = None,
+    last: Annotated[bool, typer.Option("--continue", "-c", help="Continue the session used last.")] = False,
     system: Annotated[str | None, typer.Option(help="System prompt of a new conversation.", metavar="TEXT")] = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.2,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 0.9,
+    top_k: Annotated[int, typer.Option(help="Sample among so many of the likeliest tokens; 0 all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least probability, as a share of the likeliest token's.")] = 0.0,
+    repeat_penalty: Annotated[float, typer.Option(help=PENALTY)] = 1.0,
+    repeat_last_n: Annotated[int, typer.Option(help="How many tokens the penalty counts; -1 all.")] = 64,
     seed: Annotated[int | None, typer.Option(help="Same seed, same choices.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the answer before this text. May be repeated.", metavar="TEXT")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 2048,
+    keep_alive: Annotated[
+        str | None, typer.Option(help="How long the daemon keeps the model: 5m, 0, -1 for ever.", metavar="TIME")
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="After each answer: tokens, cached tokens, times.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Each answer as an object: text, session, usage.")] = False,
     runtime: options.Runtime = None,
     device: options.Device = None,
     threads: options.Threads = None,
@@ -50,19 +54,29 @@ def run(
     no_store: options.NoStore = False,
     offline: options.Offline = False,
 ) -> None:
-    """Chat in the terminal. Ctrl-C stops the answer, Ctrl-D ends the chat."""
-    from ssmd.cli.pull import first_model
+    """Chat in the terminal. Ctrl-C stops the answer, Ctrl-D ends the chat.
+
+    If a daemon runs on the data directory it answers. Else, and with --device, --threads, --models-dir or a path, the
+    model is loaded here.
+    """
+    from ssmd.cli.chat import as_json as object_of
+    from ssmd.cli.chat import interruptible, stats_line
+    from ssmd.cli.manner import Manner
+    from ssmd.cli.peer import Wanted, reached
+    from ssmd.cli.talk import Talk
+    from ssmd.cli.terminal import show
     from ssmd.config import Settings
-    from ssmd.engine.opening import close_host, open_host
-    from ssmd.engine.sampling import SamplingParams
-    from ssmd.installed import resolve
-    from ssmd.machine.progress import shown
     from ssmd.server import start_logging
 
-    if no_store and session is not None:
-        fail("--session needs the store, --no-store leaves it out", 2)
+    if no_store and (session is not None or last):
+        fail(f"{'--continue' if last else '--session'} needs the store, --no-store leaves it out", 2)
+    if last and session is not None:
+        fail("--continue and --session name two sessions; leave one out", 2)
     try:
-        sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
+        manner = Manner(
+            *(temperature, top_p, top_k, min_p, repeat_penalty, repeat_last_n),
+            *(seed, tuple(stop or ()), max_tokens, keep_alive),
+        )
     except ValueError as err:
         fail(str(err), 2)
     settings = Settings(
@@ -79,135 +93,46 @@ def run(
         prompt = sys.stdin.read()
         if not prompt.strip():
             fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", 2)
-    chosen = str(resolve(first_model(model, settings), settings.models_dir, settings.runtime, settings.device))
-    with shown(f"loading {model or 'the model'}"):
-        host = open_host(settings, chosen, keep=not no_store)
-    try:
-        engine = host.load(host.shelf.models()[0]).result().engine
-        store = None if host.writer is None else host.writer.store
-        with _interrupt_noted() as interrupted:
-            talk = _Talk(engine, store, interrupted, sampling, max_tokens, session, system, stats)
-            if prompt is None:
-                _chat(talk)
-            elif not talk.say(prompt):
-                sys.exit(INTERRUPTED)
-    finally:
-        close_host(host)
-
-
-def _chat(talk: _Talk) -> None:
-    with suppress(ImportError):  # absent on some platforms; input() then has no line editing
-        import readline  # noqa: F401 - importing it is what gives input() its line editing
-
-    typer.echo("Ctrl-C stops an answer, Ctrl-D ends the chat.", err=True)
-    while True:
-        try:
-            line = _read_line()
-        except EOFError:
-            typer.echo("")
-            break
-        except KeyboardInterrupt:
-            typer.echo("\n(Ctrl-D ends the chat)", err=True)
-            continue
-        if line.strip():
-            talk.say(line)
-    if talk.session is not None:
-        typer.echo(f"session {talk.session}; continue with: ssmd run --session {talk.session}", err=True)
-
-
-def _read_line() -> str:
-    """Read a line. Raises KeyboardInterrupt on Ctrl-C: here, and only here, it breaks something off."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return input("> ")
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class _Talk:
-    """A conversation in this process: the messages so far, and the session they are kept in."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        store: Store | None,
-        interrupted: threading.Event,
-        sampling: SamplingParams,
-        max_tokens: int,
-        session: str | None,
-        system: str | None,
-        stats: bool,
-    ) -> None:
-        from ssmd.sessions.turn import conversation
-        from ssmd.text.messages import Message
-
-        self.session = session
-        self._engine = engine
-        self._interrupted = interrupted
-        self._sampling = sampling
-        self._max_tokens = max_tokens
-        self._stats = stats
-        self._messages: list[Message] = []
-        if session is not None and store is not None:
-            self._messages = list(conversation(store.path(store.session(session).head)))
+    wanted = Wanted(model, runtime, device, threads, models_dir, keep=not no_store)
+    with reached(wanted, settings, session) as (daemon, named):
+        talk = Talk(daemon, named, manner, keep=not no_store)
+        if last:
+            used = daemon.last_sessions(1)
+            if not used:
+                fail("no session is kept here yet; leave --continue out")
+            session = used[0]["id"]
+        if session is not None:
+            talk.go_to(session)
         elif system:
-            self._messages.append(Message("system", system))
-
-    def say(self, text: str) -> bool:
-        """Print the answer as it comes. False if Ctrl-C cut it short."""
-        from ssmd.engine.request import Done, Failed, Rejected, Request
-        from ssmd.text.messages import Message
-
-        asked = [*self._messages, Message("user", text)]
-        request = Request(tuple(asked), self._sampling, max_tokens=self._max_tokens, session=self.session)
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        answer: list[str] = []
-        self._interrupted.clear()
-        try:
-            generation = self._engine.submit(request, events.put)
-        except Rejected as err:
-            fail(err.message)
-        while True:
-            if self._interrupted.is_set():
-                generation.cancel()
-            try:
-                event = events.get(timeout=LOOK_UP_S)
-            except queue.Empty:
-                continue
-            if isinstance(event, Failed):
-                fail(event.error.message)
-            if isinstance(event, Done):
-                break
-            answer.append(event.text)
-            sys.stdout.write(event.text.translate(_CONTROLS) if sys.stdout.isatty() else event.text)
-            sys.stdout.flush()
-        whole = not self._interrupted.is_set()
-        typer.echo("" if whole else " …")
-        if answer:  # nothing said is nothing to continue
-            self._messages = [*asked, Message("assistant", "".join(answer))]
-            self.session = generation.asked.session
-        if self._stats:
-            _print_stats(event)
-        return whole
+            talk.instruct(system)
+        with interruptible(talk) as interrupted:
+            if prompt is None:
+                _chat(talk, settings, stats, as_json)
+                return
+            said = talk.say(prompt, (lambda text: None) if as_json else show)
+        if as_json:
+            typer.echo(object_of(said))
+        else:
+            typer.echo("" if said.whole else " …")
+        if stats:
+            typer.echo(stats_line(said), err=True)
+        if interrupted:
+            sys.exit(INTERRUPTED)
 
 
-@contextmanager
-def _interrupt_noted() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, wherever it comes: an exception could come between two lines that belong together."""
-    noted = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: noted.set())
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _chat(talk: Talk, settings: Settings, stats: bool, as_json: bool) -> None:
+    from ssmd.cli import terminal
+    from ssmd.cli.chat import Chat, ended_by_signals
+    from ssmd.cli.chat_commands import COMMANDS
 
-
-def _print_stats(done: Done) -> None:
-    usage = done.usage
-    rate = "" if not usage.tbt_ms else f", {1e3 / usage.tbt_ms:.1f} tokens/s"
-    typer.echo(
-        f"[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached ({usage.resume}), "
-        f"{usage.completion_tokens} generated; first after {usage.ttft_ms:.0f} ms{rate}; "
-        f"{'stored' if usage.stored else 'not stored'}]",
-        err=True,
-    )
+    with contextlib.ExitStack() as held:
+        typed: Typed = terminal.Lines()
+        if sys.stdout.isatty():
+            history = None
+            if talk.keep:
+                settings.prepare()
+                history = settings.data_dir / terminal.HISTORY
+            typed = terminal.Prompt(history, [f"/{name}" for name in COMMANDS])
+            held.enter_context(ended_by_signals())
+            held.enter_context(terminal.quiet())
+        Chat(talk, typed, stats, as_json).run()

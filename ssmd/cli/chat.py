@@ -1,0 +1,168 @@
+"""A chat in the terminal: a message, an answer as it comes, and the next message, until Ctrl-D."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+from ssmd.cli import terminal
+from ssmd.cli.chat_commands import COMMANDS, Over, unknown
+from ssmd.cli.session import plain
+from ssmd.cli.talk import Said, Show, Talk
+from ssmd.daemon.discovery import DaemonError
+
+ENDED = 128  # and the number of the signal that ends a chat
+
+
+@dataclass
+class Chat:
+    """A talk with who types. stats: tell of each answer what it took. as_json: each answer is an object.
+
+    listed: the ids of the sessions that were shown last, for whoever names one by its number.
+    """
+
+    talk: Talk
+    typed: terminal.Typed
+    stats: bool = False
+    as_json: bool = False
+    listed: list[str] = field(default_factory=list)
+    _default: str = ""  # what stands at the next prompt already
+    _editing: bool = False
+
+    def run(self) -> None:
+        """Chat until Ctrl-D or /quit."""
+        typer.echo("Ctrl-C stops an answer, Ctrl-D ends the chat; /help tells more.", err=True)
+        while True:
+            default, self._default = self._default, ""
+            try:
+                self._take(self.typed.read(default))
+            except EOFError:
+                typer.echo("")
+                break
+            except Over:
+                break
+            except KeyboardInterrupt:
+                self._editing = False
+                typer.echo("(Ctrl-D ends the chat)", err=True)
+        session = self.talk.session
+        if session is not None:
+            typer.echo(f"session {session}; continue with: ssmd run --session {session}, or -c", err=True)
+
+    def _take(self, text: str) -> None:
+        """Do what was typed: a command, or a message."""
+        editing, self._editing = self._editing, False
+        message = terminal.unquoted(text)
+        if message is None and text.startswith("/") and not text.startswith("//"):
+            self._command(text)
+            return
+        if message is None:
+            bare = text.lstrip(" ")
+            message = text[1:] if text.startswith("//") else bare if bare.startswith("/") else text
+        if message.strip():
+            self.ask(lambda show: (self.talk.edited if editing else self.talk.say)(message, show), message)
+            self._editing = editing and bool(self._default)  # it is sent again in the same place
+
+    def _command(self, text: str) -> None:
+        name, argument = [*text[1:].split(None, 1), "", ""][:2]
+        try:
+            if name not in COMMANDS:
+                raise ValueError(unknown(name))
+            COMMANDS[name].run(self, argument.strip())
+        except ValueError as err:  # a DaemonError is one
+            typer.echo(f"error: {plain(str(err))}", err=True)
+
+    def edit(self, text: str) -> None:
+        """Have a message at the next prompt that takes the place of the last one."""
+        self._default, self._editing = _typed(text), True
+
+    def ask(self, how: Callable[[Show], Said], message: str = "") -> None:
+        """Write an answer as it comes. message: what is to stand at the next prompt again if there is none."""
+        shown = False
+
+        def show(text: str) -> None:
+            nonlocal shown
+            shown = True
+            terminal.show(text)
+
+        try:
+            with terminal.pasting():
+                said = how((lambda text: None) if self.as_json else show)
+        except DaemonError as err:
+            if shown:
+                typer.echo("")
+            self._failed(err, message)
+            return
+        if self.as_json:
+            typer.echo(as_json(said))
+        else:
+            typer.echo("" if said.whole else " …")
+        if self.stats:
+            typer.echo(stats_line(said), err=True)
+
+    def _failed(self, err: DaemonError, message: str) -> None:
+        if err.code == "session_not_found":
+            self.talk.session = None
+            err = DaemonError("the session was removed; what was said goes on in a new one")
+        again = "; your message is kept: Enter sends it again" if message else ""
+        self._default = _typed(message)
+        typer.echo(f"error: {plain(str(err))}{again}", err=True)
+
+
+def _typed(message: str) -> str:
+    """A message as it is typed: one that begins with a slash is no command."""
+    return f"/{message}" if message.startswith("/") else message
+
+
+@contextlib.contextmanager
+def interruptible(talk: Talk) -> Iterator[list[int]]:
+    """Ctrl-C stops the answer, wherever it comes; the list tells whether it did."""
+    came: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        came.append(number)
+        talk.stop()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Leave as one leaves a block when this process is told to end: the terminal is as before."""
+    names = ("SIGTERM", "SIGHUP")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = [signal.signal(number, lambda number, _: sys.exit(ENDED + number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def as_json(said: Said) -> str:
+    """An answer as one object in one line."""
+    return json.dumps({"text": said.text, "session": said.session, "usage": said.usage}, ensure_ascii=False)
+
+
+def stats_line(said: Said) -> str:
+    """What an answer took."""
+    stored = "stored" if said.stored else "not stored"
+    if said.usage is None:
+        return f"[stopped; {stored}]"
+    usage, own = said.usage, said.usage.get("ssmd", {})
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    rate = f", {1e3 / own['tbt_ms']:.1f} tokens/s" if own.get("tbt_ms") else ""
+    return (
+        f"[{usage['prompt_tokens']} prompt tokens, {cached} cached ({own.get('resume')}), "
+        f"{usage['completion_tokens']} generated; first after {own.get('ttft_ms', 0):.0f} ms{rate}; {stored}]"
+    )

@@ -1,0 +1,69 @@
+"""A daemon for one command, in its own process: what `ssmd run` talks to where none runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from pydantic import SecretStr
+
+from ssmd import __version__
+from ssmd.api import connections
+from ssmd.config import Settings
+from ssmd.daemon.discovery import Address
+from ssmd.machine.privatesocket import listen_privately
+from ssmd.server import FLUSH_S, LINGER_S, SWITCH_S, create_app, open_engine
+
+
+@contextlib.contextmanager
+def serving_here(settings: Settings, model: str | None, *, keep: bool) -> Iterator[tuple[Address, str]]:
+    """Serve in a thread, to this process alone: where, and the model's name. No signal is taken from the process.
+
+    Raises what `open_engine` raises.
+    """
+    sys.setswitchinterval(SWITCH_S)
+    token = secrets.token_urlsafe(32)
+    own = settings.model_copy(update={"api_key": SecretStr(token), "api_keys_file": None})
+    with contextlib.ExitStack() as held:
+        engine, store = open_engine(settings, model, keep=keep)
+        if store is not None:
+            held.callback(store.close)
+        held.callback(engine.program.close)
+        held.callback(engine.shutdown, 0)
+        listening, address = _listen(held, token)
+        app = create_app(engine, store, own)
+        config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=FLUSH_S, ws="none")
+        connections.limit(config, connections.Limits.here())
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listening],), name="ssmd-here", daemon=True)
+        thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.005)
+        try:
+            yield address, engine.artifact.manifest.name
+        finally:
+            engine.shutdown(0)  # first, so that who still reads an answer hears its end
+            server.should_exit = True
+            thread.join(FLUSH_S + LINGER_S)
+
+
+def _listen(held: contextlib.ExitStack, token: str) -> tuple[socket.socket, Address]:
+    """A socket in a new folder that is this user's alone; where there are none, a free port of the loopback."""
+    pid, now = os.getpid(), time.time()
+    if sys.platform != "win32":
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="ssmd-")))  # of mode 0700
+        with contextlib.suppress(OSError):  # its path may be too long for a socket's
+            path = folder / "here.sock"
+            listening = held.enter_context(listen_privately(path, connections.BACKLOG))
+            return listening, Address(None, path, pid, __version__, now, token)
+    listening = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+    return listening, Address(f"http://127.0.0.1:{listening.getsockname()[1]}", None, pid, __version__, now, token)

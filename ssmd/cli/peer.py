@@ -1,0 +1,92 @@
+"""What `ssmd run` talks to: the daemon that runs, or one of its own in this process where none does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ssmd import __version__
+from ssmd.cli.talk import Daemon
+from ssmd.daemon import discovery
+from ssmd.daemon.discovery import Address, DaemonError
+
+if TYPE_CHECKING:
+    from ssmd.config import Settings
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a command's options says who can answer. model: a name or a path; None: the only one there is."""
+
+    model: str | None
+    runtime: str | None
+    device: str | None
+    threads: int | None
+    models_dir: Path | None
+    keep: bool
+
+    @property
+    def named(self) -> str | None:
+        """The model as a daemon is asked for it."""
+        runtime = None if self.runtime in (None, "auto") else self.runtime
+        return self.model if self.model is None or runtime is None else f"{self.model}@{runtime}"
+
+
+@contextlib.contextmanager
+def reached(wanted: Wanted, settings: Settings, session: str | None) -> Iterator[tuple[Daemon, str]]:
+    """Who answers, and the model's name there. It says on stderr who it is, where that is not plain.
+
+    session: what a daemon is asked for the model of, should none be named. Raises DaemonError, and what loading raises.
+    """
+    address = discovery.find(settings.data_dir)
+    if address is not None:
+        daemon = Daemon(partial(discovery.find, settings.data_dir), _say_where)
+        why = _why_not(daemon, wanted)
+        if not why:
+            model = wanted.named or _only(daemon, session)
+            _say_where(address)
+            yield daemon, model
+            return
+        typer.echo(f"the daemon at {address.place} is left alone: {why}; the model is loaded here", err=True)
+    from ssmd.cli.here import serving_here
+    from ssmd.cli.pull import first_model
+
+    with serving_here(settings, first_model(wanted.model, settings), keep=wanted.keep) as (here, model):
+        yield Daemon(lambda: here), model
+
+
+def _why_not(daemon: Daemon, wanted: Wanted) -> str:
+    """Why a daemon cannot do what is wanted, or "". Raises DaemonError."""
+    for name, value in (("device", wanted.device), ("threads", wanted.threads), ("models-dir", wanted.models_dir)):
+        if value is not None:
+            return f"--{name} is for whoever loads the model"
+    if wanted.model is not None and any(s in wanted.model for s in (os.sep, os.altsep) if s):
+        return "it serves what is installed, and this is a path"
+    if wanted.named is not None and not daemon.serves(wanted.named):
+        return f"it does not serve {wanted.named!r}"
+    if wanted.model is None and wanted.runtime not in (None, "auto"):
+        return "--runtime without a model is for whoever loads it"
+    return ""
+
+
+def _only(daemon: Daemon, session: str | None) -> str:
+    """The model where none is named: the session's, or the only one. Raises DaemonError."""
+    models = daemon.models()
+    names = sorted({model.partition("@")[0] for model in models})
+    if session is not None and (its := daemon.session(session)["model"]) in names:
+        return str(its)
+    if len(names) != 1:
+        raise DaemonError(f"say which model to use; the daemon has: {', '.join(names) or 'none'}")
+    return models[0] if len(models) == 1 else names[0]
+
+
+def _say_where(address: Address) -> None:
+    version = "" if address.version == __version__ else f", which is ssmd {address.version}"
+    typer.echo(f"using the daemon at {address.place}{version}", err=True)

@@ -1,0 +1,262 @@
+"""A conversation with a daemon over HTTP: what was said so far, and the session that it is kept in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from ssmd.cli.manner import Manner
+from ssmd.daemon.client import Client, Events
+from ssmd.daemon.discovery import Address, DaemonError
+
+CHAT = "/v1/chat/completions"
+SESSIONS = "/ssmd/v1/sessions"
+MODELS = "/v1/models"
+PAGE = 1000  # sessions of a list at a time: as many as the daemon gives
+STORED_S = 5.0  # for which the end of an answer that was stopped is waited for
+_BETWEEN_S = 0.05
+
+Message = dict[str, Any]  # as a request has it
+Find = Callable[[], Address | None]
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer. whole: False if it was stopped. usage: as the daemon tells it, None of one that was stopped."""
+
+    text: str
+    session: str | None
+    usage: dict[str, Any] | None
+    whole: bool
+    stored: bool
+
+
+class Daemon:
+    """The daemon, found anew before each request: one that was started again may be somewhere else."""
+
+    def __init__(self, find: Find, moved: Callable[[Address], None] = lambda address: None) -> None:
+        """find: where it is now, None if none runs. moved: told of another one than before."""
+        self._find = find
+        self._moved = moved
+        self._client: Client | None = None
+
+    def client(self) -> Client:
+        """The daemon that runs now. Raises DaemonError."""
+        address = self._find()
+        if address is None:
+            raise DaemonError("no daemon runs any more; start it with: ssmd serve")
+        if self._client is None or self._client.address != address:
+            if self._client is not None:
+                self._moved(address)
+            self._client = Client(address)
+        return self._client
+
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
+        """Ask for JSON. Raises DaemonError."""
+        return self.client().get(path, query or {})
+
+    def sessions(self) -> Iterator[dict[str, Any]]:
+        """All sessions, the one used last first. Raises DaemonError."""
+        after: dict[str, str] = {}
+        while True:
+            page = self.get(SESSIONS, {"limit": str(PAGE), **after})
+            yield from page["data"]
+            if not page["has_more"]:
+                return
+            after = {"after": page["data"][-1]["id"]}
+
+    def last_sessions(self, limit: int) -> list[dict[str, Any]]:
+        """The sessions used last. Raises DaemonError."""
+        found: list[dict[str, Any]] = self.get(SESSIONS, {"limit": str(limit)})["data"]
+        return found
+
+    def session(self, given: str) -> dict[str, Any]:
+        """A session with all its turns, by its id or the beginning of that. Raises DaemonError."""
+        try:
+            if "/" not in given:
+                found: dict[str, Any] = self.get(f"{SESSIONS}/{quote(given, safe='')}")
+                return found
+        except DaemonError as err:
+            if err.status not in (400, 404) or err.code == "no_store":
+                raise
+        fitting = [one["id"] for one in self.sessions() if given and one["id"].startswith(given)]
+        if not fitting:
+            raise DaemonError(f"there is no session {given!r}; `ssmd session list` shows them", status=404)
+        if len(fitting) > 1:
+            few = ", ".join(fitting[:3])
+            raise DaemonError(f"{len(fitting)} sessions begin with {given!r}: {few}; give more of the id", status=404)
+        return dict(self.get(f"{SESSIONS}/{fitting[0]}"))
+
+    def models(self) -> list[str]:
+        """The models that can be asked for. Raises DaemonError."""
+        return [str(one["id"]) for one in self.get(MODELS)["data"]]
+
+    def serves(self, model: str) -> bool:
+        """Whether a model of that name can be asked for. Raises DaemonError."""
+        try:
+            self.get(f"{MODELS}/{quote(model, safe='')}")
+        except DaemonError as err:
+            if err.status in (400, 404):
+                return False
+            raise
+        return True
+
+
+@dataclass
+class Talk:
+    """A conversation. messages: all that was said. session: None until something of it is kept.
+
+    keep: False: nothing is. It is used by one thread; `stop` is for signal handlers.
+    """
+
+    daemon: Daemon
+    model: str
+    manner: Manner = field(default_factory=Manner)
+    keep: bool = True
+    messages: list[Message] = field(default_factory=list)
+    session: str | None = None
+    _stream: Events | None = None
+    _stopped: bool = False
+
+    def stop(self) -> None:
+        """Stop the answer that is under way, if one is: what was said of it stays."""
+        self._stopped = True
+        if self._stream is not None:
+            self._stream.close()
+
+    def say(self, text: str, show: Show) -> Said:
+        """Ask, and show the answer as it comes. Raises DaemonError; then nothing of it was said."""
+        return self._ask([*self.messages, {"role": "user", "content": text}], show)
+
+    def again(self, show: Show) -> Said:
+        """Ask for another answer to what was said last, beside the one that there is. Raises as `say`."""
+        end = len(self.messages) - (self.messages[-1]["role"] == "assistant")
+        return self._ask(self.messages[:end], show, beside=self._turns())
+
+    def edited(self, text: str, show: Show) -> Said:
+        """Ask something else in place of what was asked last: a branch. Raises as `say`."""
+        return self._ask([*self.messages[: self._last_question()], {"role": "user", "content": text}], show)
+
+    def last_question(self) -> str | None:
+        """What was asked last; None if nothing was."""
+        at = self._last_question()
+        return None if at == len(self.messages) else str(self.messages[at]["content"])
+
+    def _last_question(self) -> int:
+        return max((i for i, m in enumerate(self.messages) if m["role"] == "user"), default=len(self.messages))
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt, if there is one."""
+        first = self.messages[0] if self.messages else {"role": ""}
+        return str(first["content"]) if first["role"] == "system" else None
+
+    def instruct(self, text: str) -> None:
+        """Set the system prompt, or take it away with an empty text. What was said stays, and is read anew."""
+        rest = self.messages if self.system is None else self.messages[1:]
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *rest]
+
+    def go_to(self, given: str) -> dict[str, Any]:
+        """Go on with a session, by its id or the beginning of that; the session. Raises DaemonError."""
+        found = self.daemon.session(given)
+        self.messages, self.session = conversation(found["turns"], found["head"]), found["id"]
+        return found
+
+    def fork(self, turn: str | None) -> dict[str, Any]:
+        """Go on in a new session that begins at a turn of this one, by default its last; the session.
+
+        Raises DaemonError.
+        """
+        made = self.daemon.client().send("POST", f"{SESSIONS}/{self.session}/fork", {"turn": turn} if turn else {})
+        return self.go_to(made["id"])
+
+    def _turns(self) -> set[str]:
+        """The ids of the session's turns so far."""
+        found = self.daemon.session(self.session)["turns"] if self.session else []
+        return {turn["id"] for turn in found}
+
+    def _ask(self, messages: list[Message], show: Show, beside: Collection[str] = ()) -> Said:
+        """beside: turns that were there before, one of which may say the same."""
+        self._stopped = False
+        body = {"model": self.model, "messages": messages, **self.manner.fields()}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {} if self.session is None else {"session": self.session}
+        body |= {} if self.keep else {"store": False}
+        said: list[str] = []
+        usage: dict[str, Any] | None = None
+        session = self.session
+        with self.daemon.client().stream(CHAT, body) as self._stream:
+            try:
+                if self._stopped:  # before there was anything to close
+                    self._stream.close()
+                session = self._stream.headers.get("x-ssmd-session", session)
+                for event in self._stream:
+                    text, usage = _read(event, usage)
+                    if text:
+                        said.append(text)
+                        show(text)
+                whole = self._stream.done
+            finally:
+                self._stream = None
+        if not whole and self._stopped:
+            return self._cut(messages, "".join(said), session, show, beside)
+        if not whole or usage is None:
+            raise DaemonError("the daemon went away in the middle of an answer")
+        text, stored = "".join(said), bool(usage.get("ssmd", {}).get("stored"))
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+        self.session = session if stored else self.session
+        return Said(text, self.session, usage, True, stored)
+
+    def _cut(
+        self, messages: list[Message], text: str, session: str | None, show: Show, beside: Collection[str]
+    ) -> Said:
+        """The end of an answer that was stopped. The daemon may have sent more of it than came here: that is shown."""
+        if not text:  # nothing said is nothing to continue
+            return Said("", self.session, None, False, False)
+        stored = self._kept(messages, text, session, beside) if session is not None and self.keep else None
+        if stored is not None:
+            show(stored[len(text) :])
+            self.session = session
+        self.messages = [*messages, {"role": "assistant", "content": text if stored is None else stored}]
+        return Said(self.messages[-1]["content"], self.session, None, False, stored is not None)
+
+    def _kept(self, messages: list[Message], text: str, session: str, beside: Collection[str]) -> str | None:
+        """What the daemon has kept of an answer that began so, once it has; None if it does not."""
+        until = time.monotonic() + STORED_S
+        while time.monotonic() < until:
+            try:
+                found = self.daemon.session(session)
+            except DaemonError as err:
+                if err.status != 404:
+                    return None
+            else:
+                for turn in reversed(found["turns"]):
+                    answer = turn["messages"][-1]["content"]
+                    new = turn["id"] not in beside and answer.startswith(text)
+                    if new and conversation(found["turns"], turn["id"])[:-1] == messages:
+                        return str(answer)
+            time.sleep(_BETWEEN_S)
+        return None
+
+
+def conversation(turns: Sequence[Mapping[str, Any]], head: str) -> list[Message]:
+    """What was said up to a turn, from a session's turns."""
+    by_id, path = {turn["id"]: turn for turn in turns}, []
+    at: str | None = head
+    while at in by_id:
+        path.append(by_id[at])
+        at = by_id[at]["parent"]
+    return [message for turn in reversed(path) for message in turn["messages"]]
+
+
+def _read(event: Mapping[str, Any], usage: dict[str, Any] | None) -> tuple[str, dict[str, Any] | None]:
+    """(new text, usage) of an event. Raises DaemonError for one that tells of an error."""
+    if (error := event.get("error")) is not None:
+        message = error.get("message") if isinstance(error, dict) else error
+        raise DaemonError(str(message))
+    text = "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+    return text, event.get("usage") or usage

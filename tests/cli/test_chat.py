@@ -1,0 +1,469 @@
+"""`ssmd run` in a pseudo-terminal: with a daemon, and without. What is kept is read from the store, not the screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import commands
+import pytest
+from conftest import TinyArtifacts
+from daemon import soon
+from noted import note_all
+from terminal import ALT_ENTER, CTRL_C, CTRL_D, PASTE, PASTED, UP, Terminal, terminal
+from test_server import environment, running
+
+from ssmd.config import make_private
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import Session, Turn, conversation
+
+ASKED = "--temperature 0 --max-tokens 6 --stats"
+STORED = r"; stored\]"
+BEGUN = "tells more"
+ANSWERS = r"\x1b\[\?2004h[^\x1b]"  # the first characters of an answer
+
+
+@pytest.fixture(scope="module")
+def models(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, of the names that they were built with; mamba has no context's end."""
+    path = tmp_path_factory.mktemp("models")
+    for name in ("llama", "mamba"):
+        shutil.copytree(artifacts[f"{name}-f32"], path / name / "litert-cpu-f32")
+    return path
+
+
+class Home:
+    """A data directory with both models, and a daemon or none."""
+
+    def __init__(self, path: Path, models: Path) -> None:
+        self.path = path
+        self.data = path / "data"
+        self.env = environment(path)
+        make_private(self.data)
+        shutil.copytree(models, self.data / "models")
+        note_all([], self.data)
+
+    def ssmd(self, *arguments: str, given: str = "") -> tuple[str, str]:
+        """stdout and stderr of a command that ends well."""
+        done = commands.ssmd(*arguments, env=self.env, given=given)
+        assert done.returncode == 0, done
+        return done.stdout, done.stderr
+
+    @contextmanager
+    def chat(self, options: str = ASKED, model: str = "llama") -> Iterator[Terminal]:
+        with terminal(f"$SSMD run {model} {options}", self.env) as one:
+            one.until(BEGUN, 60)
+            yield one
+
+    def sessions(self) -> list[Session]:
+        with self._store() as store:
+            return store.sessions()
+
+    def turns(self, session: str) -> list[Turn]:
+        with self._store() as store:
+            return store.turns(session)
+
+    def said(self) -> list[tuple[str, str]]:
+        """(role, content) of all that leads to the head of the session used last."""
+        with self._store() as store:
+            newest = store.newest()
+            assert newest is not None
+            return [(m.role, m.content) for m in conversation(store.path(newest.head))]
+
+    def asked(self) -> list[str]:
+        return [content for role, content in self.said() if role == "user"]
+
+    @contextmanager
+    def _store(self) -> Iterator[Store]:
+        store = Store.open(self.data)
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+@pytest.fixture(scope="module")
+def home(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """With a daemon that serves `llama`."""
+    one = Home(tmp_path_factory.mktemp("home"), models)
+    with running(one.path, "llama"):
+        yield one
+
+
+@pytest.fixture(params=["daemon", "alone"])
+def either(request: pytest.FixtureRequest, home: Home, models: Path, tmp_path: Path) -> Home:
+    """With a daemon, and without."""
+    return home if request.param == "daemon" else Home(tmp_path, models)
+
+
+def test_one_answer_is_the_daemons(home: Home) -> None:
+    asked = ("run", "llama", "Tell me a story", "--temperature", "0", "--max-tokens", "8")
+    said, told = home.ssmd(*asked)
+    assert re.fullmatch(r"using the daemon at http://127\.0\.0\.1:\d+\n", told)
+    assert home.said() == [("user", "Tell me a story"), ("assistant", said[:-1])]
+    alone, told = home.ssmd(*asked, "--threads", "1")
+    assert "left alone: --threads is for whoever loads the model; the model is loaded here" in told
+    assert alone == said
+    assert len({s.id for s in home.sessions()}) == 2  # both kept, in one store
+    assert home.ssmd("run", "llama", *asked[3:], given="Tell me a story")[0] == said
+    assert "it does not serve 'mamba'" in home.ssmd("run", "mamba", "x", *asked[3:])[1]
+
+
+def test_no_store_keeps_nothing(either: Home) -> None:
+    either.ssmd("run", "llama", "Count", "--max-tokens", "2", "--temperature", "0")
+    before = [s.id for s in either.sessions()]
+    with either.chat(f"{ASKED} --no-store") as chat:
+        chat.line("A secret")
+        chat.until("; not stored]")
+        chat.line("/sessions")
+        assert "error: nothing is kept" in chat.until("--no-store\r\n")
+        chat.line("Another one")
+        assert ", 0 cached" in chat.until("; not stored]")  # a state that is not kept is not there
+        chat.type(CTRL_D)
+        assert "continue with" not in chat.end()
+    assert [s.id for s in either.sessions()] == before
+    history = either.data / "chat_history"
+    assert not history.exists() or "secret" not in history.read_text()
+
+
+def test_sessions_are_continued_by_id_by_its_beginning_and_as_the_last(either: Home) -> None:
+    asked = ("--temperature", "0", "--max-tokens", "4", "--json")
+    first = json.loads(either.ssmd("run", "llama", "One", *asked)[0])
+    assert first["usage"]["completion_tokens"] == 4
+    either.ssmd("run", "llama", "Another", *asked)
+    again = json.loads(either.ssmd("run", "llama", "Two", "--session", first["session"][:18], *asked)[0])
+    assert again["session"] == first["session"]
+    assert again["usage"]["ssmd"]["resume"] == "exact"
+    third = json.loads(either.ssmd("run", "llama", "Three", "-c", *asked)[0])
+    assert third["session"] == first["session"]
+    assert either.said()[-1] == ("assistant", third["text"])
+    assert either.asked() == ["One", "Two", "Three"]
+    several = commands.ssmd("run", "llama", "x", "--session", "ses_", env=either.env)
+    assert several.returncode == 1
+    assert "sessions begin with 'ses_'" in several.stderr
+    for wrong in (["--session", "ses_x", "-c"], ["-c", "--no-store"], ["--keep-alive", "soon"], ["--min-p", "2"]):
+        assert commands.ssmd("run", "llama", "x", *wrong, env=either.env).returncode == 2
+
+
+def test_options_reach_the_sampler(home: Home) -> None:
+    plain = ("run", "llama", "Say it again", "--max-tokens", "12", "--no-store", "--temperature", "0")
+    said = home.ssmd(*plain)[0]
+    assert home.ssmd(*plain, "--repeat-penalty", "50", "--repeat-last-n", "-1")[0] != said
+    assert home.ssmd(*plain, "--stop", said[1:4])[0] == said[0] + "\n"
+    flat = (*plain[:-1], "2", "--seed", "5")
+    drawn = home.ssmd(*flat)[0]
+    assert home.ssmd(*flat)[0] == drawn != said
+    for narrow in (("--top-k", "1"), ("--min-p", "1"), ("--top-p", "0.0000001")):
+        assert home.ssmd(*flat, *narrow)[0] == said
+
+
+def test_pasted_lines_blocks_and_slashes_are_messages(either: Home) -> None:
+    lines = "first\nsecond\nthird"
+    wanted = [lines, "quoted\n\n/help is text", "a\nb", "/etc/hosts is a file", "/tmp too"]
+    typed = [
+        f"{PASTE}{lines}{PASTED}",
+        '"""quoted\r\r/help is text"""',
+        f"a{ALT_ENTER}b",
+        "//etc/hosts is a file",
+        " /tmp too",
+    ]
+    with either.chat() as chat:
+        for text in typed:
+            chat.line(text)
+            chat.until(STORED)
+        chat.line("/quit")
+        assert "continue with: ssmd run --session" in chat.end()
+    assert either.asked() == wanted
+
+
+def test_what_is_typed_is_kept_for_this_user_alone(home: Home) -> None:
+    with home.chat() as chat:
+        chat.line("Something to remember")
+        chat.until(STORED)
+        chat.line("/quit")
+        chat.end()
+    file = home.data / "chat_history"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert "+Something to remember\n" in file.read_text()
+    with home.chat() as chat:
+        chat.type(UP * 2)  # the one before is /quit
+        chat.line("!")
+        chat.until(STORED)
+        chat.type(CTRL_D)
+        chat.end()
+    assert home.asked() == ["Something to remember!"]
+
+
+def test_a_long_history_loses_its_older_half(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = home.data / "chat_history"
+    file.write_text("".join(f"\n# 2026-11-24 00:00:0{n % 10}.0\n+entry {n:06}\n" for n in range(40_000)))
+    with home.chat() as chat:
+        chat.type(UP)
+        chat.until("entry 039999")
+        chat.type(CTRL_C)
+        chat.type(CTRL_D)
+        chat.end()
+    left = file.read_text()
+    assert len(left) < 1 << 20
+    assert left.startswith("\n# ")
+    assert "entry 039999" in left
+    file.write_text("")
+
+
+def test_ctrl_c_stops_the_answer_and_loses_nothing_typed(models: Path, tmp_path: Path) -> None:
+    """Typed before Ctrl-C, it stands at the next prompt; it is not shown in the answer; what was said is kept."""
+    home = Home(tmp_path, models)
+    with running(home.path, "mamba"), home.chat("--temperature 0 --stats", "mamba") as chat:
+        chat.line("Tell me a long story")
+        chat.until(ANSWERS)
+        chat.type("And wh")
+        chat.type(CTRL_C)
+        shown = chat.until(STORED)
+        assert shown.endswith(" …\n[stopped; stored]")
+        assert "And" not in shown
+        chat.line("at then?")
+        chat.until("And what then")
+        chat.type(CTRL_C)
+        chat.until(r"stopped; (not )?stored\]")
+        chat.type(CTRL_C)
+        chat.until("Ctrl-D ends the chat")
+        chat.type("a line to clear")
+        chat.until("to clear")
+        chat.type(CTRL_C)
+        chat.type(CTRL_D)
+        chat.end()
+        [session] = home.sessions()
+        first, *rest = home.turns(session.id)
+    assert (first.complete, first.messages[-1].content) == (False, "Tell me a long story")
+    assert [t.messages[-1].content for t in rest] in ([], ["And what then?"])
+    assert all(t.parent == first.id for t in rest)
+    assert "a line" not in " ".join(home.asked())
+
+
+def test_a_one_shot_answer_that_is_stopped_ends_with_130(models: Path, tmp_path: Path) -> None:
+    home = Home(tmp_path, models)
+    command = "trap : INT; $SSMD run mamba 'Tell me' --temperature 0; echo ended $?"
+    with terminal(command, home.env) as one:
+        one.until(r"\n[^I\n]", 60)  # LiteRT says INFO
+        one.type(CTRL_C)
+        assert one.until(r"ended \d+").endswith(" …\nended 130")
+    [turn] = home.turns(home.sessions()[0].id)
+    assert not turn.complete
+
+
+def test_every_command(home: Home) -> None:
+    with home.chat() as chat:
+        chat.line("/session")
+        chat.until("a new one: nothing is kept yet")
+        chat.line("/fork")
+        chat.until("error: nothing is kept of this chat yet")
+        chat.line("/regen")
+        chat.until("error: nothing was asked yet")
+        chat.line("One")
+        chat.until(STORED)
+        chat.line("Two")
+        chat.until(STORED)
+        session = home.sessions()[0].id
+        chat.line("/help")
+        helped = chat.until("after a space")
+        for name in "help session sessions tree fork regen edit system set stats model quit".split():
+            assert f"/{name} " in helped
+        chat.line("/session")
+        chat.until(session)
+
+        chat.line("/set temperature 2")
+        chat.line("/set seed 1")
+        chat.line("/set top_p much")
+        chat.until("error: top_p is 'much', expected a number from 0 to 1")
+        chat.line("/set")
+        chat.until(r"temperature +2\.0.*seed +1")
+        chat.line("/regen")
+        chat.until(STORED)
+        one, two, regenerated = home.turns(session)
+        assert two.parent == regenerated.parent == one.id
+        assert two.messages == regenerated.messages
+        assert two.answer != regenerated.answer  # as it was drawn at another temperature
+        chat.line("/set temperature default")
+
+        chat.line("/edit")
+        chat.until("> Two")
+        chat.line(" and a half")
+        chat.until(STORED)
+        edited = home.turns(session)[-1]
+        assert (edited.parent, edited.messages[-1].content) == (one.id, "Two and a half")
+
+        chat.line("/tree")
+        drawn = chat.until(rf"\*  {edited.id[:13]}.*\n")
+        assert "4 turns, 3 branches" in drawn
+        for turn in (one, two, regenerated):
+            assert turn.id[:13] in drawn
+
+        chat.line(f"/fork {two.id[:12]}")
+        chat.until(r"session ses_\w+: 2 turns")
+        chat.line("In the fork")
+        chat.until(STORED)
+        fork = home.sessions()[0]
+        assert (fork.id != session, fork.base) == (True, two.id)
+        assert home.asked() == ["One", "Two", "In the fork"]
+
+        chat.line("/sessions")
+        listed = chat.until(session)
+        assert re.search(rf"\* +1 {fork.id}", listed)
+        chat.line("/session 2")
+        chat.until(f"session {session}: 2 turns")
+        chat.line(f"/session {fork.id[:20]}")
+        chat.until(f"session {fork.id}: 3 turns")
+        chat.line("/session 999")
+        chat.until("error: the list has")
+        chat.line("/session nothing")
+        chat.until("error: there is no session 'nothing'")
+
+        chat.line("/system Be brief.")
+        chat.until(r"\x1b\[\?2004lBe brief\.\r\n")
+        chat.line("Go on")
+        chat.until(STORED)
+        assert home.said()[0] == ("system", "Be brief.")
+        assert home.sessions()[0].id == fork.id
+        chat.line('/system ""')
+        chat.until("there is no system prompt")
+
+        chat.line("/stats")
+        chat.until("took: no")
+        chat.line("/model")
+        chat.until("model: llama; there are: llama")
+        chat.line("/model lama")
+        chat.until(r"error: there is no model 'lama' here; did you mean llama\?")
+        chat.line("/bye")
+        assert f"ssmd run --session {fork.id}" in chat.end()
+
+
+@pytest.mark.parametrize("typed", ["/sesion", "/usr/bin/env", "/HELP me", "/"])
+def test_an_unknown_command_goes_to_nobody(home: Home, typed: str) -> None:
+    before = {s.id: s.turns for s in home.sessions()}
+    with home.chat() as chat:
+        chat.line(typed)
+        said = chat.until("error: .*\n")
+        assert f"there is no command {typed.split()[0]}" in said
+        assert ("did you mean /session?" in said) == (typed == "/sesion")
+        chat.line("/exit")
+        chat.end()
+    assert {s.id: s.turns for s in home.sessions()} == before
+
+
+def test_the_daemon_is_killed_and_comes_back_elsewhere(models: Path, tmp_path: Path) -> None:
+    """In the middle of an answer, then between two: one line each time, and the message is not lost."""
+    home = Home(tmp_path, models)
+    with running(home.path, "mamba") as (process, served):
+        chatting = home.chat("--temperature 0 --stats --max-tokens 3000", "mamba")
+        chat = chatting.__enter__()
+        try:
+            chat.line("/set max_tokens 4")
+            chat.line("Hello")
+            chat.until(STORED)
+            [before] = home.sessions()
+            chat.line("/set max_tokens 3000")
+            chat.line("Tell me a long story")
+            chat.until(ANSWERS)
+            process.kill()
+            process.wait()
+            said = chat.until("Enter sends it again")
+            assert said.count("error: ") == 1
+            assert re.search(r"\nerror: the daemon went away in the middle of an answer; your message is kept", said)
+            chat.line("")
+            assert "error: no daemon runs any more; start it with: ssmd serve" in chat.until("Enter sends it again")
+            with running(home.path, "mamba") as (_, moved):
+                assert moved.port != served.port
+                chat.line("")
+                chat.until(f"using the daemon at {moved.url}")
+                chat.until(ANSWERS)
+                chat.type(CTRL_C)
+                chat.until(STORED)
+                chat.line("/set max_tokens 4")
+                chat.line("And then?")
+                chat.until(STORED)
+                chat.type(CTRL_D)
+                chat.end()
+                [after] = home.sessions()
+                assert after.id == before.id
+                assert home.asked() == ["Hello", "Tell me a long story", "And then?"]
+        finally:
+            chatting.__exit__(None, None, None)
+
+
+def test_a_session_that_is_removed_meanwhile_goes_on_in_a_new_one(home: Home) -> None:
+    with home.chat() as chat:
+        chat.line("One")
+        chat.until(STORED)
+        gone = home.sessions()[0].id
+        home.ssmd("session", "rm", gone)
+        chat.line("Two")
+        chat.until("the session was removed")
+        chat.line("")
+        chat.until(STORED)
+        chat.type(CTRL_D)
+        chat.end()
+    assert home.asked() == ["One", "Two"]
+    assert gone not in [s.id for s in home.sessions()]
+
+
+ENDS = {"/quit": ["/quit\r"], "Ctrl-D": [CTRL_D], "a signal": []}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_terminal_is_as_it_was(home: Home, tmp_path: Path, how: str) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    command = f"stty -a >{before}; $SSMD run llama {ASKED} & wait; stty -a >{after}"
+    command = command.replace(" & wait", "")
+    with terminal(command, home.env) as one:
+        one.until(BEGUN)
+        one.line("Hello")
+        one.until(STORED)
+        for keys in ENDS[how]:
+            one.type(keys)
+        if not ENDS[how]:
+            os.kill(_child_of(one.child.pid), signal.SIGTERM)
+        assert "\x1b[?2004l" in _raw(one)
+    assert before.read_text() == after.read_text()
+    assert "-echo " not in after.read_text()
+
+
+def _raw(one: Terminal) -> str:
+    import pexpect
+
+    one.child.expect(pexpect.EOF)
+    return str(one.child.before)
+
+
+def _child_of(process: int) -> int:
+    [child] = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return int(child)
+
+
+def test_an_answer_does_not_steer_the_terminal() -> None:
+    from ssmd.cli import terminal as module
+
+    text = "".join(map(chr, range(0xA0))).translate(module._CONTROLS)
+    assert {c for c in text if not c.isprintable()} == {"\n", "\t"}
+
+
+def test_lines_of_a_chat_whose_output_goes_elsewhere(home: Home, tmp_path: Path) -> None:
+    """What is typed is a line each, without a prompt that draws; stdout has the answers alone."""
+    with terminal(f"$SSMD run llama {ASKED} >{tmp_path / 'out'}", home.env) as one:
+        one.until(BEGUN)
+        one.line("First")
+        one.until(STORED)
+        one.type(CTRL_C)
+        one.until("Ctrl-D ends the chat")
+        one.line("Second")
+        one.until(STORED)
+        one.type(CTRL_D)
+        one.end()
+    answers = [content for role, content in home.said() if role == "assistant"]
+    assert (tmp_path / "out").read_text() == "".join(f"{a}\n" for a in answers) + "\n"
