@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,6 +11,7 @@ import typer
 
 from ssmd.cli.session import plain
 from ssmd.cli.turn_tree import Node, drawn, whole_id, words
+from ssmd.machine.spelling import meant, nearest
 from ssmd.text.messages import Message
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Over(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """run: does it, with what follows its name; raises ValueError. takes, tells: for /help."""
+    """What a slash calls. run: does it, with what follows its name; raises ValueError. takes, tells: for /help."""
 
     run: Callable[[Chat, str], None]
     takes: str
@@ -35,9 +35,9 @@ class Command:
 
 def unknown(name: str) -> str:
     """What is said of a command that there is not."""
-    near = difflib.get_close_matches(name, COMMANDS, 1)
-    meant = f"; did you mean /{near[0]}?" if near else "; /help lists those that there are"
-    return f"there is no command /{name[:40]}{meant} (to send a line that begins with a slash: //{name[:40]} …)"
+    near = nearest(name, COMMANDS)
+    advice = f"did you mean /{near}?" if near else "/help lists those that there are"
+    return f"there is no command /{name[:40]}; {advice} (to send a line that begins with a slash: //{name[:40]} …)"
 
 
 def _help(chat: Chat, argument: str) -> None:
@@ -149,9 +149,8 @@ def _stats(chat: Chat, argument: str) -> None:
 def _model(chat: Chat, argument: str) -> None:
     daemon, models = chat.talk.daemon, chat.talk.daemon.models()
     if argument and not daemon.serves(argument):
-        near = difflib.get_close_matches(argument, models, 1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"there is no model {argument[:80]!r} here; {meant}there are: {', '.join(models)}")
+        asked = f"there is no model {argument[:80]!r} here"
+        raise ValueError(f"{asked}; {meant(argument, models)}there are: {', '.join(models)}")
     if argument:
         chat.talk.model = argument
     typer.echo(f"model: {plain(chat.talk.model)}; there are: {plain(', '.join(models))}")

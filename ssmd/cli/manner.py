@@ -45,7 +45,8 @@ class Manner:
         if self.keep_alive is not None and re.fullmatch(r"-?[0-9]+", self.keep_alive):
             asked["keep_alive"] = int(self.keep_alive)
         off = {"top_k": 0, "min_p": 0, "repeat_penalty": 1, "stop": (), "seed": None, "keep_alive": None}
-        return {name: value for name, value in asked.items() if name not in off or value != off[name]}
+        sent = {name: value for name, value in asked.items() if name not in off or value != off[name]}
+        return sent | ({"stop": list(self.stop)} if self.stop else {})
 
     def changed(self, name: str, text: str) -> Manner:
         """The same with one of them as a person writes it; `default` is what it is at first. Raises ValueError."""

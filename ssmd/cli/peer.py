@@ -57,7 +57,9 @@ def reached(wanted: Wanted, settings: Settings, session: str | None) -> Iterator
         typer.echo(f"the daemon at {address.place} is left alone: {why}; the model is loaded here", err=True)
     from ssmd.cli.here import serving_here
     from ssmd.cli.pull import first_model
+    from ssmd.server import start_logging
 
+    start_logging(settings.log_level)
     with serving_here(settings, first_model(wanted.model, settings), keep=wanted.keep) as (here, model):
         yield Daemon(lambda: here), model
 

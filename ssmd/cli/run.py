@@ -66,7 +66,6 @@ def run(
     from ssmd.cli.talk import Talk
     from ssmd.cli.terminal import show
     from ssmd.config import Settings
-    from ssmd.server import start_logging
 
     if no_store and (session is not None or last):
         fail(f"{'--continue' if last else '--session'} needs the store, --no-store leaves it out", 2)
@@ -88,7 +87,6 @@ def run(
         runtime=runtime,
         threads=threads,
     )
-    start_logging(settings.log_level)
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
         if not prompt.strip():

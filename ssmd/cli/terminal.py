@@ -154,6 +154,8 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSANOW, before)
+        sys.stdout.write(_NO_PASTES)  # also where a signal broke off a prompt
+        sys.stdout.flush()
 
 
 @contextlib.contextmanager
