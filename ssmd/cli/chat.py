@@ -53,7 +53,7 @@ class Chat:
                 typer.echo("(Ctrl-D ends the chat)", err=True)
         session = self.talk.session
         if session is not None:
-            typer.echo(f"session {session}; continue with: ssmd run --session {session}, or -c", err=True)
+            typer.echo(f"session {session}; continue with: ssmd run --session {session} (or -c)", err=True)
 
     def _take(self, text: str) -> None:
         """Do what was typed: a command, or a message."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +56,8 @@ def reached(wanted: Wanted, settings: Settings, session: str | None) -> Iterator
             yield daemon, model
             return
         typer.echo(f"the daemon at {address.place} is left alone: {why}; the model is loaded here", err=True)
+    elif sys.stderr.isatty():
+        typer.echo("no daemon runs: the model is loaded here", err=True)
     from ssmd.cli.here import serving_here
     from ssmd.cli.pull import first_model
     from ssmd.server import start_logging

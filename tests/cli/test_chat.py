@@ -105,13 +105,14 @@ def either(request: pytest.FixtureRequest, home: Home, models: Path, tmp_path: P
 
 def test_one_answer_is_the_daemons(home: Home) -> None:
     asked = ("run", "llama", "Tell me a story", "--temperature", "0", "--max-tokens", "8")
+    before = {s.id for s in home.sessions()}
     said, told = home.ssmd(*asked)
     assert re.fullmatch(r"using the daemon at http://127\.0\.0\.1:\d+\n", told)
     assert home.said() == [("user", "Tell me a story"), ("assistant", said[:-1])]
     alone, told = home.ssmd(*asked, "--threads", "1")
     assert "left alone: --threads is for whoever loads the model; the model is loaded here" in told
     assert alone == said
-    assert len({s.id for s in home.sessions()}) == 2  # both kept, in one store
+    assert len({s.id for s in home.sessions()} - before) == 2  # both kept, in one store
     assert home.ssmd("run", "llama", *asked[3:], given="Tell me a story")[0] == said
     assert "it does not serve 'mamba'" in home.ssmd("run", "mamba", "x", *asked[3:])[1]
 
@@ -483,3 +484,13 @@ def test_lines_of_a_chat_whose_output_goes_elsewhere(home: Home, tmp_path: Path)
         one.end()
     answers = [content for role, content in home.said() if role == "assistant"]
     assert (tmp_path / "out").read_text() == "".join(f"{a}\n" for a in answers) + "\n"
+
+
+def test_where_no_socket_can_be_a_port_with_a_token_serves(models: Path, tmp_path: Path) -> None:
+    """The folder for temporary files has too long a path; nothing is left in it."""
+    home = Home(tmp_path, models)
+    folder = tmp_path / ("long" * 40)
+    folder.mkdir()
+    home.env["TMPDIR"] = str(folder)
+    assert home.ssmd("run", "llama", "Hello", "--max-tokens", "2")[0]
+    assert list(folder.iterdir()) == []
