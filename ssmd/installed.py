@@ -75,7 +75,7 @@ def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: 
 
 
 def choose(found: list[Installed], runtime: str = "auto", device: str | None = None) -> Installed:
-    """Of the artifacts of one model, one at least, the one to serve, as `resolve` does. Raises ModelError."""
+    """Choose the one to serve of a model's artifacts, one at least, as `resolve` does. Raises ModelError."""
     fitting = [i for i in found if i.manifest is None or is_for(i.manifest, runtime)]
     if not fitting:
         raise ModelError(_none_for(runtime, found))

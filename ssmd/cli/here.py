@@ -20,27 +20,28 @@ from ssmd import __version__
 from ssmd.api import connections
 from ssmd.config import Settings
 from ssmd.daemon.discovery import Address
+from ssmd.engine.opening import close_host, open_host
 from ssmd.machine.privatesocket import listen_privately
-from ssmd.server import FLUSH_S, LINGER_S, SWITCH_S, create_app, open_engine
+from ssmd.machine.progress import shown
+from ssmd.server import FLUSH_S, LINGER_S, SWITCH_S, create_app
 
 
 @contextlib.contextmanager
-def serving_here(settings: Settings, model: str | None, *, keep: bool) -> Iterator[tuple[Address, str]]:
-    """Serve in a thread, to this process alone: where, and the model's name. No signal is taken from the process.
+def serving_here(settings: Settings, model: str | None, *, keep: bool) -> Iterator[Address]:
+    """Serve in a thread, to this process alone: where. No signal is taken from the process.
 
-    Raises what `open_engine` raises.
+    Raises what `open_host` raises.
     """
     sys.setswitchinterval(SWITCH_S)
     token = secrets.token_urlsafe(32)
     own = settings.model_copy(update={"api_key": SecretStr(token), "api_keys_file": None})
     with contextlib.ExitStack() as held:
-        engine, store = open_engine(settings, model, keep=keep)
-        if store is not None:
-            held.callback(store.close)
-        held.callback(engine.program.close)
-        held.callback(engine.shutdown, 0)
+        with shown(f"loading {model or 'the model'}"):
+            host = open_host(settings, model, keep=keep)
+        held.callback(close_host, host)
+        host.starting = False
         listening, address = _listen(held, token)
-        app = create_app(engine, store, own)
+        app = create_app(host, own)
         config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=FLUSH_S, ws="none")
         connections.limit(config, connections.Limits.here())
         server = uvicorn.Server(config)
@@ -49,9 +50,9 @@ def serving_here(settings: Settings, model: str | None, *, keep: bool) -> Iterat
         while not server.started and thread.is_alive():
             time.sleep(0.005)
         try:
-            yield address, engine.artifact.manifest.name
+            yield address
         finally:
-            engine.shutdown(0)  # first, so that who still reads an answer hears its end
+            host.shutdown(0)  # first, so that who still reads an answer hears its end
             server.should_exit = True
             thread.join(FLUSH_S + LINGER_S)
 

@@ -41,17 +41,18 @@ class Wanted:
 
 
 @contextlib.contextmanager
-def reached(wanted: Wanted, settings: Settings, session: str | None) -> Iterator[tuple[Daemon, str]]:
+def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bool) -> Iterator[tuple[Daemon, str]]:
     """Who answers, and the model's name there. It says on stderr who it is, where that is not plain.
 
-    session: what a daemon is asked for the model of, should none be named. Raises DaemonError, and what loading raises.
+    session: whose model is meant, should none be named; last: that of the session used last. Raises DaemonError, and
+    what loading raises.
     """
     address = discovery.find(settings.data_dir)
     if address is not None:
         daemon = Daemon(partial(discovery.find, settings.data_dir), _say_where)
         why = _why_not(daemon, wanted)
         if not why:
-            model = wanted.named or _only(daemon, session)
+            model = wanted.named or _only(daemon, session, last)
             _say_where(address)
             yield daemon, model
             return
@@ -63,8 +64,9 @@ def reached(wanted: Wanted, settings: Settings, session: str | None) -> Iterator
     from ssmd.server import start_logging
 
     start_logging(settings.log_level)
-    with serving_here(settings, first_model(wanted.model, settings), keep=wanted.keep) as (here, model):
-        yield Daemon(lambda: here), model
+    with serving_here(settings, first_model(wanted.model, settings), keep=wanted.keep) as here:
+        daemon = Daemon(lambda: here)
+        yield daemon, _only(daemon, session, last)
 
 
 def _why_not(daemon: Daemon, wanted: Wanted) -> str:
@@ -81,11 +83,13 @@ def _why_not(daemon: Daemon, wanted: Wanted) -> str:
     return ""
 
 
-def _only(daemon: Daemon, session: str | None) -> str:
+def _only(daemon: Daemon, session: str | None, last: bool) -> str:
     """The model where none is named: the session's, or the only one. Raises DaemonError."""
     models = daemon.models()
     names = sorted({model.partition("@")[0] for model in models})
-    if session is not None and (its := daemon.session(session)["model"]) in names:
+    if last and len(names) > 1:
+        session = next((used["id"] for used in daemon.last_sessions(1)), None)
+    if len(names) > 1 and session is not None and (its := daemon.session(session)["model"]) in names:
         return str(its)
     if len(names) != 1:
         raise DaemonError(f"say which model to use; the daemon has: {', '.join(names) or 'none'}")

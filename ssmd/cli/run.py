@@ -25,7 +25,12 @@ def run(
         str | None, typer.Argument(help="Answer this and exit. Without it: stdin if that is no terminal, else a chat.")
     ] = None,
     session: Annotated[
-        str | None, typer.Option(help="Continue this session: its id or the beginning of that.", metavar="ID")
+        str | None,
+        typer.Option(
+            help="Continue this session: its id or the beginning of that.",
+            metavar="ID",
+            autocompletion=completion.sessions,
+        ),
     ] = None,
     last: Annotated[bool, typer.Option("--continue", "-c", help="Continue the session used last.")] = False,
     system: Annotated[str | None, typer.Option(help="System prompt of a new conversation.", metavar="TEXT")] = None,
@@ -92,7 +97,7 @@ def run(
         if not prompt.strip():
             fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", 2)
     wanted = Wanted(model, runtime, device, threads, models_dir, keep=not no_store)
-    with reached(wanted, settings, session) as (daemon, named):
+    with reached(wanted, settings, session, last=last) as (daemon, named):
         talk = Talk(daemon, named, manner, keep=not no_store)
         if last:
             used = daemon.last_sessions(1)

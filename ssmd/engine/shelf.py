@@ -142,7 +142,7 @@ class Checked:
         self._seen: dict[Path, list[object]] = {}
 
     def open(self, path: Path) -> Artifact:
-        """As Artifact.open does. Raises ArtifactError."""
+        """Open an artifact, whose files are what its manifest says. Raises ArtifactError."""
         manifest = read_manifest(path)
         files = [path / name for name in sorted(manifest.files)]
         now = [manifest.build, *map(_written, files)]

@@ -12,7 +12,7 @@ from types import TracebackType
 
 
 class Turns:
-    """`with turns:` around whatever computes. Who asks again at once comes after those who wait."""
+    """Gives out turns: `with turns:` is around whatever computes. Who asks again at once comes after those who wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

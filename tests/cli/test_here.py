@@ -29,8 +29,8 @@ def test_it_answers_its_own_process_alone(
     settings.prepare()
     note(artifacts["llama-f32"], settings.data_dir)
     before = set(threading.enumerate())
-    with serving_here(settings, str(artifacts["llama-f32"]), keep=True) as (address, model):
-        assert [one["id"] for one in Client(address).get("/v1/models")["data"]] == [model]
+    with serving_here(settings, str(artifacts["llama-f32"]), keep=True) as address:
+        assert [one["id"] for one in Client(address).get("/v1/models")["data"]] == ["llama"]
         with pytest.raises(DaemonError, match="the API key is wrong") as refused:
             Client(replace(address, token="t" * 43)).get("/v1/models")
         assert refused.value.status == 401

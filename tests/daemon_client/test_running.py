@@ -67,7 +67,9 @@ def test_from_its_start_to_its_end(artifact: Path, tmp_path: Path) -> None:
         assert not (data / FILE).exists()
         assert process.wait(10) == 0
     log = ssmd(tmp_path, "logs").stdout.splitlines()
-    assert re.fullmatch(rf"\S+ \S+ INFO ssmd: process {one.pid}: ssmd \S+ serves .* at {one.url}/v1", log[0])
+    begun = rf"\S+ \S+ INFO ssmd: process {one.pid}: ssmd \S+ serves .* at {one.url}/v1"
+    assert [line for line in log if re.fullmatch(begun, line)] == log[1:2], log
+    assert "model llama@litert was loaded" in log[0]
     assert log[-1].endswith(f"process {one.pid} ended")
     assert ssmd(tmp_path, "logs", "-n", "1").stdout.splitlines() == log[-1:]
 
@@ -120,8 +122,8 @@ def test_a_killed_one_is_not_found_and_a_new_one_is(artifact: Path, tmp_path: Pa
 def test_one_that_starts(artifact: Path, tmp_path: Path) -> None:
     """It has the lock and is not to be asked yet; what one before it left does not count, though the number is its."""
     late = (
-        "import time; from ssmd import server; load = server.load\n"
-        "server.load = lambda *a, **k: (print('loading', flush=True), time.sleep(3), load(*a, **k))[2]\n"
+        "import time; from ssmd.engine import opening; load = opening.load\n"
+        "opening.load = lambda *a, **k: (print('loading', flush=True), time.sleep(3), load(*a, **k))[2]\n"
         "import runpy; runpy.run_module('ssmd', run_name='__main__', alter_sys=True)"
     )
     data = tmp_path / "data"
