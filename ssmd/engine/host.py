@@ -47,12 +47,14 @@ class Host:
         metrics: Metrics,
         writer: Writer | None = None,
         *,
+        trial: Callable[[Model], None] = lambda model: None,
         keep_alive_s: float = KEEP_ALIVE_S,
         budget: int | None = None,
         max_waiting: int = 512,
     ) -> None:
-        """open_: loads a model and starts its engine. writer: of the store that all keep turns in. keep_alive_s: how
-        long a model stays after its last request, infinite for ever. budget: bytes that loaded models may take; None:
+        """open_: loads a model and starts its engine. writer: of the store that all keep turns in. trial: finds out,
+        in a process of its own, whether that can be done; minutes may pass, in which others are loaded. keep_alive_s:
+        how long a model stays after its last request, infinite for ever. budget: bytes that loaded models may take; None:
         as many as the machine has free now, and one model whatever it takes. max_waiting: requests, for one model.
         """
         self.shelf, self.metrics, self.writer = shelf, metrics, writer
@@ -61,7 +63,7 @@ class Host:
         free = memory.available()
         self.budget = budget if budget is not None else free
         self._strict = budget is not None
-        self._open = open_
+        self._open, self._trial = open_, trial
         self._keep_alive_s, self._max_waiting = keep_alive_s, max_waiting
         self._turns: dict[str, Turns] = {}
         self._changed = threading.Condition()
@@ -343,11 +345,12 @@ class Host:
 
     def _load_next(self) -> None:
         with self._changed:
-            while self._wanted and all(future.cancelled() for future in self._wanted[0].waiting):
-                self._give_room_back(self._wanted.popleft())  # nobody waits any more
-            if not self._wanted:
+            for one in [h for h in self._wanted if all(future.cancelled() for future in h.waiting)]:
+                self._wanted.remove(one)  # nobody waits any more
+                self._give_room_back(one)
+            hosted = next((h for h in self._wanted if h.tried is not None), None)
+            if hosted is None:
                 return
-            hosted = self._wanted[0]
         try:
             model = self.shelf.find(hosted.model.id)
             if hosted.is_loaded and not (hosted.leaving or hosted.model is not model):
@@ -355,9 +358,15 @@ class Host:
                 return
             if hosted.is_loaded and not self._unload(hosted, at_once=True):
                 return  # those who have it come to their end first
-            hosted.model = model
+            if hosted.model is not model:
+                hosted.model, hosted.tried = model, False
             if model.found.problem:
                 raise unusable(model.id, model.found.problem)
+            if not hosted.tried:
+                hosted.tried, hosted.status, hosted.problem = None, "loading", ""
+                threading.Thread(target=self._try, args=(hosted,), name="ssmd-trial", daemon=True).start()
+                self._wake()
+                return
             if not self._make_room(hosted):
                 return
             self._load(hosted)
@@ -406,11 +415,7 @@ class Host:
         try:
             engine = self._open(model, self.metrics.of(model.id), turns)
         except Exception as err:
-            known = type(err).__module__.startswith("ssmd") or isinstance(err, OSError)
-            if not (known and self.starting):  # then who starts the daemon is told
-                log.error("model %s could not be loaded: %s", model.id, err, exc_info=not known)
-            hosted.problem = f"could not be loaded: {err if known else 'its runtime failed, see the log of the daemon'}"
-            raise refused(model.id, hosted.problem, code="model_load_failed") from err
+            raise self._unloadable(hosted, err) from err
         with self._changed:
             hosted.engine, hosted.status = engine, "loaded"
             hosted.load_ms = round((time.perf_counter() - started) * 1e3, 1)
@@ -420,6 +425,30 @@ class Host:
         memory.trim()
         log.info("model %s was loaded in %.0f ms", model.id, hosted.load_ms)
         self._loaded(hosted)
+
+    def _try(self, hosted: Hosted) -> None:
+        """Find out whether a model can be loaded, in a thread of its own."""
+        model = hosted.model
+        try:
+            self._trial(model)
+        except Exception as err:
+            why = self._unloadable(hosted, err)
+            with self._changed:
+                hosted.tried = False
+                if hosted in self._wanted:
+                    self._failed(hosted, why)
+            return
+        with self._changed:
+            hosted.tried = True
+        self._wake()
+
+    def _unloadable(self, hosted: Hosted, err: Exception) -> Rejected:
+        """What who waits for a model is told that cannot be loaded; it is noted with it, and in the log."""
+        known = type(err).__module__.startswith("ssmd") or isinstance(err, OSError)
+        if not (known and self.starting):  # then who starts the daemon is told
+            log.error("model %s could not be loaded: %s", hosted.model.id, err, exc_info=None if known else err)
+        hosted.problem = f"could not be loaded: {err if known else 'its runtime failed, see the log of the daemon'}"
+        return refused(hosted.model.id, hosted.problem, code="model_load_failed")
 
     def _loaded(self, hosted: Hosted) -> None:
         with self._changed:

@@ -37,7 +37,8 @@ class Hosted:
     """A model in a host, which locks. Times: seconds since 1970, but for `wanted_at`, monotonic.
 
     leases: requests that have it. waiting: those that wait for it. leaving: who comes now waits until it was let go.
-    keep_alive_s: after the last request, infinite for ever. resident: bytes by which the process grew. problem: why it
+    tried: whether it may be loaded in this process; None while that is found out. keep_alive_s: after the last request,
+    infinite for ever. resident: bytes by which the process grew. problem: why it
     could not be loaded.
     """
 
@@ -49,6 +50,7 @@ class Hosted:
     leases: int = 0
     waiting: deque[Future[Lease]] = field(default_factory=deque)
     wanted_at: float = 0.0
+    tried: bool | None = False
     leaving: bool = False
     problem: str = ""
     failed_at: float = 0.0

@@ -20,7 +20,8 @@ from ssmd.installed import places, resolve
 from ssmd.machine.size import show_size
 from ssmd.model.artifact import Artifact, read_manifest
 from ssmd.model.made import is_made_here
-from ssmd.runtime.loading import load
+from ssmd.runtime.loading import check_first_load, load
+from ssmd.runtime.protocol import get_runtime
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 from ssmd.text.apart import Texts, opened
@@ -50,11 +51,13 @@ def open_host(settings: Settings, model: str | None, *, keep: bool) -> Host:
     keep_alive_s = settings.keep_alive
     if keep_alive_s is None:
         keep_alive_s = math.inf if alone else KEEP_ALIVE_S
+    opener = Opener(settings, writer)
     host = Host(
         shelf,
-        Opener(settings, writer),
+        opener,
         numbers,
         writer,
+        trial=opener.try_out,
         keep_alive_s=keep_alive_s,
         budget=settings.memory_budget,
         max_waiting=settings.max_queue,
@@ -129,6 +132,12 @@ class Opener:
             program.close()
             raise
         return engine
+
+    def try_out(self, model: Model) -> None:
+        """Try what was not made here, in a process of its own. Raises ArtifactError or RuntimeUnavailable."""
+        artifact = self._checked.open(model.path)
+        if not is_made_here(artifact.path, self._settings.data_dir):
+            check_first_load(artifact, get_runtime(artifact.manifest.runtime), self._settings.device)
 
     def _open_texts(self, artifact: Artifact, made_here: bool) -> Texts:
         """Of one's own artifacts those are kept that were used last: models for several runtimes share them, and who

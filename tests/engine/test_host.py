@@ -23,7 +23,6 @@ from engine.test_engine import Asked, answered, ask, user
 
 from ssmd.config import Settings
 from ssmd.engine import host as host_module
-from ssmd.engine.engine import Engine
 from ssmd.engine.host import Host
 from ssmd.engine.hosted import Hosted, Lease, NoRoom, make_room
 from ssmd.engine.opening import close_host, open_host
@@ -33,6 +32,7 @@ from ssmd.engine.shelf import Model
 from ssmd.engine.turns import Turns
 from ssmd.installed import Installed
 from ssmd.machine import memory
+from ssmd.runtime.protocol import ProgramError
 
 ENDLESS = SamplingParams(temperature=1.0, seed=1, logit_bias={0: -100.0, 2: -100.0})
 LLAMA, OTHER, GRANITE = "llama@litert", "llama@openvino", "granite@litert"
@@ -235,13 +235,13 @@ def test_a_load_that_fails_is_told_and_not_tried_in_a_loop(
     graph.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with hosting(models) as host:
         lent(host, LLAMA).release()
-        tried, opening = list[str](), host._open
+        tried, trial = list[str](), host._trial
 
-        def noting(model: Model, *more: Any) -> Engine:
+        def noting(model: Model) -> None:
             tried.append(model.id)
-            return opening(model, *more)
+            trial(model)
 
-        monkeypatch.setattr(host, "_open", noting)
+        monkeypatch.setattr(host, "_trial", noting)
         for _ in range(3):
             refused = refusal(host.lend(host.shelf.find("granite")))
             assert (refused.status, refused.code, refused.retry_after_s) == (503, "model_load_failed", None)
@@ -402,3 +402,39 @@ def test_others_know_who_is_busy() -> None:
     turns.busy("b")
     turns.leave("b")
     assert (turns.others_busy("a"), woken) == (False, ["a", "a"])
+
+
+def test_a_long_trial_of_one_keeps_no_other_from_being_loaded(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hosting(models, memory_budget=40 << 20) as host:
+        lent(host, LLAMA).release()
+        going, ended = threading.Event(), threading.Event()
+
+        def slow(model: Model) -> None:
+            if model.id == OTHER:
+                going.set()
+                assert ended.wait(60)
+
+        monkeypatch.setattr(host, "_trial", slow)
+        waiting = host.lend(host.shelf.find(OTHER))
+        assert going.wait(60)
+        assert (state(host, OTHER)["state"], loaded(host)) == ("loading", {LLAMA}), "nothing makes room for it yet"
+        lent(host, GRANITE).release()
+        assert not waiting.done()
+        ended.set()
+        waiting.result(60).release()
+        assert loaded(host) == {OTHER}
+
+
+def test_a_trial_that_fails_is_told(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hosting(models) as host:
+        answers = iter([ProgramError("it crashed"), RuntimeError("what nobody knows"), None])
+
+        def trial(model: Model) -> None:
+            if (err := next(answers)) is not None:
+                raise err
+
+        monkeypatch.setattr(host, "_trial", trial)
+        assert "it crashed" in refusal(host.lend(host.shelf.find("llama"))).message
+        assert "it crashed" in refusal(host.lend(host.shelf.find("llama"))).message, "and is not tried in a loop"
+        assert "see the log" in refusal(host.load(host.shelf.find("llama"))).message
+        host.load(host.shelf.find("llama")).result(60).release()
