@@ -54,8 +54,9 @@ class Host:
     ) -> None:
         """open_: loads a model and starts its engine. writer: of the store that all keep turns in. trial: finds out,
         in a process of its own, whether that can be done; minutes may pass, in which others are loaded. keep_alive_s:
-        how long a model stays after its last request, infinite for ever. budget: bytes that loaded models may take; None:
-        as many as the machine has free now, and one model whatever it takes. max_waiting: requests, for one model.
+        how long a model stays after its last request, infinite for ever. budget: bytes that loaded models may take;
+        None: as many as the machine has free now, and one model whatever it takes. max_waiting: requests, for one
+        model.
         """
         self.shelf, self.metrics, self.writer = shelf, metrics, writer
         self.draining = False
