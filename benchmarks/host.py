@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from daemon_process import SSMD, Reply, ServerProcess, conditions, free_port
+from daemon_process import SSMD, ServerProcess, conditions, free_port
 
 from ssmd.config import Settings, make_private
 from ssmd.engine.metrics import Metrics
@@ -30,6 +30,7 @@ from ssmd.runtime.protocol import get_runtime
 MODEL, OTHER = sys.argv[1:3] if len(sys.argv) > 2 else ("smollm2", "smollm2@openvino")
 ROUNDS = 5
 TOKENS = 150
+COUNTED = 20_000
 LISTENERS = 20
 STORY = [{"role": "user", "content": "Tell a long story of a lighthouse and its keeper."}]
 
@@ -55,11 +56,8 @@ class Daemon(ServerProcess):
         found: dict[str, Any] = self.post(f"/ssmd/v1/models/{name}/{what}", {})
         return found
 
-    def gaps(self, name: str, tokens: int = TOKENS) -> list[float]:
-        reply = Reply()
-        for _ in self.stream(reply, STORY, model=name, max_tokens=tokens, store=False):
-            pass
-        return reply.gaps_ms
+    def gaps(self, name: str) -> list[float]:
+        return self.chat(STORY, model=name, max_tokens=TOKENS, store=False).gaps_ms
 
     def unloaded(self, name: str) -> None:
         self.model(name, "unload")
@@ -178,7 +176,7 @@ def listened_to(daemon: Daemon) -> None:
         time.sleep(0.3)
         beside += daemon.gaps(MODEL)
         for line in lines:
-            if line.recv(1 << 20).count(b"data: ") < 3:
+            if b"data: " not in line.recv(1 << 20):
                 raise RuntimeError("a listener was told nothing")
             line.close()
     one, other = statistics.median(beside), statistics.median(alone)
@@ -190,7 +188,7 @@ def counting() -> None:
     numbers = Metrics().of("m")
     for streams in (1, 8):
         gaps, times = [12.5] * streams, list[float]()
-        for _ in range(20_000):
+        for _ in range(COUNTED):
             started = time.perf_counter()
             numbers.tokens(gaps, streams)
             times.append((time.perf_counter() - started) * 1e6)

@@ -14,6 +14,7 @@ from pathlib import Path
 import clients
 import decode
 import gpu
+import host
 import numpy as np
 import operators
 import pytest
@@ -68,6 +69,21 @@ def test_clients(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out
     assert [cells[0] for cells in rows(printed)] == ["1", "2"]
     assert all(float(cell.replace(",", "")) > 0 for cells in rows(printed) for cell in cells)
+
+
+def test_host(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    for name in ("llama-f32", "openvino-llama-f32"):
+        (tmp_path / "tiny" / artifacts[name].name).symlink_to(artifacts[name])
+    monkeypatch.setenv("SSMD_MODELS_DIR", str(tmp_path))
+    for name, value in {"MODEL": "tiny", "OTHER": "tiny@openvino", "ROUNDS": 1, "COUNTED": 10, "LISTENERS": 2}.items():
+        monkeypatch.setattr(host, name, value)
+    host.main()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(printed) == 2 + 11, printed
+    assert all(float(line.split("|")[2]) >= 0 for line in printed[2:])
 
 
 def test_runtimes_of_three_kinds(
