@@ -15,7 +15,7 @@ from ssmd.api.messages import read_messages
 from ssmd.engine.repetition import EVERYTHING
 from ssmd.engine.request import Rejected, Request
 from ssmd.engine.sampling import LAST_N, MAX_PENALTY, MIN_PENALTY, SamplingParams
-from ssmd.machine.duration import parse_duration
+from ssmd.machine.duration import MAX_S, parse_duration
 
 MAX_N = 8
 MAX_STOPS = 16
@@ -47,6 +47,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)]
 ShortText = Annotated[str, Field(max_length=1000)]
+Seconds = Annotated[float, Field(allow_inf_nan=True)]  # infinite: for ever
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -105,7 +106,7 @@ class ChatBody(StrictModel):
     session: Id | None = None
     store: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    keep_alive: float | None = None  # seconds; of the model, from the end of this request
+    keep_alive: Seconds | None = None  # of the model, from the end of this request
     # Accepted and without effect: they are for the books of whoever runs a hosted service.
     metadata: Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)] | None = None
     prompt_cache_key: ShortText | None = None
@@ -124,7 +125,7 @@ class ChatBody(StrictModel):
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, int | float):
-            return math.inf if value < 0 else value
+            return value if 0 <= value <= MAX_S else math.inf
         return parse_duration(value) if isinstance(value, str) else value
 
     @property
