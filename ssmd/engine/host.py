@@ -137,6 +137,10 @@ class Host:
         """Want a lease no longer; one that came is given back."""
         if not future.cancel():
             future.add_done_callback(lambda done: None if done.exception() else done.result().release())
+        with self._changed:
+            for hosted in self._wanted:
+                if future in hosted.waiting:
+                    hosted.waiting.remove(future)
         self._wake()
 
     def load(self, model: Model) -> Future[Lease]:
@@ -181,9 +185,10 @@ class Host:
     def pulse(self) -> object:
         """What is another one when `live` or the metrics may be: for who asks often."""
         with self._changed:
-            models = [(h.status, h.pinned, len(h.waiting)) for h in self._hosted.values()]
-        busy = any(h.leases for h in tuple(self._hosted.values()))
-        return self.metrics.changes, models, self.problem, time.monotonic() if busy else None
+            models = [(h.status, h.pinned, len(h.waiting), h.idle_until) for h in self._hosted.values()]
+            busy = any(h.leases for h in self._hosted.values())
+        state = self.draining, self.starting, self.problem
+        return self.metrics.changes, models, state, time.monotonic() if busy else None
 
     def foremost(self) -> Model | None:
         """The model that was asked last of those that are loaded, or the only one there is."""
@@ -331,7 +336,7 @@ class Host:
                 return False
             hosted.engine, hosted.status, hosted.leaving = None, "unloading", False
             hosted.loaded_at = hosted.idle_until = None
-        self._weigh(hosted)
+            self._weigh(hosted)
         engine.shutdown()
         engine.program.close()
         del engine
@@ -346,7 +351,7 @@ class Host:
 
     def _load_next(self) -> None:
         with self._changed:
-            for one in [h for h in self._wanted if all(future.cancelled() for future in h.waiting)]:
+            for one in [h for h in self._wanted if not h.waiting]:
                 self._wanted.remove(one)  # nobody waits any more
                 self._give_room_back(one)
             hosted = next((h for h in self._wanted if h.tried is not None), None)
@@ -436,11 +441,12 @@ class Host:
             why = self._unloadable(hosted, err)
             with self._changed:
                 hosted.tried = False
-                if hosted in self._wanted:
-                    self._failed(hosted, why)
+                self._failed(hosted, why)
             return
         with self._changed:
             hosted.tried = True
+            if hosted not in self._wanted:  # nobody waits any more
+                hosted.status = "unloaded"
         self._wake()
 
     def _unloadable(self, hosted: Hosted, err: Exception) -> Rejected:
@@ -448,13 +454,12 @@ class Host:
         known = type(err).__module__.startswith("ssmd") or isinstance(err, OSError)
         if not (known and self.starting):  # then who starts the daemon is told
             log.error("model %s could not be loaded: %s", hosted.model.id, err, exc_info=None if known else err)
-        hosted.problem = f"could not be loaded: {err if known else 'its runtime failed, see the log of the daemon'}"
-        return refused(hosted.model.id, hosted.problem, code="model_load_failed")
+        why = f"could not be loaded: {err if known else 'its runtime failed, see the log of the daemon'}"
+        return refused(hosted.model.id, why, code="model_load_failed")
 
     def _loaded(self, hosted: Hosted) -> None:
         with self._changed:
-            self._give_room_back(hosted)
-            self._wanted.remove(hosted)
+            self._serve_next(hosted)
             while hosted.waiting:
                 self._hand_out(hosted, hosted.waiting.popleft())
             self._expire(hosted)
@@ -462,13 +467,20 @@ class Host:
 
     def _failed(self, hosted: Hosted, why: Rejected) -> None:
         with self._changed:
-            self._give_room_back(hosted)
-            self._wanted.remove(hosted)
+            self._serve_next(hosted)
             hosted.status = "loaded" if hosted.is_loaded else "failed"
-            if why.code != "no_memory" and not hosted.is_loaded:
-                hosted.problem, hosted.failed_at = hosted.problem or why.message, time.time()
+            if not hosted.is_loaded:
+                hosted.problem = why.message.removeprefix(f"model {hosted.model.id} ")
+            if why.code == "model_load_failed":  # the others cost nothing to find out again
+                hosted.failed_at = time.time()
             self._fail(hosted, why)
             self._news = True
+
+    def _serve_next(self, hosted: Hosted) -> None:
+        """Note that a model is loaded, or is not to be."""
+        self._give_room_back(hosted)
+        if hosted in self._wanted:  # a shutdown has told those who waited already
+            self._wanted.remove(hosted)
 
     def _give_room_back(self, hosted: Hosted) -> None:
         """Those that were to go for this one need not."""
