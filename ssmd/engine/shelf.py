@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ssmd.engine.request import Rejected
 from ssmd.installed import Installed, ModelError, choose, is_for, read
+from ssmd.machine.spelling import meant, shown
 from ssmd.model.artifact import MANIFEST, Artifact, Manifest, read_manifest
 
 Stamp = tuple[int, int, int]
 Places = Callable[[], Sequence[tuple[str, Path]]]  # (name, folder) of artifacts; raises ModelError
-_SHOWN_CHARS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +131,12 @@ class Shelf:
     def _unknown(self, asked: str) -> Rejected:
         names = sorted({model.name for model in self._models.values()})
         there = f"this daemon serves: {', '.join(names)}" if names else "none is installed: ssmd pull smollm2"
-        shown = asked if len(asked) <= _SHOWN_CHARS else asked[:_SHOWN_CHARS] + "…"
-        return Rejected(f"there is no model {shown!r} here; {there}", status=404, code="model_not_found", param="model")
+        name, at, _ = asked.partition("@")
+        hint = meant(asked, self._models if at else names)
+        if at and not hint and (others := [id_ for id_, model in self._models.items() if model.name == name]):
+            hint = f"did you mean {' or '.join(others)}? "
+        message = f"there is no model '{shown(asked)}' here; {hint}{there}"
+        return Rejected(message, status=404, code="model_not_found", param="model")
 
 
 class Checked:
