@@ -29,6 +29,7 @@ from ssmd.api.reading import LONG_BYTES, Reading, client_of
 from ssmd.engine.generation import Generation
 from ssmd.engine.host import Host
 from ssmd.engine.hosted import Lease
+from ssmd.engine.metrics import CANCELLED
 from ssmd.engine.replay import events
 from ssmd.engine.request import Delta, Failed, FinishReason, Rejected, Request, TokenLogprob, Usage, label
 from ssmd.engine.shelf import Model
@@ -141,6 +142,8 @@ class Front:
                 self._host.metrics.request_failed(err.code, key)
             raise
         except Gone:
+            if head is None:
+                self._host.metrics.request_failed(CANCELLED, key)
             log.info("request %s: the client went away", label("that waited", key) if head is None else head.label)
         except sse.Stalled:
             log.warning("request %s: the client has not read for %.0f s, given up", head and head.label, self._stall_s)
