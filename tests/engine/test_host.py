@@ -5,7 +5,6 @@ is lost over it.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import threading
 import time
@@ -20,6 +19,7 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import soon
 from engine.test_engine import Asked, answered, ask, user
+from several import GRANITE, LLAMA, OTHER, models_folder
 
 from ssmd.config import Settings
 from ssmd.engine import host as host_module
@@ -35,18 +35,11 @@ from ssmd.machine import memory
 from ssmd.runtime.protocol import ProgramError
 
 ENDLESS = SamplingParams(temperature=1.0, seed=1, logit_bias={0: -100.0, 2: -100.0})
-LLAMA, OTHER, GRANITE = "llama@litert", "llama@openvino", "granite@litert"
-NAMES = {LLAMA: "llama-f32", OTHER: "openvino-llama-f32", GRANITE: "granite-int8"}
 
 
 @pytest.fixture
 def models(artifacts: TinyArtifacts, tmp_path: Path) -> Path:
-    """A models directory of three artifacts, two of which are one model for two runtimes."""
-    folder = tmp_path / "models"
-    for id_, artifact in NAMES.items():
-        path = artifacts[artifact]
-        shutil.copytree(path, folder / id_.partition("@")[0] / path.name, copy_function=os.link)
-    return folder
+    return models_folder(artifacts, tmp_path / "models")
 
 
 @pytest.fixture(autouse=True)
