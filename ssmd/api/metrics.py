@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -16,11 +19,13 @@ from starlette.types import Receive, Scope, Send
 from ssmd import __version__
 from ssmd.api import sse
 from ssmd.api.keys import caller_of
-from ssmd.engine.host import Host
+from ssmd.engine.host import DRAINING, Host
 from ssmd.engine.prometheus import Exposition
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
 
+log = logging.getLogger(__name__)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 PERIOD_S = 0.25  # between two events of the stream
 AGED_S = 10.0  # after which percentiles have changed though nothing came
@@ -34,7 +39,9 @@ def routes(host: Host, store: Store | None, stall_s: float) -> list[Route]:
         return process | host.metrics.snapshot()
 
     async def refresh() -> None:
-        if store is not None:
+        if store is None:
+            return
+        with contextlib.suppress(StoreError):  # numbers are wanted most where something is wrong
             host.metrics.stored_bytes(await asyncio.to_thread(store.bytes_stored), store.quota)
 
     async def prometheus(request: Request) -> Response:
@@ -48,7 +55,7 @@ def routes(host: Host, store: Store | None, stall_s: float) -> list[Route]:
     return [
         Route("/metrics", prometheus),
         Route("/ssmd/v1/metrics", shown),
-        Route("/ssmd/v1/metrics/stream", _Stream(host, snapshot, stall_s), methods=["GET"]),
+        Route("/ssmd/v1/metrics/stream", _Stream(host, snapshot, refresh, stall_s), methods=["GET"]),
     ]
 
 
@@ -60,68 +67,104 @@ def _seen_by(domain: Domain, snapshot: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Listener:
-    """One who reads the stream. event: the last one made for it, until it is taken."""
+    """One who reads the stream. event: the last one made for it, until it is taken. last: none comes after it."""
 
     def __init__(self, domain: Domain) -> None:
         self.domain = domain
         self.event = b""
+        self.last = False
         self.news = asyncio.Event()
 
 
 class _Stream:
-    """The ASGI app of the stream: one snapshot for all who listen, and none while nothing changes."""
+    """The ASGI app of the stream: one snapshot for all who listen, and none while nothing changes.
 
-    def __init__(self, host: Host, snapshot: Callable[[], dict[str, Any]], stall_s: float) -> None:
-        self._host, self._snapshot, self._stall_s = host, snapshot, stall_s
+    refresh: brings up to date what the snapshot has from the store.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        snapshot: Callable[[], dict[str, Any]],
+        refresh: Callable[[], Awaitable[None]],
+        stall_s: float,
+    ) -> None:
+        self._host, self._snapshot, self._refresh, self._stall_s = host, snapshot, refresh, stall_s
         self._listeners: set[_Listener] = set()
         self._pump: asyncio.Task[None] | None = None
+        self._making = asyncio.Lock()
+        self._seen: object = None
+        self._made = -math.inf
+        self._last: dict[str, Any] = {}
+        self._encoded: dict[Domain, bytes] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = sse.EventStream(send, self._stall_s)
+        await stream.open({})
+        if scope["method"] == "HEAD":
+            await stream.close()
+            return
         mine = _Listener(caller_of(scope).domain)
         leaving = asyncio.create_task(_departure(receive, mine))
         self._listeners.add(mine)
-        stream = sse.EventStream(send, self._stall_s)
         try:
-            await stream.open({})
-            await self._begin(mine)
-            while not leaving.done():
-                if mine.event:
-                    event, mine.event = mine.event, b""
-                    await stream.write(event)
-                if self._host.draining:
-                    break
+            await self._show(mine)
+            pump = self._pumping()
+            while not (leaving.done() or pump.done()):
                 mine.news.clear()
-                await mine.news.wait()
+                if not mine.event:
+                    await mine.news.wait()
+                    continue
+                event, mine.event, last = mine.event, b"", mine.last
+                await stream.write(event)
+                if last:
+                    break
+                await asyncio.sleep(PERIOD_S)
             await stream.close()
         except sse.Stalled:
-            pass
+            log.info("one who listens to the metrics has not read for %.0f s, given up", self._stall_s)
         finally:
             leaving.cancel()
             self._listeners.discard(mine)
 
-    async def _begin(self, mine: _Listener) -> None:
-        """Make a first event for who came just now, and have the others made."""
-        self._hand_out(await asyncio.to_thread(self._snapshot), [mine])
+    def _pumping(self) -> asyncio.Task[None]:
+        """The task that looks for what is new; one that failed ends the streams of those who wait for it."""
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
+            self._pump.add_done_callback(lambda _: [one.news.set() for one in self._listeners])
+        return self._pump
 
     async def _run(self) -> None:
-        seen, made = None, time.monotonic()
         while self._listeners:
             await asyncio.sleep(PERIOD_S)
-            pulse = self._host.pulse()
-            busy = pulse != seen or self._host.draining
-            if busy or time.monotonic() - made >= AGED_S:
-                seen, made = pulse, time.monotonic()
-                self._hand_out(await asyncio.to_thread(self._snapshot), list(self._listeners))
+            await self._show()
 
-    def _hand_out(self, snapshot: dict[str, Any], listeners: Sequence[_Listener]) -> None:
-        encoded: dict[Domain, bytes] = {}
+    async def _show(self, new: _Listener | None = None) -> None:
+        """Make an event for all if anything is new; who is new gets one in any case."""
+        async with self._making:
+            pulse, age = self._host.pulse(), time.monotonic() - self._made
+            only = [] if new is None else [new]
+            if age < PERIOD_S or (age < AGED_S and pulse == self._seen):
+                self._hand_out(only)
+                return
+            if age >= AGED_S:
+                await self._refresh()
+            before, self._last = self._last, await asyncio.to_thread(self._snapshot)
+            self._seen, self._made, self._encoded = pulse, time.monotonic(), {}
+            self._hand_out(only if _alike(before, self._last) else self._listeners)
+
+    def _hand_out(self, listeners: Iterable[_Listener]) -> None:
         for one in listeners:
-            if one.domain not in encoded:
-                encoded[one.domain] = sse.encode(_seen_by(one.domain, snapshot))
-            one.event = encoded[one.domain]
+            if one.domain not in self._encoded:
+                self._encoded[one.domain] = sse.encode(_seen_by(one.domain, self._last))
+            one.event, one.last = self._encoded[one.domain], self._last["state"] == DRAINING
             one.news.set()
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two snapshots tell the same, but for the process' memory, which is never still."""
+    memory: dict[str, Any] = {"memory": None}
+    return one | memory == other | memory
 
 
 async def _departure(receive: Receive, one: _Listener) -> None:

@@ -28,6 +28,7 @@ from ssmd.machine import memory
 from ssmd.machine.size import show_size
 
 log = logging.getLogger(__name__)
+DRAINING = "draining"  # the state of a daemon that comes to its end
 KEEP_ALIVE_S = 300.0
 ROOM_S = 60.0  # for which a model waits until others that answer somebody can go
 RETRY_S = 30.0  # after which a load that failed is tried again, if it is asked for
@@ -498,7 +499,7 @@ class Host:
 
     def _state(self, running: bool) -> str:
         if self.draining:
-            return "draining"
+            return DRAINING
         if self.starting:
             return "starting"
         if self.problem:
