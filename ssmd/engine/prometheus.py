@@ -111,6 +111,8 @@ def _now(live: Live) -> Iterable[Metric]:
         waiting.add_metric([model], row["queue"]["waiting"])
         running.add_metric([model], row["queue"]["running"])
     budget = GaugeMetricFamily("ssmd_memory_budget_bytes", "Bytes that loaded models may take")
-    if live.memory.get("budget_bytes") is not None:
-        budget.add_metric([], live.memory["budget_bytes"])
-    return [build, info, loaded, resident, waiting, running, budget]
+    used = GaugeMetricFamily("ssmd_memory_used_bytes", "Bytes that loaded models are reckoned with")
+    for family, name in ((budget, "budget_bytes"), (used, "used_bytes")):
+        if live.memory.get(name) is not None:
+            family.add_metric([], live.memory[name])
+    return [build, info, loaded, resident, waiting, running, budget, used]

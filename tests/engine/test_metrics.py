@@ -61,7 +61,7 @@ def test_prometheus_shows_seconds_and_counts() -> None:
     metrics.checkpoint(1000, 4.0)
     metrics.checkpoint(500, 6.0)
     metrics.stored_bytes(12345, 99999)
-    metrics.live = lambda: Live(models=[ROW], memory={"budget_bytes": 77})
+    metrics.live = lambda: Live(models=[ROW], memory={"budget_bytes": 77, "used_bytes": 33})
     found = samples(metrics)
     assert found["ssmd_ttft_seconds_count", (model,)] == 2
     assert found["ssmd_ttft_seconds_sum", (model,)] == pytest.approx(2.52)
@@ -82,6 +82,7 @@ def test_prometheus_shows_seconds_and_counts() -> None:
     assert found["ssmd_stored_bytes", ()] == 12345
     assert found["ssmd_quota_bytes", ()] == 99999
     assert found["ssmd_memory_budget_bytes", ()] == 77
+    assert found["ssmd_memory_used_bytes", ()] == 33
     assert found["ssmd_checkpoints_left_out_total", ()] == 0
     assert found["ssmd_model_loaded", (model,)] == 1
     assert [
