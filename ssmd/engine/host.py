@@ -72,7 +72,7 @@ class Host:
         self._hosted: dict[str, Hosted] = {}
         self._wanted: deque[Hosted] = deque()
         self._ended = self._news = False
-        self._base = memory.resident() or 0
+        self._runtimes: set[str] = set()  # whose libraries are in this process
         self._thread = threading.Thread(target=self._run, name="ssmd-host", daemon=True)
         self._thread.start()
         metrics.live = self.live
@@ -332,12 +332,13 @@ class Host:
         engine = hosted.engine
         if engine is None or hosted.leases or not (at_once or engine.idle):
             return engine is None
+        memory.trim()
+        before = memory.resident() or 0
         with self._changed:
             if hosted.leases:
                 return False
             hosted.engine, hosted.status, hosted.leaving = None, "unloading", False
             hosted.loaded_at = hosted.idle_until = None
-            self._weigh(hosted)
         engine.shutdown()
         engine.program.close()
         del engine
@@ -347,6 +348,7 @@ class Host:
         memory.trim()
         with self._changed:
             hosted.status = "unloaded"
+            hosted.weight = max(0, before - (memory.resident() or 0))
         log.info("model %s was let go", hosted.model.id)
         return True
 
@@ -428,6 +430,9 @@ class Host:
             hosted.load_ms = round((time.perf_counter() - started) * 1e3, 1)
             hosted.loaded_at = time.time()
             hosted.resident = max(0, (memory.resident() or 0) - before)
+            if model.manifest.runtime in self._runtimes:
+                hosted.weight = hosted.resident
+            self._runtimes.add(model.manifest.runtime)
         gc.freeze()
         memory.trim()
         log.info("model %s was loaded in %.0f ms", model.id, hosted.load_ms)
@@ -488,11 +493,6 @@ class Host:
         for other in self._hosted.values():
             if other is not hosted and other.is_loaded and other.status == "loaded":
                 other.leaving = False
-
-    def _weigh(self, hosted: Hosted) -> None:
-        """A model that is alone takes what the process has grown by: more than just after it was loaded."""
-        if sum(h.is_loaded for h in self._hosted.values()) == 0 and (now := memory.resident()) is not None:
-            hosted.resident = max(hosted.resident or 0, now - self._base)
 
     def _engines(self) -> list[Engine]:
         return [engine for h in tuple(self._hosted.values()) if (engine := h.engine) is not None]

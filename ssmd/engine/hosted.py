@@ -38,8 +38,9 @@ class Hosted:
 
     leases: requests that have it. waiting: those that wait for it. leaving: who comes now waits until it was let go.
     tried: whether it may be loaded in this process; None while that is found out. keep_alive_s: after the last request,
-    infinite for ever. resident: bytes by which the process grew. problem: why it
-    could not be loaded.
+    infinite for ever. resident: bytes by which the process grew, its runtime's library with it if that was not there
+    yet. weight: bytes that are the model's alone, as far as was seen; it is no more than what the process has back when
+    it goes. problem: why it could not be loaded.
     """
 
     model: Model
@@ -59,6 +60,7 @@ class Hosted:
     last_used: float | None = None
     idle_until: float | None = None
     resident: int | None = None
+    weight: int = 0
 
     @property
     def is_loaded(self) -> bool:
@@ -67,7 +69,7 @@ class Hosted:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it is reckoned with."""
-        return max(LEAST_BYTES, int(TIMES_FILES * self.model.found.nbytes), self.resident or 0)
+        return max(LEAST_BYTES, int(TIMES_FILES * self.model.found.nbytes), self.weight)
 
     def row(self) -> dict[str, Any]:
         """What is known of it, ready for JSON."""

@@ -172,6 +172,29 @@ def test_what_is_too_large_alone_is_loaded_where_no_budget_was_given(
         assert loaded(host) == {GRANITE}
 
 
+def test_what_a_library_takes_is_no_models(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came with a model and stays when it goes does not keep it from coming again."""
+    with hosting(models, memory_budget=40 << 20) as host:
+        library, own = 100 << 20, 10 << 20
+        monkeypatch.setattr(memory, "resident", lambda: (library if host._hosted else 0) + own * len(host._engines()))
+        for name in (LLAMA, GRANITE, LLAMA):
+            lent(host, name).release()
+            assert loaded(host) == {name}
+        assert host._hosted[GRANITE].nbytes < 40 << 20
+
+
+def test_a_model_is_reckoned_with_what_its_going_gave_back(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hosting(models, memory_budget=80 << 20) as host:
+        monkeypatch.setattr(memory, "resident", lambda: (60 << 20) * len(host._engines()))
+        lent(host, LLAMA).release()
+        lent(host, GRANITE).release()
+        assert host._hosted[GRANITE].nbytes == 60 << 20, "the library was there: all of it is the model's"
+        host.unload(host.shelf.find(LLAMA))
+        soon(lambda: host._hosted[LLAMA].nbytes == 60 << 20)
+        lent(host, LLAMA).release()
+        assert loaded(host) == {LLAMA}, "there is room for one of that size"
+
+
 def test_one_waits_for_the_memory_that_another_answers_with(models: Path) -> None:
     """And who comes to that other one then waits in turn: nobody starves."""
     with hosting(models, memory_budget=40 << 20) as host:
@@ -345,7 +368,7 @@ def test_room_is_made_of_the_idle_first_and_of_no_more_than_it_takes() -> None:
     nowhere = Model("m@litert", Installed("m", Path("m"), None), None)
 
     def sized(size: int, used: float, leases: int = 0, pinned: bool = False) -> Hosted:
-        return Hosted(nowhere, 1.0, pinned=pinned, leases=leases, last_used=used, resident=size << 20)
+        return Hosted(nowhere, 1.0, pinned=pinned, leases=leases, last_used=used, weight=size << 20)
 
     busy, old, young, pin = sized(50, 1, leases=1), sized(40, 2), sized(40, 3), sized(35, 0, pinned=True)
     everything = [busy, old, young, pin]
