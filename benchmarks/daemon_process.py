@@ -198,6 +198,30 @@ class DaemonProcess(ServerProcess):
         super().__init__(command, port, data_dir.parent / f"{data_dir.name}.log", environment)
 
 
+class HostProcess(ServerProcess):
+    """`ssmd serve` of all that is installed in `models_dir`, by default the user's; as made here."""
+
+    def __init__(self, data_dir: Path, *args: str, models_dir: Path | None = None) -> None:
+        models_dir = Settings().models_dir if models_dir is None else models_dir
+        make_private(data_dir)
+        for manifest in models_dir.glob(f"*/*/{MANIFEST}"):
+            note(manifest.parent, data_dir)
+        port = free_port()
+        environment = {**os.environ, "SSMD_DATA_DIR": str(data_dir), "SSMD_MODELS_DIR": str(models_dir)}
+        log = data_dir.parent / f"{data_dir.name}.log"
+        super().__init__([*SSMD, "serve", "--port", str(port), *args], port, log, environment)
+
+    def model(self, name: str, what: str) -> dict[str, Any]:
+        """Have a model loaded, or let go; its row."""
+        found: dict[str, Any] = self.post(f"/ssmd/v1/models/{name}/{what}", {})
+        return found
+
+    def unloaded(self, name: str) -> None:
+        """Have a model let go, and wait until it is."""
+        while self.model(name, "unload")["state"] != "unloaded":
+            time.sleep(0.02)
+
+
 def conditions() -> str:
     """What a reader needs to know to repeat a run."""
     model = next(

@@ -7,7 +7,6 @@ benchmarks/host.py [MODEL OTHER]     installed models, default: smollm2 and smol
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import statistics
 import sys
@@ -16,15 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from daemon_process import SSMD, ServerProcess, conditions, free_port
+from daemon_process import HostProcess, conditions
 
-from ssmd.config import Settings, make_private
+from ssmd.config import Settings
 from ssmd.engine.metrics import Metrics
 from ssmd.installed import resolve
 from ssmd.model.artifact import Artifact
-from ssmd.model.made import note
 from ssmd.runtime.protocol import get_runtime
 
 MODEL, OTHER = sys.argv[1:3] if len(sys.argv) > 2 else ("smollm2", "smollm2@openvino")
@@ -39,30 +36,14 @@ def quantile(values: list[float], part: float) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[round(part * 100) - 1]
 
 
-class Daemon(ServerProcess):
-    """Serves all installed models, those of them as made here."""
+class Daemon(HostProcess):
+    """Keeps what it loads."""
 
     def __init__(self, data_dir: Path) -> None:
-        make_private(data_dir)
-        settings = Settings()
-        for name in (MODEL, OTHER):
-            note(resolve(name, settings.models_dir), data_dir)
-        port = free_port()
-        environment = {**os.environ, "SSMD_DATA_DIR": str(data_dir), "SSMD_MODELS_DIR": str(settings.models_dir)}
-        command = [*SSMD, "serve", "--port", str(port), "--keep-alive", "-1"]
-        super().__init__(command, port, data_dir.parent / "daemon.log", environment)
-
-    def model(self, name: str, what: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.post(f"/ssmd/v1/models/{name}/{what}", {})
-        return found
+        super().__init__(data_dir, "--keep-alive", "-1")
 
     def gaps(self, name: str) -> list[float]:
         return self.chat(STORY, model=name, max_tokens=TOKENS, store=False).gaps_ms
-
-    def unloaded(self, name: str) -> None:
-        self.model(name, "unload")
-        while self.model(name, "unload")["state"] != "unloaded":
-            time.sleep(0.02)
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def told_by(body: bytes, streamed: bool) -> Told:
     else:
         whole = json.loads(body)
         [choice], usage = whole["choices"], whole["usage"]
-        text, tokens = choice["message"]["content"] or "", choice["logprobs"]["content"]
+        text, tokens = choice["message"]["content"] or "", (choice["logprobs"] or {"content": []})["content"]
         finish = choice["finish_reason"]
     own = usage["ssmd"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
