@@ -155,7 +155,7 @@ def serve(
 
     def ready() -> None:
         gc.freeze()  # what is there by now stays: to look through all of it takes 70 ms, during which no token comes
-        host.starting = False
+        host.ready()
         said = f"ssmd {__version__} serves {_served(host)} at {place}"
         if home is not None:
             url = discovery.url_of(sockets) if settings.socket is None else None

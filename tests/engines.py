@@ -34,6 +34,6 @@ def hosting(engine: OwnEngine, **options: Any) -> Host:
     place = engine.artifact.manifest.name, engine.artifact.path
     shelf = Shelf(lambda: [place])
     host = Host(shelf, lambda model, numbers, turns: engine, engine.metrics, engine.writer, **options)
-    host.starting = False
+    host.ready()
     host.load(shelf.models()[0]).result(60).release()
     return host

@@ -81,7 +81,7 @@ class Several:
 
     def leases(self) -> int:
         """How many requests have a model."""
-        return sum(hosted.leases for hosted in self.host._hosted.values())
+        return sum(hosted.leases for hosted in self.host._loader.hosted.values())
 
     @contextmanager
     def asking(
@@ -97,7 +97,7 @@ class Several:
     @contextmanager
     def held_back(self, name: str) -> Iterator[Gate]:
         """Loads of the model begin, and do not go on before the gate is opened, or this is left."""
-        gate, opening = Gate(), self.host._open
+        gate, opening = Gate(), self.host._loader._open
 
         def slowly(model: Model, *more: Any) -> Engine:
             if model.id == name:
@@ -105,12 +105,12 @@ class Several:
                 assert gate.opened.wait(60)
             return opening(model, *more)
 
-        self.host._open = slowly
+        self.host._loader._open = slowly
         try:
             yield gate
         finally:
             gate.opened.set()
-            self.host._open = opening
+            self.host._loader._open = opening
 
     def quiet(self) -> None:
         """Wait until nothing is answered."""
@@ -122,7 +122,7 @@ def several(models: Path, *, stall_s: float = 30.0, **settings: Any) -> Iterator
     """A daemon over a models directory; its data lies beside that."""
     chosen = Settings(**{"models_dir": models, "data_dir": models.parent / "data", "threads": 1, **settings})
     host = open_host(chosen, None, keep=True)
-    host.starting = False
+    host.ready()
     try:
         with serving(create_app(host, chosen, stall_s=stall_s)) as served:
             yield Several(served, host, models)

@@ -39,7 +39,7 @@ def serving_here(settings: Settings, model: str | None, *, keep: bool) -> Iterat
         with shown(f"loading {model or 'the model'}"):
             host = open_host(settings, model, keep=keep)
         held.callback(close_host, host)
-        host.starting = False
+        host.ready()
         listening, address = _listen(held, token)
         app = create_app(host, own)
         config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=FLUSH_S, ws="none")

@@ -301,7 +301,7 @@ def test_what_cannot_be_loaded_is_told_and_not_asked_for_again(three: Several) -
 def test_what_has_no_room_is_told_who_has_it(models: Path) -> None:
     with several(models, memory_budget=80 << 20, pin=("llama",)) as one:
         assert one.row(LLAMA)["pinned"]
-        one.host.budget = 40 << 20
+        one.host._loader.budget = 40 << 20
         answer = one.chat("granite")
         assert (answer.status, answer.error["code"]) == (503, "no_memory")
         assert answer.headers["x-should-retry"] == "false"

@@ -22,7 +22,7 @@ from engine.test_engine import Asked, answered, ask, user
 from several import GRANITE, LLAMA, OTHER, models_folder
 
 from ssmd.config import Settings
-from ssmd.engine import host as host_module
+from ssmd.engine import loader
 from ssmd.engine.host import Host
 from ssmd.engine.hosted import Hosted, Lease, NoRoom, make_room
 from ssmd.engine.opening import close_host, open_host
@@ -52,7 +52,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 def hosting(models: Path, model: str | None = None, **settings: Any) -> Iterator[Host]:
     given = {"models_dir": models, "data_dir": models.parent / "data", "threads": 1, **settings}
     host = open_host(Settings(**given), model, keep=True)
-    host.starting = False
+    host.ready()
     try:
         yield host
     finally:
@@ -176,21 +176,23 @@ def test_what_a_library_takes_is_no_models(models: Path, monkeypatch: pytest.Mon
     """What came with a model and stays when it goes does not keep it from coming again."""
     with hosting(models, memory_budget=40 << 20) as host:
         library, own = 100 << 20, 10 << 20
-        monkeypatch.setattr(memory, "resident", lambda: (library if host._hosted else 0) + own * len(host._engines()))
+        monkeypatch.setattr(
+            memory, "resident", lambda: (library if host._loader.hosted else 0) + own * len(host._loader.engines())
+        )
         for name in (LLAMA, GRANITE, LLAMA):
             lent(host, name).release()
             assert loaded(host) == {name}
-        assert host._hosted[GRANITE].nbytes < 40 << 20
+        assert host._loader.hosted[GRANITE].nbytes < 40 << 20
 
 
 def test_a_model_is_reckoned_with_what_its_going_gave_back(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hosting(models, memory_budget=80 << 20) as host:
-        monkeypatch.setattr(memory, "resident", lambda: (60 << 20) * len(host._engines()))
+        monkeypatch.setattr(memory, "resident", lambda: (60 << 20) * len(host._loader.engines()))
         lent(host, LLAMA).release()
         lent(host, GRANITE).release()
-        assert host._hosted[GRANITE].nbytes == 60 << 20, "the library was there: all of it is the model's"
+        assert host._loader.hosted[GRANITE].nbytes == 60 << 20, "the library was there: all of it is the model's"
         host.unload(host.shelf.find(LLAMA))
-        soon(lambda: host._hosted[LLAMA].nbytes == 60 << 20)
+        soon(lambda: host._loader.hosted[LLAMA].nbytes == 60 << 20)
         lent(host, LLAMA).release()
         assert loaded(host) == {LLAMA}, "there is room for one of that size"
 
@@ -202,7 +204,7 @@ def test_one_waits_for_the_memory_that_another_answers_with(models: Path) -> Non
         asked = Asked(first.engine, user("On and on"), sampling=ENDLESS, max_tokens=200)
         asked.next()
         second = host.lend(host.shelf.find(GRANITE))
-        soon(lambda: host._hosted[LLAMA].leaving)
+        soon(lambda: host._loader.hosted[LLAMA].leaving)
         third = host.lend(host.shelf.find(LLAMA))
         time.sleep(0.3)
         assert [second.done(), third.done()] == [False, False]
@@ -217,7 +219,7 @@ def test_one_waits_for_the_memory_that_another_answers_with(models: Path) -> Non
 
 
 def test_who_waits_too_long_for_memory_is_told_who_has_it(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "ROOM_S", 0.3)
+    monkeypatch.setattr(loader, "ROOM_S", 0.3)
     with hosting(models, memory_budget=40 << 20) as host:
         first = lent(host, LLAMA)
         refused = refusal(host.lend(host.shelf.find(GRANITE)))
@@ -232,13 +234,13 @@ def test_who_gives_up_waiting_holds_nothing(models: Path) -> None:
     with hosting(models, memory_budget=40 << 20) as host:
         first = lent(host, LLAMA)
         second = host.lend(host.shelf.find(GRANITE))
-        soon(lambda: host._hosted[LLAMA].leaving)
+        soon(lambda: host._loader.hosted[LLAMA].leaving)
         host.give_up(second)
         lent(host, LLAMA).release()
         given = host.lend(host.shelf.find(LLAMA))
         host.give_up(given)  # it is there already
         first.release()
-        assert host._hosted[LLAMA].leases == 0
+        assert host._loader.hosted[LLAMA].leases == 0
         assert loaded(host) == {LLAMA}
 
 
@@ -251,13 +253,13 @@ def test_a_load_that_fails_is_told_and_not_tried_in_a_loop(
     graph.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with hosting(models) as host:
         lent(host, LLAMA).release()
-        tried, trial = list[str](), host._trial
+        tried, trial = list[str](), host._loader._trial
 
         def noting(model: Model) -> None:
             tried.append(model.id)
             trial(model)
 
-        monkeypatch.setattr(host, "_trial", noting)
+        monkeypatch.setattr(host._loader, "_trial", noting)
         for _ in range(3):
             refused = refusal(host.lend(host.shelf.find("granite")))
             assert (refused.status, refused.code, refused.retry_after_s) == (503, "model_load_failed", None)
@@ -348,7 +350,7 @@ def test_a_shutdown_tells_those_who_wait_for_a_model(models: Path) -> None:
     with hosting(models, memory_budget=40 << 20) as host:
         lent(host, LLAMA)
         waiting = host.lend(host.shelf.find(GRANITE))
-        soon(lambda: host._hosted[LLAMA].leaving)
+        soon(lambda: host._loader.hosted[LLAMA].leaving)
         host.shutdown(0)
         assert refusal(waiting).code == "shutting_down"
         assert refusal(host.lend(host.shelf.find(LLAMA))).code == "shutting_down"
@@ -430,7 +432,7 @@ def test_a_long_trial_of_one_keeps_no_other_from_being_loaded(models: Path, monk
                 going.set()
                 assert ended.wait(60)
 
-        monkeypatch.setattr(host, "_trial", slow)
+        monkeypatch.setattr(host._loader, "_trial", slow)
         waiting = host.lend(host.shelf.find(OTHER))
         assert going.wait(60)
         assert (state(host, OTHER)["state"], loaded(host)) == ("loading", {LLAMA}), "nothing makes room for it yet"
@@ -449,7 +451,7 @@ def test_a_trial_that_fails_is_told(models: Path, monkeypatch: pytest.MonkeyPatc
             if (err := next(answers)) is not None:
                 raise err
 
-        monkeypatch.setattr(host, "_trial", trial)
+        monkeypatch.setattr(host._loader, "_trial", trial)
         assert "it crashed" in refusal(host.lend(host.shelf.find("llama"))).message
         assert "it crashed" in refusal(host.lend(host.shelf.find("llama"))).message, "and is not tried in a loop"
         assert "see the log" in refusal(host.load(host.shelf.find("llama"))).message

@@ -1,0 +1,331 @@
+"""The loader: the one thread of a host that loads models and lets them go, one at a time, as they are asked for.
+
+A model that answers somebody is never let go; where others hold the memory that one needs, who comes to them waits
+until it was loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from ssmd.engine.engine import Engine
+from ssmd.engine.hosted import Hosted, Lease, NoRoom, make_room, refused
+from ssmd.engine.metrics import Metrics, ModelMetrics
+from ssmd.engine.request import Rejected
+from ssmd.engine.shelf import Model, Shelf, unusable
+from ssmd.engine.turns import Turns
+from ssmd.machine import memory
+from ssmd.machine.size import show_size
+
+log = logging.getLogger(__name__)
+ROOM_S = 60.0  # for which a model waits until others that answer somebody can go
+RETRY_AFTER_S = 5
+_LOOK_S = 1.0  # how often to look at models that were replaced or removed
+_SOON_S = 0.1
+Open = Callable[[Model, ModelMetrics, Turns], Engine]
+
+
+class Loader:
+    """A host's models, by the shelf's ids, and the queue of those that are to be loaded.
+
+    What does not say otherwise is called with `changed` held, or from the thread. starting: until the daemon is ready,
+    who starts it is told of failures, and not the log.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        open_: Open,
+        trial: Callable[[Model], None],
+        metrics: Metrics,
+        *,
+        keep_alive_s: float,
+        budget: int | None,
+    ) -> None:
+        """Take what a Host takes, and begin."""
+        self.changed = threading.Condition()
+        self.hosted: dict[str, Hosted] = {}
+        self.wanted: deque[Hosted] = deque()
+        self.starting = True
+        self.budget = memory.available() if budget is None else budget
+        self._strict = budget is not None
+        self._shelf, self._metrics, self._keep_alive_s = shelf, metrics, keep_alive_s
+        self._open, self._trial = open_, trial
+        self._turns: dict[str, Turns] = {}
+        self._runtimes: set[str] = set()  # whose libraries are in this process
+        self._ended = self._news = False
+        self._thread = threading.Thread(target=self._run, name="ssmd-host", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Load nothing more. From any thread."""
+        with self.changed:
+            self._ended = True
+            self.changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until a load that is under way is over. From any thread."""
+        self._thread.join()
+
+    def enter(self, model: Model) -> Hosted:
+        """What is known of a model, which may be nothing yet."""
+        hosted = self.hosted.get(model.id)
+        if hosted is None:
+            hosted = self.hosted[model.id] = Hosted(model, self._keep_alive_s)
+        return hosted
+
+    def want(self, hosted: Hosted, future: Future[Lease]) -> None:
+        """Have a model loaded, for who waits."""
+        hosted.waiting.append(future)
+        if hosted not in self.wanted:
+            hosted.wanted_at = time.monotonic()
+            self.wanted.append(hosted)
+        self.wake()
+
+    def hand_out(self, hosted: Hosted, future: Future[Lease]) -> None:
+        """Give a loaded model to one who waits still."""
+        if future.set_running_or_notify_cancel():
+            hosted.leases += 1
+            hosted.idle_until = None
+            assert hosted.engine is not None
+            future.set_result(Lease(hosted.engine, hosted.model, partial(self._give_back, hosted)))
+
+    def expire(self, hosted: Hosted) -> None:
+        """Say until when a model stays that nobody has."""
+        free = hosted.is_loaded and not (hosted.leases or hosted.pinned or hosted.keep_alive_s == math.inf)
+        hosted.idle_until = time.time() + hosted.keep_alive_s if free else None
+
+    def fail(self, hosted: Hosted, why: Rejected) -> None:
+        """Tell all who wait for a model why they do not get it."""
+        while hosted.waiting:
+            future = hosted.waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(why)
+
+    def _give_back(self, hosted: Hosted) -> None:
+        with self.changed:
+            hosted.leases -= 1
+            hosted.last_used = time.time()
+            self.expire(hosted)
+            if not hosted.leases:
+                self.wake()
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self._news or self._ended, timeout=self._next_look_s())
+                self._news = False
+                if self._ended:
+                    return
+            try:
+                self._let_go()
+                self._load_next()
+            except Exception:
+                log.exception("the host failed at a piece of work")
+
+    def wake(self) -> None:
+        """Have the thread look what is to do. From any thread."""
+        with self.changed:
+            self._news = True
+            self.changed.notify_all()
+
+    def _next_look_s(self) -> float | None:
+        now = time.time()
+        due = [h.idle_until - now for h in self.hosted.values() if h.is_loaded and h.idle_until is not None]
+        if self.wanted or any(h.leaving and h.is_loaded for h in self.hosted.values()):
+            due.append(_SOON_S)
+        if any(h.is_loaded for h in self.hosted.values()):
+            due.append(_LOOK_S)
+        return max(_SOON_S, min(due)) if due else None
+
+    def _let_go(self) -> None:
+        """Let go of what is to go, and answers nobody."""
+        with self.changed:
+            loaded = [h for h in self.hosted.values() if h.is_loaded]
+        for hosted in loaded:
+            if not hosted.leaving and not hosted.model.is_current:
+                log.info("model %s was replaced or removed: it is let go when nobody asks it any more", hosted.model.id)
+                with self.changed:
+                    hosted.leaving = True
+            due = hosted.idle_until is not None and hosted.idle_until <= time.time()
+            if hosted.leaving or due:
+                self._unload(hosted, at_once=hosted.leaving)
+
+    def _unload(self, hosted: Hosted, *, at_once: bool = False) -> bool:
+        """Let a model go that answers nobody, unless it has something to do for later that it can go on with."""
+        engine = hosted.engine
+        if engine is None or hosted.leases or not (at_once or engine.idle):
+            return engine is None
+        memory.trim()
+        before = memory.resident() or 0
+        with self.changed:
+            if hosted.leases:
+                return False
+            hosted.engine, hosted.status, hosted.leaving = None, "unloading", False
+            hosted.loaded_at = hosted.idle_until = None
+        engine.shutdown()
+        engine.program.close()
+        del engine
+        gc.unfreeze()  # what the daemon froze when it was ready, or below
+        gc.collect()
+        gc.freeze()
+        memory.trim()
+        with self.changed:
+            hosted.status = "unloaded"
+            hosted.weight = max(0, before - (memory.resident() or 0))
+        log.info("model %s was let go", hosted.model.id)
+        return True
+
+    def _load_next(self) -> None:
+        with self.changed:
+            for one in [h for h in self.wanted if not h.waiting]:
+                self.wanted.remove(one)  # nobody waits any more
+                self._give_room_back(one)
+            hosted = next((h for h in self.wanted if h.tried is not None), None)
+            if hosted is None:
+                return
+        try:
+            model = self._shelf.find(hosted.model.id)
+            if hosted.is_loaded and not (hosted.leaving or hosted.model is not model):
+                self._loaded(hosted)
+                return
+            if hosted.is_loaded and not self._unload(hosted, at_once=True):
+                return  # those who have it come to their end first
+            if hosted.model is not model:
+                hosted.model, hosted.tried = model, False
+            if model.found.problem:
+                raise unusable(model.id, model.found.problem)
+            if not hosted.tried:
+                hosted.tried, hosted.status, hosted.problem = None, "loading", ""
+                threading.Thread(target=self._try, args=(hosted,), name="ssmd-trial", daemon=True).start()
+                self.wake()
+                return
+            if not self._make_room(hosted):
+                return
+            self._load(hosted)
+        except Rejected as err:
+            self._failed(hosted, err)
+
+    def _make_room(self, hosted: Hosted) -> bool:
+        """Whether there is room for a model now. Raises Rejected."""
+        if self.budget is None:
+            return True
+        with self.changed:
+            loaded = [h for h in self.hosted.values() if h.is_loaded]
+            budget = self.budget
+            if not self._strict:
+                free = memory.available()
+                if free is not None:
+                    budget = min(budget, free + sum(h.nbytes for h in loaded))
+                least = hosted.nbytes + sum(h.nbytes for h in loaded if h.pinned)
+                if budget < least:
+                    sizes = show_size(hosted.nbytes), show_size(budget)
+                    log.warning("model %s takes about %s of memory, and %s are free", hosted.model.id, *sizes)
+                    budget = least
+            try:
+                going = make_room(hosted, loaded, budget)
+            except NoRoom as err:
+                raise refused(hosted.model.id, f"is not loaded: {err}", code="no_memory") from err
+            busy = [h.model.id for h in going if h.leases]
+            late = time.monotonic() - hosted.wanted_at > ROOM_S
+            for one in going:
+                one.leaving = one.leaving or not late
+        if busy and late:
+            raise refused(
+                hosted.model.id,
+                f"is not loaded: its memory is held by {', '.join(busy)}, which answered others for {ROOM_S:.0f} s",
+                code="no_memory",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return all([self._unload(one, at_once=True) for one in going])
+
+    def _load(self, hosted: Hosted) -> None:
+        model = hosted.model
+        with self.changed:
+            hosted.status, hosted.problem = "loading", ""
+        before, started = memory.resident() or 0, time.perf_counter()
+        turns = self._turns.setdefault(model.manifest.device_class, Turns())
+        try:
+            engine = self._open(model, self._metrics.of(model.id), turns)
+        except Exception as err:
+            raise self._unloadable(hosted, err) from err
+        with self.changed:
+            hosted.engine, hosted.status = engine, "loaded"
+            hosted.load_ms = round((time.perf_counter() - started) * 1e3, 1)
+            hosted.loaded_at = time.time()
+            hosted.resident = max(0, (memory.resident() or 0) - before)
+            if model.manifest.runtime in self._runtimes:
+                hosted.weight = hosted.resident
+            self._runtimes.add(model.manifest.runtime)
+        gc.freeze()
+        memory.trim()
+        log.info("model %s was loaded in %.0f ms", model.id, hosted.load_ms)
+        self._loaded(hosted)
+
+    def _try(self, hosted: Hosted) -> None:
+        """Find out whether a model can be loaded, in a thread of its own."""
+        model = hosted.model
+        try:
+            self._trial(model)
+        except Exception as err:
+            why = self._unloadable(hosted, err)
+            with self.changed:
+                hosted.tried = False
+                self._failed(hosted, why)
+            return
+        with self.changed:
+            hosted.tried = True
+            if hosted not in self.wanted:  # nobody waits any more
+                hosted.status = "unloaded"
+        self.wake()
+
+    def _unloadable(self, hosted: Hosted, err: Exception) -> Rejected:
+        """What who waits for a model is told that cannot be loaded; it is noted with it, and in the log."""
+        known = type(err).__module__.startswith("ssmd") or isinstance(err, OSError)
+        if not (known and self.starting):  # then who starts the daemon is told
+            log.error("model %s could not be loaded: %s", hosted.model.id, err, exc_info=None if known else err)
+        why = f"could not be loaded: {err if known else 'its runtime failed, see the log of the daemon'}"
+        return refused(hosted.model.id, why, code="model_load_failed")
+
+    def _loaded(self, hosted: Hosted) -> None:
+        with self.changed:
+            self._serve_next(hosted)
+            while hosted.waiting:
+                self.hand_out(hosted, hosted.waiting.popleft())
+            self.expire(hosted)
+            self._news = True
+
+    def _failed(self, hosted: Hosted, why: Rejected) -> None:
+        with self.changed:
+            self._serve_next(hosted)
+            hosted.status = "loaded" if hosted.is_loaded else "failed"
+            if not hosted.is_loaded:
+                hosted.problem = why.message.removeprefix(f"model {hosted.model.id} ")
+            if why.code == "model_load_failed":  # the others cost nothing to find out again
+                hosted.failed_at = time.time()
+            self.fail(hosted, why)
+            self._news = True
+
+    def _serve_next(self, hosted: Hosted) -> None:
+        """Note that a model is loaded, or is not to be."""
+        self._give_room_back(hosted)
+        if hosted in self.wanted:  # a shutdown has told those who waited already
+            self.wanted.remove(hosted)
+
+    def _give_room_back(self, hosted: Hosted) -> None:
+        """Those that were to go for this one need not."""
+        for other in self.hosted.values():
+            if other is not hosted and other.is_loaded and other.status == "loaded":
+                other.leaving = False
+
+    def engines(self) -> list[Engine]:
+        """List the engines of what is loaded. From any thread."""
+        return [engine for h in tuple(self.hosted.values()) if (engine := h.engine) is not None]
