@@ -131,8 +131,12 @@ class _Stream:
         """The task that looks for what is new; one that failed ends the streams of those who wait for it."""
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
-            self._pump.add_done_callback(lambda _: [one.news.set() for one in self._listeners])
+            self._pump.add_done_callback(self._wake)
         return self._pump
+
+    def _wake(self, _: asyncio.Task[None]) -> None:
+        for one in self._listeners:
+            one.news.set()
 
     async def _run(self) -> None:
         while self._listeners:
