@@ -30,7 +30,7 @@ NAMES = {LLAMA: "llama-f32", OTHER: "openvino-llama-f32", GRANITE: "granite-int8
 METRICS = "/ssmd/v1/metrics"
 STREAM = "/ssmd/v1/metrics/stream"
 NOBODY: Mapping[str, str] = {}
-LONG = {"n": 8, "logprobs": True, "top_logprobs": 20}  # what makes an answer take a second or two
+LONG: Mapping[str, Any] = {"n": 8, "logprobs": True, "top_logprobs": 20}  # what makes an answer take a second or two
 
 
 def models_folder(artifacts: TinyArtifacts, folder: Path) -> Path:
