@@ -90,6 +90,7 @@ def value(of: Any, path: list[str]) -> Any:
 def test_a_cancelled_answer_counts(three: Several) -> None:
     with three.asking("llama") as stream:
         begun(stream)
+        soon(lambda: three.metrics()["generated_tokens"] > 2)
     soon(lambda: "cancelled" in three.metrics()["requests"])
     found = three.metrics()
     assert found["requests"] == {"ok": 0, "cancelled": 1}
