@@ -10,6 +10,7 @@ import typer
 
 from ssmd.cli import options
 from ssmd.cli.completion import models
+from ssmd.cli.failure import fail
 
 if TYPE_CHECKING:
     from ssmd.daemon.client import Client
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 STOP = "/ssmd/v1/stop"
 LONGEST_S = 45.0  # what runs has 10 s, a step of the model 10 s more, answers and readers 10 s; and some
 _LOOK_S = 0.05
+_LOOKS = 100  # for a model that answers nobody
 
 
 def stop(
@@ -48,10 +50,28 @@ def stop(
 
 
 def _unload(client: Client, model: str) -> None:
+    """Unload a model, or what is loaded under a name for whatever runtime, and say what came of it."""
     from urllib.parse import quote
 
-    client.send("POST", f"/ssmd/v1/models/{quote(model, safe='@')}/unload")
-    typer.echo(f"unloaded {model}")
+    there = client.get("/ssmd/v1/models")["data"]
+    named = [row for row in there if model in (row["id"], row["name"])]
+    mine = [row for row in named if row["state"] in ("loaded", "loading", "unloading")]
+    if not mine:
+        if not named:
+            fail(f"the daemon has no model {model!r}; `ssmd list` shows those that are installed")
+        typer.echo(f"{model} is not loaded", err=True)
+    for row in mine:
+        if row["state"] == "loading":
+            fail(f"{row['id']} is being loaded for a request that waits for it; stop it when it is there")
+        path = f"/ssmd/v1/models/{quote(row['id'], safe='@')}/unload"
+        done = client.send("POST", path)
+        for _ in range(_LOOKS):
+            if done["state"] != "unloading" or done["queue"]["running"]:
+                break
+            time.sleep(_LOOK_S)
+            done = client.send("POST", path)
+        said = "unloaded {}" if done["state"] != "unloading" else "{} goes as soon as it answers nobody any more"
+        typer.echo(said.format(row["id"]))
 
 
 def _wait(data_dir: Path, process: int) -> None:

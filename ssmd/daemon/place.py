@@ -13,6 +13,7 @@ import platformdirs
 
 def data_dir(flag: Path | None) -> Path:
     """The data directory, as `Settings(data_dir=flag).data_dir`. Raises SettingsError."""
+    _check_variables()
     given = flag or _variable("SSMD_DATA_DIR")
     if given is None and not _settled():
         given = Path(platformdirs.user_data_dir("ssmd"))
@@ -25,6 +26,7 @@ def data_dir(flag: Path | None) -> Path:
 
 def models_dir(flag: Path | None, data: Path | None) -> Path:
     """The models directory, as `Settings(models_dir=flag, data_dir=data).models_dir`. Raises SettingsError."""
+    _check_variables()
     given = flag or _variable("SSMD_MODELS_DIR")
     if given is None and not _settled():
         return data_dir(data) / "models"
@@ -38,6 +40,18 @@ def models_dir(flag: Path | None, data: Path | None) -> Path:
 def _variable(name: str) -> Path | None:
     found = os.environ.get(name)
     return Path(found) if found else None
+
+
+def _check_variables() -> None:
+    """Check that no variable is misspelt: it may be the one that says which daemon is meant. Raises SettingsError."""
+    known = ("SSMD_CONFIG", "SSMD_DATA_DIR", "SSMD_MODELS_DIR", "SSMD_CACHE_DIR")
+    given = [name.upper() for name, value in os.environ.items() if value]
+    if any(name.startswith("SSMD_") and name not in known for name in given):
+        from ssmd.config import SettingsError, variables
+        from ssmd.machine.variables import misspelt
+
+        if wrong := "; ".join(misspelt(variables())):
+            raise SettingsError(wrong)
 
 
 def _settled() -> bool:

@@ -185,37 +185,40 @@ class Loader:
         return True
 
     def _load_next(self) -> None:
+        """Get on with the first of those that are wanted; where that has to wait, with those behind it that are not in
+        its way."""
         with self.changed:
             for one in [h for h in self.wanted if not h.waiting]:
                 self.wanted.remove(one)  # nobody waits any more
                 self._give_room_back(one)
-            hosted = next((h for h in self.wanted if h.tried is not None), None)
-            if hosted is None:
-                return
-        try:
-            model = self._shelf.find(hosted.model.id)
-            if hosted.is_loaded and not (hosted.leaving or hosted.model is not model):
-                self._loaded(hosted)
-                return
-            if hosted.is_loaded and not self._unload(hosted, at_once=True):
-                return  # those who have it come to their end first
-            if hosted.model is not model:
-                hosted.model, hosted.tried = model, False
-            if model.found.problem:
-                raise unusable(model.id, model.found.problem)
-            if not hosted.tried:
-                hosted.tried, hosted.status, hosted.problem = None, "loading", ""
-                threading.Thread(target=self._try, args=(hosted,), name="ssmd-trial", daemon=True).start()
-                self.wake()
-                return
-            if not self._make_room(hosted):
-                return
-            self._load(hosted)
-        except Rejected as err:
-            self._failed(hosted, err)
+            wanted = [h for h in self.wanted if h.tried is not None]
+        ahead = 0  # bytes of those that wait for room
+        for hosted in wanted:
+            try:
+                model = self._shelf.find(hosted.model.id)
+                if hosted.is_loaded and not (hosted.leaving or hosted.model is not model):
+                    self._loaded(hosted)
+                    return
+                if hosted.is_loaded and not self._unload(hosted, at_once=True):
+                    continue  # those who have it come to their end first
+                if hosted.model is not model:
+                    hosted.model, hosted.tried = model, False
+                if model.found.problem:
+                    raise unusable(model.id, model.found.problem)
+                if not hosted.tried:
+                    hosted.tried, hosted.status, hosted.problem = None, "loading", ""
+                    threading.Thread(target=self._try, args=(hosted,), name="ssmd-trial", daemon=True).start()
+                elif self._make_room(hosted, ahead):
+                    self._load(hosted)
+                    return
+                else:
+                    ahead += hosted.nbytes
+            except Rejected as err:
+                self._failed(hosted, err)
 
-    def _make_room(self, hosted: Hosted) -> bool:
-        """Whether there is room for a model now. Raises Rejected."""
+    def _make_room(self, hosted: Hosted, ahead: int) -> bool:
+        """Whether there is room for a model now. ahead: bytes of those that wait for room before it, in whose way it is
+        not to be. Raises Rejected."""
         if self.budget is None:
             return True
         with self.changed:
@@ -234,8 +237,16 @@ class Loader:
                 going = make_room(hosted, loaded, budget)
             except NoRoom as err:
                 raise refused(hosted.model.id, f"is not loaded: {err}", code="no_memory") from err
-            busy = [h.model.id for h in going if h.leases]
             late = time.monotonic() - hosted.wanted_at > ROOM_S
+            if ahead:
+                beside = ahead + sum(h.nbytes for h in loaded if h.pinned)
+                if not going and hosted.nbytes + beside <= budget:
+                    return True
+                if late:
+                    why = f"is not loaded: models that were asked for before it wait for memory since {ROOM_S:.0f} s"
+                    raise refused(hosted.model.id, why, code="no_memory", retry_after_s=RETRY_AFTER_S)
+                return False
+            busy = [h.model.id for h in going if h.leases]
             for one in going:
                 one.leaving = one.leaving or not late
         if busy and late:

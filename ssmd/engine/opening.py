@@ -63,6 +63,8 @@ def open_host(settings: Settings, model: str | None, *, keep: bool) -> Host:
         max_waiting=settings.max_queue,
     )
     try:
+        for name in (*settings.preload, *settings.pin):
+            shelf.find(name)
         for name in settings.pin:
             host.pin(shelf.find(name), True)
         first = [there[0].id] if alone else [*settings.pin, *settings.preload]

@@ -91,14 +91,15 @@ class Shelf:
             places = [(place, _stamp(place[1])) for place in self._places()]
         except ModelError as err:
             raise Rejected(str(err), status=503, code="models_unreadable") from err
-        if [(place, stamp) for place, (stamp, _) in self._seen.items()] == places:
+        broken = any(one.problem for _, one in self._seen.values())  # it may be half written, and whole by now
+        if not broken and [(place, stamp) for place, (stamp, _) in self._seen.items()] == places:
             return
         before = self._seen
         self._seen = {}
         for place, stamp in places:
             known = before.get(place)
-            fresh = known is None or known[0] != stamp
-            self._seen[place] = (stamp, read(*place)) if known is None or fresh else known
+            stays = known is not None and known[0] == stamp and not known[1].problem
+            self._seen[place] = known if known is not None and stays else (stamp, read(*place))
         fitting = [
             (stamp, one)
             for stamp, one in self._seen.values()
@@ -110,7 +111,8 @@ class Shelf:
             number = sum(_runtime(one) == _runtime(other) and one.name == other.name for _, other in fitting)
             id_ = f"{one.name}@{_runtime(one) if number == 1 else one.path.name}"
             old = kept.get((one.path, stamp))
-            self._models[id_] = old if old is not None and old.id == id_ else Model(id_, one, stamp)
+            same = old is not None and old.id == id_ and old.found == one
+            self._models[id_] = old if old is not None and same else Model(id_, one, stamp)
 
     def _choose(self, asked: str) -> Model:
         name, at, which = asked.partition("@")

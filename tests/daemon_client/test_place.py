@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,14 @@ def test_a_broken_settings_file_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with pytest.raises(ValueError, match="does not exist"):
         data_dir(None)
     assert data_dir(A) == A, "what need not be known is not asked for"
+
+
+def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the one that says which daemon is meant."""
+    monkeypatch.setenv("SSMD_DATA_DRI", str(A))
+    for asked in (partial(data_dir, None), partial(data_dir, A), partial(models_dir, None, None)):
+        with pytest.raises(ValueError, match="SSMD_DATA_DRI: no such setting; did you mean SSMD_DATA_DIR"):
+            asked()
 
 
 def test_it_is_quick() -> None:

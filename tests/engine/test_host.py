@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -456,3 +457,45 @@ def test_a_trial_that_fails_is_told(models: Path, monkeypatch: pytest.MonkeyPatc
         assert "it crashed" in refusal(host.lend(host.shelf.find("llama"))).message, "and is not tried in a loop"
         assert "see the log" in refusal(host.load(host.shelf.find("llama"))).message
         host.load(host.shelf.find("llama")).result(60).release()
+
+
+def test_who_waits_keeps_none_back_that_is_not_in_its_way(models: Path) -> None:
+    with hosting(models, memory_budget=105 << 20) as host:
+        small = host.shelf.find(LLAMA)
+        large = Model(GRANITE, replace(host.shelf.find(GRANITE).found), host.shelf.find(GRANITE).stamp)
+        first = lent(host, LLAMA)
+        host._loader.hosted[GRANITE] = Hosted(large, math.inf, weight=80 << 20)
+        waits = host.lend(host.shelf.find(GRANITE))
+        soon(lambda: host._loader.hosted[LLAMA].leaving)
+        behind = host.lend(host.shelf.find(OTHER))
+        time.sleep(0.5)
+        assert [waits.done(), behind.done()] == [False, False], "it would be in its way"
+        host._loader.hosted[GRANITE].weight = 40 << 20  # beside which the other one has room
+        host.give_up(waits)
+        lent(host, LLAMA).release()
+        behind.result(60).release()
+        first.release()
+        assert small.is_current
+
+
+def test_a_folder_that_was_replaced_keeps_no_other_back(models: Path, artifacts: TinyArtifacts) -> None:
+    with hosting(models) as host:
+        old = lent(host, "granite")
+        (models / "granite" / "litert-cpu-int8").rename(models.parent / "aside")
+        shutil.copytree(artifacts["granite-f32"], models / "granite" / "litert-cpu-int8")
+        new = host.lend(host.shelf.find("granite"))
+        lent(host, "llama").release()
+        assert not new.done()
+        old.release()
+        new.result(60).release()
+
+
+def test_a_model_that_was_seen_half_written_is_whole_later(models: Path) -> None:
+    file = models / "granite" / "litert-cpu-int8" / "tokenizer.json"
+    file.rename(models / "aside")
+    with hosting(models) as host:
+        refused = refusal(host.lend(host.shelf.find("granite@litert")))
+        assert (refused.code, refused.status) == ("model_unusable", 503)
+        assert "is missing" in refused.message
+        (models / "aside").rename(file)
+        lent(host, "granite").release()
