@@ -67,9 +67,14 @@ class Hosted:
         return self.engine is not None
 
     @property
+    def least(self) -> int:
+        """Bytes of memory that it takes by its files."""
+        return max(LEAST_BYTES, int(TIMES_FILES * self.model.found.nbytes))
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of memory that it is reckoned with."""
-        return max(LEAST_BYTES, int(TIMES_FILES * self.model.found.nbytes), self.weight)
+        """Bytes of memory that it is reckoned with, by what was seen of it too."""
+        return max(self.least, self.weight)
 
     def row(self) -> dict[str, Any]:
         """What is known of it, ready for JSON."""
@@ -106,14 +111,15 @@ class NoRoom(Exception):
 def make_room(wanted: Hosted, loaded: Sequence[Hosted], budget: int) -> list[Hosted]:
     """Those to let go so that there is room for one more, who answer nobody first, of these who were used last last.
 
-    Raises NoRoom.
+    Whether there can be room is decided by files: what was seen depends on how many it answered, and a model that was
+    loaded once would be refused for ever after. Raises NoRoom.
     """
     others = [one for one in loaded if one is not wanted]
-    pinned = sum(one.nbytes for one in others if one.pinned)
-    if wanted.nbytes + pinned > budget:
+    pinned = sum(one.least for one in others if one.pinned)
+    if wanted.least + pinned > budget:
         beside = f", of which pinned models hold {show_size(pinned)}" if pinned else ""
         raise NoRoom(
-            f"it takes about {show_size(wanted.nbytes)} of memory, and models may take {show_size(budget)}{beside}; "
+            f"it takes about {show_size(wanted.least)} of memory, and models may take {show_size(budget)}{beside}; "
             "raise it with --memory-budget"
         )
     over = wanted.nbytes + sum(one.nbytes for one in others) - budget
