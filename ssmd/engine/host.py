@@ -141,6 +141,8 @@ class Host:
         with self._loader.changed:
             hosted = self._loader.enter(model)
             hosted.pinned = pinned
+            if pinned and hosted.status == "loaded":  # it was to go for another one
+                hosted.leaving = False
             self._loader.expire(hosted)
             self._loader.wake()
 

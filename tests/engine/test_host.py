@@ -231,12 +231,26 @@ def test_who_waits_too_long_for_memory_is_told_who_has_it(models: Path, monkeypa
         first.release()
 
 
+def test_what_is_pinned_while_it_was_to_go_stays(models: Path) -> None:
+    with hosting(models, memory_budget=40 << 20) as host:
+        lease, began = lent(host, LLAMA), host._loader.hosted[LLAMA].loaded_at
+        other = host.lend(host.shelf.find(GRANITE))
+        soon(lambda: host._loader.hosted[LLAMA].leaving)
+        host.pin(host.shelf.find(LLAMA), True)
+        lease.release()
+        assert refusal(other).code == "no_memory"
+        lent(host, LLAMA).release()
+        assert host._loader.hosted[LLAMA].loaded_at == began, "it was never let go"
+
+
 def test_who_gives_up_waiting_holds_nothing(models: Path) -> None:
     with hosting(models, memory_budget=40 << 20) as host:
         first = lent(host, LLAMA)
         second = host.lend(host.shelf.find(GRANITE))
         soon(lambda: host._loader.hosted[LLAMA].leaving)
+        assert host.row(host.shelf.find(GRANITE))["queue"] == {"waiting": 1, "running": 0}
         host.give_up(second)
+        assert host.row(host.shelf.find(GRANITE))["queue"] == {"waiting": 0, "running": 0}
         lent(host, LLAMA).release()
         given = host.lend(host.shelf.find(LLAMA))
         host.give_up(given)  # it is there already
@@ -384,8 +398,10 @@ def test_room_is_made_of_the_idle_first_and_of_no_more_than_it_takes() -> None:
         121: [old, young, busy],
         170: [old, young, busy],
     }
+    assert make_room(sized(500, 9), everything, 205 << 20) == [old, young, busy], "it was seen to be too large"
+    assert make_room(sized(500, 9), everything, 64 << 20) == [old, young, busy]
     with pytest.raises(NoRoom, match="pinned"):
-        make_room(sized(171, 9), everything, 205 << 20)
+        make_room(sized(20, 9), everything, (64 << 20) - 1)
 
 
 def test_programs_take_turns() -> None:
