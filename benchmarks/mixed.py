@@ -24,21 +24,18 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from daemon_process import SSMD, HostProcess, conditions
 from faults import commit
 from mixers import Keeper, Life, Mixer
-from talkers import CHAT, Done, Told, ask, body_of, is_in, told_by
+from retold import Kind, retold
+from talkers import is_in
 
 from ssmd.config import Settings
-from ssmd.engine.feeding import BUCKET_WHILE_OTHERS_DECODE
 from ssmd.engine.hosted import LEAST_BYTES, TIMES_FILES
-from ssmd.runtime import buckets
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Turn
 
@@ -57,16 +54,6 @@ FIRST = (
     *("left answers found, as far as they were read", "turns compared", "that came the same way, bitwise equal"),
     *("of these portable", "that came another way", "of these with another text"),
 )
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A model as the daemon lists it. nbytes: of memory that the host reckons it with, at least."""
-
-    id: str
-    lineage: str
-    buckets: tuple[int, ...]
-    nbytes: int
 
 
 class Campaign:
@@ -98,7 +85,7 @@ class Campaign:
         try:
             for thread in threads:
                 thread.start()
-            self._disturb(daemon)
+            self._disturb(daemon, life)
             over.set()
             life.over = True
             for thread in threads:
@@ -134,7 +121,7 @@ class Campaign:
         sizes = sorted(kind.nbytes for kind in self.kinds.values())
         self.budget = sum(sizes) - sizes[0] // 2
 
-    def _disturb(self, daemon: HostProcess) -> None:
+    def _disturb(self, daemon: HostProcess, life: Life) -> None:
         """Kills in the first half, then none."""
         began, half = time.monotonic(), self.seconds / 2
         kills = max(1, round(KILLS_A_MINUTE * self.seconds / 60))
@@ -143,12 +130,14 @@ class Campaign:
             time.sleep(max(0.0, began + at - time.monotonic()))
             if number % STOPPED == STOPPED - 1:
                 self.counts["stops"] += 1
+                life.stopping = True
                 if code := daemon.stop(60):
                     self.failures.append(f"the daemon, told to stop, ended with {code}")
             else:
                 self.counts["kills"] += 1
                 daemon.kill()
             daemon.start()
+            life.stopping = False
         while (now := time.monotonic() - began) < self.seconds:
             states = {row["id"]: row["state"] for row in daemon.get("/ssmd/v1/models")[1]["data"]}
             if not {"loading", "unloading"} & set(states.values()):
@@ -228,79 +217,15 @@ class Campaign:
         with control, ThreadPoolExecutor(CLIENTS) as pool:
             for kind in self.kinds.values():
                 control.model(kind.id, "load")
-            for found, failures in pool.map(lambda mixer: self._compared(control.port, mixer), mixers):
+            for found, failures in pool.map(lambda mixer: retold(control.port, mixer.journal, self.kinds), mixers):
                 self.counts.update(found)
                 self.failures += failures
-
-    def _compared(self, port: int, mixer: Mixer) -> tuple[Counter[str], list[str]]:
-        counts, failures = Counter[str](), list[str]()
-        talks = {done.talk for done in mixer.journal}
-        counts["conversations"] = len(talks)
-        counts["with several models"] = sum(
-            len({d.fields["model"] for d in mixer.journal if d.talk == talk}) > 1 for talk in talks
-        )
-        ways: dict[tuple[str, str], tuple[bool, int]] = {}  # of a conversation's last state of a lineage
-        for done, other in _retold(port, mixer.journal):
-            told, kind = done.told, self.kinds[done.fields["model"]]
-            assert told is not None
-            counts.update({"turns told as stored": 1, "turns compared": 1, f"resumed {told.resume}": 1})
-            counts.update({"prompt tokens": told.prompt, "cached": told.cached})
-            counts["cached by the undisturbed daemon"] += other.cached
-            what = f"{done.talk} {done.question!r} ({kind.id}; {told.resume}, {told.cached} of {told.prompt} cached)"
-            same, least = ways.get((done.talk, kind.lineage), (True, 0))
-            if told.cached < least:
-                failures.append(f"{what}: the state after {least} tokens was stored, and is lost")
-            way = _way(told, kind) == _way(other, kind) and None not in (_way(told, kind), _way(other, kind))
-            same = way and (same or not told.cached)
-            ways[done.talk, kind.lineage] = same, told.prompt - 1
-            if not same:
-                counts["that came another way"] += 1
-                counts["of these with another text"] += told.text != other.text
-            elif (told.text, told.finish, told.tokens) == (other.text, other.finish, other.tokens):
-                counts["that came the same way, bitwise equal"] += 1
-                counts["of these portable"] += told.resume == "portable"
-            else:
-                failures.append(
-                    f"{what}: other log probabilities than the undisturbed daemon's: {told.text!r}, {other.text!r}; "
-                    f"by {_difference(told, other)}"
-                )
-        return counts, failures
 
 
 def _row(turn: Turn) -> dict[str, Any]:
     """A stored turn as `is_in` looks at it."""
     said = [{"role": m.role, "content": m.content} for m in (*turn.messages, turn.answer)]
     return {"id": turn.id, "parent": turn.parent, "messages": said}
-
-
-def _way(told: Told, kind: Kind) -> tuple[Any, ...] | None:
-    """From where, and by which calls, an answer's prompt was read; None if the calls depend on who else was there."""
-    fed = told.prompt - told.cached - 1  # the last one is a step of its own
-    alone, beside = (_calls(fed, kind.buckets, limit) for limit in (None, BUCKET_WHILE_OTHERS_DECODE))
-    return (told.resume, told.cached, told.prompt) if alone == beside else None
-
-
-def _calls(n: int, sizes: tuple[int, ...], limit: int | None) -> list[int]:
-    """As the engine cuts a prompt: anew after each call, as others come and go."""
-    calls = []
-    while n:
-        calls.append(buckets.plan(n, sizes, limit)[0])
-        n -= calls[-1]
-    return calls
-
-
-def _difference(told: Told, other: Told) -> float:
-    pairs = zip(told.tokens, other.tokens, strict=False)
-    return max((abs(a["logprob"] - b["logprob"]) for a, b in pairs), default=0.0)
-
-
-def _retold(port: int, journal: list[Done]) -> Iterator[tuple[Done, Told]]:
-    """Each turn again, with what another daemon says to it."""
-    for done in journal:
-        fields = {name: value for name, value in done.fields.items() if name != "keep_alive"}
-        answer = ask(port, "POST", CHAT, body_of("", done.messages, fields))
-        assert answer.status == 200, answer
-        yield done, told_by(answer.body, fields["stream"])
 
 
 def _unrest(metrics: dict[str, Any]) -> str:

@@ -27,9 +27,12 @@ class Broken(Exception):
 
 @dataclass
 class Life:
-    """What clients share. port: of the daemon, or where it will be again. over: end what is at hand."""
+    """What clients share. port: of the daemon, or where it will be again. stopping: it was told to stop, and is not
+    back. over: end what is at hand.
+    """
 
     port: int
+    stopping: bool = False
     over: bool = False
 
 
@@ -91,7 +94,8 @@ class Caller:
             code = "?"
         self.counts[f"{response.status} {code}"] += 1
         after = response.getheader("retry-after")
-        if response.status != 503 or code not in WAITS or after is None:
+        known = response.status == 503 and code in WAITS and after is not None
+        if not known or (code == "shutting_down" and not self.life.stopping):
             self.fail(f"{self.address}: {path}: {response.status}, retry-after {after}: {read[:500]!r}")
         return float(after or 1)
 
@@ -183,7 +187,7 @@ class Mixer(Caller):
         try:
             return told_by(read, fields["stream"])
         except ValueError as err:  # the stream ended with an error
-            if "shutting_down" not in str(err):
+            if "shutting_down" not in str(err) or not self.life.stopping:
                 self.fail(f"{talk.number}: {err}")
             raise Broken from err
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import databases
 import pytest
 from conftest import TinyArtifacts
 from kills import Episode
+from mixed import Campaign
 
 from ssmd.model.artifact import Artifact
 
 KILLS = int(os.environ.get("SSMD_KILLS", "4"))
+SECONDS = float(os.environ.get("SSMD_MIXED_SECONDS", "6"))
 DATABASES = int(os.environ.get("SSMD_DATABASES", "20"))
 MODELS = ("granite-f32", *(pytest.param(name, marks=pytest.mark.full) for name in ("mamba-f32", "llama-f32")))
 
@@ -33,3 +36,17 @@ def test_damaged_databases(model: str, artifacts: TinyArtifacts, tmp_path: Path)
     counts, failures = databases.run(artifacts[model], 0, DATABASES, "a", tmp_path)
     assert not failures
     assert all(counts[f"{kind}/injected"] for kind in ("pages", "rows", "log"))
+
+
+def test_several_models_under_load(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Three models, of which two fit: what clients were told is there, and has the bits of an undisturbed daemon."""
+    for artifact in ("granite-f32", "openvino-granite-f32", "llama-f32"):
+        path = artifacts[artifact]
+        shutil.copytree(path, tmp_path / "models" / path.parent.name / path.name, copy_function=os.link)
+    campaign = Campaign(tmp_path / "models", SECONDS / 60, "a", tmp_path, "--threads", "1")
+    campaign.run()
+    assert not campaign.failures
+    found = campaign.counts
+    assert found["kills"]
+    assert found["models let go"], "they all fitted"
+    assert found["that came the same way, bitwise equal"] > found["that came another way"]
