@@ -223,8 +223,9 @@ def test_a_model_is_loaded_and_let_go_by_hand(three: Several) -> None:
     assert three.ask("POST", f"{MODELS}/{OTHER}/load").json["id"] == OTHER
     assert loaded(three) == {LLAMA, OTHER}
     assert three.ask("POST", f"{MODELS}/llama/unload").json["state"] in ("unloading", "unloaded")
-    soon(lambda: loaded(three) == {OTHER})
-    soon(lambda: three.ask("POST", f"{MODELS}/llama/unload").json["state"] == "unloaded")  # when nothing is to do
+    soon(lambda: three.row(LLAMA)["state"] == "unloaded")
+    assert loaded(three) == {OTHER}
+    assert three.ask("POST", f"{MODELS}/llama/unload").json["state"] == "unloaded", "nothing to do"
     assert three.chat("llama").status == 200
     soon(lambda: three.leases() == 0)
 
@@ -307,6 +308,7 @@ def test_what_has_no_room_is_told_who_has_it(models: Path) -> None:
         assert answer.headers["x-should-retry"] == "false"
         assert "--memory-budget" in answer.error["message"]
         assert one.row(GRANITE)["state"] == "failed"
+        assert one.row(GRANITE)["problem"] in answer.error["message"]
         assert one.chat("llama").status == 200
 
 
@@ -384,6 +386,16 @@ def test_a_load_goes_on_when_who_asked_for_it_leaves(three: Several) -> None:
         gate.opened.set()
         soon(lambda: three.row(GRANITE)["state"] == "loaded")
     soon(lambda: three.leases() == 0)
+
+
+def test_a_shutdown_in_the_middle_of_a_load(models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with several(models) as one, one.held_back(GRANITE) as gate, ThreadPoolExecutor() as threads:
+        waiting = threads.submit(one.chat, "granite")
+        assert gate.reached.wait(10)
+        one.host.shutdown(0)
+        assert waiting.result(10).error["code"] == "shutting_down"
+        gate.opened.set()
+    assert "failed at a piece of work" not in caplog.text
 
 
 def test_a_repeated_request_waits_for_the_first_and_holds_nothing(three: Several) -> None:
