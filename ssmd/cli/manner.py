@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ssmd.machine.duration import parse_duration
+
 _MAX_INT = 2**31 - 1
 
 
@@ -34,8 +36,12 @@ class Manner:
             raise ValueError(f"top_p is {self.top_p}, expected more than 0")
         if not all(self.stop):
             raise ValueError("stop is empty, expected a text")
-        if self.keep_alive is not None and not re.fullmatch(r"-1|0|([0-9]{1,9}[smh]?)+", self.keep_alive):
-            raise ValueError(f"keep_alive is {self.keep_alive[:80]!r}, expected a time such as 5m, 0, or -1 for ever")
+        if self.keep_alive is not None:
+            try:
+                parse_duration(self.keep_alive)
+            except ValueError:
+                wrong = f"keep_alive is {self.keep_alive[:80]!r}"
+                raise ValueError(f"{wrong}, expected a time such as 5m, 0, or -1 for ever") from None
 
     def fields(self) -> dict[str, Any]:
         """What of a chat completion's body they are; what asks for nothing is left out."""

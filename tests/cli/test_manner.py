@@ -54,6 +54,7 @@ def test_one_is_changed_as_it_is_typed_and_back() -> None:
         ("seed", "9" * 30, "a whole number"),
         ("max_tokens", "0", "of 1 or more"),
         ("keep_alive", "soon", "a time such as 5m"),
+        ("keep_alive", "1" * 60 + "x", "a time such as 5m"),  # answered at once
         ("stop", "", "a text"),
         ("warmth", "1", "there are: temperature, top_p"),
     ],
