@@ -43,7 +43,7 @@ def plain(shown: str) -> str:
 @contextmanager
 def terminal(command: str, env: Mapping[str, str]) -> Iterator[Terminal]:
     """A shell command in a terminal; `$SSMD` in it is the command `ssmd`."""
-    own = {**env, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "SSMD": f"{sys.executable} -m ssmd"}
+    own = {**env, "TERM": "xterm", "SSMD": f"{sys.executable} -m ssmd"}
     child = pexpect.spawn("/bin/sh", ["-c", command], env=own, encoding="utf-8", dimensions=(60, 200), timeout=30)
     try:
         yield Terminal(child)

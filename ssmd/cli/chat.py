@@ -41,6 +41,7 @@ class Chat:
         typer.echo("Ctrl-C stops an answer, Ctrl-D ends the chat; /help tells more.", err=True)
         while True:
             default, self._default = self._default, ""
+            self.talk.unstop()
             try:
                 self._take(self.typed.read(default))
             except EOFError:
@@ -92,6 +93,8 @@ class Chat:
             terminal.show(text)
 
         try:
+            if self.typed.interrupted():
+                self.talk.stop()
             with terminal.pasting():
                 said = how((lambda text: None) if self.as_json else show)
         except DaemonError as err:

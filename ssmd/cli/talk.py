@@ -123,10 +123,14 @@ class Talk:
     _stopped: bool = False
 
     def stop(self) -> None:
-        """Stop the answer that is under way, if one is: what was said of it stays."""
+        """Stop the answer that is under way, or else the next one: what was said of it stays."""
         self._stopped = True
         if self._stream is not None:
             self._stream.close()
+
+    def unstop(self) -> None:
+        """Let the next answer come, whatever was to be stopped before."""
+        self._stopped = False
 
     def say(self, text: str, show: Show) -> Said:
         """Ask, and show the answer as it comes. Raises DaemonError; then nothing of it was said."""
@@ -181,7 +185,6 @@ class Talk:
 
     def _ask(self, messages: list[Message], show: Show, beside: Collection[str] = ()) -> Said:
         """beside: turns that were there before, one of which may say the same."""
-        self._stopped = False
         body = {"model": self.model, "messages": messages, **self.manner.fields()}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {} if self.session is None else {"session": self.session}

@@ -1,7 +1,8 @@
 """The terminal that a chat is held in: its prompt, what is typed while an answer comes, and what it is not told.
 
 While an answer is written nothing of what is typed is shown or lost: the terminal keeps it, unechoed, for the prompt
-that comes next. Ctrl-C reaches the program by a signal, and does not throw away what was typed before it.
+that comes next. Ctrl-C reaches the program by a signal, and does not throw away what was typed before it. From Enter
+until the prompt has left the terminal it is a byte among those typed ahead, and is looked for there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) n
 HISTORY = "chat_history"  # in the data directory
 MAX_HISTORY_BYTES = 1 << 20
 BLOCK = '"""'
+_READS = 8  # of 1 KiB: more than a terminal keeps of what nobody read
 _PASTES, _NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste: pasted lines come with a mark around them
 
 
@@ -37,6 +39,9 @@ class Typed(Protocol):
 
     def read(self, default: str = "") -> str:
         """One message. default: what stands there already. Raises EOFError, and KeyboardInterrupt on Ctrl-C."""
+
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was typed after the message and came as a byte; it is taken out of what was typed ahead."""
 
 
 class Lines:
@@ -54,6 +59,9 @@ class Lines:
             raise EOFError
         return line.rstrip("\r\n")
 
+    def interrupted(self) -> bool:
+        return False  # here it always is a signal
+
 
 class Prompt:
     """Messages of as many lines as are pasted, or typed with Alt-Enter or between triple quotes."""
@@ -63,7 +71,12 @@ class Prompt:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.history import FileHistory, InMemoryHistory
+        from prompt_toolkit.output import create_output
+        from prompt_toolkit.output.vt100 import Vt100_Output
 
+        output = create_output()
+        if isinstance(output, Vt100_Output):
+            output.enable_cpr = False  # where a terminal does not tell its cursor's place, an answer would wait for it
         self._session: PromptSession[str] = PromptSession(
             history=InMemoryHistory() if history is None else FileHistory(str(_private(history))),
             completer=WordCompleter(list(words), sentence=True),
@@ -71,10 +84,37 @@ class Prompt:
             key_bindings=_keys(),
             multiline=True,
             prompt_continuation="  ",
+            output=output,
         )
 
     def read(self, default: str = "") -> str:
-        return self._session.prompt("> ", default=default)
+        app = self._session.app
+        before = signal.getsignal(signal.SIGINT)
+
+        def interrupt(number: int, frame: Any) -> None:
+            """To the prompt while it is there; after Enter to whoever was told of it before."""
+            if app.is_running and not app.is_done and app.loop is not None:
+                app.loop.call_soon_threadsafe(app.key_processor.send_sigint)
+            elif callable(before):
+                before(number, frame)
+
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            return self._session.prompt("> ", default=default, handle_sigint=False)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def interrupted(self) -> bool:
+        from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
+        from prompt_toolkit.keys import Keys
+
+        given = self._session.input
+        typed = get_typeahead(given)
+        for _ in range(_READS):
+            typed += given.read_keys()
+        rest = [press for press in typed if press.key != Keys.ControlC]
+        store_typeahead(given, rest)
+        return len(rest) < len(typed)
 
 
 def _keys() -> KeyBindings:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
 import signal
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,6 +136,43 @@ def test_no_store_keeps_nothing(either: Home) -> None:
     assert [s.id for s in either.sessions()] == before
     history = either.data / "chat_history"
     assert not history.exists() or "secret" not in history.read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("run llama <&-", "stdin is empty; give a prompt: ssmd run MODEL PROMPT"),
+        ("run llama ''", "the prompt is empty; "),
+        ("run llama ' '", "the prompt is empty; "),
+        ('run llama "$BAD"', "the prompt is not UTF-8"),
+        ('run llama x --system "$BAD"', "--system is not UTF-8"),
+        ('run llama x --session "$BAD"', "--session is not UTF-8"),
+        ('run llama x --stop "$BAD"', "--stop is not UTF-8"),
+        ('run "$BAD" x', "the model's name is not UTF-8"),
+        ('run llama <"$FILE"', "stdin is not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_what_cannot_be_a_prompt_is_a_wrong_command_line(
+    home: Home, tmp_path: Path, given: str, said: str, locale: str
+) -> None:
+    (tmp_path / "file").write_bytes(b"caf\xe9")
+    done = _shell(home, f"$SSMD {given}", LC_ALL=locale, BAD="caf\udce9", FILE=str(tmp_path / "file"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(f"error: {re.escape(said)}.*\n", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("closed", [">@pytest.mark.parametrize("closed", ["<&-", ">&-",-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_one_that_nobody_reads(home: Home, closed: str) -> None:
+    home.ssmd("run", "llama", "Hello", "--max-tokens", "2", "--temperature", "0")
+    done = _shell(home, f"$SSMD session list {closed}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == (closed == "2>&-")
+
+
+def _shell(home: Home, command: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    env = {**home.env, "SSMD": f"{sys.executable} -m ssmd", **extra}
+    return subprocess.run(["/bin/sh", "-c", command], env=env, capture_output=True, text=True, timeout=60)
 
 
 def test_sessions_are_continued_by_id_by_its_beginning_and_as_the_last(either: Home) -> None:
