@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from typing import Annotated
 
 import typer
@@ -83,7 +84,15 @@ def _root(
     pass
 
 
+def _open_closed() -> None:
+    """Have the null device where a shell closed one of the three streams: no file of ours is to take its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
+
+
 def main() -> None:
+    _open_closed()
     os.umask(os.umask(0) | stat.S_IWOTH)  # what every user may write would be refused by the next command
     completion.prepare()
     with plain_errors():

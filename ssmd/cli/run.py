@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ssmd.cli import completion, options
-from ssmd.cli.failure import INTERRUPTED, fail
+from ssmd.cli.failure import INTERRUPTED, USAGE, fail
 
 if TYPE_CHECKING:
     from ssmd.cli.talk import Talk
@@ -73,16 +74,24 @@ def run(
     from ssmd.config import Settings
 
     if no_store and (session is not None or last):
-        fail(f"{'--continue' if last else '--session'} needs the store, --no-store leaves it out", 2)
+        fail(f"{'--continue' if last else '--session'} needs the store, --no-store leaves it out", USAGE)
     if last and session is not None:
-        fail("--continue and --session name two sessions; leave one out", 2)
+        fail("--continue and --session name two sessions; leave one out", USAGE)
+    if model is not None and os.sep not in model:  # a path is what the system says
+        _check_utf8("the model's name", model)
+    for what, given in (("the prompt", prompt), ("--system", system), ("--session", session)):
+        _check_utf8(what, given)
+    for given in stop or ():
+        _check_utf8("--stop", given)
+    if prompt is not None and not prompt.strip():
+        fail("the prompt is empty; leave it out for a chat", USAGE)
     try:
         manner = Manner(
             *(temperature, top_p, top_k, min_p, repeat_penalty, repeat_last_n),
             *(seed, tuple(stop or ()), max_tokens, keep_alive),
         )
     except ValueError as err:
-        fail(str(err), 2)
+        fail(str(err), USAGE)
     settings = Settings(
         data_dir=data_dir,
         device=device,
@@ -93,9 +102,9 @@ def run(
         threads=threads,
     )
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read()
+        prompt = _stdin()
         if not prompt.strip():
-            fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", 2)
+            fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", USAGE)
     wanted = Wanted(model, runtime, device, threads, models_dir, keep=not no_store)
     with reached(wanted, settings, session, last=last) as (daemon, named):
         talk = Talk(daemon, named, manner, keep=not no_store)
@@ -121,6 +130,23 @@ def run(
             typer.echo(stats_line(said), err=True)
         if interrupted:
             sys.exit(INTERRUPTED)
+
+
+def _stdin() -> str:
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError:  # in a locale that refuses it; others let it pass
+        fail("stdin is not UTF-8; convert it first, as with iconv", USAGE)
+    _check_utf8("stdin", text)
+    return text
+
+
+def _check_utf8(what: str, text: str | None) -> None:
+    """End the command if a text has bytes that Python could not read."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        fail(f"{what} is not UTF-8; convert it first, as with iconv", USAGE)
 
 
 def _chat(talk: Talk, settings: Settings, stats: bool, as_json: bool) -> None:

@@ -20,7 +20,7 @@ import commands
 import pytest
 from conftest import TinyArtifacts
 from noted import note_all
-from terminal import ALT_ENTER, CTRL_C, CTRL_D, PASTE, PASTED, UP, Terminal, terminal
+from terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, PASTE, PASTED, UP, Terminal, terminal
 from test_server import environment, running
 
 from ssmd.config import make_private
@@ -162,7 +162,7 @@ def test_what_cannot_be_a_prompt_is_a_wrong_command_line(
     assert re.fullmatch(f"error: {re.escape(said)}.*\n", done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("closed", [">@pytest.mark.parametrize("closed", ["<&-", ">&-",-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_stream_that_is_closed_is_one_that_nobody_reads(home: Home, closed: str) -> None:
     home.ssmd("run", "llama", "Hello", "--max-tokens", "2", "--temperature", "0")
     done = _shell(home, f"$SSMD session list {closed}")
@@ -292,6 +292,27 @@ def test_ctrl_c_stops_the_answer_and_loses_nothing_typed(models: Path, tmp_path:
     assert [t.parent for t in turns] == [None, *(t.id for t in turns[:-1])]  # each goes on from what was kept
     assert [t.messages[-1].content for t in turns] == ["Tell me a long story", "And what then?", "pasted\nmeanwhile"]
     assert not any(t.complete for t in turns)
+
+
+def test_ctrl_c_right_after_enter_stops_the_answer(models: Path, tmp_path: Path) -> None:
+    """However soon it comes; what was typed in between stays. Nobody asks this terminal where its cursor is."""
+    home = Home(tmp_path, models)
+    with running(home.path, "mamba"), home.chat(ENDLESS, "mamba") as chat:
+        shown = chat.child.logfile_read = io.StringIO()
+        chat.child.delaybeforesend = None
+        for after_ms in (0, 1, 3, 8, 15, 30, 60):
+            chat.until(r"\?25h")  # the prompt is drawn: from here on a key is a byte
+            chat.type(f"Tell me a story{ENTER}next")
+            time.sleep(after_ms / 1e3)
+            chat.type(CTRL_C)
+            chat.until("stopped; (not )?stored", 10)
+            chat.until("> next")
+            chat.type(CTRL_C)  # clears the line
+            chat.type(CTRL_C)
+            chat.until("ends the chat")
+        chat.type(CTRL_D)
+        chat.end()
+    assert "\x1b[6n" not in shown.getvalue()
 
 
 def test_a_one_shot_answer_that_is_stopped_ends_with_130(models: Path, tmp_path: Path) -> None:
