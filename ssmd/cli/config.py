@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any
 
 import typer
@@ -10,10 +11,12 @@ import typer
 from ssmd import __version__
 from ssmd.cli import options
 from ssmd.cli.failure import USAGE, fail
+from ssmd.machine.duration import show_duration
 from ssmd.machine.spelling import did_you_mean, shown
 
 app = typer.Typer(help="The settings that count here.", no_args_is_help=True)
 MOST_WIDE = 40  # characters of a value that the next column is moved for
+DURATIONS, FOR_EVER = ("keep_alive",), "-1"  # as they stand in the settings file; JSON has no infinity
 MOST_CHARS = 4096  # of a value or a path, on a line
 
 
@@ -53,6 +56,10 @@ def show(
     rows = []
     for name, value in settings.model_dump(mode="json").items():
         if not names or name in names:
+            if value == math.inf:
+                value = FOR_EVER
+            elif name in DURATIONS and value is not None and not as_json:
+                value = show_duration(value)
             came, hidden = origin(name, given), name in SECRETS and value is not None
             rows.append({"name": name, "value": None if hidden else value, "hidden": hidden, "from": came.kind})
             rows[-1]["where"] = None if came.kind == "default" else came.where

@@ -46,6 +46,15 @@ def test_where_each_setting_comes_from(tmp_path: Path, file: Path) -> None:
     assert (wrong.returncode, wrong.stderr) == (2, "error: there is no setting prot; did you mean port?\n")
 
 
+@pytest.mark.parametrize(
+    ("given", "value", "text"), [("-1", "-1", '"-1"'), ("90m", 5400.0, '"1h30m"'), ("0", 0.0, '"0s"')]
+)
+def test_a_time_is_shown_as_it_is_written(tmp_path: Path, given: str, value: Any, text: str) -> None:
+    assert shown(tmp_path, "config", "show", SSMD_KEEP_ALIVE=given)["keep_alive"]["value"] == value
+    said = ssmd(tmp_path, "config", "show", "keep_alive", SSMD_KEEP_ALIVE=given).stdout
+    assert said.split()[:2] == ["keep_alive", text]
+
+
 def test_a_key_is_not_shown(tmp_path: Path, file: Path) -> None:
     said = ssmd(tmp_path, "config", "show", "--config", str(file))
     [line] = [line for line in said.stdout.splitlines() if line.startswith("api_key ")]
