@@ -141,9 +141,13 @@ def interruptible(talk: Talk) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Leave as one leaves a block when this process is told to end: the terminal is as before."""
+    """Leave as one leaves a block when this process is told to end: the terminal is as before, and no file is left.
+
+    What it was started to ignore, as by nohup, it still ignores.
+    """
     names = ("SIGTERM", "SIGHUP")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     before = [signal.signal(number, lambda number, _: sys.exit(ENDED + number)) for number in numbers]
     try:
         yield

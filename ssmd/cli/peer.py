@@ -57,6 +57,9 @@ def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bo
             yield daemon, model
             return
         typer.echo(f"the daemon at {address.place} is left alone: {why}; the model is loaded here", err=True)
+    elif (process := discovery.running(settings.data_dir)) is not None:
+        who = f"process {process}" if process else "a process"
+        typer.echo(f"{who} uses {settings.data_dir} and answers nobody: the model is loaded here, beside it", err=True)
     elif sys.stderr.isatty():
         typer.echo("no daemon runs: the model is loaded here", err=True)
     from ssmd.cli.here import serving_here

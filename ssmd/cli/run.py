@@ -66,7 +66,7 @@ def run(
     model is loaded here.
     """
     from ssmd.cli.chat import as_json as object_of
-    from ssmd.cli.chat import interruptible, stats_line
+    from ssmd.cli.chat import ended_by_signals, interruptible, stats_line
     from ssmd.cli.manner import Manner
     from ssmd.cli.peer import Wanted, reached
     from ssmd.cli.talk import Talk
@@ -106,7 +106,7 @@ def run(
         if not prompt.strip():
             fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", USAGE)
     wanted = Wanted(model, runtime, device, threads, models_dir, keep=not no_store)
-    with reached(wanted, settings, session, last=last) as (daemon, named):
+    with ended_by_signals(), reached(wanted, settings, session, last=last) as (daemon, named):
         talk = Talk(daemon, named, manner, keep=not no_store)
         if last:
             used = daemon.last_sessions(1)
@@ -151,7 +151,7 @@ def _check_utf8(what: str, text: str | None) -> None:
 
 def _chat(talk: Talk, settings: Settings, stats: bool, as_json: bool) -> None:
     from ssmd.cli import terminal
-    from ssmd.cli.chat import Chat, ended_by_signals
+    from ssmd.cli.chat import Chat
     from ssmd.cli.chat_commands import COMMANDS
 
     with contextlib.ExitStack() as held:
@@ -162,6 +162,5 @@ def _chat(talk: Talk, settings: Settings, stats: bool, as_json: bool) -> None:
                 settings.prepare()
                 history = settings.data_dir / terminal.HISTORY
             typed = terminal.Prompt(history, [f"/{name}" for name in COMMANDS])
-            held.enter_context(ended_by_signals())
             held.enter_context(terminal.quiet())
         Chat(talk, typed, stats, as_json).run()

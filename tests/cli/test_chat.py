@@ -548,6 +548,42 @@ def test_lines_of_a_chat_whose_output_goes_elsewhere(home: Home, tmp_path: Path)
     assert (tmp_path / "out").read_text() == "".join(f"{a}\n" for a in answers) + "\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_one_shot_answer_that_is_ended_leaves_no_file(models: Path, tmp_path: Path, number: signal.Signals) -> None:
+    home = Home(tmp_path, models)
+    home.env["TMPDIR"] = str(tmp_path / "temporary")
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "ssmd", "run", "mamba", "Tell me", "--max-tokens", "100000"]
+    with subprocess.Popen(command, env=home.env, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        assert [*(tmp_path / "temporary").glob("ssmd-*")]
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_nohup_still_holds(models: Path, tmp_path: Path) -> None:
+    home = Home(tmp_path, models)
+    command = "trap '' HUP; exec $SSMD run mamba 'Tell me' --max-tokens 300"
+    env = {**home.env, "SSMD": f"{sys.executable} -m ssmd"}
+    with subprocess.Popen(["/bin/sh", "-c", command], env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGHUP)
+        process.stdout.read()
+    assert process.returncode == 0
+
+
+def test_a_daemon_that_cannot_be_found_is_told_of(models: Path, tmp_path: Path) -> None:
+    """Its lock is held, but where it is nobody says: the model is loaded a second time, and not without a word."""
+    home = Home(tmp_path, models)
+    with running(home.path, "llama") as (process, _):
+        (home.data / "daemon.json").unlink()
+        told = home.ssmd("run", "llama", "Hello", "--max-tokens", "2")[1]
+    assert told.startswith(f"process {process.pid} uses {home.data} and answers nobody: the model is loaded here")
+
+
 def test_where_no_socket_can_be_a_port_with_a_token_serves(models: Path, tmp_path: Path) -> None:
     """The folder for temporary files has too long a path; nothing is left in it."""
     home = Home(tmp_path, models)
