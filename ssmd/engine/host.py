@@ -188,9 +188,8 @@ class Host:
         """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), let all go."""
         with self._loader.changed:
             self.draining = True
-            for hosted in self._loader.wanted:
+            for hosted in self._loader.wanted:  # which the loader takes out, one of them once it is loaded
                 self._loader.fail(hosted, unavailable("the server is shutting down", "shutting_down"))
-            self._loader.wanted.clear()
             self._loader.changed.notify_all()
         until = time.monotonic() + grace_s
         engines = self._loader.engines()

@@ -231,6 +231,26 @@ def test_who_waits_too_long_for_memory_is_told_who_has_it(models: Path, monkeypa
         first.release()
 
 
+def test_a_shutdown_while_a_model_is_loaded(models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who waits is told, the load comes to its end, and nothing fails over it."""
+    going_on = threading.Event()
+    with hosting(models) as host:
+        load = host._loader._open
+
+        def slowly(*of: Any) -> Engine:
+            going_on.wait(60)
+            return load(*of)
+
+        host._loader._open = slowly
+        waiting = host.lend(host.shelf.find(LLAMA))
+        soon(lambda: host._loader.hosted[LLAMA].status == "loading")
+        host.shutdown(0)
+        assert refusal(waiting).code == "shutting_down"
+        going_on.set()
+        soon(lambda: host._loader.hosted[LLAMA].is_loaded)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_what_is_pinned_while_it_was_to_go_stays(models: Path) -> None:
     with hosting(models, memory_budget=40 << 20) as host:
         lease, began = lent(host, LLAMA), host._loader.hosted[LLAMA].loaded_at
