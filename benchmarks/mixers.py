@@ -175,7 +175,8 @@ class Mixer(Caller):
                 self.counts["streams that broke off"] += 1
         self.counts["turns"] += 1
         if not told.stored:
-            self.fail(f"{talk.number} {question!r}: told that it was not stored")
+            self.counts["told that it was not stored"] += 1  # a busy disk; its client asks something else then
+            talk.turns = 0
             return
         talk.messages = (*messages, {"role": "assistant", "content": told.text})
         self.journal.append(Done("turn", talk.number, messages=messages, fields=fields, told=told))
