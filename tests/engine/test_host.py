@@ -24,6 +24,7 @@ from several import GRANITE, LLAMA, OTHER, models_folder
 
 from ssmd.config import Settings
 from ssmd.engine import loader
+from ssmd.engine.engine import Engine
 from ssmd.engine.host import Host
 from ssmd.engine.hosted import Hosted, Lease, NoRoom, make_room
 from ssmd.engine.opening import close_host, open_host
