@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from modules import ROOT
 
-from ssmd.config import Origin, Settings, SettingsError, origin, usable
-from ssmd.machine.variables import OF_TESTS, OTHERS, PREFIX
+from ssmd.config import Origin, Settings, SettingsError, origin, usable, variables
+from ssmd.machine.variables import OF_TESTS, OTHERS, PREFIX, SETTINGS
 
 
 @pytest.fixture(autouse=True)
@@ -285,6 +285,10 @@ def test_variables_that_are_no_settings_are_left_alone(
     monkeypatch.delenv(variable)
     monkeypatch.setenv("SSMD_NOTHING", "")  # as good as not set
     assert Settings().port == 7763
+
+
+def test_the_list_of_settings_is_current() -> None:
+    assert list(SETTINGS) == variables()
 
 
 def test_every_variable_that_anything_here_reads_is_known() -> None:

@@ -47,10 +47,11 @@ def _check_variables() -> None:
     known = ("SSMD_CONFIG", "SSMD_DATA_DIR", "SSMD_MODELS_DIR", "SSMD_CACHE_DIR")
     given = [name.upper() for name, value in os.environ.items() if value]
     if any(name.startswith("SSMD_") and name not in known for name in given):
-        from ssmd.config import SettingsError, variables
-        from ssmd.machine.variables import misspelt
+        from ssmd.machine.variables import SETTINGS, misspelt
 
-        if wrong := "; ".join(misspelt(variables())):
+        if wrong := "; ".join(misspelt(SETTINGS)):
+            from ssmd.config import SettingsError
+
             raise SettingsError(wrong)
 
 

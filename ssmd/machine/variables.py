@@ -16,11 +16,22 @@ OTHERS = {  # and what they mean, as docs/configuration.md has it
     "([wgpu.md](wgpu.md))",
     "SSMD_STRICT": "reserved: nothing reads it yet",
 }
+# Those of settings, in their order, for who has no time to import them: pydantic takes longer than to ask a daemon.
+SETTINGS = tuple(
+    f"{PREFIX}{name}"
+    for name in (
+        *("DATA_DIR", "MODELS_DIR", "HOST", "PORT", "SOCKET"),
+        *("API_KEY", "API_KEYS_FILE", "SHARE_SESSIONS", "ALLOWED_HOSTS", "ALLOWED_ORIGINS"),
+        *("THREADS", "RUNTIME", "DEVICE", "MAX_RUNNING", "MAX_QUEUE"),
+        *("MAX_BODY_BYTES", "QUOTA", "KEEP_ALIVE", "MEMORY_BUDGET", "PRELOAD"),
+        *("PIN", "TRUNCATION", "OFFLINE", "LOG_LEVEL"),
+    )
+)
 OF_TESTS = frozenset(  # and of benchmarks, which run what reads settings
     f"{PREFIX}{name}"
     for name in (
         *("CLIENT_PYTHON", "CONTRACT_FAMILIES", "CONTRACT_RUNTIMES", "DATABASES", "EXAMPLES", "FLIPS", "FUZZ"),
-        *("FUZZ_SEED", "KILLS", "LLAMA_LIBRARY", "SEED", "STEPS"),
+        *("FUZZ_SEED", "KILLS", "LLAMA_LIBRARY", "MIXED_SECONDS", "SEED", "STEPS"),
     )
 )
 # What Kubernetes and Docker tell every container of a service that is named ssmd.
