@@ -234,17 +234,18 @@ def test_who_waits_too_long_for_memory_is_told_who_has_it(models: Path, monkeypa
 
 def test_a_shutdown_while_a_model_is_loaded(models: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Who waits is told, the load comes to its end, and nothing fails over it."""
-    going_on = threading.Event()
+    began, going_on = threading.Event(), threading.Event()
     with hosting(models) as host:
         load = host._loader._open
 
         def slowly(*of: Any) -> Engine:
+            began.set()
             going_on.wait(60)
             return load(*of)
 
         host._loader._open = slowly
         waiting = host.lend(host.shelf.find(LLAMA))
-        soon(lambda: host._loader.hosted[LLAMA].status == "loading")
+        assert began.wait(60)
         host.shutdown(0)
         assert refusal(waiting).code == "shutting_down"
         going_on.set()
