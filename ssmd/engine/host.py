@@ -156,8 +156,9 @@ class Host:
             models = []
         there = {model.id: hosted.get(model.id) or Hosted(model, self._keep_alive_s) for model in models}
         there |= {id_: one for id_, one in hosted.items() if one.is_loaded}  # removed, and not yet let go
-        rows = [one.row() for one in there.values()]
-        running = [{"model": id_, **row} for id_, one in there.items() if one.engine for row in one.engine.rows()]
+        requests = {id_: one.requests() for id_, one in there.items()}
+        rows = [one.row(requests[id_]) for id_, one in there.items()]
+        running = [row for mine in requests.values() for row in mine]
         used = sum(one.nbytes for one in hosted.values() if one.is_loaded)
         held = {"budget_bytes": self._loader.budget, "used_bytes": used, "resident_bytes": memory.resident()}
         return Live(self._state(bool(running)), self.problem, rows, running, held)
@@ -182,7 +183,8 @@ class Host:
     def row(self, model: Model) -> dict[str, object]:
         """What is known of one model, ready for JSON."""
         with self._loader.changed:
-            return (self._loader.hosted.get(model.id) or Hosted(model, self._keep_alive_s)).row()
+            hosted = self._loader.hosted.get(model.id) or Hosted(model, self._keep_alive_s)
+        return hosted.row(hosted.requests())
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), let all go."""

@@ -76,11 +76,15 @@ class Hosted:
         """Bytes of memory that it is reckoned with, by what was seen of it too."""
         return max(self.least, self.weight)
 
-    def row(self) -> dict[str, Any]:
-        """What is known of it, ready for JSON."""
+    def requests(self) -> list[dict[str, Any]]:
+        """How far each request is that its engine has, ready for JSON."""
+        engine = self.engine
+        return [] if engine is None else [{"model": self.model.id, **row} for row in engine.rows()]
+
+    def row(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What is known of it, ready for JSON. rows: its `requests`."""
         found, engine = self.model.found, self.engine
         m = found.manifest
-        rows = [] if engine is None else engine.rows()
         waiting = len(self.waiting) + sum(row["phase"] == "waiting" for row in rows)
         return {
             "id": self.model.id,
