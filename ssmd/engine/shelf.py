@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from ssmd.installed import Installed, ModelError, choose, is_for, read
 from ssmd.machine.spelling import meant, shown
 from ssmd.model.artifact import MANIFEST, Artifact, Manifest, read_manifest
 
+_AGAIN_S = 0.5  # after which what is broken is read again: it may take long to read, and any request may look
 Stamp = tuple[int, int, int]
 Places = Callable[[], Sequence[tuple[str, Path]]]  # (name, folder) of artifacts; raises ModelError
 
@@ -60,6 +62,7 @@ class Shelf:
         self._places, self._runtime, self._device = places, runtime, device
         self._lock = threading.Lock()
         self._seen: dict[tuple[str, Path], tuple[Stamp | None, Installed]] = {}
+        self._looked = 0.0
         self._models: dict[str, Model] = {}
         self._chosen: dict[str, Model] = {}
 
@@ -92,9 +95,10 @@ class Shelf:
         except ModelError as err:
             raise Rejected(str(err), status=503, code="models_unreadable") from err
         broken = any(one.problem for _, one in self._seen.values())  # it may be half written, and whole by now
-        if not broken and [(place, stamp) for place, (stamp, _) in self._seen.items()] == places:
+        again = broken and time.monotonic() - self._looked >= _AGAIN_S
+        if not again and [(place, stamp) for place, (stamp, _) in self._seen.items()] == places:
             return
-        before = self._seen
+        before, self._looked = self._seen, time.monotonic()
         self._seen = {}
         for place, stamp in places:
             known = before.get(place)
