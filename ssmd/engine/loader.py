@@ -21,7 +21,6 @@ from ssmd.engine.hosted import Hosted, Lease, NoRoom, make_room, refused
 from ssmd.engine.metrics import Metrics, ModelMetrics
 from ssmd.engine.request import Rejected
 from ssmd.engine.shelf import Model, Shelf, unusable
-from ssmd.engine.turns import Turns
 from ssmd.machine import memory
 from ssmd.machine.size import show_size
 
@@ -30,7 +29,7 @@ ROOM_S = 60.0  # for which a model waits until others that answer somebody can g
 RETRY_AFTER_S = 5
 _LOOK_S = 1.0  # how often to look at models that were replaced or removed
 _SOON_S = 0.1
-Open = Callable[[Model, ModelMetrics, Turns], Engine]
+Open = Callable[[Model, ModelMetrics], Engine]
 
 
 class Loader:
@@ -59,7 +58,6 @@ class Loader:
         self._strict = budget is not None
         self._shelf, self._metrics, self._keep_alive_s = shelf, metrics, keep_alive_s
         self._open, self._trial = open_, trial
-        self._turns: dict[str, Turns] = {}
         self._runtimes: set[str] = set()  # whose libraries are in this process
         self._ended = self._news = False
         self._thread = threading.Thread(target=self._run, name="ssmd-host", daemon=True)
@@ -263,9 +261,8 @@ class Loader:
         with self.changed:
             hosted.status, hosted.problem = "loading", ""
         before, started = memory.resident() or 0, time.perf_counter()
-        turns = self._turns.setdefault(model.manifest.device_class, Turns())
         try:
-            engine = self._open(model, self._metrics.of(model.id), turns)
+            engine = self._open(model, self._metrics.of(model.id))
         except Exception as err:
             raise self._unloadable(hosted, err) from err
         with self.changed:
@@ -334,7 +331,7 @@ class Loader:
     def _give_room_back(self, hosted: Hosted) -> None:
         """Those that were to go for this one need not."""
         for other in self.hosted.values():
-            if other is not hosted and other.is_loaded and other.status == "loaded":
+            if other is not hosted and other.status == "loaded" and other.model.is_current:
                 other.leaving = False
 
     def engines(self) -> list[Engine]:

@@ -97,9 +97,10 @@ class Opener:
     def __init__(self, settings: Settings, writer: Writer | None) -> None:
         self._settings, self._writer = settings, writer
         self._checked = Checked()
+        self._turns: dict[str, Turns] = {}  # by device, which its programs share
         self._texts: OrderedDict[str, Texts] = OrderedDict()  # of those made here, the one used last is the last
 
-    def __call__(self, model: Model, numbers: ModelMetrics, turns: Turns) -> Engine:
+    def __call__(self, model: Model, numbers: ModelMetrics) -> Engine:
         """A model's engine. Raises ArtifactError, RuntimeUnavailable, ProgramError, TemplateError or TokenizerError.
 
         Its template and tokenizer are opened beside the graph.
@@ -114,16 +115,18 @@ class Opener:
                 if opening.exception() is None:
                     opening.result().close()
                 raise
+        texts = None
         try:
             texts = opening.result()
+            device = settings.device or artifact.manifest.device_class
             max_running, spare_lanes = affordable(program.spec, program.context, settings.max_running)
             engine = Engine(
                 artifact,
                 program,
                 self._writer,
                 metrics=numbers,
-                device=settings.device or artifact.manifest.device_class,
-                turns=turns,
+                device=device,
+                turns=self._turns.setdefault(device, Turns()),
                 max_running=max_running,
                 spare_lanes=spare_lanes,
                 max_queue=settings.max_queue,
@@ -132,6 +135,8 @@ class Opener:
             engine.start(warm_up=True)
         except BaseException:
             program.close()
+            if texts is not None:
+                texts.close()
             raise
         return engine
 

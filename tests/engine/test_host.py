@@ -23,7 +23,7 @@ from engine.test_engine import Asked, answered, ask, user
 from several import GRANITE, LLAMA, OTHER, models_folder
 
 from ssmd.config import Settings
-from ssmd.engine import loader
+from ssmd.engine import loader, shelf
 from ssmd.engine.engine import Engine
 from ssmd.engine.host import Host
 from ssmd.engine.hosted import Hosted, Lease, NoRoom, make_room
@@ -32,7 +32,7 @@ from ssmd.engine.request import Rejected
 from ssmd.engine.sampling import SamplingParams
 from ssmd.engine.shelf import Model
 from ssmd.engine.turns import Turns
-from ssmd.installed import Installed
+from ssmd.installed import Installed, read
 from ssmd.machine import memory
 from ssmd.runtime.protocol import ProgramError
 
@@ -536,4 +536,41 @@ def test_a_model_that_was_seen_half_written_is_whole_later(models: Path) -> None
         assert (refused.code, refused.status) == ("model_unusable", 503)
         assert "is missing" in refused.message
         (models / "aside").rename(file)
+        soon(lambda: not host.shelf.find(GRANITE).found.problem)
         lent(host, "granite").release()
+
+
+def test_a_replaced_folder_is_told_of_once(models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also while others are loaded, and where it has to wait."""
+    caplog.set_level("INFO", "ssmd")
+    with hosting(models) as host:
+        old = lent(host, "granite")
+        (models / "granite" / "litert-cpu-int8" / "artifact.json").touch()
+        for name in (LLAMA, OTHER, LLAMA):
+            lent(host, name).release()
+            host.unload(host.shelf.find(name))
+        soon(lambda: loaded(host) == {GRANITE})
+        time.sleep(1.3)  # longer than between two looks
+        old.release()
+        assert sum("was replaced or removed" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_broken_folder_is_not_read_at_every_look(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (models / "granite" / "litert-cpu-int8" / "tokenizer.json").unlink()
+    with hosting(models) as host:
+        looks = list[str]()
+
+        def noting(name: str, path: Path) -> Installed:
+            looks.append(name)
+            return read(name, path)
+
+        monkeypatch.setattr(shelf, "read", noting)
+        for _ in range(50):
+            host.shelf.find("llama")
+        assert len(looks) <= 1
+
+
+def test_programs_of_one_device_take_turns(models: Path) -> None:
+    with hosting(models) as host:
+        one, other = (lent(host, name).engine for name in (LLAMA, OTHER))
+        assert one._worker._turns is other._worker._turns
