@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from ssmd.config import Settings, make_private
+from ssmd.config import Settings
+from ssmd.machine.folder import make_private
 from ssmd.model.artifact import MANIFEST
 from ssmd.model.made import note
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationError, Validati
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ssmd.machine import hosts
+from ssmd.machine import folder, hosts
 from ssmd.machine.duration import parse_duration
 from ssmd.machine.processor import MOST_THREADS
 from ssmd.machine.settingsfile import read_settings
@@ -63,38 +62,12 @@ def config_file() -> Path:
     return Path(named).expanduser() if named else Path(platformdirs.user_config_dir("ssmd")) / "config.toml"
 
 
-def _absolute(path: Path) -> Path:
-    return _usable(_expanded(path))
-
-
-def _expanded(path: Path) -> Path:
-    try:
-        expanded = path.expanduser()
-    except RuntimeError as err:
-        raise ValueError(str(err)) from err
-    if "\0" in str(path):
-        raise ValueError("a path cannot contain a null character")
-    return Path(os.path.abspath(expanded))
-
-
-def _usable(path: Path) -> Path:
-    """Check that no file stands in the way of a folder. What rights it takes is seen where it is used, if it is."""
-    for one in (path, *path.parents):
-        try:
-            if not stat.S_ISDIR(one.stat().st_mode):
-                raise ValueError(f"{one} is a file, not a folder; move it away, or choose another")
-        except OSError:
-            continue
-        break
-    return path
-
-
 def _default_models_dir(settings: dict[str, Any]) -> Path:
     # data_dir is absent here only when it was refused; then this value is never seen.
     return Path(settings.get("data_dir", ".")) / "models"
 
 
-AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+AbsolutePath = Annotated[Path, AfterValidator(folder.absolute)]
 Names = Annotated[tuple[str, ...], NoDecode]
 
 
@@ -118,13 +91,13 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on; beyond loopback a key is needed")
     port: int = Field(7763, ge=0, le=65535, description="port to listen on; 0 takes any free one")
-    socket: Annotated[Path, AfterValidator(_expanded)] | None = Field(
+    socket: Annotated[Path, AfterValidator(folder.expanded)] | None = Field(
         None, description="path of a Unix socket to listen at, which this user alone can reach; no port is opened then"
     )
     api_key: SecretStr | None = Field(
         None, description="what clients must send as `Authorization: Bearer …`; 8 to 512 printable ASCII characters"
     )
-    api_keys_file: Annotated[Path, AfterValidator(_expanded)] | None = Field(
+    api_keys_file: Annotated[Path, AfterValidator(folder.expanded)] | None = Field(
         None,
         description="file of several keys in place of `api_key`: a line each, `name key` or `name key read-only`; of "
         "mode 0600; read again on SIGHUP",
@@ -207,7 +180,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, InitSettingsSource(settings_cls, _read_file())
+        return init_settings, env_settings, InitSettingsSource(settings_cls, read_file())
 
     @field_validator("allowed_hosts", "allowed_origins", "preload", "pin", mode="before")
     @classmethod
@@ -298,49 +271,22 @@ class Settings(BaseSettings):
 
     def prepare_models(self) -> None:
         """Make the models directory. Raises SettingsError."""
-        try:
-            self.models_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
-            reason = "" if os.access(self.models_dir, os.W_OK | os.X_OK) else "permission denied"
-        except OSError as err:
-            reason = err.strerror or str(err)
-        if reason:
-            raise SettingsError(
-                f"models directory {self.models_dir} cannot be written ({reason}); choose another with "
-                f"{PREFIX}MODELS_DIR"
-            )
+        self._have(folder.writable, self.models_dir, "models")
 
     def prepare(self) -> None:
         """Make the data directory, mode 0700. Raises SettingsError if it cannot be trusted or made."""
-        path = self.data_dir
+        self._have(folder.own, self.data_dir, "data")
+
+    @staticmethod
+    def _have(make: Callable[[Path, str, str], None], path: Path, what: str) -> None:
         try:
-            make_private(path)
-            found = path.stat()
-            if hasattr(os, "getuid"):
-                if found.st_uid != os.getuid():
-                    raise SettingsError(f"data directory {path} belongs to user {found.st_uid}; use one of your own")
-                if found.st_mode & stat.S_IWOTH:
-                    raise SettingsError(
-                        f"data directory {path} can be written by every user of this computer, so what lies there "
-                        f"cannot be trusted; look it through, then: chmod 700 {path}"
-                    )
-                if stat.S_IMODE(found.st_mode) != 0o700:
-                    path.chmod(0o700)
-            if not os.access(path, os.W_OK | os.X_OK):
-                raise SettingsError(f"data directory {path} cannot be written; choose another with {PREFIX}DATA_DIR")
-        except OSError as err:
-            reason = err.strerror or str(err)
-            raise SettingsError(
-                f"data directory {path} cannot be made ({reason}); choose another with {PREFIX}DATA_DIR"
-            ) from err
+            make(path, f"{what} directory", f"choose another with {PREFIX}{what.upper()}_DIR")
+        except ValueError as err:
+            raise SettingsError(str(err)) from err
 
 
-def make_private(folder: Path) -> None:
-    """Make a folder and those above it that are missing, all with mode 0700. Raises OSError."""
-    for one in (*reversed(folder.absolute().parents), folder):
-        one.mkdir(mode=0o700, exist_ok=True)
-
-
-def _read_file() -> dict[str, Any]:
+def read_file() -> dict[str, Any]:
+    """What the settings file says. Raises SettingsError."""
     path = config_file()
     try:
         return read_settings(path, SECRETS)
@@ -367,59 +313,15 @@ def origin(name: str, flags: Collection[str] = ()) -> Origin:
     variable = f"{PREFIX}{name.upper()}"
     if name in flags:
         return Origin("flag", f"--{name.replace('_', '-')}")
-    if _environment().get(variable):
+    if environment().get(variable):
         return Origin("environment", variable)
-    if name in _read_file():
+    if name in read_file():
         return Origin("file", str(config_file()))
     return Origin("default", "default")
 
 
-def usable(**flags: Any) -> tuple[Settings, str]:
-    """The settings, with defaults for what the environment and the file say wrongly, and what is wrong there, or "".
-
-    Raises SettingsError for a refused flag.
-    """
-    try:
-        return Settings(**flags), ""
-    except SettingsError as err:
-        if err.usage:
-            raise
-        problem = str(err)
-    try:
-        file = _read_file()
-    except SettingsError:
-        file = {}
-    environment = {name: _environment().get(f"{PREFIX}{name.upper()}") for name in Settings.model_fields}
-    given = {name: value for name, value in flags.items() if value is not None}
-    asked = {**file, **{name: value for name, value in environment.items() if value}, **given}
-    while True:
-        try:
-            return _Told(**{name: value for name, value in asked.items() if name in Settings.model_fields}), problem
-        except SettingsError as err:
-            if not (refused := err.names & asked.keys() - given.keys()):
-                raise
-            asked = {name: value for name, value in asked.items() if name not in refused}
-
-
-class _Told(Settings):
-    """Settings of what it is told alone, whatever the environment and the file say."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        *others: PydanticBaseSettingsSource,
-        **more: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
-
-    @staticmethod
-    def _misspelt() -> Iterator[str]:
-        return iter(())
-
-
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """The environment's variables, with their names in capitals."""
     return {name.upper(): value for name, value in os.environ.items()}
 
 
@@ -435,9 +337,9 @@ def _explain(error: ErrorDetails, flags: dict[str, Any]) -> str:
     if came.kind == "flag":
         value = flags[name]
     elif came.kind == "environment":
-        value = _environment()[came.where]
+        value = environment()[came.where]
     elif came.kind == "file":
-        value, where = _read_file()[name], f"{name!r} in {came.where}"
+        value, where = read_file()[name], f"{name!r} in {came.where}"
     else:
         where = f"the default {name.replace('_', ' ')}"
     said = "" if name in SECRETS or value is None else f" = {str(value)[:200]!r}"

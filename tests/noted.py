@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ssmd.config import make_private
+from ssmd.machine.folder import make_private
 from ssmd.model.artifact import MANIFEST
 from ssmd.model.made import note
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from modules import ROOT
 
-from ssmd.config import Origin, Settings, SettingsError, origin, usable, variables
+from ssmd.cli.usable_settings import usable
+from ssmd.config import Origin, Settings, SettingsError, origin, variables
 from ssmd.machine.variables import OF_TESTS, OTHERS, PREFIX, SETTINGS
 
 

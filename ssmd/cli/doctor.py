@@ -49,7 +49,8 @@ def doctor(
     Every runtime's library is loaded for real, in a process of its own. Exit code 1 if no model can answer here.
     """
     from ssmd.cli.doctor_report import lines
-    from ssmd.config import Settings, usable
+    from ssmd.cli.usable_settings import usable
+    from ssmd.config import Settings
 
     if runtime is not None:
         _look(runtime, Settings(data_dir=data_dir, models_dir=models_dir).models_dir, report, device, as_json)

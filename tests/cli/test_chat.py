@@ -23,7 +23,7 @@ from noted import note_all
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, PASTE, PASTED, UP, Terminal, terminal
 from test_server import environment, running
 
-from ssmd.config import make_private
+from ssmd.machine.folder import make_private
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Session, Turn, conversation
 

@@ -24,7 +24,7 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
-from ssmd.config import make_private
+from ssmd.machine.folder import make_private
 from ssmd.sessions.rows import erasure
 from ssmd.sessions.rows.faults import DiskFull, disk_full, errors
 from ssmd.sessions.turn import StoreError

@@ -1,0 +1,57 @@
+"""Settings in spite of what is wrong with them, for the doctor: a refused value counts as not given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+from ssmd.config import Settings, SettingsError, environment, read_file
+from ssmd.machine.variables import PREFIX
+
+
+def usable(**flags: Any) -> tuple[Settings, str]:
+    """The settings, with defaults for what the environment and the file say wrongly, and what is wrong there, or "".
+
+    Raises SettingsError for a refused flag.
+    """
+    try:
+        return Settings(**flags), ""
+    except SettingsError as err:
+        if err.usage:
+            raise
+        problem = str(err)
+    try:
+        file = read_file()
+    except SettingsError:
+        file = {}
+    known = environment()
+    told = {name: known.get(f"{PREFIX}{name.upper()}") for name in Settings.model_fields}
+    given = {name: value for name, value in flags.items() if value is not None}
+    asked = {**file, **{name: value for name, value in told.items() if value}, **given}
+    while True:
+        try:
+            return _Told(**{name: value for name, value in asked.items() if name in Settings.model_fields}), problem
+        except SettingsError as err:
+            if not (refused := err.names & asked.keys() - given.keys()):
+                raise
+            asked = {name: value for name, value in asked.items() if name not in refused}
+
+
+class _Told(Settings):
+    """Settings of what it is told alone, whatever the environment and the file say."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        *others: PydanticBaseSettingsSource,
+        **more: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+    @staticmethod
+    def _misspelt() -> Iterator[str]:
+        return iter(())

@@ -1,0 +1,75 @@
+"""Folders that settings name: their whole paths, made where they are missing, and private where that matters."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def expanded(path: Path) -> Path:
+    """The whole path, without `~` and `..`. Raises ValueError."""
+    try:
+        whole = path.expanduser()
+    except RuntimeError as err:
+        raise ValueError(str(err)) from err
+    if "\0" in str(path):
+        raise ValueError("a path cannot contain a null character")
+    return Path(os.path.abspath(whole))
+
+
+def absolute(path: Path) -> Path:
+    """The whole path of a folder, in whose way no file stands. Raises ValueError.
+
+    What rights it takes is seen where it is used, if it is.
+    """
+    whole = expanded(path)
+    for one in (whole, *whole.parents):
+        try:
+            if not stat.S_ISDIR(one.stat().st_mode):
+                raise ValueError(f"{one} is a file, not a folder; move it away, or choose another")
+        except OSError:
+            continue
+        break
+    return whole
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder and those above it that are missing, all with mode 0700. Raises OSError."""
+    for one in (*reversed(folder.absolute().parents), folder):
+        one.mkdir(mode=0o700, exist_ok=True)
+
+
+def own(path: Path, called: str, advice: str) -> None:
+    """Make a folder that is this user's alone. Raises ValueError if it cannot be trusted or made.
+
+    called: what it is, for the error; advice: what to do if it cannot be had.
+    """
+    try:
+        make_private(path)
+        found = path.stat()
+        if hasattr(os, "getuid"):
+            if found.st_uid != os.getuid():
+                raise ValueError(f"{called} {path} belongs to user {found.st_uid}; use one of your own")
+            if found.st_mode & stat.S_IWOTH:
+                raise ValueError(
+                    f"{called} {path} can be written by every user of this computer, so what lies there cannot be "
+                    f"trusted; look it through, then: chmod 700 {path}"
+                )
+            if stat.S_IMODE(found.st_mode) != 0o700:
+                path.chmod(0o700)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ValueError(f"{called} {path} cannot be written; {advice}")
+    except OSError as err:
+        raise ValueError(f"{called} {path} cannot be made ({err.strerror or err}); {advice}") from err
+
+
+def writable(path: Path, called: str, advice: str) -> None:
+    """Make a folder that others may read. Raises ValueError, as `own` does."""
+    try:
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+        reason = "" if os.access(path, os.W_OK | os.X_OK) else "permission denied"
+    except OSError as err:
+        reason = err.strerror or str(err)
+    if reason:
+        raise ValueError(f"{called} {path} cannot be written ({reason}); {advice}")
