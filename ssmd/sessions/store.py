@@ -11,13 +11,12 @@ from pathlib import Path
 
 from sqlalchemy import Connection, Engine, select
 
-from ssmd.machine.progress import tell
 from ssmd.model.state import Part, State, StateSpec
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import commits, damage, database, erasure, holding, migrate, retention, room, tree
+from ssmd.sessions.rows import collecting, commits, damage, database, erasure, holding, migrate, retention, room, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
@@ -261,34 +260,7 @@ class Store:
         """Let checkpoints go until those left take at most `quota` bytes (default: the store's own), and give the
         space back to the disk. Pinned sessions keep theirs, even above the quota. dry_run: only say what would go."""
         limit = self.quota if quota is None else quota
-        done = retention.Collected(quota=limit)
-        above = 0 if limit is None or dry_run else self.bytes_stored() - limit
-        while True:
-            tell(done.nbytes, above)
-            try:
-                with database.writing(self._engine, self.file) as connection:
-                    more = retention.collect(connection, limit, dry_run=dry_run)
-            except DiskFull:
-                if dry_run:
-                    raise
-                more = self.room.removing(lambda connection: retention.collect(connection, limit, dry_run=False))
-            done = done.and_then(more)
-            if dry_run:
-                return done
-            if not more.nbytes:
-                break
-            # In parts, so that the log stays small, and a daemon gets its turn.
-            self._give_back()
-        self._give_back()
-        self.room.restock()
-        return done
-
-    def _give_back(self) -> None:
-        try:
-            database.give_back(self._engine, self.file)
-        except DiskFull:
-            self.room.give_up(0)
-            database.shrink(self._engine, self.file)
+        return collecting.collect(self._engine, self.file, self.room, limit, dry_run=dry_run)
 
     def turns(self, session_id: str) -> list[Turn]:
         """The tree of a session: all its turns, parents before their children. Raises UnknownSession."""
