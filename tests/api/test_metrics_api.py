@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,24 +13,13 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import soon
 from keyfile import bearer, written
-from several import GRANITE, LLAMA, LONG, METRICS, STREAM, Events, Several, models_folder, several
+from several import GRANITE, LLAMA, LONG, METRICS, STREAM, Events, Several, several
 
 from ssmd.api import metrics
 
 PARTS = ("load_ms", "plan_ms", "queue_ms", "restore_ms", "prefill_ms", "shared_ms")
 ALICE, BOB, SCREEN = "alice-has-this-one", "bob-has-this-one", "screens-look-at-this"
 KEYS = f"alice {ALICE}\nbob {BOB}\nscreen {SCREEN} read-only\n"
-
-
-@pytest.fixture
-def models(artifacts: TinyArtifacts, tmp_path: Path) -> Path:
-    return models_folder(artifacts, tmp_path / "models")
-
-
-@pytest.fixture
-def three(models: Path) -> Iterator[Several]:
-    with several(models) as one:
-        yield one
 
 
 def begun(stream: Any) -> None:

@@ -29,17 +29,6 @@ def all_day(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) 
         yield one
 
 
-@pytest.fixture
-def models(artifacts: TinyArtifacts, tmp_path: Path) -> Path:
-    return models_folder(artifacts, tmp_path / "models")
-
-
-@pytest.fixture
-def three(models: Path) -> Iterator[Several]:
-    with several(models) as one:
-        yield one
-
-
 def ids(one: Several) -> list[str]:
     return [entry["id"] for entry in one.ask("GET", "/v1/models").json["data"]]
 

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import commands
-import pytest
 from conftest import TinyArtifacts
 from strangers import forged
 from test_server import environment
 
 from ssmd import __version__
-
-
-@pytest.fixture(scope="module")
-def home(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data directory with one good model and one broken one."""
-    path = tmp_path_factory.mktemp("home")
-    models = path / "data" / "models"
-    (models / "tiny").mkdir(parents=True)
-    (models / "tiny" / "litert-cpu-f32").symlink_to(artifacts["llama-f32"])
-    shutil.copytree(artifacts["llama-f32"], models / "broken" / "litert-cpu-f32")
-    (models / "broken" / "litert-cpu-f32" / "model.tflite").write_bytes(b"cut")
-    return path
 
 
 def ssmd(home: Path, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:

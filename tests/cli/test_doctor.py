@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sqlite3
 import subprocess
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import commands
 import pytest
-from conftest import TinyArtifacts
 from test_server import environment
 
 from ssmd import __version__
@@ -20,18 +18,6 @@ from ssmd.cli.doctor_report import lines
 from ssmd.daemon.discovery import Address, announce
 from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.store import Store
-
-
-@pytest.fixture(scope="module")
-def home(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data directory with one good model and one broken one."""
-    path = tmp_path_factory.mktemp("home")
-    models = path / "data" / "models"
-    (models / "tiny").mkdir(parents=True)
-    (models / "tiny" / "litert-cpu-f32").symlink_to(artifacts["llama-f32"])
-    shutil.copytree(artifacts["llama-f32"], models / "broken" / "litert-cpu-f32")
-    (models / "broken" / "litert-cpu-f32" / "model.tflite").write_bytes(b"cut")
-    return path
 
 
 def ssmd(home: Path, *arguments: str, before: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
