@@ -265,18 +265,18 @@ class Loader:
             engine = self._open(model, self._metrics.of(model.id))
         except Exception as err:
             raise self._unloadable(hosted, err) from err
-        with self.changed:
+        load_ms = round((time.perf_counter() - started) * 1e3, 1)
+        gc.freeze()
+        memory.trim()
+        log.info("model %s was loaded in %.0f ms", model.id, load_ms)
+        with self.changed:  # at once: who sees that it is loaded sees also until when it stays
             hosted.engine, hosted.status = engine, "loaded"
-            hosted.load_ms = round((time.perf_counter() - started) * 1e3, 1)
-            hosted.loaded_at = time.time()
+            hosted.load_ms, hosted.loaded_at = load_ms, time.time()
             hosted.resident = max(0, (memory.resident() or 0) - before)
             if model.manifest.runtime in self._runtimes:
                 hosted.weight = hosted.resident
             self._runtimes.add(model.manifest.runtime)
-        gc.freeze()
-        memory.trim()
-        log.info("model %s was loaded in %.0f ms", model.id, hosted.load_ms)
-        self._loaded(hosted)
+            self._loaded(hosted)
 
     def _try(self, hosted: Hosted) -> None:
         """Find out whether a model can be loaded, in a thread of its own."""
