@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ssmd.engine.feeding import BUCKET_WHILE_OTHERS_DECODE
@@ -41,12 +42,16 @@ class Engine:
         turns: Turns | None = None,
         max_running: int = 8,
         spare_lanes: int = 1,
+        lane_bytes: int = 0,
+        room: Callable[[int], bool] = lambda nbytes: True,
         max_queue: int = 512,
         texts: Texts | None = None,
     ) -> None:
         """device: what the program computes on. turns: on that, where other programs compute too. max_running: choices
         that decode at the same time. spare_lanes: so many more, one for each client that has none while others have
-        them all. texts: the artifact's template and tokenizer; by default they are opened here, as one's own.
+        them all. lane_bytes: of memory that a choice takes. room: whether there is memory for so many bytes more, asked
+        before a choice decodes beside others. texts: the artifact's template and tokenizer; by default they are opened
+        here, as one's own.
 
         Raises TemplateError or TokenizerError.
         """
@@ -64,9 +69,18 @@ class Engine:
             wake = self._queue.wake
             self._persistence = Persistence(writer, program, self._planner, tokenizer, build=manifest.build, wake=wake)
         stops = frozenset(manifest.stop_tokens)
-        share = turns or Turns()
+        self._lane_bytes = lane_bytes
         self._worker = Worker(
-            program, self._queue, self._persistence, metrics, tokenizer, stops, max_running, spare_lanes, share
+            program,
+            self._queue,
+            self._persistence,
+            metrics,
+            tokenizer,
+            stops,
+            max_running,
+            spare_lanes,
+            turns or Turns(),
+            partial(room, lane_bytes),
         )
 
     @property
@@ -122,6 +136,11 @@ class Engine:
     def idle(self) -> bool:
         """Whether nothing is left to do, for anybody or for later."""
         return not self._queue.unfinished and self._persistence.idle
+
+    @property
+    def busy_bytes(self) -> int:
+        """Bytes of memory that choices take now, beside the first: that one is a part of what the program takes."""
+        return max(0, self._worker.in_use - 1) * self._lane_bytes
 
     def rows(self) -> list[dict[str, Any]]:
         """How far each request is that waits or is answered, ready for JSON."""

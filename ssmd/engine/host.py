@@ -159,7 +159,7 @@ class Host:
         requests = {id_: one.requests() for id_, one in there.items()}
         rows = [one.row(requests[id_]) for id_, one in there.items()]
         running = [row for mine in requests.values() for row in mine]
-        used = sum(one.nbytes for one in hosted.values() if one.is_loaded)
+        used = sum(one.nbytes + one.busy_bytes for one in hosted.values() if one.is_loaded)
         held = {"budget_bytes": self._loader.budget, "used_bytes": used, "resident_bytes": memory.resident()}
         return Live(self._state(bool(running)), self.problem, rows, running, held)
 

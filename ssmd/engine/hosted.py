@@ -76,6 +76,12 @@ class Hosted:
         """Bytes of memory that it is reckoned with, by what was seen of it too."""
         return max(self.least, self.weight)
 
+    @property
+    def busy_bytes(self) -> int:
+        """Bytes of memory that its answers take now beside that."""
+        engine = self.engine
+        return 0 if engine is None else engine.busy_bytes
+
     def requests(self) -> list[dict[str, Any]]:
         """How far each request is that its engine has, ready for JSON."""
         engine = self.engine

@@ -29,7 +29,7 @@ ROOM_S = 60.0  # for which a model waits until others that answer somebody can g
 RETRY_AFTER_S = 5
 _LOOK_S = 1.0  # how often to look at models that were replaced or removed
 _SOON_S = 0.1
-Open = Callable[[Model, ModelMetrics], Engine]
+Open = Callable[[Model, ModelMetrics, Callable[[int], bool]], Engine]
 
 
 class Loader:
@@ -107,6 +107,16 @@ class Loader:
             future = hosted.waiting.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(why)
+
+    def room(self, nbytes: int) -> bool:
+        """Whether answers may take so many bytes more, beside what is loaded and what waits to be. From any thread."""
+        if self.budget is None:
+            return True
+        with self.changed:
+            loaded = [h for h in self.hosted.values() if h.is_loaded]
+            held = sum(h.nbytes + h.busy_bytes for h in loaded)
+            coming = sum(h.nbytes for h in self.wanted if h.tried and not h.is_loaded)
+            return held + coming + nbytes <= self.budget
 
     def _give_back(self, hosted: Hosted) -> None:
         with self.changed:
@@ -225,7 +235,7 @@ class Loader:
             if not self._strict:
                 free = memory.available()
                 if free is not None:
-                    budget = min(budget, free + sum(h.nbytes for h in loaded))
+                    budget = min(budget, free + sum(h.nbytes + h.busy_bytes for h in loaded))
                 least = hosted.nbytes + sum(h.nbytes for h in loaded if h.pinned)
                 if budget < least:
                     sizes = show_size(hosted.nbytes), show_size(budget)
@@ -236,15 +246,18 @@ class Loader:
             except NoRoom as err:
                 raise refused(hosted.model.id, f"is not loaded: {err}", code="no_memory") from err
             late = time.monotonic() - hosted.wanted_at > ROOM_S
+            busy = [h.model.id for h in going if h.leases]
+            stay = {h.model.id: (h.nbytes, h.busy_bytes) for h in loaded if h is not hosted and h not in going}
+            if hosted.nbytes + sum(map(sum, stay.values())) > budget:
+                busy += [id_ for id_, (_, more) in stay.items() if more]  # some of their answers end first
             if ahead:
                 beside = ahead + sum(h.nbytes for h in loaded if h.pinned)
-                if not going and hosted.nbytes + beside <= budget:
+                if not (going or busy) and hosted.nbytes + beside <= budget:
                     return True
                 if late:
                     why = f"is not loaded: models that were asked for before it wait for memory since {ROOM_S:.0f} s"
                     raise refused(hosted.model.id, why, code="no_memory", retry_after_s=RETRY_AFTER_S)
                 return False
-            busy = [h.model.id for h in going if h.leases]
             for one in going:
                 one.leaving = one.leaving or not late
         if busy and late:
@@ -254,7 +267,7 @@ class Loader:
                 code="no_memory",
                 retry_after_s=RETRY_AFTER_S,
             )
-        return all([self._unload(one, at_once=True) for one in going])
+        return all([self._unload(one, at_once=True) for one in going]) and not busy
 
     def _load(self, hosted: Hosted) -> None:
         model = hosted.model
@@ -262,7 +275,7 @@ class Loader:
             hosted.status, hosted.problem = "loading", ""
         before, started = memory.resident() or 0, time.perf_counter()
         try:
-            engine = self._open(model, self._metrics.of(model.id))
+            engine = self._open(model, self._metrics.of(model.id), self.room)
         except Exception as err:
             raise self._unloadable(hosted, err) from err
         load_ms = round((time.perf_counter() - started) * 1e3, 1)

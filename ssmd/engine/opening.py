@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.host import KEEP_ALIVE_S, Host
-from ssmd.engine.lanes import affordable
+from ssmd.engine.lanes import affordable, lane_bytes
 from ssmd.engine.metrics import Metrics, ModelMetrics
 from ssmd.engine.shelf import Checked, Model, Shelf
 from ssmd.engine.turns import Turns
@@ -100,10 +101,11 @@ class Opener:
         self._turns: dict[str, Turns] = {}  # by device, which its programs share
         self._texts: OrderedDict[str, Texts] = OrderedDict()  # of those made here, the one used last is the last
 
-    def __call__(self, model: Model, numbers: ModelMetrics) -> Engine:
-        """A model's engine. Raises ArtifactError, RuntimeUnavailable, ProgramError, TemplateError or TokenizerError.
+    def __call__(self, model: Model, numbers: ModelMetrics, room: Callable[[int], bool]) -> Engine:
+        """A model's engine. room: whether its answers may take so many bytes of memory more.
 
-        Its template and tokenizer are opened beside the graph.
+        Its template and tokenizer are opened beside the graph. Raises ArtifactError, RuntimeUnavailable, ProgramError,
+        TemplateError or TokenizerError.
         """
         settings, artifact = self._settings, self._checked.open(model.path)
         made_here = is_made_here(artifact.path, settings.data_dir)
@@ -129,6 +131,8 @@ class Opener:
                 turns=self._turns.setdefault(device, Turns()),
                 max_running=max_running,
                 spare_lanes=spare_lanes,
+                lane_bytes=lane_bytes(program.spec, program.context),
+                room=room,
                 max_queue=settings.max_queue,
                 texts=texts,
             )

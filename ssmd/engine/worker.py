@@ -39,8 +39,11 @@ class Worker:
         max_running: int,
         spare_lanes: int,
         turns: Turns,
+        room: Callable[[], bool],
     ) -> None:
-        """max_running: choices that decode at the same time; spare_lanes: beside those. turns: on the device."""
+        """max_running: choices that decode at the same time; spare_lanes: beside those. turns: on the device. room:
+        whether there is memory for one choice beside others now.
+        """
         self.running: list[Generation] = []
         self._program = program
         self._queue = queue
@@ -51,6 +54,7 @@ class Worker:
         self._max_running = max_running
         self._shares = Shares(max_running, spare_lanes, getattr(program, "step_cost", float))
         self._turns = turns
+        self._room = room
         self._gaps: list[float] = []  # ms, of this step
         self._new = 0  # tokens of it
         self._warm_up = WarmUp()
@@ -132,17 +136,24 @@ class Worker:
 
     def _next(self) -> Generation | None:
         """The request to admit now, if there is one and room for it."""
-        served = self._shares.served(self.running, self._choices_in_use())
+        served = self._served()
         return None if served is None else self._queue.take(served)
+
+    def _served(self) -> frozenset[str] | None:
+        """As Shares.served."""
+        served = self._shares.served(self.running, self.in_use)
+        return served if served is None or not self.running or self._room() else None
 
     def _something_to_do(self) -> bool:
         restored = any(g.kept.ready() for g in self.running)
-        served = self._shares.served(self.running, self._choices_in_use())
-        admissible = served is not None and self._queue.waits(served)
+        admissible = bool(self._queue) and (served := self._served()) is not None and self._queue.waits(served)
         return restored or self._queue.closing or self._queue.any_departed or admissible
 
-    def _choices_in_use(self) -> int:
-        return sum(max(1, sum(choice.end is None for choice in g.progress.choices)) for g in self.running)
+    @property
+    def in_use(self) -> int:
+        """How many lanes are taken. From any thread."""
+        running = tuple(self.running)
+        return sum(max(1, sum(choice.end is None for choice in g.progress.choices)) for g in running)
 
     def _step(self) -> None:
         """One piece of prefill for the request that waits longest for it, then one token for every open choice."""
@@ -202,7 +213,7 @@ class Worker:
         p, request = g.progress, g.asked.request
         if p.logits is None:
             return
-        while len(p.choices) < request.n and (not p.choices or self._choices_in_use() < self._max_running):
+        while len(p.choices) < request.n and (not p.choices or (self.in_use < self._max_running and self._room())):
             room = None if self._program.context is None else self._program.context - len(g.prompt.ids)
             budget = request.max_tokens if room is None else min(request.max_tokens, room)
             choice = Choice(request, len(p.choices), budget, self._tokenizer, self._stop_tokens, g.prompt.ids)

@@ -27,6 +27,7 @@ from ssmd.engine import loader, shelf
 from ssmd.engine.engine import Engine
 from ssmd.engine.host import Host
 from ssmd.engine.hosted import Hosted, Lease, NoRoom, make_room
+from ssmd.engine.lanes import lane_bytes
 from ssmd.engine.opening import close_host, open_host
 from ssmd.engine.request import Rejected
 from ssmd.engine.sampling import SamplingParams
@@ -232,6 +233,54 @@ def test_who_waits_too_long_for_memory_is_told_who_has_it(models: Path, monkeypa
         first.release()
 
 
+def lane(host: Host) -> int:
+    """Bytes that an answer of a model takes."""
+    program = lent(host, LLAMA).engine.program
+    return lane_bytes(program.spec, program.context)
+
+
+def test_answers_take_no_more_memory_than_models_may(models: Path) -> None:
+    with hosting(models) as host:
+        each = lane(host)
+    with hosting(models, memory_budget=(32 << 20) + 2 * each) as host:
+        lease = lent(host, LLAMA)
+        asked = [
+            Asked(lease.engine, user(f"On and on {n}"), sampling=ENDLESS, max_tokens=60, client=f"client {n}", n=1 + n)
+            for n in range(4)
+        ]
+        most, rows = 0, host.live().running
+        while rows:
+            most = max(most, lease.engine._worker.in_use)
+            assert host.live().memory["used_bytes"] <= host.budget
+            rows = host.live().running
+        assert most == 3, "one is a part of what the model takes"
+        for n, one in enumerate(asked):
+            assert one.answer().usage.completion_tokens == 60 * (1 + n)
+        lease.release()
+
+
+def test_a_model_waits_for_the_memory_of_answers_beside_the_first(models: Path) -> None:
+    with hosting(models) as host:
+        each = lane(host)
+    with hosting(models, memory_budget=(64 << 20) + each) as host:
+        first = lent(host, LLAMA)
+
+        def asking(n: int, tokens: int = 300) -> Asked:
+            return Asked(first.engine, user(f"On {n}"), sampling=ENDLESS, max_tokens=tokens, client=f"client {n}")
+
+        long, others = asking(0), [asking(n) for n in range(1, 6)]
+        for one in (long, others[0]):
+            one.next()
+        lease = host.lend(host.shelf.find(GRANITE)).result(60)
+        assert loaded(host) == {LLAMA, GRANITE}, "nothing had to go"
+        assert first.engine._worker.in_use <= 2
+        assert host.live().memory["used_bytes"] <= host.budget
+        for one in (long, *others):
+            assert one.answer().usage.completion_tokens == 300
+        first.release()
+        lease.release()
+
+
 def test_a_shutdown_while_a_model_is_loaded(models: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Who waits is told, the load comes to its end, and nothing fails over it."""
     began, going_on = threading.Event(), threading.Event()
@@ -368,7 +417,7 @@ def test_rows_tell_how_far_requests_are(models: Path) -> None:
         assert (second["fed"], second["tokens"], second["ttft_ms"]) == (0, 0, None)
         assert first["ttft_ms"] > 0
         before = host.metrics.snapshot()
-        soon(lambda: host.live().running[0]["tokens"] > first["tokens"] + 5)
+        soon(lambda: asked[0].generation.row()["tokens"] > first["tokens"] + 5)
         after = host.metrics.snapshot()
         assert after["tbt_ms"]["since_start"]["n"] > before["tbt_ms"]["since_start"]["n"]
         assert after["generated_tokens"] > before["generated_tokens"]
@@ -377,8 +426,8 @@ def test_rows_tell_how_far_requests_are(models: Path) -> None:
         for one in asked:
             one.generation.cancel()
             one.answer()
-        soon(lambda: not host.live().running)
-        assert host.metrics.snapshot()["requests"]["cancelled"] == 2
+        assert not host.live().running
+        assert host.metrics.snapshot()["requests"]["cancelled"] == 2  # before those who asked hear of it
         assert host.metrics.snapshot()["state"] == "idle"
         lease.release()
 
