@@ -33,7 +33,7 @@ def hosting(engine: OwnEngine, **options: Any) -> Host:
     """A host that has this engine for its artifact, loaded."""
     place = engine.artifact.manifest.name, engine.artifact.path
     shelf = Shelf(lambda: [place])
-    host = Host(shelf, lambda model, numbers: engine, engine.metrics, engine.writer, **options)
+    host = Host(shelf, lambda model, numbers, room: engine, engine.metrics, engine.writer, **options)
     host.ready()
     host.load(shelf.models()[0]).result(60).release()
     return host

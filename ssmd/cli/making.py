@@ -75,10 +75,12 @@ def noted(artifact: Path, settings: Settings) -> None:
     """Remember that an artifact was made here, so that it is loaded like one."""
     from ssmd.config import SettingsError
     from ssmd.model import made
+    from ssmd.model.checked import Checked
 
     try:
         settings.prepare()
         made.note(artifact, settings.data_dir)
+        Checked(settings.data_dir).open(artifact)
     except (OSError, SettingsError) as err:
         typer.echo(f"it cannot be noted that it was made here, so a process of its own will try it: {err}", err=True)
 

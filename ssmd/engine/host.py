@@ -160,8 +160,9 @@ class Host:
         rows = [one.row(requests[id_]) for id_, one in there.items()]
         running = [row for mine in requests.values() for row in mine]
         used = sum(one.nbytes + one.busy_bytes for one in hosted.values() if one.is_loaded)
-        held = {"budget_bytes": self._loader.budget, "used_bytes": used, "resident_bytes": memory.resident()}
-        return Live(self._state(bool(running)), self.problem, rows, running, held)
+        held = {"budget_bytes": self._loader.budget, "used_bytes": used}
+        seen = {"resident_bytes": memory.resident(), "mapped_bytes": memory.mapped()}
+        return Live(self._state(bool(running)), self.problem, rows, running, held | seen)
 
     def pulse(self) -> object:
         """What is another one when `live` or the metrics may be: for who asks often."""

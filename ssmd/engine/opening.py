@@ -14,12 +14,13 @@ from ssmd.engine.engine import Engine
 from ssmd.engine.host import KEEP_ALIVE_S, Host
 from ssmd.engine.lanes import affordable, lane_bytes
 from ssmd.engine.metrics import Metrics, ModelMetrics
-from ssmd.engine.shelf import Checked, Model, Shelf
+from ssmd.engine.shelf import Model, Shelf
 from ssmd.engine.turns import Turns
 from ssmd.engine.writer import Writer
 from ssmd.installed import places, resolve
 from ssmd.machine.size import show_size
 from ssmd.model.artifact import Artifact, read_manifest
+from ssmd.model.checked import Checked
 from ssmd.model.made import is_made_here
 from ssmd.runtime.loading import check_first_load, load
 from ssmd.runtime.protocol import get_runtime
@@ -97,7 +98,7 @@ class Opener:
 
     def __init__(self, settings: Settings, writer: Writer | None) -> None:
         self._settings, self._writer = settings, writer
-        self._checked = Checked()
+        self._checked = Checked(None if writer is None else settings.data_dir)
         self._turns: dict[str, Turns] = {}  # by device, which its programs share
         self._texts: OrderedDict[str, Texts] = OrderedDict()  # of those made here, the one used last is the last
 

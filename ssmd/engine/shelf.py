@@ -11,7 +11,7 @@ from pathlib import Path
 from ssmd.engine.request import Rejected
 from ssmd.installed import Installed, ModelError, choose, is_for, read
 from ssmd.machine.spelling import meant, shown
-from ssmd.model.artifact import MANIFEST, Artifact, Manifest, read_manifest
+from ssmd.model.artifact import MANIFEST, Manifest
 
 _AGAIN_S = 0.5  # after which what is broken is read again: it may take long to read, and any request may look
 Stamp = tuple[int, int, int]
@@ -145,24 +145,6 @@ class Shelf:
         return Rejected(message, status=404, code="model_not_found", param="model")
 
 
-class Checked:
-    """Opens artifacts, and does not hash again what it hashed and nobody has written to since."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Path, list[object]] = {}
-
-    def open(self, path: Path) -> Artifact:
-        """Open an artifact, whose files are what its manifest says. Raises ArtifactError."""
-        manifest = read_manifest(path)
-        files = [path / name for name in sorted(manifest.files)]
-        now = [manifest.build, *map(_written, files)]
-        if self._seen.get(path) == now and None not in now:
-            return Artifact(path, manifest)
-        found = Artifact.open(path)
-        self._seen[path] = now
-        return found
-
-
 def unusable(asked: str, why: str) -> Rejected:
     """Why a model that is there cannot be used; asking again is of no use."""
     return Rejected(f"model {asked} cannot be used: {why}", status=503, code="model_unusable", param="model")
@@ -181,15 +163,6 @@ def _is_for(model: Model, which: str) -> bool:
 def _other_names(model: Model) -> tuple[str, ...]:
     path = model.path.resolve()
     return model.manifest.name, path.name, path.parent.name
-
-
-def _written(file: Path) -> object:
-    """What is another one when a file was written to; its last field is the system's alone to set."""
-    try:
-        found = file.lstat()
-    except OSError:
-        return None
-    return found.st_mode, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _stamp(path: Path) -> Stamp | None:

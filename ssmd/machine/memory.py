@@ -50,6 +50,12 @@ def resident() -> int | None:
     return _status("VmRSS")
 
 
+def mapped() -> int | None:
+    """Bytes of `resident` that are pages of files, which the system takes back where others need the memory; None where
+    it does not tell."""
+    return _status("RssFile")
+
+
 def most_resident() -> int | None:
     """The most bytes that `resident` has ever been; None where the system does not tell."""
     # Not ru_maxrss where there is another way: on Linux it begins with what the process that started this one held.

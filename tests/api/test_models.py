@@ -124,7 +124,8 @@ def test_a_name_with_several_runtimes_is_listed_with_each(all_day: Several) -> N
         assert all_day.ask("GET", f"/v1/models/{id_}").json == entry
     rows = all_day.ask("GET", MODELS).json
     assert [row["id"] for row in rows["data"]] == [GRANITE, LLAMA, OTHER]
-    assert rows["memory"].keys() == {"budget_bytes", "used_bytes", "resident_bytes"}
+    assert rows["memory"].keys() == {"budget_bytes", "used_bytes", "resident_bytes", "mapped_bytes"}
+    assert 0 < rows["memory"]["mapped_bytes"] < rows["memory"]["resident_bytes"]
 
 
 def test_what_is_listed_is_what_lies_there_now(three: Several, artifacts: TinyArtifacts) -> None:

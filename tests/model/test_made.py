@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ssmd.machine import privatelist
 from ssmd.model import made
 from ssmd.model.artifact import MANIFEST
 
@@ -43,7 +44,7 @@ def test_what_is_damaged_or_could_be_anybodys_does_not_count(tmp_path: Path, dam
     elif damage == "torn":
         file.write_bytes(whole[:40] + whole[1:20])
     elif damage == "junk":
-        file.write_bytes(os.urandom(2 * made.MOST_BYTES))
+        file.write_bytes(os.urandom(2 * privatelist.MOST_BYTES))
     elif damage == "writable":
         file.chmod(0o660)
     elif damage == "link":
@@ -64,7 +65,7 @@ def test_what_is_damaged_or_could_be_anybodys_does_not_count(tmp_path: Path, dam
 
 
 def test_the_list_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(made, "MOST_BYTES", 66 * 10)
+    monkeypatch.setattr(privatelist, "MOST_BYTES", 66 * 10)
     for i in range(25):
         one = folder(tmp_path / str(i), str(i))
         made.note(one, tmp_path)
