@@ -19,9 +19,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ssmd import __version__
-from ssmd.api import chat, connections, health, metrics, models, runtimes, sessions, stop
+from ssmd.api import chat, connections, health, metrics, models, requests, runtimes, sessions, stop
 from ssmd.api.keys import Keys
 from ssmd.api.security import Rules, guarded
+from ssmd.api.under_way import UnderWay
 from ssmd.config import Settings
 from ssmd.daemon import discovery
 from ssmd.daemon.discovery import Address
@@ -58,9 +59,10 @@ def create_app(
     """The ASGI app. keys: default: those of the settings. `stall_s`: how long a client may leave its answer unread
     before it is given up. end: what stops the daemon. Raises SettingsError.
     """
-    store = None if host.writer is None else host.writer.store
+    store, under_way = None if host.writer is None else host.writer.store, UnderWay()
     routes = [
-        *chat.routes(host, stall_s, truncate=settings.truncation == "auto"),
+        *chat.routes(host, under_way, stall_s, truncate=settings.truncation == "auto"),
+        *requests.routes(under_way, stall_s),
         *models.routes(host),
         *health.routes(host),
         *metrics.routes(host, store, stall_s),

@@ -9,17 +9,18 @@ from typing import Any
 from starlette.routing import Route
 
 from ssmd.api import sse
-from ssmd.api.chat_body import ChatBody, read_chat, to_request
+from ssmd.api.answer import Answer, Asking, Head, WholeChoice, own_usage
+from ssmd.api.chat_body import read_chat, to_request
 from ssmd.api.errors import error_body
-from ssmd.api.front import Answer, Asking, Front, Head, WholeChoice, own_usage
+from ssmd.api.front import Front
+from ssmd.api.under_way import UnderWay
 from ssmd.engine.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Rejected, TokenLogprob, Usage
-from ssmd.engine.shelf import Model
 
 
-def routes(host: Host, stall_s: float, *, truncate: bool = False) -> list[Route]:
+def routes(host: Host, under_way: UnderWay, stall_s: float, *, truncate: bool = False) -> list[Route]:
     """The endpoint, for `server.create_app`. truncate: as the setting `truncation` has it."""
-    front = Front(host, partial(_read, host, truncate), stall_s)
+    front = Front(host, partial(_read, host, truncate), under_way, stall_s)
     return [Route("/v1/chat/completions", front, methods=["POST"])]
 
 
@@ -28,23 +29,33 @@ def _read(host: Host, truncate: bool, fields: dict[str, Any]) -> Asking:
     body = read_chat(fields)
     model = host.shelf.find(body.model)
     request = to_request(body, model.manifest.vocabulary, truncate=truncate)
-    return Asking(model, request, bool(body.stream), partial(ChatAnswer, body, model), body.keep_alive)
+    name = model.id if "@" in body.model else model.name
+    written = partial(ChatAnswer, name, model.manifest.build, request.n)
+    return Asking(
+        model,
+        request,
+        stream=bool(body.stream),
+        answer=partial(written, stream=bool(body.stream), include_usage=body.include_usage),
+        followed=partial(written, stream=True, include_usage=True),
+        keep_alive_s=body.keep_alive,
+        background=bool(body.background),
+    )
 
 
 class ChatAnswer(Answer):
     """A `chat.completion`, or its `chat.completion.chunk`s."""
 
-    def __init__(self, body: ChatBody, model: Model, head: Head) -> None:
-        self._choices = body.n or 1
-        self._include_usage = body.include_usage
+    def __init__(self, model: str, build: str, choices: int, head: Head, *, stream: bool, include_usage: bool) -> None:
+        """model: as the client calls it."""
+        self._choices, self._include_usage = choices, include_usage
         self._envelope: dict[str, Any] = {
             "id": f"chatcmpl-{head.id}",
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "object": "chat.completion.chunk" if stream else "chat.completion",
             "created": head.created,
-            "model": model.id if "@" in body.model else model.name,
-            "system_fingerprint": f"fp_{model.manifest.build[:12]}",
+            "model": model,
+            "system_fingerprint": f"fp_{build[:12]}",
         }
-        if body.stream and body.include_usage:
+        if stream and include_usage:
             self._envelope["usage"] = None
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:

@@ -107,6 +107,7 @@ class ChatBody(StrictModel):
     store: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     keep_alive: Seconds | None = None  # of the model, from the end of this request
+    background: bool | None = None
     # Accepted and without effect: they are for the books of whoever runs a hosted service.
     metadata: Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)] | None = None
     prompt_cache_key: ShortText | None = None

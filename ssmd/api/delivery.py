@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from starlette.types import Receive
 
@@ -18,13 +19,23 @@ class Gone(Exception):
     """The client went away; nobody reads the answer any more."""
 
 
+class Stopped(Exception):
+    """The answer was ended, for its client, before the engine had it."""
+
+
 class Delivery:
-    """Carries the engine's events to one request. Made in the event loop; called, as `deliver`, from any thread."""
+    """Carries the engine's events to one request. Made in the event loop; called, as `deliver`, from any thread.
+
+    background: the answer goes on when its client leaves.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._gone = asyncio.Event()
+        self._interrupted = asyncio.Event()
+        self._followers: set[asyncio.Event] = set()
+        self._gone = self._stopped = False
+        self.background = False
         self.last: asyncio.Future[Event] = self._loop.create_future()  # Done or Failed, whether it is read or not
 
     def __call__(self, event: Event) -> None:
@@ -34,22 +45,42 @@ class Delivery:
         if self._events.qsize() >= MOST_WAITING and isinstance(event, Delta):
             log.warning("a client reads so slowly that %d events wait for it: it is given up", MOST_WAITING)
             self._loop.call_soon_threadsafe(self.leave)
-            raise Gone
-        self._loop.call_soon_threadsafe(self._put, event)
+            if not self.background:
+                raise Gone
+        self._loop.call_soon_threadsafe(self.put, event)
 
-    def _put(self, event: Event) -> None:
-        self._events.put_nowait(event)
-        if isinstance(event, Done | Failed):
+    def put(self, event: Event) -> None:
+        """Deliver an event; in the event loop."""
+        if not self._gone:
+            self._events.put_nowait(event)
+        if isinstance(event, Done | Failed) and not self.last.done():
             self.last.set_result(event)
+        for news in self._followers:
+            news.set()
 
     async def next(self) -> Event:
         """Wait for the next event. Raises Gone as soon as the client went away."""
         if not self._events.empty():
             await asyncio.sleep(0)  # a burst of events must not keep the loop from other clients
         event = await self._events.get()
-        if event is None or self._gone.is_set():
+        if event is None or self._gone:
             raise Gone
         return event
+
+    @contextmanager
+    def followed(self) -> Iterator[asyncio.Event]:
+        """What is set, while this lasts, at each event and when the engine has the request."""
+        news = asyncio.Event()
+        self._followers.add(news)
+        try:
+            yield news
+        finally:
+            self._followers.discard(news)
+
+    def tell_followers(self) -> None:
+        """Have those who follow look for what is new."""
+        for news in self._followers:
+            news.set()
 
     async def watch(self, receive: Receive) -> None:
         """Wait for the client to go away; run beside the coroutine that calls `next`, after the body was read."""
@@ -58,25 +89,48 @@ class Delivery:
         self.leave()
 
     def leave(self) -> None:
-        """Nobody waits any more: what is done for the request elsewhere ends at its next `check`."""
-        self._gone.set()
+        """The client waits no longer: what is done for the request elsewhere ends at its next `check`, unless it goes
+        on in the background.
+        """
+        self._gone = True
+        while not self._events.empty():
+            self._events.get_nowait()
         self._events.put_nowait(None)
+        if not self.background:
+            self._interrupted.set()
+
+    def go_on(self) -> None:
+        """Have the answer go on when its client leaves, or has left."""
+        self.background = True
+        if not self._stopped:
+            self._interrupted.clear()
+
+    def abandon(self) -> None:
+        """Nobody waits, whatever was asked: the server ends."""
+        self.background = False
+        self.leave()
+
+    def stop(self) -> None:
+        """End what is done for the request before the engine has it."""
+        self._stopped = True
+        self._interrupted.set()
 
     def check(self) -> None:
-        """Check that somebody waits still. Raises Gone."""
-        if self._gone.is_set():
+        """Check that the answer is wanted still. Raises Gone and Stopped."""
+        if self._stopped:
+            raise Stopped
+        if self._gone and not self.background:
             raise Gone
 
     async def unless_gone(self, other: asyncio.Event) -> None:
-        """Wait for something else before the first event. Raises Gone as soon as the client went away."""
-        waits = [asyncio.create_task(event.wait()) for event in (other, self._gone)]
+        """Wait for something else before the first event. Raises Gone as soon as the client went away, and Stopped."""
+        waits = [asyncio.create_task(event.wait()) for event in (other, self._interrupted)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        if self._gone.is_set():
-            raise Gone
+        self.check()
 
     def replay(self, events: Iterable[Event]) -> None:
         """Deliver what was delivered before; in the event loop."""

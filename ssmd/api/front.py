@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -20,103 +20,32 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from ssmd.api import sse
+from ssmd.api.answer import Answer, Asking, Head, Read, WholeChoice
 from ssmd.api.body import parse_object, read_body
-from ssmd.api.delivery import Delivery, Gone
+from ssmd.api.delivery import Delivery, Gone, Stopped
 from ssmd.api.errors import INTERNAL
-from ssmd.api.idempotency import REPLAYED, Mark, Repeats, in_place_of, read_mark
+from ssmd.api.idempotency import Mark, Repeats, in_place_of, read_mark
 from ssmd.api.keys import caller_of
 from ssmd.api.reading import LONG_BYTES, Reading, client_of
-from ssmd.engine.generation import Generation
+from ssmd.api.under_way import Answering, UnderWay
 from ssmd.engine.host import Host
 from ssmd.engine.hosted import Lease
-from ssmd.engine.metrics import CANCELLED
+from ssmd.engine.metrics import CANCELLED, STOPPED
 from ssmd.engine.replay import events
-from ssmd.engine.request import Delta, Failed, FinishReason, Rejected, Request, TokenLogprob, Usage, label
-from ssmd.engine.shelf import Model
+from ssmd.engine.request import Delta, Failed, Rejected, Request, label
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Head:
-    """What is known of an answer before its first event. created: seconds since 1970. key: the name of its key."""
-
-    id: str
-    created: int
-    session: str | None
-    key: str = ""
-    replayed: bool = False
-    cancel: Callable[[], None] = lambda: None
-
-    @property
-    def label(self) -> str:
-        """What the log calls it."""
-        return label(self.id, self.key)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """What ssmd says of the answer in its header, in any protocol."""
-        session = {} if self.session is None else {"x-ssmd-session": self.session}
-        return session | ({REPLAYED: "true"} if self.replayed else {})
-
-
-@dataclass(frozen=True)
-class WholeChoice:
-    """One of the n answers, from its first word to its end. logprobs: none unless they were asked for."""
-
-    text: str
-    logprobs: tuple[TokenLogprob, ...]
-    finish_reason: FinishReason
-
-
-class Answer(ABC):
-    """How one request is answered in its protocol: as one object, or as the events of a stream, each as bytes."""
-
-    @abstractmethod
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Mapping[str, Any]:
-        """The answer as one JSON object."""
-
-    @abstractmethod
-    def opening(self) -> Iterable[bytes]:
-        """The events before the first word."""
-
-    @abstractmethod
-    def delta(self, delta: Delta) -> bytes:
-        """The event of new text."""
-
-    @abstractmethod
-    def ending(self, finish_reasons: Sequence[FinishReason], usage: Usage) -> Iterable[bytes]:
-        """The events after the last word of every choice."""
-
-    @abstractmethod
-    def failure(self, error: Rejected) -> bytes:
-        """The event that ends a stream which broke off."""
-
-
-@dataclass(frozen=True)
-class Asking:
-    """A body that was read. stream: answer by events. answer: how, once the head is known. keep_alive_s: how long the
-    model is to stay, None: as it does.
-    """
-
-    model: Model
-    request: Request
-    stream: bool
-    answer: Callable[[Head], Answer]
-    keep_alive_s: float | None = None
-
-
 _MOMENT = 3  # turns of the event loop after which it is known who sent a request and left
-
-Read = Callable[[dict[str, Any]], Asking]  # of a protocol: takes a body's fields; in a thread; raises Rejected
 
 
 class Front:
     """The ASGI app of an endpoint that generates. A reader that takes nothing for `stall_s` seconds is given up."""
 
-    def __init__(self, host: Host, read: Read, stall_s: float) -> None:
-        self._host = host
+    def __init__(self, host: Host, read: Read, under_way: UnderWay, stall_s: float) -> None:
+        self._host, self._under_way = host, under_way
         self._read = read
         self._stall_s = stall_s
         self._repeats = Repeats(host)
@@ -148,11 +77,17 @@ class Front:
         except sse.Stalled:
             log.warning("request %s: the client has not read for %.0f s, given up", head and head.label, self._stall_s)
         finally:
-            delivery.leave()  # a thread that still reads the request, as the server ends, shall not go on
+            if head is None:
+                delivery.abandon()  # a thread that still reads the request, as the server ends, shall not go on
+            else:
+                delivery.leave()
             if watcher is not None:
                 watcher.cancel()
             if head is not None and not ended:
-                head.cancel()
+                if delivery.background:
+                    delivery.last.add_done_callback(partial(_closed, held.pop_all()))
+                else:
+                    head.cancel()
             held.close()
 
     async def _begin(self, raw: bytes, http: HttpRequest, delivery: Delivery, held: ExitStack) -> tuple[Asking, Head]:
@@ -176,18 +111,29 @@ class Front:
             self._check(mark, client)
         delivery.check()
         asking = await read(lambda: self._look_at(raw, delivery.check))
+        if asking.background:
+            delivery.go_on()
         delivery.check()
         request = replace(asking.request, client=client, domain=caller.domain, arrived=arrived)
 
-        async def submit(request: Request) -> Generation:
+        async def submit(request: Request) -> Head:
+            answering = self._under_way.enter(Answering(request, delivery, asking.followed))
             asked = time.perf_counter()
-            lease = await self._lend(asking, delivery)
-            held.callback(lease.release)
-            mine = replace(request, load_ms=(time.perf_counter() - asked) * 1e3)
-            return await read(lambda: lease.engine.submit(mine, delivery, delivery.check))
+            try:
+                lease = await self._lend(asking, delivery)
+                held.callback(lease.release)
+                mine = replace(request, load_ms=(time.perf_counter() - asked) * 1e3)
+                answering.begin(await read(lambda: lease.engine.submit(mine, delivery, delivery.check)))
+            except Stopped:
+                self._host.metrics.request_failed(STOPPED, caller.name)
+                answering.end_unbegun((time.perf_counter() - asked) * 1e3)
+            except BaseException as err:  # whatever it is: who follows must not wait for this one
+                answering.fail(err if isinstance(err, Rejected) else INTERNAL)
+                raise
+            return answering.head
 
         if not (request.store and self._host.keeps):
-            return asking, _head(await submit(request))
+            return asking, await submit(request)
         attempt, reply = await self._repeats.enter(mark, delivery)
         if reply is not None and reply.complete:
             attempt.end()
@@ -195,12 +141,12 @@ class Front:
             return asking, Head(reply.answer["id"], reply.answer["created"], reply.session, caller.name, replayed=True)
         try:
             delivery.check()
-            generation = await submit(in_place_of(request, mark, reply))
+            head = await submit(in_place_of(request, mark, reply))
         except BaseException as err:  # whatever it is: who repeats the request must not wait for this one
             attempt.end(err if isinstance(err, Rejected) else INTERNAL)
             raise
-        attempt.follow(delivery, generation.asked.id)
-        return asking, _head(generation)
+        attempt.follow(delivery, head.id)
+        return asking, head
 
     async def _lend(self, asking: Asking, delivery: Delivery) -> Lease:
         """The model that is asked for, once it is loaded. Raises Rejected, and Gone when the client leaves before."""
@@ -268,25 +214,5 @@ async def _whole(answer: Answer, delivery: Delivery) -> Mapping[str, Any]:
     return answer.whole(choices, event.usage)
 
 
-def _head(generation: Generation) -> Head:
-    asked = generation.asked
-    return Head(asked.id, asked.created, asked.session, asked.request.domain.owner, cancel=generation.cancel)
-
-
-def own_usage(usage: Usage) -> dict[str, Any]:
-    """What ssmd says of an answer beyond the counts of tokens, in any protocol; times in ms."""
-    return {
-        "session": usage.session,
-        "resume": usage.resume,
-        "stored": usage.stored,
-        "ttft_ms": round(usage.ttft_ms, 3),
-        "tbt_ms": None if usage.tbt_ms is None else round(usage.tbt_ms, 3),
-        "prefill_ms": round(usage.prefill_ms, 3),
-        "restore_ms": round(usage.restore_ms, 3),
-        "load_ms": round(usage.load_ms, 3),
-        "plan_ms": round(usage.plan_ms, 3),
-        "queue_ms": round(usage.queue_ms, 3),
-        "shared_ms": round(usage.shared_ms, 3),
-        "context_left": usage.context_left,
-        "cut_messages": usage.cut_messages,
-    }
+def _closed(held: ExitStack, _: object) -> None:
+    held.close()

@@ -10,6 +10,7 @@ TOO_MANY = "too many connections"
 _LOGGERS = (
     *("asyncio", "uvicorn.error"),
     *("ssmd.api.connections", "ssmd.api.security", "ssmd.api.front", "ssmd.api.delivery", "ssmd.api.download"),
+    *("ssmd.api.requests",),
 )
 _BY_STRANGERS = {  # how often a minute each of these is written
     "socket.accept() out of system resource": 1,
@@ -22,6 +23,7 @@ _BY_STRANGERS = {  # how often a minute each of these is written
     "%s %s: the client went away": 30,
     "request %s: the client went away": 30,
     "request %s: the client has not read": 30,
+    "request %s: who follows it has not read": 30,
     "a client reads so slowly": 30,
 }
 

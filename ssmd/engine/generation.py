@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ssmd.engine.choice import Choice
-from ssmd.engine.metrics import ModelMetrics
+from ssmd.engine.metrics import CANCELLED, STOPPED, ModelMetrics
 from ssmd.engine.prompt import Prompt
 from ssmd.engine.request import Done, Event, FinishReason, Rejected, Request, Resume, Usage, label
 from ssmd.runtime.protocol import Handle, Logits
@@ -29,9 +28,13 @@ class Asked:
     prompt: Prompt
     deliver: Callable[[Event], None]
     started: float
-    id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}")
     planned: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def id(self) -> str:
+        """What the answer is called."""
+        return self.request.id
 
     @property
     def label(self) -> str:
@@ -131,6 +134,7 @@ class Generation:
         self._leave = leave
         self.progress = Progress()
         self.cancelled = False
+        self.stopped = False  # it was cancelled by who wants to keep what was said
 
     @property
     def prompt(self) -> Prompt:
@@ -142,10 +146,28 @@ class Generation:
         self.cancelled = True
         self._leave(self)
 
+    def stop(self) -> None:
+        """Cancel it for who may end it, while its client waits for the end."""
+        self.stopped = True
+        self.cancel()
+
+    @property
+    def texts(self) -> list[str]:
+        """What was sent of each choice that has begun; from any thread."""
+        return [choice.text for choice in tuple(self.progress.choices)]
+
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
-        """Why each choice ended, one that was cut off counted as `stop`."""
-        return tuple("length" if choice.end == "length" else "stop" for choice in self.progress.choices)
+        """Why each choice ended, one that was cut off, or never begun, counted as `stop`."""
+        ends = [choice.end for choice in self.progress.choices]
+        ends += [None] * (self.asked.request.n - len(ends))
+        return tuple("length" if end == "length" else "stop" for end in ends)
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether a choice of those that were asked for did not come to its end."""
+        ends = [choice.end for choice in self.progress.choices]
+        return len(ends) < self.asked.request.n or "cancelled" in ends
 
     def usage(self, stored: bool, context: int | None = None) -> Usage:
         """Count what the request took. Cached tokens are those of the prompt that were not fed.
@@ -179,6 +201,7 @@ class Generation:
             plan_ms=plan_ms,
             queue_ms=queue_ms,
             shared_ms=max(0.0, ttft_ms - known_ms),
+            stopped=self.cancelled and self.broke_off,
         )
 
     def count_first_token(self, metrics: ModelMetrics) -> None:
@@ -192,7 +215,16 @@ class Generation:
             restore_ms=usage.restore_ms,
         )
 
-    def count_end(self, metrics: ModelMetrics, usage: Usage, outcome: str) -> None:
+    @property
+    def outcome(self) -> str:
+        """How it ended, as it is counted."""
+        if self.progress.error is not None:
+            return self.progress.error.code
+        if self.stopped:
+            return STOPPED if self.broke_off else "ok"
+        return CANCELLED if self.cancelled else "ok"
+
+    def count_end(self, metrics: ModelMetrics, usage: Usage) -> None:
         """Count a request that is over, however it ended. usage: what it took."""
         begun = bool(self.progress.choices)
         parts = ("load_ms", "plan_ms", "queue_ms", "restore_ms", "prefill_ms", "shared_ms")
@@ -204,7 +236,7 @@ class Generation:
             **{part: round(getattr(usage, part), 3) for part in parts},
             "tokens_per_s": self._tokens_per_s(),
         }
-        metrics.ended(last, outcome, self.asked.request.domain.owner)
+        metrics.ended(last, self.outcome, self.asked.request.domain.owner)
 
     def row(self) -> dict[str, Any]:
         """How far it is at this moment, ready for JSON; from any thread."""

@@ -17,6 +17,7 @@ TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 CHECKPOINT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 CANCELLED = "cancelled"  # the outcome of a request whose client left
+STOPPED = "stopped"  # and of one that was ended for its client
 REASONS = ("disk_full", "locked", "damaged", "late", "error")  # why a turn is not stored
 
 
@@ -120,7 +121,7 @@ class ModelMetrics:
             metrics.changes += 1
 
     def ended(self, last: dict[str, Any], outcome: str, key: str = "") -> None:
-        """Count a request that ran, however it ended: "ok", or the code of its error, or CANCELLED.
+        """Count a request that ran, however it ended: "ok", or the code of its error, CANCELLED or STOPPED.
 
         last: {prompt_tokens, cached_tokens, generated_tokens, ttft_ms, …, tokens_per_s}, what it came to; None where
         it did not get so far. key: the name of the API key that it came with, if that has one.
@@ -167,7 +168,9 @@ class Metrics:
             return ModelMetrics(self, self.models.setdefault(model, Numbers()))
 
     def request_failed(self, code: str, key: str = "") -> None:
-        """Count a request that never ran, by the code of its error, or CANCELLED. key: as of one that ran."""
+        """Count a request that never ran, by the code of its error, CANCELLED or STOPPED. key: as of one that
+        ran.
+        """
         with self.lock:
             self.count(code, key)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,6 +43,7 @@ class Request:
     truncate: leave the oldest out where there is no room for them. key: how to know it again. client: who asks; all
     clients that wait take turns. domain: what of the store is there for it, and whose a new session is.
     arrived: perf_counter when it came, before it was read; None: as it is submitted. load_ms: it waited for its model.
+    id: what its answer is called.
     """
 
     messages: tuple[Message, ...]
@@ -57,6 +59,7 @@ class Request:
     domain: Domain = EVERYBODY
     arrived: float | None = None
     load_ms: float = 0.0
+    id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}", compare=False)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Usage:
     plan_ms, it was read, rendered, tokenised and looked up; queue_ms, it waited for a lane; restore_ms; prefill_ms, its
     prompt was fed; shared_ms, others' steps were computed meanwhile, and the first token was drawn.
     context_left: tokens that the conversation has room for after the longest answer, None if it is not bounded.
-    cut_messages: those that were left out for want of room.
+    cut_messages: those that were left out for want of room. stopped: it was ended before its end.
     """
 
     prompt_tokens: int
@@ -105,6 +108,12 @@ class Usage:
     plan_ms: float = 0.0
     queue_ms: float = 0.0
     shared_ms: float = 0.0
+    stopped: bool = False
+
+    @staticmethod
+    def of_nothing(session: str | None, load_ms: float) -> Usage:
+        """What a request took that was stopped before it was planned."""
+        return Usage(0, 0, 0, session, "none", False, 0.0, None, 0.0, 0.0, load_ms=load_ms, stopped=True)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import partial
 from ssmd.engine.choice import Choice
 from ssmd.engine.feeding import feed, is_read
 from ssmd.engine.generation import Generation
-from ssmd.engine.metrics import CANCELLED, ModelMetrics
+from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
 from ssmd.engine.queue import Queue, unavailable
 from ssmd.engine.request import Done, Event, Failed, Rejected
@@ -313,8 +313,7 @@ class Worker:
     def _tell(self, g: Generation, stored: bool) -> None:
         """Deliver the last event of a request. From the writer's thread, or the worker's when nothing is kept."""
         usage, error = g.usage(stored, self._program.context), g.progress.error
-        outcome = CANCELLED if g.cancelled else "ok"
-        g.count_end(self._metrics, usage, outcome if error is None else error.code)
+        g.count_end(self._metrics, usage)
         self._send(g, Done(g.finish_reasons, usage) if error is None else Failed(error))
         if stored:
             g.kept.rerender()

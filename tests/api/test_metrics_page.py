@@ -98,7 +98,7 @@ def test_outcomes_states_and_reasons_are_named(shown: tuple[dict[str, Any], str]
     told = " ".join(" ".join(row) for row in tables("## The JSON"))
     states = ["starting", "idle", "generating", "draining", "degraded"]
     states += ["unloaded", "loading", "loaded", "unloading", "failed", "waiting", "restoring", "prefill", "decode"]
-    for word in (*shown[0]["turns_not_stored"], *states, "ok", "cancelled"):
+    for word in (*shown[0]["turns_not_stored"], *states, "ok", "cancelled", "stopped"):
         assert f"`{word}`" in told, word
 
 
