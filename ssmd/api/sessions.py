@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -25,13 +25,18 @@ from ssmd.machine.room import SPARE_BYTES
 from ssmd.sessions.files.packing import States
 from ssmd.sessions.files.sessionfile import SessionFileError
 from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.rows.search import words_of
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import Session, StoreError, Turn, UnknownSession, UnknownTurn, check_id
+from ssmd.sessions.turn import Session, StoreError, Turn, UnknownSession, UnknownTurn, check_id, title_problem
 
 ROOT = "/ssmd/v1/sessions"
 BODY_LIMITS: Mapping[str, int] = {f"{ROOT}/import": 4 << 30}
 Result = TypeVar("Result")
 _SCRATCH = ".transfer-"
+MAX_SEARCH = 200  # characters
+MAX_WORDS = 10
+SEARCH_S = 1.0  # about how long one request may look; who asks goes on from there
+_USAGE = ("cached_tokens", "completion_tokens", "resume", "ttft_ms", "prefill_ms", "restore_ms")
 _THREADS = 4  # chat has others: a store that is busy with this must not keep it waiting
 
 
@@ -58,12 +63,21 @@ class _Page(StrictModel):
     model_config = ConfigDict(strict=False)  # they are text
     limit: Annotated[int, Field(ge=1, le=1000)] = 100
     after: Id | None = None
+    search: Annotated[str, Field(max_length=MAX_SEARCH)] = ""
 
 
 class _Changes(StrictModel):
-    """What of a session can be set."""
+    """What of a session can be set. title: null for the one that it would have of itself."""
 
-    pinned: bool
+    pinned: bool = False
+    title: str | None = None
+
+    @field_validator("title")
+    @classmethod
+    def _is_a_title(cls, title: str | None) -> str | None:
+        if title is not None and (why := title_problem(title)):
+            raise ValueError(f"it {why}")
+        return title
 
 
 class _Sessions:
@@ -78,20 +92,43 @@ class _Sessions:
 
     async def list(self, request: Request) -> JSONResponse:
         store, page = self._store(request), validate(_Page, dict(request.query_params))
+        if words_of(page.search):
+            return await self._search(request, store, page)
         found = await self._ask(request, lambda: store.sessions(page.limit + 1, page.after))
         data = [_entry(session) for session in found[: page.limit]]
         return JSONResponse({"object": "list", "data": data, "has_more": len(found) > page.limit})
 
+    async def _search(self, request: Request, store: Store, page: _Page) -> JSONResponse:
+        if len(words_of(page.search)) > MAX_WORDS:
+            raise Rejected(f"search: at most {MAX_WORDS} words are possible", code="invalid_value", param="search")
+        found = await self._ask(request, lambda: store.search(page.search, page.limit, page.after, within_s=SEARCH_S))
+        data = [_entry(session) for session in found.sessions]
+        more = found.after is not None
+        return JSONResponse({"object": "list", "data": data, "has_more": more, "after": found.after})
+
     async def get(self, request: Request) -> JSONResponse:
         store, wanted = self._store(request), _session_id(request)
-        session, turns = await self._ask(request, lambda: (store.session(wanted), store.turns(wanted)))
-        return JSONResponse({**_entry(session), "turns": [_turn(turn) for turn in turns]})
+        session, turns, usages = await self._ask(
+            request, lambda: (store.session(wanted), store.turns(wanted), store.usages(wanted))
+        )
+        return JSONResponse({**_entry(session), "turns": [_turn(turn, usages.get(turn.id)) for turn in turns]})
 
     async def change(self, request: Request) -> JSONResponse:
         store, wanted = self._store(request), _session_id(request)
         raw = await read_body(request)
         changes = await self._ask(request, lambda: validate(_Changes, parse_object(raw)), len(raw))
-        return JSONResponse(_entry(await self._ask(request, lambda: store.pin(wanted, changes.pinned))))
+        if not changes.model_fields_set:
+            raise Rejected("pinned or title is required", code="missing_required_parameter", param="pinned")
+
+        def change() -> Session:
+            session = store.session(wanted)
+            if "pinned" in changes.model_fields_set:
+                session = store.pin(wanted, changes.pinned)
+            if "title" in changes.model_fields_set:
+                session = store.rename(wanted, changes.title)
+            return session
+
+        return JSONResponse(_entry(await self._ask(request, change)))
 
     async def delete(self, request: Request) -> JSONResponse:
         store, wanted = self._store(request), _session_id(request)
@@ -208,13 +245,14 @@ def _entry(session: Session) -> dict[str, Any]:
     }
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
-    """One exchange: what was asked since the parent's answer, and the answer."""
+def _turn(turn: Turn, usage: Mapping[str, Any] | None) -> dict[str, Any]:
+    """One exchange: what was asked since the parent's answer, and the answer. usage: what that took."""
     return {
         "id": turn.id,
         "parent": turn.parent,
         "messages": [message.to_json() for message in turn.conversation],
         "prompt_tokens": turn.prompt_tokens,
+        "usage": None if usage is None else {name: usage.get(name) for name in _USAGE},
         "finish_reason": turn.finish,
         "complete": turn.complete,
         "created": int(turn.created_at.timestamp()),

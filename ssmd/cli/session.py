@@ -43,6 +43,9 @@ def open_store(data_dir: Path | None) -> Iterator[Store]:
 @app.command("list")
 def list_sessions(
     everything: Annotated[bool, typer.Option("--all", help="All, not only the 100 used last.")] = False,
+    search: Annotated[
+        str | None, typer.Option(help="Only those that have all these words, in title or text.", metavar="WORDS")
+    ] = None,
     data_dir: options.DataDir = None,
     as_json: options.Json = False,
 ) -> None:
@@ -53,7 +56,11 @@ def list_sessions(
     """
     limited = not (everything or as_json)
     with open_store(data_dir) as store:
-        sessions = store.sessions(SHOWN + 1 if limited else None)
+        most = SHOWN + 1 if limited else None
+        if search is None:
+            sessions = store.sessions(most)
+        else:
+            sessions = list(store.search(search, sys.maxsize if most is None else most).sessions)
     more = limited and len(sessions) > SHOWN
     if more:
         sessions.pop()
@@ -61,7 +68,7 @@ def list_sessions(
         typer.echo(json.dumps([_summary(s) for s in sessions], indent=1, ensure_ascii=False))
         return
     if not sessions:
-        typer.echo("no session is kept here yet", err=True)
+        typer.echo("no session is kept here yet" if search is None else "no session has all these words", err=True)
         return
     from rich.console import Console
     from rich.table import Table
@@ -110,6 +117,21 @@ def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
             typer.echo(f"\n{message.role}: {plain(message.content, lines=True)}")
         cut = "" if turn.complete else "  [cut off]"
         typer.echo(f"\n{turn.answer.role}: {plain(turn.answer.content, lines=True)}{cut}")
+
+
+@app.command("rename")
+def rename(
+    session_id: Id,
+    title: Annotated[
+        str | None, typer.Argument(help="Its new title; left out: how its first message begins.", metavar="TITLE")
+    ] = None,
+    data_dir: options.DataDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Give a session a title."""
+    with open_store(data_dir) as store:
+        session = store.rename(session_id, title)
+    typer.echo(json.dumps(_summary(session), indent=1, ensure_ascii=False) if as_json else plain(session.title))
 
 
 @app.command("rm")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Connection, Engine, select
 
@@ -16,7 +18,19 @@ from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import collecting, commits, damage, database, erasure, holding, migrate, retention, room, tree
+from ssmd.sessions.rows import (
+    collecting,
+    commits,
+    damage,
+    database,
+    erasure,
+    holding,
+    migrate,
+    retention,
+    room,
+    search,
+    tree,
+)
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
@@ -197,12 +211,24 @@ class Store:
             return commits.rewrite(connection, turn_id, ids, text, checkpoint, self.quota)
 
     def adopt(
-        self, session: SessionInfo, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded], *, head: str
+        self,
+        session: SessionInfo,
+        turns: Sequence[NewTurn],
+        checkpoints: Sequence[Encoded],
+        *,
+        head: str,
+        title: str | None = None,
     ) -> Committed:
-        """Write a whole session from elsewhere in one transaction; parents stand before their children in `turns`."""
+        """Write a whole session from elsewhere in one transaction; parents stand before their children in `turns`.
+
+        title: one that was given to it there.
+        """
         self._check_room(checkpoints)
         with database.writing(self._engine, self.file) as connection:
-            return Committed(tuple(commits.adopt(connection, session, turns, checkpoints, self.quota, head=head)))
+            quota = self.quota
+            return Committed(
+                tuple(commits.adopt(connection, session, turns, checkpoints, quota, head=head, title=title))
+            )
 
     def taken(self, session_id: str, turn_ids: Sequence[str] = ()) -> bool:
         """Whether one of these ids is in use, the session's also as the origin of checkpoints that outlived it."""
@@ -256,6 +282,16 @@ class Store:
             session_rows.pin_session(connection, session_id, self.domain, pinned)
             return self.session_in(connection, session_id)
 
+    def rename(self, session_id: str, title: str | None) -> Session:
+        """Give a session a title; None: back to how its first user message begins. Raises UnknownSession."""
+        with database.writing(self._engine, self.file) as connection:
+            session_rows.rename_session(connection, session_id, self.domain, title)
+            return self.session_in(connection, session_id)
+
+    def search(self, text: str, limit: int, after: str | None = None, *, within_s: float = math.inf) -> search.Found:
+        """Find the sessions that have all words of a text, as search.find does. Raises UnknownSession."""
+        return search.find(self.reading, self.domain, text, limit, after, within_s)
+
     def collect(self, quota: int | None = None, *, dry_run: bool = False) -> retention.Collected:
         """Let checkpoints go until those left take at most `quota` bytes (default: the store's own), and give the
         space back to the disk. Pinned sessions keep theirs, even above the quota. dry_run: only say what would go."""
@@ -267,6 +303,11 @@ class Store:
         with self.reading() as connection:
             session_rows.session_row(connection, session_id, self.domain)
             return turn_rows.read_tree(connection, session_id)
+
+    def usages(self, session_id: str) -> dict[str, Mapping[str, Any]]:
+        """What the answers of a session's turns took, by turn, as far as that is kept yet."""
+        with self.reading() as connection:
+            return reply_rows.read_usages(connection, session_id)
 
     def path(self, turn_id: str) -> list[Turn]:
         """Read the turns from the root to this one. Raises UnknownSession."""

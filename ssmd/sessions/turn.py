@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -12,6 +13,7 @@ from ssmd.sessions.match import Chain
 from ssmd.text.messages import Message
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_TITLE = 200  # characters
 
 
 class StoreError(Exception):
@@ -54,9 +56,9 @@ class SessionInfo:
 class Session:
     """A stored session.
 
-    head: its current turn. turns: all that it has, those of its beginning included. title: how its first user message
-    begins. nbytes: the checkpoints of its own turns, `own_nbytes` of which no other session needs. base: the turn that
-    a fork begins at: that one and those above it may be another session's.
+    head: its current turn. turns: all that it has, those of its beginning included. title: the one it was given, or
+    how its first user message begins. nbytes: the checkpoints of its own turns, `own_nbytes` of which no other session
+    needs. base: the turn that a fork begins at: that one and those above it may be another session's.
     """
 
     info: SessionInfo
@@ -154,6 +156,15 @@ def without(messages: Sequence[Message], cut: int) -> Sequence[Message]:
 def system_prompt(messages: Sequence[Message]) -> int:
     """How many messages at the beginning are the system prompt."""
     return next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
+
+
+def title_problem(title: str) -> str:
+    """Why a text cannot be a session's title, to follow the word; "" if it can."""
+    if not title.strip() or len(title) > MAX_TITLE:
+        return f"has 1 to {MAX_TITLE} characters, of which one is no space"
+    if any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in title):
+        return "has no control characters and no ends of lines"
+    return ""
 
 
 def check_id(kind: str, value: str) -> str:

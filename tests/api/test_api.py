@@ -182,12 +182,59 @@ def test_a_session_is_pinned(tiny: Daemon) -> None:
     for body, code in (
         ({}, "missing_required_parameter"),
         ({"pinned": "yes"}, "invalid_value"),
-        ({"pinned": True, "title": "x"}, "unknown_parameter"),
+        ({"pinned": None}, "invalid_value"),
+        ({"pinned": True, "titel": "x"}, "unknown_parameter"),
         ([], "invalid_json"),
     ):
         refused = tiny.served.ask("POST", path, body)
         assert (refused.status, refused.error["code"]) == (400, code)
     assert tiny.served.ask("POST", "/ssmd/v1/sessions/unknown", {"pinned": True}).error["code"] == "session_not_found"
+
+
+def test_a_session_gets_a_title(tiny: Daemon) -> None:
+    session = tiny.chat("a conversation to name").headers["x-ssmd-session"]
+    path = f"/ssmd/v1/sessions/{session}"
+    changed = tiny.served.ask("PATCH", path, {"title": "Ein <b>Name</b>", "pinned": True}).json
+    assert (changed["title"], changed["pinned"]) == ("Ein <b>Name</b>", True)
+    assert tiny.served.ask("GET", path).json["title"] == "Ein <b>Name</b>"
+    again = tiny.served.ask("PATCH", path, {"title": None}).json
+    assert (again["title"], again["pinned"]) == ("a conversation to name", True)
+    for title in ("", "   ", "x" * 201, "a\nb", "\x1b[31m", 5, ["x"]):
+        refused = tiny.served.ask("PATCH", path, {"pinned": False, "title": title})
+        assert (refused.status, refused.error["param"]) == (400, "title"), title
+    assert tiny.served.ask("GET", path).json["pinned"] is True
+    assert tiny.served.ask("PATCH", "/ssmd/v1/sessions/unknown", {"title": "x"}).error["code"] == "session_not_found"
+
+
+def test_sessions_are_searched(tiny: Daemon) -> None:
+    ids = [tiny.chat(f"Where is the lighthouse of bay {n}?").headers["x-ssmd-session"] for n in range(3)]
+    path = "/ssmd/v1/sessions"
+    found = tiny.served.ask("GET", f"{path}?search=LIGHTHOUSE+where").json
+    assert [one["id"] for one in found["data"]] == ids[::-1]
+    assert (found["object"], found["has_more"], found["after"]) == ("list", False, None)
+    first = tiny.served.ask("GET", f"{path}?search=lighthouse&limit=2").json
+    assert ([one["id"] for one in first["data"]], first["has_more"], first["after"]) == (ids[:0:-1], True, ids[1])
+    rest = tiny.served.ask("GET", f"{path}?search=lighthouse&limit=2&after={first['after']}").json
+    assert [one["id"] for one in rest["data"]] == ids[:1]
+    assert tiny.served.ask("GET", f"{path}?search=lighthouse+nowhere").json["data"] == []
+    assert tiny.served.ask("GET", f"{path}?search=%20").json == tiny.served.ask("GET", path).json
+    for search in ("x" * 201, "+".join("abcdefghijk")):
+        refused = tiny.served.ask("GET", f"{path}?search={search}")
+        assert (refused.status, refused.error["param"]) == (400, "search")
+    assert tiny.served.ask("GET", f"{path}?search=x&after=nobody").status == 404
+
+
+def test_a_turn_tells_what_its_answer_took(tiny: Daemon) -> None:
+    answers = tiny.chat("What did that take?", n=2)
+    usage = answers.json["usage"]
+    turns = tiny.served.ask("GET", f"/ssmd/v1/sessions/{answers.headers['x-ssmd-session']}").json["turns"]
+    assert [turn["prompt_tokens"] for turn in turns] == [usage["prompt_tokens"]] * 2
+    for turn in turns:
+        assert turn["usage"]["completion_tokens"] == usage["completion_tokens"] == 24
+        assert turn["usage"]["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+        assert turn["usage"]["resume"] == usage["ssmd"]["resume"]
+        for name in ("ttft_ms", "prefill_ms", "restore_ms"):
+            assert turn["usage"][name] == pytest.approx(usage["ssmd"][name], abs=0.01)
 
 
 def test_a_session_travels(tiny: Daemon, artifact: Path, tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_in_the_background_it_goes_on_though_nobody_reads(models: Path) -> None:
         for background, outcome in ((True, "ok"), (False, "cancelled")):
             before = one.metrics()["requests"].get(outcome, 0)
             body = json.dumps(
-                one.body("llama", max_tokens=450, stream=True, background=background, **LASTING | {"n": 8})
+                one.body("llama", max_tokens=450, stream=True, background=background, **{**LASTING, "n": 8})
             )
             head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             raw = f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()

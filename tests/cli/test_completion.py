@@ -68,7 +68,7 @@ def test_where_the_line_says(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["show", "rm", "tree", "fork", "export", "pin", "unpin", "rm SOME", "../run tiny --session"]
+    "line", ["show", "rm", "tree", "fork", "export", "pin", "unpin", "rename", "rm SOME", "../run tiny --session"]
 )
 def test_sessions(home: Path, line: str) -> None:
     ids = sessions_in(home)

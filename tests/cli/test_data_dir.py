@@ -21,6 +21,7 @@ COMMANDS = (
     "session export x {}/x.ssmd",
     "session export --all --into {}/out",
     "session import {}/file",
+    "session rename x y",
     "session pin x",
     "session unpin x",
     "session rm x",

@@ -172,6 +172,26 @@ def test_remove(ssmd: Ssmd, chat: Chat) -> None:
     assert chat.store.bytes_stored() == 0
 
 
+def test_rename(ssmd: Ssmd, chat: Chat) -> None:
+    assert ssmd("rename", "ses_1", "About markup").stdout == "About markup\n"
+    assert ssmd.json("list")[0]["title"] == "About markup"
+    assert ssmd.json("rename", "ses_1")["title"] == "What is [red]markup[/red]?"
+    assert "a title has 1 to 200 characters" in ssmd("rename", "ses_1", "", code=1).stderr
+    assert "no control characters" in ssmd("rename", "ses_1", "\x1b[31m", code=1).stderr
+    assert "no session 'nobody'" in ssmd("rename", "nobody", "x", code=1).stderr
+
+
+def test_search(ssmd: Ssmd, chat: Chat) -> None:
+    Chat(chat.store, "ses_2").say("u1", None, "later", "yes, sure")
+    assert [one["id"] for one in ssmd.json("list", "--search", "SURE")] == ["ses_2", "ses_1"]
+    assert [one["id"] for one in ssmd.json("list", "--search", "markup less")] == ["ses_1"]
+    shown = ssmd("list", "--search", "later")
+    assert "ses_2" in shown.stdout
+    assert "ses_1" not in shown.stdout
+    nothing = ssmd("list", "--search", "nowhere")
+    assert (nothing.stdout, nothing.stderr) == ("", "no session has all these words\n")
+
+
 def test_pin(ssmd: Ssmd, chat: Chat) -> None:
     assert ssmd("pin", "ses_1").stdout == "pinned ses_1\n"
     assert ssmd.json("list")[0]["pinned"] is True

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ssmd.model.strict import Strict
-from ssmd.sessions.turn import ID_PATTERN
+from ssmd.sessions.turn import ID_PATTERN, title_problem
 
 FORMAT: Literal[2] = 2
 MAX_TURNS = 10_000
@@ -21,12 +21,21 @@ Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Short = Annotated[str, Field(max_length=1000)]
 
 
+def _checked(title: str | None) -> str | None:
+    if title is not None and (why := title_problem(title)):
+        raise ValueError(f"a title {why}")
+    return title
+
+
 class SessionEntry(Strict):
+    """The session in the header. title: one that was given to it; not there if none was."""
+
     id: Id
     model: Short
     lineage: Hex
     clock: Short
     head: Id
+    title: Annotated[str | None, AfterValidator(_checked)] = None
 
 
 class MessageEntry(Strict):

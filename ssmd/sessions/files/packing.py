@@ -31,8 +31,9 @@ from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import growth
 from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.checkpoints import Stored
+from ssmd.sessions.rows.sessions import default_title
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import Session, StoreError, Turn
+from ssmd.sessions.turn import Session, StoreError, Turn, title_problem
 
 States = Literal["newest", "all", "none"]
 _NO_IDS = np.empty(0, np.int32)
@@ -80,11 +81,12 @@ def pack(store: Store, connection: Connection, session: Session, out: BinaryIO, 
         for t in spec.rows if spec else ():
             shapes[f"rows.{k}.{t.name}"] = (dtype_name(DTYPES[dtype]), t.shape_at(last - first))
     info = session.info
+    given = session.title if session.title != _default_title(tree) and not title_problem(session.title) else None
     document = Document(
         format=FORMAT,
         written_by=f"ssmd {__version__}",
         session=SessionEntry(
-            id=info.id, model=info.model, lineage=lineage, clock=info.clock.isoformat(), head=session.head
+            id=info.id, model=info.model, lineage=lineage, clock=info.clock.isoformat(), head=session.head, title=given
         ),
         turns=turns,
         layout=[TensorEntry.model_validate(t) for t in spec.to_json()] if spec else [],
@@ -99,6 +101,11 @@ def pack(store: Store, connection: Connection, session: Session, out: BinaryIO, 
         _write_state(store, connection, writer, i, c, numbers, written)
     writer.seal()
     return Exported(len(tree), len(stored), out.seek(0, os.SEEK_END), left_out)
+
+
+def _default_title(tree: Sequence[Turn]) -> str:
+    first = next((t for t in tree if t.parent is None), None)
+    return "" if first is None else default_title(first.messages)
 
 
 def _write_state(

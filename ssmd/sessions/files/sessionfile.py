@@ -53,14 +53,18 @@ class TensorPlace:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def _dumped(document: Document) -> str:
+    """The document as JSON. A session without a title of its own is written as before there were any."""
+    untitled = document.session.title is None
+    return document.model_dump_json(exclude_none=False, exclude={"session": {"title"}} if untitled else None)
+
+
 class SessionFileWriter:
     """Writes tensors in any order into a file whose header stands; `seal` puts the hash in."""
 
     def __init__(self, file: BinaryIO, document: Document, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """shapes: (dtype name as "F32", shape) of every tensor, in the order in which they are to lie."""
-        header: dict[str, Any] = {
-            "__metadata__": {"ssmd": document.model_dump_json(exclude_none=False), "sha256": _NO_HASH}
-        }
+        header: dict[str, Any] = {"__metadata__": {"ssmd": _dumped(document), "sha256": _NO_HASH}}
         at = 0
         for name, (dtype, shape) in shapes.items():
             end = at + math.prod(shape) * DTYPES[dtype].itemsize

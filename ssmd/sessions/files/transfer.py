@@ -143,7 +143,7 @@ def import_session(
     ]
     own = [replace(c, origin=session_id) for c in found.checkpoints] + computed
     own = [replace(c, turn=None if c.turn is None else names[c.turn], owner=owner) for c in own]
-    done = store.adopt(info, own_turns, own, head=names[entry.head])
+    done = store.adopt(info, own_turns, own, head=names[entry.head], title=entry.title)
     return ImportResult(
         session=session_id,
         renamed=renamed,

@@ -83,11 +83,12 @@ def adopt(
     quota: int | None,
     *,
     head: str,
+    title: str | None = None,
 ) -> list[Placed]:
     """Write a whole session from elsewhere; parents stand before their children."""
     if turns.taken(connection, session.id, [t.id for t in new]):
         raise StoreError(f"session {session.id!r}, or one of its turns, is stored here already")
-    sessions.insert_session(connection, new, session, head=head, now=turns.to_micros(datetime.now(UTC)))
+    sessions.insert_session(connection, new, session, head=head, now=turns.to_micros(datetime.now(UTC)), title=title)
     growth.insert_turns(connection, new, session.lineage, session.owner)
     _bound_text(connection, quota)
     return retention.place(connection, checkpoints, [head], session.id, quota)

@@ -21,9 +21,9 @@ from ssmd.sessions.turn import NewTurn
 
 _r = reply_table.c
 # Built once: putting a statement together takes longer than running it.
+_TOLD = select(_r.key, _r.body, *(type_coerce(c, String).label(c.name) for c in (_r.turns, _r.complete, _r.answer)))
 _KEPT = (
-    select(_r.key, _r.body, *(type_coerce(c, String).label(c.name) for c in (_r.turns, _r.complete, _r.answer)))
-    .where(_r.key == bindparam("digest"), _r.expires_at > bindparam("now"))
+    _TOLD.where(_r.key == bindparam("digest"), _r.expires_at > bindparam("now"))
     .order_by(_r.complete, _r.id.desc())
     .limit(1)
 )
@@ -49,6 +49,15 @@ def find_reply(connection: Connection, key: ReplyKey) -> Reply | None:
         return None
     texts = tuple(turns[turn].answer.content for turn in names)
     return Reply(row.body, turns[names[0]].session, tuple(names), texts, bool(row.complete), answer)
+
+
+def read_usages(connection: Connection, session_id: str) -> dict[str, Mapping[str, Any]]:
+    """What the answers of a session's turns took, by turn: of those whose reply is kept yet, and whole."""
+    of = select(turn_table.c.id).where(tree.belongs(session_id))
+    with as_they_are(connection):
+        rows = connection.execute(_TOLD.where(_r.turn.in_(of))).all()
+    told = [said for row in rows if (said := said_in_reply(row)) is not None]
+    return {turn: answer["usage"] for names, answer in told for turn in names if "usage" in answer}
 
 
 def said_in_reply(row: Any) -> tuple[list[str], dict[str, Any]] | None:

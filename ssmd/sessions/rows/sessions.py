@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, Select, bindparam, delete, func, insert, select, update
 
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
@@ -14,8 +15,17 @@ from ssmd.sessions.rows import erasure, holding, retention, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn
-from ssmd.sessions.rows.turns import LAST_MOMENT, as_text, as_they_are, from_micros, is_moment, to_micros
-from ssmd.sessions.turn import NewTurn, Removed, Session, SessionInfo, StoreError, UnknownSession, check_id
+from ssmd.sessions.rows.turns import LAST_MOMENT, as_text, as_they_are, from_micros, is_moment, to_micros, turn_of
+from ssmd.sessions.turn import (
+    NewTurn,
+    Removed,
+    Session,
+    SessionInfo,
+    StoreError,
+    UnknownSession,
+    check_id,
+    title_problem,
+)
 from ssmd.text.messages import Message
 
 _TITLE_CHARACTERS = 80
@@ -25,6 +35,7 @@ _SESSIONS = select(
     *(_s.id, _s.model, _s.lineage, _s.clock, _s.pinned, _s.imported, _s.owner, _s.created_at, _s.last_used_at),
     *(_s.head, _s.turns, _s.title, _s.own_nbytes, _s.shared_nbytes, _s.base),
 )
+_TITLES = select(_s.id, _s.title, _s.turns, _s.base, _s.last_used_at)
 _TURNS = select(_s.turns).where(_s.id == bindparam("session"))
 _LATEST = select(func.max(_s.last_used_at)).where(_s.last_used_at < LAST_MOMENT)
 _NEW = insert(session_table)
@@ -32,6 +43,16 @@ _GOES_ON = ("turns", "last_used_at", "head", "model", "lineage", "clock", "owner
 _TOUCHED = update(session_table).where(_s.id == bindparam("session"))
 _TOUCHED = _TOUCHED.values({name: bindparam(f"new_{name}") for name in _GOES_ON})
 _LEFT = select(turn.c.owner).where(turn.c.session == bindparam("session")).limit(1)
+
+
+@dataclass(frozen=True)
+class Titled:
+    """What a search looks at first of a session. turns: how many it has; base: as of a Session."""
+
+    id: str
+    title: str
+    turns: int
+    base: str | None
 
 
 def session_row(connection: Connection, session_id: str, domain: Domain) -> Any:
@@ -68,7 +89,24 @@ def read_sessions(
 
     Raises UnknownSession.
     """
-    asked = _SESSIONS.order_by(_s.last_used_at.desc(), _s.id).limit(limit)
+    return [_session(connection, row) for row in _in_order(connection, _SESSIONS, domain, limit, after)]
+
+
+def read_titles(connection: Connection, domain: Domain, after: str | None = None) -> list[Titled]:
+    """The same of all, as far as a search looks at first: 10,000 take a moment. Raises UnknownSession."""
+    rows = _in_order(connection, _TITLES, domain, None, after)
+    turns = [row.turns if isinstance(row.turns, int) else 0 for row in rows]
+    return [
+        Titled(as_text(row.id), as_text(row.title), n, as_text(row.base) or None)
+        for row, n in zip(rows, turns, strict=True)
+    ]
+
+
+def _in_order(
+    connection: Connection, columns: Select[Any], domain: Domain, limit: int | None, after: str | None
+) -> list[Any]:
+    """Rows of sessions that the domain sees, as read_sessions has them. columns: id and last_used_at among them."""
+    asked = columns.order_by(_s.last_used_at.desc(), _s.id).limit(limit)
     if after is not None:
         last = session_row(connection, after, domain)
         used = _s.last_used_at
@@ -79,7 +117,7 @@ def read_sessions(
         rows = [row for part in parts for row in connection.execute(part)]
     if parts[1:]:
         rows.sort(key=lambda row: (-_moment(row.last_used_at), str(row.id)))
-    return [_session(connection, row) for row in rows[:limit]]
+    return rows[:limit]
 
 
 def _session(connection: Connection, row: Any) -> Session:
@@ -139,8 +177,16 @@ def after_all(connection: Connection, now: int) -> int:
     return max(now, (connection.execute(_LATEST).scalar() or 0) + 1)
 
 
-def insert_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo, *, head: str, now: int) -> None:
-    """Write the row of a new session. now: microseconds since 1970."""
+def insert_session(
+    connection: Connection,
+    turns: Sequence[NewTurn],
+    info: SessionInfo,
+    *,
+    head: str,
+    now: int,
+    title: str | None = None,
+) -> None:
+    """Write the row of a new session. now: microseconds since 1970. title: one that was given to it."""
     if info.clock.tzinfo is None:
         raise StoreError(f"the clock of session {info.id!r} has no time zone")
     row = {
@@ -152,7 +198,7 @@ def insert_session(connection: Connection, turns: Sequence[NewTurn], info: Sessi
         "clock": info.clock.isoformat(),
         "head": head,
         "turns": len(turns),
-        "title": _title(turns[0].messages),
+        "title": default_title(turns[0].messages) if title is None else title,
         "pinned": info.pinned,
         "imported": info.imported or "",
         "owner": info.owner,
@@ -168,6 +214,19 @@ def pin_session(connection: Connection, session_id: str, domain: Domain, pinned:
     connection.execute(update(session_table).where(_s.id == session_id).values(pinned=pinned))
     if not pinned:
         retention.loosen(connection, session_id)
+
+
+def rename_session(connection: Connection, session_id: str, domain: Domain, title: str | None) -> None:
+    """Give it a title; None: the one that it would have of itself. Raises UnknownSession, StoreError on no title."""
+    session_row(connection, session_id, domain)
+    if title is None:
+        roots = select(turn).where(tree.belongs(session_id), turn.c.parent.is_(None))
+        with as_they_are(connection):
+            first = connection.execute(roots.order_by(turn.c.seq).limit(1)).one_or_none()
+        title = "" if first is None else default_title(turn_of(first).messages)
+    elif why := title_problem(title):
+        raise StoreError(f"a title {why}")
+    connection.execute(update(session_table).where(_s.id == session_id).values(title=title))
 
 
 def remove_session(connection: Connection, session_id: str, domain: Domain) -> None:
@@ -188,7 +247,8 @@ def remove_session(connection: Connection, session_id: str, domain: Domain) -> N
     erasure.owe(connection)
 
 
-def _title(messages: Sequence[Message]) -> str:
+def default_title(messages: Sequence[Message]) -> str:
+    """The title of a session that none was given to: how its first user message begins."""
     first = next((m.content for m in messages if m.role == "user"), "")
     shown = " ".join(first.replace("\0", "\ufffd").split())[:_TITLE_CHARACTERS]
     return shown.encode("utf-8", "replace").decode()
