@@ -29,6 +29,7 @@ SETTINGS: dict[str, SamplingParams] = {
     "top_p=0.9, penalty of the last 64": SamplingParams(top_p=0.9, repetition_penalty=1.1, seed=0),
     "top_p=0.9, penalty of 8192": SamplingParams(top_p=0.9, repetition_penalty=1.1, repeat_last_n=-1, seed=0),
     "greedy, penalty of the last 64": SamplingParams(temperature=0.0, repetition_penalty=1.1),
+    "top_p=0.9, frequency and presence": SamplingParams(top_p=0.9, frequency_penalty=0.1, presence_penalty=0.1, seed=0),
     "top_p=0.9, logprobs, top_logprobs=20": SamplingParams(top_p=0.9, logprobs=True, top_logprobs=20, seed=0),
 }
 

@@ -14,7 +14,7 @@ from ssmd.api.body import Id, StrictModel, shown, validate
 from ssmd.api.messages import read_messages
 from ssmd.engine.repetition import EVERYTHING
 from ssmd.engine.request import Rejected, Request
-from ssmd.engine.sampling import LAST_N, MAX_PENALTY, MIN_PENALTY, SamplingParams
+from ssmd.engine.sampling import LAST_N, MAX_FREQUENCY_PENALTY, MAX_PENALTY, MIN_PENALTY, SamplingParams
 from ssmd.machine.duration import MAX_S, parse_duration
 
 MAX_N = 8
@@ -26,14 +26,12 @@ Value = TypeVar("Value", int, float)
 # Parameters that are not built, each with the values that ask for nothing.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
-    "presence_penalty": (None, 0),
     "prompt_cache_options": (None, {}),
     "prompt_cache_retention": (None,),
     "reasoning_effort": (None, "none"),
@@ -46,6 +44,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)]
+FrequencyPenalty = Annotated[float, Field(ge=-MAX_FREQUENCY_PENALTY, le=MAX_FREQUENCY_PENALTY)]
 ShortText = Annotated[str, Field(max_length=1000)]
 Seconds = Annotated[float, Field(allow_inf_nan=True)]  # infinite: for ever
 
@@ -85,12 +84,14 @@ class ChatBody(StrictModel):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Penalty | None = None
     repeat_penalty: Penalty | None = None  # llama.cpp's and Ollama's name of it
     repeat_last_n: Annotated[int, Field(ge=EVERYTHING, le=MAX_INT)] | None = None
+    frequency_penalty: FrequencyPenalty | None = None
+    presence_penalty: FrequencyPenalty | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stop: (
@@ -169,6 +170,8 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
             min_p=body.min_p or 0.0,
             repetition_penalty=1.0 if penalty is None else penalty,
             repeat_last_n=LAST_N if body.repeat_last_n is None else body.repeat_last_n,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
             seed=body.seed,
             logit_bias=bias,
             logprobs=bool(body.logprobs),

@@ -1,6 +1,6 @@
 """How the next token is chosen from a row of logits, exactly and without a sort.
 
-Penalty, temperature, top_k, top_p and min_p come in the order that transformers has. Of the last three each leaves a
+Penalties, temperature, top_k, top_p and min_p come in the order that transformers has. Of the last three each leaves a
 set of the likeliest tokens: their order matters only for what top_p is a share of, all of top_k's or of the vocabulary.
 
 The V logits are seen as 64 rows, token = row * V/64 + column (padded with -inf). Sums over columns make a draw cheap,
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.engine.frequency import Frequency
 from ssmd.engine.repetition import EVERYTHING, Repetition
 
 MAX_TOP_LOGPROBS = 20
@@ -25,6 +26,7 @@ MAX_TEMPERATURE = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 10_000
 MIN_PENALTY, MAX_PENALTY = 0.01, 100.0
+MAX_FREQUENCY_PENALTY = 2.0  # and of presence, either way
 LAST_N = 64  # tokens that a repetition penalty counts, as in llama.cpp
 GREEDY_BELOW = 1e-6  # at such a temperature a float32 logit gap is either 0 or decides
 ROWS = 64
@@ -37,8 +39,8 @@ Ids = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off;
-    `logit_bias` is added to raw logits.
+    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1,
+    `frequency_penalty` 0 and `presence_penalty` 0 are off; `logit_bias` is added to raw logits.
 
     min_p: least probability, as a share of the likeliest token's. repeat_last_n: tokens of prompt and answer that the
     penalty counts, 0 none, -1 all.
@@ -52,6 +54,8 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     repeat_last_n: int = LAST_N
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: bool = False
@@ -64,6 +68,8 @@ class SamplingParams:
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
         _check_integer("repeat_last_n", self.repeat_last_n, EVERYTHING, 2**31 - 1)
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check_number(name, getattr(self, name), -MAX_FREQUENCY_PENALTY, MAX_FREQUENCY_PENALTY)
         _check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if self.seed is not None:
             _check_integer("seed", self.seed, -(2**63), 2**64 - 1)
@@ -99,9 +105,12 @@ class Sampler:
     def __init__(self, params: SamplingParams, *, index: int = 0, before: Sequence[int] | NDArray[Any] = ()) -> None:
         """before: the prompt's ids, as many of the last at least as `params.counted` says."""
         self.params = params
-        self._repetition: Repetition | None = None
+        self._penalties: list[Repetition | Frequency] = []  # in the order in which they come
         if params.repetition_penalty != 1.0 and params.repeat_last_n:
-            self._repetition = Repetition(params.repetition_penalty, params.repeat_last_n, np.asarray(before, np.int32))
+            counted = np.asarray(before, np.int32)
+            self._penalties.append(Repetition(params.repetition_penalty, params.repeat_last_n, counted))
+        if params.frequency_penalty or params.presence_penalty:
+            self._penalties.append(Frequency(params.frequency_penalty, params.presence_penalty))
         entropy = None if params.seed is None else [params.seed % 2**64, index]
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
         self._bias_ids: Ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
@@ -113,8 +122,8 @@ class Sampler:
     def sample(self, logits: Floats) -> Sample:
         """Choose from float32 logits [V], which stay as they are. Raises ValueError if no token can be chosen."""
         sample = self._sample(logits)
-        if self._repetition is not None:
-            self._repetition.add(sample.token)
+        for penalty in self._penalties:
+            penalty.add(sample.token)
         return sample
 
     def _sample(self, logits: Floats) -> Sample:
@@ -146,7 +155,7 @@ class Sampler:
         return Sample(token, float(rows.reshape(-1)[token]) - shift, top)
 
     def _prepare(self, logits: Floats) -> Floats:
-        """The logits with bias and penalty (64, V/64), padded with -inf; a view where nothing had to change."""
+        """The logits with bias and penalties (64, V/64), padded with -inf; a view where nothing had to change."""
         if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
             raise ValueError(f"expected one row of float32 logits, got {logits.dtype} of shape {logits.shape}")
         size = logits.size
@@ -158,11 +167,11 @@ class Sampler:
             self._own = np.full(ROWS * columns, -np.inf, np.float32)
             self._weights, self._rest = np.empty((2, ROWS, columns), np.float32)
             self._before = np.empty(ROWS * columns, np.bool_)
-        if self._bias_ids.size or self._repetition is not None or size % ROWS or not logits.flags.c_contiguous:
+        if self._bias_ids.size or self._penalties or size % ROWS or not logits.flags.c_contiguous:
             self._own[:size] = logits
             self._own[self._bias_ids] += self._bias
-            if self._repetition is not None:
-                self._repetition.penalize(self._own)
+            for penalty in self._penalties:
+                penalty.penalize(self._own)
             return self._own.reshape(ROWS, -1)
         return logits.reshape(ROWS, -1)
 

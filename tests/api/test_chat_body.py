@@ -44,6 +44,8 @@ def test_everything_given_reaches_the_engine() -> None:
         top_k=40,
         min_p=0.05,
         repetition_penalty=1.2,
+        frequency_penalty=-0.5,
+        presence_penalty=1,
         repeat_last_n=-1,
         seed=-7,
         n=3,
@@ -62,6 +64,7 @@ def test_everything_given_reaches_the_engine() -> None:
     )
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0, 0.5, 40, -7)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.5, 1.0)
     assert (sampling.min_p, sampling.repetition_penalty, sampling.repeat_last_n) == (0.05, 1.2, -1)
     assert (sampling.logprobs, sampling.top_logprobs) == (True, 4)
     assert dict(sampling.logit_bias) == {0: -100.0, 999: 5.5}
@@ -73,7 +76,9 @@ def test_the_penalty_has_llama_cpps_name_too_and_its_window() -> None:
     sampling = read(repeat_penalty=1.2).sampling
     assert (sampling.repetition_penalty, sampling.repeat_last_n) == (1.2, 64)
     assert read(repeat_penalty=1.2, repetition_penalty=1.2).sampling == sampling
-    nothing = dict.fromkeys(["min_p", "repetition_penalty", "repeat_penalty", "repeat_last_n"])
+    nothing = dict.fromkeys(
+        ["min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "repeat_penalty", "repeat_last_n"]
+    )
     assert read(**nothing) == read()
 
 
@@ -92,13 +97,14 @@ def test_what_is_not_built_is_refused_by_name_unless_it_asks_for_nothing(name: s
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"frequency_penalty": 0.1}, "frequency_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
         ({"surprise": 1}, "surprise"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": "0.5"}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.01}, "top_p"),
         ({"top_p": 1.01}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -50,8 +50,8 @@ def test_the_penalty_is_that_of_transformers(penalty: float, last_n: int) -> Non
         window = said if last_n == EVERYTHING else said[-last_n:]
         expected = penalized_ref(window, penalty, row)
         own = row.copy()
-        assert sampler._repetition is not None
-        sampler._repetition.penalize(own)
+        [repetition] = sampler._penalties
+        repetition.penalize(own)
         np.testing.assert_allclose(own, expected, rtol=1e-6)
         assert (own != row).sum() == len(set(window))
         token = sampler.sample(row).token
@@ -75,7 +75,7 @@ def test_the_penalty_comes_after_the_bias_and_shows_in_logprobs() -> None:
 @pytest.mark.parametrize("fields", [{}, {"repetition_penalty": 1.3, "repeat_last_n": 0}, {"repeat_last_n": EVERYTHING}])
 def test_off_is_off(fields: dict[str, Any]) -> None:
     sampler = Sampler(SamplingParams(temperature=0.0, **fields), before=PROMPT)
-    assert sampler._repetition is None
+    assert sampler._penalties == []
     assert sampler._prepare(row := np.zeros(640, np.float32)).base is row  # not even copied
     assert SamplingParams(**fields).counted(1000) == 0
 
