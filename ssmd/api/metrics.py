@@ -32,17 +32,21 @@ AGED_S = 10.0  # after which percentiles have changed though nothing came
 
 
 def routes(host: Host, store: Store | None, stall_s: float) -> list[Route]:
-    exposition, started_at = Exposition(host.metrics), time.time()
+    exposition, started_at, counted_at = Exposition(host.metrics), time.time(), -math.inf
 
     def snapshot() -> dict[str, Any]:
         process = {"version": __version__, "pid": os.getpid(), "started_at": round(started_at, 3)}
         return process | host.metrics.snapshot()
 
     async def refresh() -> None:
+        nonlocal counted_at
         if store is None:
             return
         with contextlib.suppress(StoreError):  # numbers are wanted most where something is wrong
             host.metrics.stored_bytes(await asyncio.to_thread(store.bytes_stored), store.quota)
+            if time.monotonic() - counted_at >= AGED_S:
+                counted_at = time.monotonic()
+                host.metrics.stored_sessions(*await asyncio.to_thread(store.count))
 
     async def prometheus(request: Request) -> Response:
         await refresh()
@@ -62,8 +66,12 @@ def routes(host: Host, store: Store | None, stall_s: float) -> list[Route]:
 def _seen_by(domain: Domain, snapshot: dict[str, Any]) -> dict[str, Any]:
     """Of requests of others nothing is told but that they run."""
     hidden = {"id": None, "session": None}
-    seen = [row if domain.has(row["owner"]) else row | hidden for row in snapshot["running"]]
-    return {**snapshot, "running": [{k: v for k, v in row.items() if k != "owner"} for row in seen]}
+
+    def seen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        told = [row if domain.has(row["owner"]) else row | hidden for row in rows]
+        return [{k: v for k, v in row.items() if k != "owner"} for row in told]
+
+    return {**snapshot, "running": seen(snapshot["running"]), "recent": seen(snapshot["recent"])}
 
 
 class _Listener:

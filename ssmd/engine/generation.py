@@ -236,7 +236,8 @@ class Generation:
             **{part: round(getattr(usage, part), 3) for part in parts},
             "tokens_per_s": self._tokens_per_s(),
         }
-        metrics.ended(last, self.outcome, self.asked.request.domain.owner)
+        asked = self.asked
+        metrics.ended(last, self.outcome, asked.request.domain.owner, id_=asked.id, session=asked.session)
 
     def row(self) -> dict[str, Any]:
         """How far it is at this moment, ready for JSON; from any thread."""

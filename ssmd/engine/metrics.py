@@ -6,7 +6,8 @@ docs/metrics.md says what each field is. Prometheus has the same in seconds (pro
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 CHECKPOINT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 CANCELLED = "cancelled"  # the outcome of a request whose client left
 STOPPED = "stopped"  # and of one that was ended for its client
+RECENT = 30  # requests that are over, one by one
+_OF_ONE = ("prompt_tokens", "cached_tokens", "generated_tokens", "ttft_ms", "prefill_ms", "restore_ms", "tokens_per_s")
 REASONS = ("disk_full", "locked", "damaged", "late", "error")  # why a turn is not stored
 
 
@@ -91,8 +94,8 @@ class Live:
 class ModelMetrics:
     """Counts what one model answers, for itself and for all. From any thread."""
 
-    def __init__(self, metrics: Metrics, mine: Numbers) -> None:
-        self._metrics, self._mine = metrics, mine
+    def __init__(self, metrics: Metrics, model: str, mine: Numbers) -> None:
+        self._metrics, self._model, self._mine = metrics, model, mine
 
     def tokens(self, gaps_ms: Sequence[float], new: int) -> None:
         """Count a step's tokens: the times since those before them, and how many are part of an answer."""
@@ -120,11 +123,14 @@ class ModelMetrics:
                 numbers.restore_ms += restore_ms
             metrics.changes += 1
 
-    def ended(self, last: dict[str, Any], outcome: str, key: str = "") -> None:
+    def ended(
+        self, last: dict[str, Any], outcome: str, key: str = "", *, id_: str = "", session: str | None = None
+    ) -> None:
         """Count a request that ran, however it ended: "ok", or the code of its error, CANCELLED or STOPPED.
 
         last: {prompt_tokens, cached_tokens, generated_tokens, ttft_ms, …, tokens_per_s}, what it came to; None where
-        it did not get so far. key: the name of the API key that it came with, if that has one.
+        it did not get so far. key: the name of the API key that it came with, if that has one. id_,
+        session: of the request.
         """
         metrics = self._metrics
         with metrics.lock:
@@ -138,6 +144,17 @@ class ModelMetrics:
                     numbers.tokens_per_s.add([last["tokens_per_s"]])
             if last["ttft_ms"] is not None:
                 metrics.last = last
+            row = {"id": id_, "session": session, "model": self._model, "ended_at": round(time.time(), 3)}
+            row |= {"outcome": outcome, **{name: last[name] for name in _OF_ONE}, "saved_ms": self._saved_ms(last)}
+            metrics.recent.append(row | {"owner": key})
+
+    def _saved_ms(self, last: dict[str, Any]) -> float | None:
+        """About how much longer a prompt would have taken without what was kept, by what a token took so far."""
+        fed = self._mine.fed_tokens
+        if not fed or last["ttft_ms"] is None:
+            return None
+        cached, restore_ms = float(last["cached_tokens"]), float(last["restore_ms"])
+        return round(cached * self._mine.prefill_ms / fed - restore_ms, 3)
 
 
 class Metrics:
@@ -154,6 +171,8 @@ class Metrics:
         self.outcomes: Counter[str] = Counter(ok=0)
         self.keys: dict[str, _Key] = {}  # by name, of which a file of keys has a bounded number
         self.last: dict[str, Any] | None = None
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.sessions: dict[str, int] | None = None
         self.checkpoint_ms = Series()
         self.checkpoint_times = Histogram(CHECKPOINT_BOUNDS_S)
         self.checkpoints = self.checkpoint_nbytes = self.left_out = self.stored = 0
@@ -165,7 +184,7 @@ class Metrics:
     def of(self, model: str) -> ModelMetrics:
         """What a model's answers are counted with, by its id: what was counted under it before stays."""
         with self.lock:
-            return ModelMetrics(self, self.models.setdefault(model, Numbers()))
+            return ModelMetrics(self, model, self.models.setdefault(model, Numbers()))
 
     def request_failed(self, code: str, key: str = "") -> None:
         """Count a request that never ran, by the code of its error, CANCELLED or STOPPED. key: as of one that
@@ -220,6 +239,13 @@ class Metrics:
             self.changes += n != self.stored
             self.stored, self.quota = n, quota
 
+    def stored_sessions(self, count: int, pinned: int) -> None:
+        """Note how many sessions the store has now, and how many of them are pinned."""
+        with self.lock:
+            now = {"count": count, "pinned": pinned}
+            self.changes += now != self.sessions
+            self.sessions = now
+
     def snapshot(self) -> dict[str, Any]:
         """Everything, ready for JSON, as docs/metrics.md has it: what was counted since the daemon started, and what is
         so now. No value yet is None; times in ms.
@@ -247,5 +273,7 @@ class Metrics:
                 "healed": dict(self.healings),
                 "stored_bytes": self.stored,
                 "quota_bytes": self.quota,
+                "sessions": self.sessions,
                 "last": self.last,
+                "recent": list(self.recent),
             }

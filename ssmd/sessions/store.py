@@ -367,6 +367,11 @@ class Store:
         self.room.for_words(lambda: database.settle(self._engine, self.file, idle=True))  # which lets the file grow
         return counted == _COUNTED_WHEN_IDLE
 
+    def count(self) -> tuple[int, int]:
+        """Count the sessions, of all owners: (all, those that are pinned)."""
+        with self.reading() as connection:
+            return session_rows.count_sessions(connection)
+
     def bytes_stored(self) -> int:
         """Count the bytes of all checkpoints as they are stored."""
         with self.reading() as connection:

@@ -116,6 +116,41 @@ def test_the_parts_of_the_time_to_the_first_token_add_up(three: Several) -> None
     assert sum(last[part] for part in PARTS) == pytest.approx(last["ttft_ms"], abs=0.01)
 
 
+def test_what_is_over_is_told_one_by_one(models: Path) -> None:
+    with several(models, api_keys_file=written(models.parent / "keys", KEYS)) as one:
+        text = "Tell me a story about a river. " * 8
+        first = one.chat("llama", text, bearer(ALICE))
+        again = one.chat("llama", text, bearer(ALICE))
+        one.chat("llama", text, bearer(BOB))
+        one.quiet()
+        soon(lambda: len(one.metrics(bearer(ALICE))["recent"]) == 3)
+        recent = one.metrics(bearer(ALICE))["recent"]
+    for row, answer in zip(recent, (first, again), strict=False):
+        usage = answer.json["usage"]
+        assert f"chatcmpl-{row['id']}" == answer.json["id"]
+        assert row["session"] == usage["ssmd"]["session"]
+        assert (row["model"], row["outcome"]) == (LLAMA, "ok")
+        assert row["prompt_tokens"] == usage["prompt_tokens"]
+        assert row["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+        for name in ("ttft_ms", "prefill_ms", "restore_ms"):
+            assert row[name] == pytest.approx(usage["ssmd"][name], abs=0.01)
+        assert row["ended_at"] == pytest.approx(time.time(), abs=120)
+    assert recent[0]["saved_ms"] == 0
+    assert recent[1]["saved_ms"] != 0
+    assert (recent[2]["id"], recent[2]["session"], recent[2]["model"]) == (None, None, LLAMA)
+    assert not any("owner" in row for row in recent)
+
+
+def test_sessions_are_counted_now_and_then(three: Several, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert three.metrics()["sessions"] == {"count": 0, "pinned": 0}
+    id_ = three.chat("llama").headers["x-ssmd-session"]
+    three.ask("PATCH", f"/ssmd/v1/sessions/{id_}", {"pinned": True})
+    three.chat("llama", "Another one")
+    assert three.metrics()["sessions"] == {"count": 0, "pinned": 0}, "that was counted just now"
+    monkeypatch.setattr(metrics, "AGED_S", 0.0)
+    assert three.metrics()["sessions"] == {"count": 2, "pinned": 1}
+
+
 def test_numbers_are_there_though_the_store_is_not(three: Several, tmp_path: Path) -> None:
     three.chat("llama")
     three.quiet()

@@ -35,9 +35,10 @@ def done(metrics: Metrics, ttft_ms: float = 20.0, tbts_ms: tuple[float, ...] = (
     model.tokens([], 1)
     for gap in tbts_ms:
         model.tokens([gap], 1)
-    tokens = {"prompt_tokens": 100, "cached_tokens": 90, "generated_tokens": 1 + len(tbts_ms)}
+    came_to: dict[str, float] = {"prompt_tokens": 100, "cached_tokens": 90, "generated_tokens": 1 + len(tbts_ms)}
+    came_to |= {"prefill_ms": 5.0, "restore_ms": 2.5}
     rate = len(tbts_ms) / sum(tbts_ms) * 1e3 if tbts_ms else None
-    model.ended({**tokens, "ttft_ms": ttft_ms, "tokens_per_s": rate}, "ok", key)
+    model.ended({**came_to, "ttft_ms": ttft_ms, "tokens_per_s": rate}, "ok", key, id_="gen_1", session="s")
 
 
 def samples(metrics: Metrics) -> Samples:
@@ -130,7 +131,7 @@ def test_a_token_counts_when_it_comes_and_a_cancelled_answer_counts() -> None:
     assert under_way["requests"] == {"ok": 0}
     before = metrics.changes
     tokens = {"prompt_tokens": 10, "cached_tokens": 0, "generated_tokens": 2}
-    model.ended({**tokens, "ttft_ms": 8.0, "tokens_per_s": 250.0}, "cancelled")
+    model.ended({**tokens, "prefill_ms": 5.0, "restore_ms": 0.0, "ttft_ms": 8.0, "tokens_per_s": 250.0}, "cancelled")
     assert metrics.changes > before
     after = shown(metrics)
     assert after["requests"] == {"ok": 0, "cancelled": 1}
@@ -244,3 +245,33 @@ def test_buckets_agree_with_a_plain_count() -> None:
     for bound in TBT_BOUNDS_S:
         labels = (("le", str(bound)), ("model", "m@litert"))
         assert found["ssmd_tbt_seconds_bucket", labels] == (values <= bound * 1e3).sum()
+
+
+def test_the_last_requests_are_told_one_by_one() -> None:
+    metrics = Metrics()
+    assert metrics.snapshot()["recent"] == []
+    for n in range(35):
+        done(metrics, ttft_ms=n)
+    recent = metrics.snapshot()["recent"]
+    assert [row["ttft_ms"] for row in recent] == [*range(5, 35)]
+    row = recent[-1]
+    assert (row["id"], row["session"], row["model"], row["outcome"]) == ("gen_1", "s", "m@litert", "ok")
+    assert (row["prompt_tokens"], row["cached_tokens"], row["generated_tokens"]) == (100, 90, 3)
+    assert row["saved_ms"] == 90 * 5.0 / 10 - 2.5
+
+
+def test_nothing_is_said_to_be_saved_before_anything_was_read() -> None:
+    """Nor of a request that had no first token, nor by what another model takes."""
+    metrics = Metrics()
+    came_to: dict[str, float | None] = {
+        "prompt_tokens": 9,
+        "cached_tokens": 0,
+        "generated_tokens": 0,
+        "ttft_ms": None,
+        "tokens_per_s": None,
+    }
+    came_to |= {"prefill_ms": 0.0, "restore_ms": 0.0}
+    done(metrics)
+    metrics.of("other").ended({**came_to, "ttft_ms": 3.0, "cached_tokens": 9}, "ok")
+    metrics.of("m@litert").ended(came_to, "cancelled")
+    assert [row["saved_ms"] for row in metrics.snapshot()["recent"]] == [42.5, None, None]

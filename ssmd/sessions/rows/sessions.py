@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, Select, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, Select, bindparam, case, delete, func, insert, select, update
 
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
@@ -36,6 +36,7 @@ _SESSIONS = select(
     *(_s.head, _s.turns, _s.title, _s.own_nbytes, _s.shared_nbytes, _s.base),
 )
 _TITLES = select(_s.id, _s.title, _s.turns, _s.base, _s.last_used_at)
+_COUNTED = select(func.count(), func.count(case((_s.pinned, 1))))
 _TURNS = select(_s.turns).where(_s.id == bindparam("session"))
 _LATEST = select(func.max(_s.last_used_at)).where(_s.last_used_at < LAST_MOMENT)
 _NEW = insert(session_table)
@@ -100,6 +101,12 @@ def read_titles(connection: Connection, domain: Domain, after: str | None = None
         Titled(as_text(row.id), as_text(row.title), n, as_text(row.base) or None)
         for row, n in zip(rows, turns, strict=True)
     ]
+
+
+def count_sessions(connection: Connection) -> tuple[int, int]:
+    """(number of sessions, number of those that are pinned), of all owners."""
+    count, pinned = connection.execute(_COUNTED).one()
+    return count, pinned
 
 
 def _in_order(
