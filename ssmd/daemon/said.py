@@ -1,0 +1,72 @@
+"""What a daemon says of itself, read as what anybody may say: what is missing, or of another kind, is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ssmd.machine.size import show_size
+
+UNKNOWN = "-"
+_MOST = 1e18
+
+
+def each(found: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """The rows of a list."""
+    value = found.get(key)
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def of(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The fields of an object within another."""
+    value = found.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def text(found: Mapping[str, Any], key: str) -> str:
+    """A text, or ""."""
+    value = found.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def number(value: Any) -> float | None:
+    """A number that can be one; None for what is none, not finite, or beyond all measure."""
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_one and abs(value) < _MOST else None  # NaN is not
+
+
+def size(value: Any) -> str:
+    """Bytes as people read them."""
+    nbytes = number(value)
+    return UNKNOWN if nbytes is None else show_size(int(nbytes))
+
+
+def ago(seconds: float) -> str:
+    """A time in one unit: `40 s`, `5 min`, `3 h`, `2 d`."""
+    seconds = max(0.0, seconds)
+    for unit, length, most in (("s", 1, 100), ("min", 60, 100), ("h", 3600, 48)):
+        if seconds < most * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def until(model: Mapping[str, Any], now: float) -> str:
+    """How long a model stays loaded. now: seconds since 1970."""
+    if model.get("state") != "loaded":
+        return UNKNOWN
+    if model.get("pinned") is True:
+        return "pinned"
+    queue = of(model, "queue")
+    if queue.get("running") or queue.get("waiting"):
+        return "in use"
+    end = number(model.get("idle_until"))
+    return "for ever" if end is None else f"in {ago(end - now)}"
+
+
+def phase(request: Mapping[str, Any]) -> str:
+    """What is done for a request, and of a prompt how much."""
+    name = text(request, "phase") or UNKNOWN
+    fed, to_feed = number(request.get("fed")), number(request.get("to_feed"))
+    if name == "prefill" and fed is not None and to_feed:
+        return f"prefill {fed:.0f}/{to_feed:.0f}"
+    return name
