@@ -8,14 +8,14 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted(f for room in ("ssmd", "runtimes", "migrations") for f in (ROOT / room).rglob("*.py"))
+FILES = sorted(f for room in ("ssmd", "runtimes", "clients", "migrations") for f in (ROOT / room).rglob("*.py"))
 TESTS = sorted(f for room in ("tests", "benchmarks") for f in (ROOT / room).rglob("*.py"))
 
 
 def module_of(file: Path) -> str:
     """A file's name as it is imported; that of a test or of what helps one begins below its room."""
     parts = list(file.relative_to(ROOT).with_suffix("").parts)
-    if parts[0] in ("runtimes", "tests", "benchmarks"):
+    if parts[0] in ("runtimes", "clients", "tests", "benchmarks"):
         parts = parts[1:]
     elif parts[0] == "migrations":
         parts = ["ssmd", *parts]

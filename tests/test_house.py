@@ -30,7 +30,12 @@ FLOORS = {
 ALONE = {"__main__": 8, "server": 7, "installed": 5, "config": 2, "__init__": 1, "migrations": 4}  # files at the root
 ROWS, STORE, CLOSETS = 1, 2, 3  # steps of the one floor that has several; what has no folder in it but the store is 0
 HEAVY = {"torch", "litert_torch", "ai_edge_quantizer", "transformers", "gguf"}
-WITH = {"pydantic_core": "pydantic", "markupsafe": "jinja2", "flatbuffers": "ai-edge-litert"}  # imported: comes with
+WITH = {
+    "PySide6": "PySide6-Essentials",
+    "pydantic_core": "pydantic",
+    "markupsafe": "jinja2",
+    "flatbuffers": "ai-edge-litert",
+}  # imported: comes with
 MAKERS = ("ssmd.authoring", "ssmd.build", "ssmd.families", "ssmd.hub")  # what a running runtime never meets
 
 
@@ -61,7 +66,7 @@ def test_tests_lie_as_the_code_does() -> None:
     `daemon_client` are those of ssmd/daemon/, as tests/daemon.py is what others run a daemon with.
     """
     folders = {p.name for p in (ROOT / "tests").iterdir() if any(p.rglob("test_*.py"))}
-    assert folders <= {*FLOORS, "runtimes", "contract", "whole", "daemon_client"} | {
+    assert folders <= {*FLOORS, "runtimes", "clients", "contract", "whole", "daemon_client"} | {
         p.name for p in (ROOT / "tests").glob("*.py")
     }
 
@@ -78,6 +83,8 @@ def test_imports_go_down(file: Path) -> None:
             continue
         if module.startswith("ssmd."):
             assert floor_of(imported) <= floor_of(module), f"{module} imports {imported} from a floor above"
+        elif module.startswith("ssmd_tray"):
+            assert imported.startswith(("ssmd.daemon", "ssmd.machine")), f"{module} imports {imported}: it is a client"
         else:
             assert floor_of(imported) <= (5, 0), f"{module} imports {imported}: a runtime is not of the daemon"
             assert not imported.startswith(("ssmd.sessions", "ssmd.engine")), f"{module} imports {imported}"
@@ -111,10 +118,12 @@ def test_a_running_runtime_knows_nothing_of_builds(runtime: str) -> None:
 
 
 def test_runtimes_stand_apart() -> None:
-    """The daemon finds runtimes through their entry points, never by importing them; and none imports another."""
+    """The daemon finds runtimes through their entry points, never by importing them; and none imports another. Of
+    clients the command that starts the tray imports that."""
     for module, file in MODULES.items():
         own = module.split(".")[0]
-        bad = [name for name, _ in imports(file) if name.startswith("ssmd_") and name.split(".")[0] != own]
+        tray = "ssmd_tray" if module == "ssmd.cli.tray" else own
+        bad = [n for n, _ in imports(file) if n.startswith("ssmd_") and n.split(".")[0] not in (own, tray)]
         assert not bad, f"{file} imports {bad}"
 
 
@@ -142,3 +151,15 @@ def test_no_upward_import_goes_unseen(tmp_path: Path) -> None:
     file = tmp_path / "sample.py"
     file.write_text("def f():\n    from ssmd.engine import queue\n    import torch.nn\n")
     assert list(imports(file)) == [("ssmd.engine.queue", False), ("torch.nn", False)]
+
+
+def test_qt_stays_in_its_room() -> None:
+    """What the tray decides is tested without a display; and no other command waits for Qt."""
+    for module, file in MODULES.items():
+        bad = [name for name, _ in imports(file) if name.split(".")[0] in ("PySide6", "shiboken6")]
+        assert not bad or module.startswith("ssmd_tray.qt."), f"{module} imports {bad}"
+        tops = [name for name, top in imports(file) if top and name.startswith("ssmd_tray.qt")]
+        assert not tops or module.startswith("ssmd_tray.qt."), f"{module} imports {tops} at its top"
+    reached = reached_from([m for m in MODULES if m.startswith("ssmd_tray") and not m.startswith("ssmd_tray.qt")])
+    assert len(reached) > 15, "the tray's logic is more than this"
+    assert not [module for module in reached if module.startswith("ssmd_tray.qt")]

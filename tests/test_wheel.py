@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 PLACES = {
     "ssmd/": "ssmd/",
     "runtimes/": "",
+    "clients/": "",
     "migrations/": "ssmd/migrations/",
 }  # folder of the checkout -> in the wheel
 INFO = "ssmd_daemon-{}.dist-info/"

@@ -29,6 +29,7 @@ from ssmd.cli import (
     session_tree,
     show,
     stop,
+    tray,
     verify,
 )
 from ssmd.cli import list as listing
@@ -48,6 +49,7 @@ app.command("run")(run.run)
 app.command("ps")(ps.ps)
 app.command("stop")(stop.stop)
 app.command("logs")(logs.logs)
+app.command("tray", short_help="Show the daemon in the desktop's tray.")(tray.tray)
 app.command("build")(build.build)
 app.command("pull", short_help="Fetch a model and make it ready to run.")(pull.pull)
 app.command("list", short_help="List the models installed here.")(listing.list_models)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,8 +14,6 @@ from ssmd.cli.failure import fail
 if TYPE_CHECKING:
     from ssmd.daemon.client import Client
 
-STOP = "/ssmd/v1/stop"
-LONGEST_S = 45.0  # what runs has 10 s, a step of the model 10 s more, answers and readers 10 s; and some
 _LOOK_S = 0.05
 _LOOKS = 100  # for a model that answers nobody
 
@@ -34,6 +31,7 @@ def stop(
     Exit code 0 also if no daemon runs: then there is nothing left to do.
     """
     from ssmd.cli.running import needed, reached
+    from ssmd.daemon.ending import end
     from ssmd.daemon.place import data_dir as place
 
     where = place(data_dir)
@@ -44,8 +42,7 @@ def stop(
     if client is None:
         typer.echo(f"no daemon runs on {where}", err=True)
         return
-    client.send("POST", STOP)
-    _wait(where, client.address.pid)
+    end(client, where)
     typer.echo(f"the daemon at {client.address.place}, process {client.address.pid}, has ended")
 
 
@@ -72,16 +69,3 @@ def _unload(client: Client, model: str) -> None:
             done = client.send("POST", path)
         said = "unloaded {}" if done["state"] != "unloading" else "{} goes as soon as it answers nobody any more"
         typer.echo(said.format(row["id"]))
-
-
-def _wait(data_dir: Path, process: int) -> None:
-    """Until another process, or none, uses the directory. Raises DaemonError after too long."""
-    from ssmd.daemon.discovery import DaemonError, running
-
-    deadline = time.monotonic() + LONGEST_S
-    while running(data_dir) == process:
-        if time.monotonic() > deadline:
-            raise DaemonError(
-                f"process {process} has not ended within {LONGEST_S:.0f} s; end it with: kill -9 {process}"
-            )
-        time.sleep(_LOOK_S)

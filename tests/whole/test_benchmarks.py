@@ -11,7 +11,6 @@ import sys
 from ctypes.util import find_library
 from pathlib import Path
 
-import clients
 import decode
 import gpu
 import host
@@ -27,6 +26,7 @@ from conftest import TinyArtifacts
 from llama_library import Library, LibraryError, Llama
 from prompt_lookup import Step, steps
 
+import clients
 import runtimes
 from ssmd.model import smollm2
 from ssmd_wgpu.device import adapters

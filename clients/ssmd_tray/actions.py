@@ -1,0 +1,110 @@
+"""What the tray has a daemon do. Each takes the data directory, and returns what to say of it; each raises DaemonError
+with what to do where it fails. All but `page` work at a socket as at a port.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ssmd.daemon import discovery
+from ssmd.daemon.client import Client
+from ssmd.daemon.discovery import Address, DaemonError
+from ssmd.daemon.ending import end
+from ssmd_tray import starting
+from ssmd_tray.view import plain
+
+_LOAD_S = 600.0  # a large model, or one that is tried first
+_TICKET = re.compile(r"[A-Za-z0-9_.~-]{16,512}", re.ASCII)
+_GONE = "request_not_found"
+
+
+def stop_request(data_dir: Path, id_: str) -> str:
+    """End an answer; what was said of it is kept."""
+    client = _client(data_dir)
+    try:
+        client.send("POST", f"/ssmd/v1/requests/{quote(id_, safe='')}/stop")
+    except DaemonError as err:
+        if err.code == _GONE:
+            return "that answer is over already"
+        if err.status in (404, 405):
+            raise DaemonError(f"{_version(client.address)} cannot stop a single answer") from err
+        raise
+    return "the answer was stopped"
+
+
+def load(data_dir: Path, model: str) -> str:
+    """Load a model; returns when it is there."""
+    _client(data_dir, _LOAD_S).send("POST", _model(model, "/load"))
+    return f"{plain(model)} is loaded"
+
+
+def unload(data_dir: Path, model: str) -> str:
+    """Let a model go once it answers nobody."""
+    row = _client(data_dir).send("POST", _model(model, "/unload"))
+    gone = isinstance(row, dict) and row.get("state") == "unloaded"
+    return f"{plain(model)} is not loaded any more" if gone else f"{plain(model)} goes when it answers nobody any more"
+
+
+def pin(data_dir: Path, model: str, pinned: bool) -> str:
+    """Have a model stay once it is loaded, or not."""
+    _client(data_dir).send("PATCH", _model(model), {"pinned": pinned})
+    return f"{plain(model)} {'stays once it is loaded' if pinned else 'goes again when nobody asks for it'}"
+
+
+def page(data_dir: Path) -> str:
+    """The address of the daemon's page, with a ticket that signs in once and within a minute."""
+    client = _client(data_dir)
+    if client.address.url is None:
+        raise DaemonError("the daemon listens at a socket alone; the page needs a port: start it without --socket")
+    try:
+        answer: Any = client.send("POST", "/ssmd/v1/tickets", {})
+    except DaemonError as err:
+        if err.status in (404, 405):
+            raise DaemonError(f"{_version(client.address)} has no page") from err
+        raise
+    ticket = answer.get("ticket") if isinstance(answer, dict) else None
+    if not isinstance(ticket, str) or not _TICKET.fullmatch(ticket):
+        raise DaemonError(f"what answers at {client.address.place} gives no ticket as a daemon of ssmd does")
+    return f"{client.address.url}/#ticket={ticket}"
+
+
+def start(data_dir: Path) -> str:
+    """Start a daemon that serves what is installed; returns when it answers."""
+    return _started(starting.start(data_dir, starting.usual(data_dir)))
+
+
+def stop(data_dir: Path) -> str:
+    """End the daemon; returns when it has ended."""
+    client = _client(data_dir)
+    end(client, data_dir)
+    return f"the daemon, process {client.address.pid}, has ended"
+
+
+def restart(data_dir: Path) -> str:
+    """End the daemon and start it again, as it was started where the system tells how."""
+    client = _client(data_dir)
+    command = starting.command_of(client.address.pid) or starting.usual(data_dir)
+    end(client, data_dir)
+    return _started(starting.start(data_dir, command))
+
+
+def _client(data_dir: Path, timeout_s: float = 30.0) -> Client:
+    found = discovery.find(data_dir)
+    if found is None:
+        raise DaemonError(f"no daemon answers on {data_dir}")
+    return Client(found, timeout_s)
+
+
+def _model(name: str, what: str = "") -> str:
+    return f"/ssmd/v1/models/{quote(name, safe='@')}{what}"
+
+
+def _started(address: Address) -> str:
+    return f"the daemon answers at {address.place}, process {address.pid}"
+
+
+def _version(address: Address) -> str:
+    return f"this daemon, ssmd {address.version},"

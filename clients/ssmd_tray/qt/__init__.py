@@ -1,0 +1,1 @@
+"""What is drawn and clicked. Needs the extra `tray`."""

@@ -1,0 +1,32 @@
+"""Labels and buttons whose text is text, whoever wrote it."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QLabel, QSizePolicy, QWidget
+
+
+class Words(QLabel):
+    """Plain text, cut with an ellipsis where the window is narrow. reached: whether the keyboard comes to it."""
+
+    def __init__(self, *, wrapped: bool = False, reached: bool = False, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setTextFormat(Qt.TextFormat.PlainText)
+        self.setWordWrap(wrapped)
+        policy = QSizePolicy.Policy.Preferred if wrapped else QSizePolicy.Policy.Ignored
+        self.setSizePolicy(policy, QSizePolicy.Policy.Preferred)
+        if reached:
+            by = Qt.TextInteractionFlag.TextSelectableByMouse | Qt.TextInteractionFlag.TextSelectableByKeyboard
+            self.setTextInteractionFlags(by)
+            self.setFocusPolicy(Qt.FocusPolicy.TabFocus)
+
+    def say(self, text: str) -> None:
+        """Show a text; a screen reader hears it where it is reached."""
+        if text != self.text():
+            self.setText(text)
+            self.setAccessibleName(text)
+
+
+def literal(text: str) -> str:
+    """A text for a menu or a button, in which & would underline."""
+    return text.replace("&", "&&")

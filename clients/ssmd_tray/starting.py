@@ -1,0 +1,94 @@
+"""Starting a daemon that outlives the tray, and how one that runs was started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ssmd.daemon import discovery
+from ssmd.daemon.discovery import Address, DaemonError
+from ssmd_tray.view import plain
+
+LONGEST_S = 300.0  # a model that is loaded at the start
+_LOOK_S = 0.1
+_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True)
+class Command:
+    """How a process is started. variables: its whole environment, None for this one's."""
+
+    arguments: tuple[str, ...]
+    folder: Path | None = None
+    variables: Mapping[str, str] | None = field(default=None, repr=False)
+
+
+def usual(data_dir: Path) -> Command:
+    """`ssmd serve` with this Python, of all that is installed."""
+    return Command((sys.executable, "-m", "ssmd", "serve", "--data-dir", str(data_dir)))
+
+
+def command_of(process: int) -> Command | None:
+    """How a daemon was started: its command, folder and environment; None where the system does not tell, or it is no
+    `ssmd serve`. Linux tells.
+    """
+    place = Path("/proc") / str(process)
+    try:
+        arguments = tuple(os.fsdecode(one) for one in (place / "cmdline").read_bytes().split(b"\0")[:-1])
+        lines = (place / "environ").read_bytes().split(b"\0")
+        folder = (place / "cwd").resolve(strict=True)
+    except OSError:
+        return None
+    if "serve" not in arguments:
+        return None
+    variables = dict(os.fsdecode(line).split("=", 1) for line in lines if b"=" in line)
+    return Command(arguments, folder, variables)
+
+
+def start(data_dir: Path, command: Command, longest_s: float = LONGEST_S) -> Address:
+    """Start a daemon and wait until it can be asked. It belongs to no terminal, and runs on when this process ends.
+
+    Raises DaemonError with its own last words if it does not start.
+    """
+    discovery.check_alone(data_dir)
+    with tempfile.TemporaryFile(prefix="ssmd-") as words:
+        try:
+            process = subprocess.Popen(
+                command.arguments,
+                cwd=command.folder,
+                env=None if command.variables is None else dict(command.variables),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=words,
+                start_new_session=True,
+            )
+        except OSError as err:
+            raise DaemonError(f"cannot start {command.arguments[0]}: {err.strerror or err}") from err
+        threading.Thread(target=process.wait, name="ssmd-tray-child", daemon=True).start()  # none is left as a zombie
+        deadline = time.monotonic() + longest_s
+        while time.monotonic() < deadline:
+            ended = process.poll()
+            found = discovery.find(data_dir)
+            if found is not None:
+                return found
+            if ended is not None:
+                raise DaemonError(f"the daemon did not start: {_last(words.fileno()) or f'exit code {ended}'}")
+            time.sleep(_LOOK_S)
+    raise DaemonError(
+        f"the daemon, process {process.pid}, does not answer after {longest_s:.0f} s; `ssmd logs` may say why"
+    )
+
+
+def _last(descriptor: int) -> str:
+    """The last line that was written into a file."""
+    size = os.fstat(descriptor).st_size
+    os.lseek(descriptor, max(0, size - _TAIL_BYTES), os.SEEK_SET)
+    lines = os.read(descriptor, _TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()
+    return plain(lines[-1].removeprefix("error: "), 300) if lines else ""

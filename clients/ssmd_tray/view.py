@@ -1,0 +1,91 @@
+"""What the tray shows, as plain values: the icon's state, texts, numbers and rows. Whatever a daemon says is text here,
+of one line and a bounded length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ssmd_tray.history import Point
+
+LONGEST = 160  # characters of a text
+MOST_ROWS = 50
+
+
+class Icon(StrEnum):
+    """What the icon says. AWAY: no daemon answers; LOADING: a model is loaded, or the daemon starts or ends."""
+
+    IDLE = "idle"
+    GENERATING = "generating"
+    LOADING = "loading"
+    DEGRADED = "degraded"
+    AWAY = "away"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A measured quantity: texts of its numbers, its line, and all of it as a sentence."""
+
+    last: str
+    p50: str
+    p95: str
+    points: tuple[Point, ...]
+    spoken: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request under way. id: None if it is another's, who alone may stop it."""
+
+    id: str | None
+    model: str
+    doing: str
+    spoken: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """An installed model. doing: its state in words."""
+
+    id: str
+    doing: str
+    memory: str
+    loaded: bool
+    busy: bool  # it is loaded or let go just now
+    pinned: bool
+    spoken: str
+
+
+@dataclass(frozen=True)
+class View:
+    """All that is shown. notice: what is not as it should be, or ""; numbers are None while the daemon is away.
+
+    base_url: for clients, None if there is none; why_no_url says then why. runs: whether a process uses the data
+    directory; answers: whether it can be asked.
+    """
+
+    icon: Icon
+    headline: str
+    daemon: str
+    notice: str
+    tooltip: str
+    ttft: Quantity
+    tbt: Quantity
+    rate: str
+    cached: str
+    stored: str
+    stored_share: float | None
+    requests: tuple[Request, ...]
+    more_requests: int
+    models: tuple[Model, ...]
+    more_models: int
+    base_url: str | None
+    why_no_url: str
+    runs: bool
+    answers: bool
+
+
+def plain(text: str, most: int = LONGEST) -> str:
+    """A text as it may be shown: a line without what steers or turns it, cut where it is longer than anybody reads."""
+    cut = text if len(text) <= most else text[: most - 1] + "…"
+    return "".join(c if c.isprintable() else "\ufffd" for c in cut)
