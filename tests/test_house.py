@@ -30,12 +30,12 @@ FLOORS = {
 ALONE = {"__main__": 8, "server": 7, "installed": 5, "config": 2, "__init__": 1, "migrations": 4}  # files at the root
 ROWS, STORE, CLOSETS = 1, 2, 3  # steps of the one floor that has several; what has no folder in it but the store is 0
 HEAVY = {"torch", "litert_torch", "ai_edge_quantizer", "transformers", "gguf"}
-WITH = {
+WITH = {  # imported: comes with
     "PySide6": "PySide6-Essentials",
     "pydantic_core": "pydantic",
     "markupsafe": "jinja2",
     "flatbuffers": "ai-edge-litert",
-}  # imported: comes with
+}
 MAKERS = ("ssmd.authoring", "ssmd.build", "ssmd.families", "ssmd.hub")  # what a running runtime never meets
 
 

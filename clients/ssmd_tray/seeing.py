@@ -140,11 +140,10 @@ def _why_no_url(address: Address | None) -> str:
 
 def _quantity(name: str, series: Mapping[str, Any], points: tuple[Point, ...]) -> Quantity:
     last, p50, p95 = (_ms(series.get(key)) for key in ("last", "p50", "p95"))
-    most = max((point.ms for point in points), default=None)
-    line = f"; the line has {len(points)} values, at most {_ms(most)}" if points else ""
-    return Quantity(
-        last, p50, p95, points, f"{name}: last {last}, median {p50} and 95th percentile {p95} {_MINUTES}{line}"
-    )
+    most = _ms(max((point.ms for point in points), default=None))
+    line = f"; the line has {len(points)} values, at most {most}" if points else ""
+    spoken = f"{name}: last {last}, median {p50} and 95th percentile {p95} {_MINUTES}{line}"
+    return Quantity(last, p50, p95, points, most, spoken)
 
 
 def _request(one: Mapping[str, Any]) -> Request:

@@ -31,7 +31,7 @@ class Command:
 
 
 def usual(data_dir: Path) -> Command:
-    """`ssmd serve` with this Python, of all that is installed."""
+    """The command `ssmd serve` of this Python, for all that is installed."""
     return Command((sys.executable, "-m", "ssmd", "serve", "--data-dir", str(data_dir)))
 
 

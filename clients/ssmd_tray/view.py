@@ -24,12 +24,13 @@ class Icon(StrEnum):
 
 @dataclass(frozen=True)
 class Quantity:
-    """A measured quantity: texts of its numbers, its line, and all of it as a sentence."""
+    """A measured quantity: texts of its numbers, its line, the most of that, and all of it as a sentence."""
 
     last: str
     p50: str
     p95: str
     points: tuple[Point, ...]
+    most: str
     spoken: str
 
 

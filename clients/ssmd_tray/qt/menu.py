@@ -17,15 +17,15 @@ _MOST = 20  # rows of a menu; the window has the others
 
 
 class Menu(QMenu):
-    """actions: as of the window, and also window, at_login."""
+    """Everything that can be chosen. actions: as of the window, and also window, at_login."""
 
     def __init__(self, actions: Mapping[str, Act]) -> None:
         super().__init__()
         self._actions = actions
         self._shape: object = None
         self._headline, self._numbers = self.addAction("ssmd"), self.addAction("-")
-        for one in (self._headline, self._numbers):
-            one.setEnabled(False)
+        for one in (self._headline, self._numbers):  # enabled, so that a screen reader comes to them
+            one.triggered.connect(lambda: actions["window"]())
         self.addSeparator()
         self._named: dict[str, QAction] = {}
         self._add(self, "window", "Show &window")

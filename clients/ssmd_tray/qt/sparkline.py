@@ -14,12 +14,13 @@ _GAP_S = 4.0  # points further apart are of different answers
 
 
 class Sparkline(QWidget):
-    """joined: whether a value a second makes a line; else each value stands for itself."""
+    """Values over time. joined: whether a value a second makes a line; else each value stands for itself."""
 
     def __init__(self, joined: bool, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._joined = joined
         self._points: tuple[Point, ...] = ()
+        self._most = ""  # what its top stands for
         self.setFocusPolicy(Qt.FocusPolicy.TabFocus)
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
 
@@ -27,7 +28,7 @@ class Sparkline(QWidget):
         return QSize(150, 2 * self.fontMetrics().height())
 
     def show_quantity(self, quantity: Quantity) -> None:
-        self._points = quantity.points
+        self._points, self._most = quantity.points, quantity.most
         if self.accessibleName() != quantity.spoken:
             self.setAccessibleName(quantity.spoken)
         self.update()
@@ -64,6 +65,11 @@ class Sparkline(QWidget):
                 near = self._points[i - 1].age_s - self._points[i].age_s <= _GAP_S
                 path.lineTo(places[i]) if near else path.moveTo(places[i])
             painter.drawPath(path)
+        painter.setPen(self.palette().color(QPalette.ColorRole.PlaceholderText))
+        font = self.font()
+        font.setPointSizeF(font.pointSizeF() * 0.8)
+        painter.setFont(font)
+        painter.drawText(box, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignTop, self._most)
         painter.setPen(Qt.PenStyle.NoPen)
         painter.setBrush(colour)
         for place in places if not self._joined else places[-1:]:

@@ -30,7 +30,7 @@ _ICON = 36  # pixels, before the screen's scale
 
 
 class Window(QWidget):
-    """actions: what is clicked, by name: page, copy, start, stop, restart, log, look, quit, stop_request, load, unload,
+    """All that is known. actions: what is clicked, by name: page, copy, start, stop, restart, log, look, quit, stop_request, load, unload,
     pin. It is updated only while it is seen.
     """
 
@@ -51,6 +51,7 @@ class Window(QWidget):
         whole.addLayout(self._numbers())
         whole.addWidget(self._lists(), 1)
         whole.addLayout(self._buttons())
+        self._named["page"].setFocus()
         for keys, name in (
             ("Ctrl+O", "page"),
             ("Ctrl+U", "copy"),
@@ -112,7 +113,7 @@ class Window(QWidget):
     def _head(self) -> QHBoxLayout:
         self._icon = QLabel()
         self._icon.setFixedSize(_ICON, _ICON)
-        self._headline, self._daemon = Words(reached=True), Words(reached=True)
+        self._headline, self._daemon = Words(reached=True), Words(wrapped=True, reached=True)
         font = QFont(self.font())
         font.setPointSizeF(font.pointSizeF() * 1.25)
         font.setBold(True)

@@ -1,0 +1,116 @@
+"""A desktop of our own: an X server without a screen, a window manager, a tray host; and what is clicked in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAMS = ("Xvfb", "xdotool", "openbox", "trayer")  # packages of Debian have the same names, in lower case
+SIZE = (1000, 800)
+PANEL = 32  # pixels
+
+
+@dataclass(frozen=True)
+class Desktop:
+    """An X server with nothing on it but what a test starts. folder: for what its programs write."""
+
+    display: str
+    folder: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of programs on it: no settings of whoever runs the tests."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SSMD_", "QT_", "WAYLAND", "XDG_", "DBUS_"))}
+        own = {"DISPLAY": self.display, "QT_QPA_PLATFORM": "xcb", "XDG_RUNTIME_DIR": str(self.folder)}
+        places = {"HOME": str(self.folder), "XDG_CONFIG_HOME": str(self.folder / "config")}
+        return {**kept, **own, **places, "PATH": f"{self.folder}:{os.environ['PATH']}"}
+
+    def xdotool(self, *arguments: str) -> str:
+        done = subprocess.run(["xdotool", *arguments], env=self.variables, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    def windows(self, name: str) -> list[str]:
+        """Those that can be seen, by their whole title."""
+        return self.xdotool("search", "--onlyvisible", "--name", f"^{name}$").split()
+
+    def focused(self) -> str:
+        """The title of the window that has the keyboard."""
+        return self.xdotool("getwindowfocus", "getwindowname")
+
+    def click(self, x: int, y: int, button: int = 1) -> None:
+        self.xdotool("mousemove", str(x), str(y), "click", str(button))
+
+    def icon(self) -> tuple[int, int]:
+        """The middle of the only icon in the tray."""
+        panel = self.xdotool("search", "--onlyvisible", "--class", "trayer").split()
+        for window in panel:
+            place = dict(line.split("=") for line in self.xdotool("getwindowgeometry", "--shell", window).split())
+            if int(place["HEIGHT"]) == PANEL and int(place["WIDTH"]) >= PANEL // 2:
+                return int(place["X"]) + int(place["WIDTH"]) // 2, int(place["Y"]) + PANEL // 2
+        raise AssertionError(f"no icon is in the tray: {panel}")
+
+    @contextmanager
+    def host(self, *colours: str) -> Iterator[None]:
+        """A tray at the upper right corner."""
+        place = ("--edge", "top", "--align", "right", "--widthtype", "request", "--height", str(PANEL))
+        with started(["trayer", *place, *colours], self.variables):
+            self.soon(lambda: self.xdotool("search", "--class", "trayer") != "")
+            yield
+
+    def soon(self, condition: Callable[[], object], within_s: float = 15) -> None:
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen"
+            time.sleep(0.05)
+
+
+def missing() -> list[str]:
+    """Programs that are not installed."""
+    return [name for name in PROGRAMS if shutil.which(name) is None]
+
+
+@contextmanager
+def desktop(folder: Path, scale: float = 1.0) -> Iterator[Desktop]:
+    """An X server with a window manager, and no tray host yet."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with ExitStack() as held:
+        read, write = os.pipe()
+        width, height = (round(side * scale) for side in SIZE)
+        screen = ("-screen", "0", f"{width}x{height}x24", "-dpi", str(round(96 * scale)), "-nolisten", "tcp")
+        held.enter_context(started(["Xvfb", "-displayfd", str(write), *screen], os.environ, write))
+        os.close(write)
+        with os.fdopen(read) as number:
+            one = Desktop(f":{number.readline().strip()}", folder)
+        held.enter_context(started(["openbox"], one.variables))
+        yield one
+
+
+@contextmanager
+def started(
+    command: list[str], variables: Mapping[str, str], keep: int | None = None, out: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A program for as long as the body runs. keep: a descriptor that it inherits; out: where its words go."""
+    with open(os.devnull if out is None else out, "ab") as words:
+        process = subprocess.Popen(
+            command, env=dict(variables), stdout=words, stderr=words, pass_fds=() if keep is None else (keep,)
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def tray_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "ssmd", "tray", *arguments]
