@@ -103,6 +103,7 @@ def _entry(id_: str, model: Model) -> dict[str, Any]:
         "object": "model",
         "created": created,
         "owned_by": "ssmd",
+        **_context(manifest.context, manifest.vocabulary),
         "ssmd": {
             "family": manifest.family,
             "runtime": manifest.runtime,
@@ -115,3 +116,10 @@ def _entry(id_: str, model: Model) -> dict[str, Any]:
             "build": manifest.build,
         },
     }
+
+
+def _context(tokens: int | None, vocabulary: int) -> dict[str, Any]:
+    """A model's context by the names that clients look for: OpenRouter's, vLLM's, llama.cpp's; {} if nothing bounds it."""
+    if tokens is None:
+        return {}
+    return {"context_length": tokens, "max_model_len": tokens, "meta": {"n_ctx": tokens, "n_vocab": vocabulary}}

@@ -120,6 +120,9 @@ def test_a_name_with_several_runtimes_is_listed_with_each(all_day: Several) -> N
     assert [*entries] == ["granite", "llama", LLAMA, OTHER]
     assert entries["llama"]["ssmd"] == entries[LLAMA]["ssmd"], "what the name alone stands for"
     assert entries[OTHER]["ssmd"]["runtime"] == "openvino"
+    own = entries["llama"]["ssmd"]
+    assert entries["llama"]["context_length"] == entries["llama"]["max_model_len"] == own["context"] > 0
+    assert entries["llama"]["meta"] == {"n_ctx": own["context"], "n_vocab": own["vocabulary"]}
     for id_, entry in entries.items():
         assert all_day.ask("GET", f"/v1/models/{id_}").json == entry
     rows = all_day.ask("GET", MODELS).json
@@ -132,6 +135,7 @@ def test_what_is_listed_is_what_lies_there_now(three: Several, artifacts: TinyAr
     assert ids(three) == ["granite", "llama", LLAMA, OTHER]
     shutil.copytree(artifacts["mamba-f32"], three.models / "mamba" / "litert-cpu-f32")
     assert ids(three) == ["granite", "llama", LLAMA, OTHER, "mamba"]
+    assert "context_length" not in three.ask("GET", "/v1/models/mamba").json, "nothing bounds it"
     assert three.chat("mamba").status == 200
     assert "mamba@litert" in loaded(three)
     shutil.rmtree(three.models / "llama" / "openvino-cpu-f32")
