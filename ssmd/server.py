@@ -19,8 +19,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ssmd import __version__
-from ssmd.api import chat, connections, health, metrics, models, requests, runtimes, sessions, stop
+from ssmd.api import chat, connections, health, metrics, models, pulls, requests, runtimes, sessions, stop
 from ssmd.api.keys import Keys
+from ssmd.api.runtimes import Runtimes
 from ssmd.api.security import Rules, guarded
 from ssmd.api.under_way import UnderWay
 from ssmd.config import Settings
@@ -28,6 +29,7 @@ from ssmd.daemon import discovery
 from ssmd.daemon.discovery import Address
 from ssmd.daemon.home import moved_in
 from ssmd.daemon.logfile import OneLine
+from ssmd.daemon.pulls import Pulls
 from ssmd.engine.host import Host
 from ssmd.engine.opening import close_host, open_host
 from ssmd.machine.descriptors import raise_limit
@@ -59,14 +61,16 @@ def create_app(
     """The ASGI app. keys: default: those of the settings. `stall_s`: how long a client may leave its answer unread
     before it is given up. end: what stops the daemon. Raises SettingsError.
     """
-    store, under_way = None if host.writer is None else host.writer.store, UnderWay()
+    store, under_way, usable = None if host.writer is None else host.writer.store, UnderWay(), Runtimes()
+    pulling = Pulls(settings.models_dir, settings.data_dir, offline=settings.offline)
     routes = [
         *chat.routes(host, under_way, stall_s, truncate=settings.truncation == "auto"),
         *requests.routes(under_way, stall_s),
         *models.routes(host),
         *health.routes(host),
-        *metrics.routes(host, store, stall_s),
-        *runtimes.routes(),
+        *metrics.routes(host, store, pulling, stall_s),
+        *runtimes.routes(usable),
+        *pulls.routes(host, pulling, usable),
         *sessions.routes(host, store),
         *stop.routes(end),
     ]

@@ -17,8 +17,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ssmd import __version__
-from ssmd.api import sse
+from ssmd.api import pulls, sse
 from ssmd.api.keys import caller_of
+from ssmd.daemon.pulls import Pulls
 from ssmd.engine.host import DRAINING, Host
 from ssmd.engine.prometheus import Exposition
 from ssmd.sessions.domain import Domain
@@ -31,12 +32,12 @@ PERIOD_S = 0.25  # between two events of the stream
 AGED_S = 10.0  # after which percentiles have changed though nothing came
 
 
-def routes(host: Host, store: Store | None, stall_s: float) -> list[Route]:
+def routes(host: Host, store: Store | None, pulling: Pulls, stall_s: float) -> list[Route]:
     exposition, started_at, counted_at = Exposition(host.metrics), time.time(), -math.inf
 
     def snapshot() -> dict[str, Any]:
         process = {"version": __version__, "pid": os.getpid(), "started_at": round(started_at, 3)}
-        return process | host.metrics.snapshot()
+        return process | host.metrics.snapshot() | {"pulls": pulls.rows(pulling)}
 
     async def refresh() -> None:
         nonlocal counted_at
@@ -56,10 +57,17 @@ def routes(host: Host, store: Store | None, stall_s: float) -> list[Route]:
         await refresh()
         return JSONResponse(_seen_by(caller_of(request.scope).domain, await asyncio.to_thread(snapshot)))
 
+    def pulse() -> object:
+        return host.pulse(), pulling.changes
+
     return [
         Route("/metrics", prometheus),
         Route("/ssmd/v1/metrics", shown),
-        Route("/ssmd/v1/metrics/stream", _Stream(host, snapshot, refresh, stall_s), methods=["GET"]),
+        Route(
+            "/ssmd/v1/metrics/stream",
+            _Stream(pulse, snapshot, refresh, stall_s),
+            methods=["GET"],
+        ),
     ]
 
 
@@ -87,17 +95,17 @@ class _Listener:
 class _Stream:
     """The ASGI app of the stream: one snapshot for all who listen, and none while nothing changes.
 
-    refresh: brings up to date what the snapshot has from the store.
+    pulse: what is another one when the snapshot may be. refresh: brings up to date what that has from the store.
     """
 
     def __init__(
         self,
-        host: Host,
+        pulse: Callable[[], object],
         snapshot: Callable[[], dict[str, Any]],
         refresh: Callable[[], Awaitable[None]],
         stall_s: float,
     ) -> None:
-        self._host, self._snapshot, self._refresh, self._stall_s = host, snapshot, refresh, stall_s
+        self._pulse, self._snapshot, self._refresh, self._stall_s = pulse, snapshot, refresh, stall_s
         self._listeners: set[_Listener] = set()
         self._pump: asyncio.Task[None] | None = None
         self._making = asyncio.Lock()
@@ -154,7 +162,7 @@ class _Stream:
     async def _show(self, new: _Listener | None = None) -> None:
         """Make an event for all if anything is new; who is new gets one in any case."""
         async with self._making:
-            pulse, age = self._host.pulse(), time.monotonic() - self._made
+            pulse, age = self._pulse(), time.monotonic() - self._made
             only = [] if new is None else [new]
             if age < PERIOD_S or (age < AGED_S and pulse == self._seen):
                 self._hand_out(only)

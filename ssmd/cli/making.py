@@ -219,6 +219,8 @@ def _bars(resumed: bool = True) -> Iterator[Callable[[HubFile, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TransferSpeedColumn
 
+    from ssmd.machine.progress import report_to
+
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -229,9 +231,11 @@ def _bars(resumed: bool = True) -> Iterator[Callable[[HubFile, int], None]]:
     )
     try:
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            tasks = {}
+            tasks, report = {}, report_to()
 
             def progress(file: HubFile, here: int) -> None:
+                if report is not None:
+                    report(f"fetch {file.name}", here, file.size, "bytes")
                 if file.name not in tasks:
                     tasks[file.name] = bar.add_task(file.name, total=file.size)
                     bar.reset(tasks[file.name], completed=here)  # what an earlier run fetched is no speed of this one

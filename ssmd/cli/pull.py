@@ -3,6 +3,7 @@ model's stripped graph."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import typer
 from ssmd.cli import options
 from ssmd.cli.failure import USAGE, fail
 from ssmd.cli.making import check_texts, costs, fetch, hint, name_of, noted, packer_of, smollm2_here, smollm2_source
+from ssmd.cli.reporting import reporting
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Packer
@@ -50,6 +52,7 @@ def pull(
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
     offline: options.Offline = False,
     as_json: options.Json = False,
+    report: Annotated[bool, typer.Option("--report", hidden=True)] = False,  # to the daemon that started it
 ) -> None:
     """Fetch a model and make it ready to run; the same command goes on where a broken one stopped.
 
@@ -57,6 +60,23 @@ def pull(
     Only safetensors, json, tokenizer and chat template are fetched; pickled weights are refused. HF_ENDPOINT names
     another hub, HF_TOKEN is sent to that hub alone, with HF_HUB_OFFLINE=1 nothing is fetched.
     """
+    with reporting() if report else contextlib.nullcontext():
+        _pull(name, revision, folder, to, runtime, data_dir, models_dir, force, offline, as_json, report)
+
+
+def _pull(
+    name: str,
+    revision: str,
+    folder: Path | None,
+    to: Path | None,
+    runtime: str | None,
+    data_dir: Path | None,
+    models_dir: Path | None,
+    force: bool,
+    offline: bool,
+    as_json: bool,
+    report: bool,
+) -> None:
     from ssmd.config import Settings
     from ssmd.model import smollm2
     from ssmd.model.source import Source
@@ -68,7 +88,7 @@ def pull(
     if to is None:
         settings.prepare_models()  # before anything is fetched
     said: dict[str, object] = {"name": name}
-    say = _silent if as_json else typer.echo
+    say = _silent if as_json or report else typer.echo
     # before anything is fetched for none
     if name == smollm2.NAME and folder is None and to is None and not _some_runtime(runtime or "auto") and runtime:
         why = catalog.unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
@@ -87,12 +107,13 @@ def pull(
                 artifact = packed(packer, source, own, settings, say, force=force)
             elif graph is not None:
                 artifact = refitted(graph, source, own, settings, say, force=force)
-            elif runtime is not None:
-                advice = f"ssmd build {name if folder is None else folder} --runtime {runtime}"
+            elif runtime is not None or report:  # who asked wants one to run
+                way = "" if runtime is None else f" --runtime {runtime}"
+                advice = f"ssmd build {name if folder is None else folder}{way}"
                 fail(f"{why_not}; with PyTorch it can be built: {advice}")
             elif not as_json:
                 typer.echo(why_not)
-    if as_json:
+    if as_json or report:
         typer.echo(json.dumps({**said, "artifact": None if artifact is None else str(artifact)}, indent=1))
     elif artifact is None:
         typer.echo(f"{known}; try: ssmd build {name if to is None and folder is None else known}")

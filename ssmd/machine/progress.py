@@ -17,6 +17,9 @@ from ssmd.machine.memory import most_resident, trim
 Progress = Callable[[str], None]
 Stage = Callable[[str], AbstractContextManager[None]]  # announces what is done inside, and then what it took
 
+Report = Callable[[str, int, int, str], None]  # what is done, how much, of how much (0: unknown), in which unit
+
+_reported: ContextVar[Report | None] = ContextVar("reported", default=None)
 _shown: ContextVar[Callable[[int, int], None] | None] = ContextVar("shown", default=None)
 REDRAWN_HZ = 5  # how often: what computes meanwhile is to be disturbed little
 
@@ -40,6 +43,15 @@ def staged(progress: Progress, what: str) -> Iterator[None]:
 def shown(what: str, *, above: bool = True) -> Iterator[None]:
     """Shows on stderr, where that is a terminal, what is done inside and for how long; with what `tell` is told, a bar
     and how many percent. It goes again at the end. `above`: whether what is written to stderr stands above it."""
+    report = _reported.get()
+    if _shown.get() is None and report is not None:
+        report(what, 0, 0, "")
+        before = _shown.set(lambda done, of: report(what, done, of, ""))
+        try:
+            yield
+        finally:
+            _shown.reset(before)
+        return
     if _shown.get() is not None or not sys.stderr.isatty():  # one at a time
         yield
         return
@@ -80,6 +92,21 @@ def shown(what: str, *, above: bool = True) -> Iterator[None]:
                 yield
             finally:
                 _shown.reset(before)
+
+
+@contextmanager
+def reported(to: Report) -> Iterator[None]:
+    """Has what is done inside told to `to`, and not shown on a terminal."""
+    before = _reported.set(to)
+    try:
+        yield
+    finally:
+        _reported.reset(before)
+
+
+def report_to() -> Report | None:
+    """What is to be told how much is done, where that is not a terminal."""
+    return _reported.get()
 
 
 def tell(done: int, of: int) -> None:

@@ -32,7 +32,9 @@ def shown(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("page")
     keys = written(folder / "keys", f"alice {ALICE}\nbob bob-has-this-one\n")
     mine = bearer(ALICE)
-    with several(models_folder(artifacts, folder / "models"), api_keys_file=keys) as one:
+    with several(models_folder(artifacts, folder / "models"), api_keys_file=keys, offline=True) as one:
+        one.ask("POST", "/ssmd/v1/pulls", {"model": "mamba-130m"}, mine)
+        soon(lambda: one.metrics(mine)["pulls"][0]["state"] == "failed", within_s=60)
         one.chat("llama", headers=mine)
         one.chat("nothing", headers=mine)
         one.quiet()

@@ -20,7 +20,7 @@ PATH = "/ssmd/v1/runtimes"
 
 @contextmanager
 def served() -> Iterator[Served]:
-    with serving(Starlette(routes=runtimes.routes())) as one:
+    with serving(Starlette(routes=runtimes.routes(runtimes.Runtimes()))) as one:
         yield one
 
 

@@ -1,0 +1,75 @@
+"""How far a command is, told to the daemon that started it: a line of JSON on stdout whenever that changes.
+
+Such a process gives way to others, and ends as by Ctrl-C when the daemon closes its stdin, or is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+EACH_S = 0.2  # between two lines of one stage
+_BEHIND_OTHERS = 15  # on the scale of nice
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+    """Tell of all that is done inside: {"stage", "done", "total", "unit"}, null where it is not known."""
+    from ssmd.machine.progress import reported
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a daemon in the background may have it ignored
+    with contextlib.suppress(OSError, AttributeError):  # Windows has no nice
+        os.nice(_BEHIND_OTHERS)
+    news = _News(os.dup(1))  # a descriptor of its own: a stage keeps back what is written to stdout
+    threading.Thread(target=news.write_on, daemon=True).start()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    with reported(news.tell):
+        yield
+
+
+class _News:
+    """What was told last, until it is written."""
+
+    def __init__(self, out: int) -> None:
+        self._out = out
+        self._lock = threading.Lock()
+        self._stage, self._line = "", b""
+
+    def tell(self, stage: str, done: int, total: int, unit: str) -> None:
+        """Take in how much of a stage is done; a new stage is written at once."""
+        known = {"done": done if total else None, "total": total or None, "unit": unit or None}
+        with self._lock:
+            new, self._stage = stage != self._stage, stage
+            self._line = json.dumps({"stage": stage, **known}).encode() + b"\n"
+            if new:
+                self._write()
+
+    def write_on(self) -> None:
+        """Write what is new, now and then, for ever."""
+        while True:
+            time.sleep(EACH_S)
+            with self._lock:
+                self._write()
+
+    def _write(self) -> None:
+        line, self._line = self._line, b""
+        with contextlib.suppress(OSError):  # the daemon is gone: so is this process in a moment
+            os.write(self._out, line)
+
+
+def _end_with_stdin() -> None:
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    if sys.platform == "win32":
+        import _thread
+
+        _thread.interrupt_main()
+    else:
+        os.kill(os.getpid(), signal.SIGINT)
