@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ssmd import __version__
-from ssmd.api import chat, connections, health, metrics, models, pulls, requests, runtimes, sessions, stop
+from ssmd.api import chat, connections, health, metrics, models, pulls, requests, runtimes, sessions, stop, tickets
 from ssmd.api.keys import Keys
 from ssmd.api.runtimes import Runtimes
 from ssmd.api.security import Rules, guarded
@@ -61,6 +61,7 @@ def create_app(
     """The ASGI app. keys: default: those of the settings. `stall_s`: how long a client may leave its answer unread
     before it is given up. end: what stops the daemon. Raises SettingsError.
     """
+    keys = Keys.of(settings) if keys is None else keys
     store, under_way, usable = None if host.writer is None else host.writer.store, UnderWay(), Runtimes()
     pulling = Pulls(settings.models_dir, settings.data_dir, offline=settings.offline)
     routes = [
@@ -73,8 +74,9 @@ def create_app(
         *pulls.routes(host, pulling, usable),
         *sessions.routes(host, store),
         *stop.routes(end),
+        *tickets.routes(keys),
     ]
-    rules = Rules.of(settings, Keys.of(settings) if keys is None else keys, body_limits=sessions.BODY_LIMITS)
+    rules = Rules.of(settings, keys, body_limits=sessions.BODY_LIMITS)
     return guarded(routes, rules)
 
 

@@ -9,18 +9,19 @@ one is nor which it resembles shows in the time that the answer takes.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
+import math
 import os
 import re
 import stat
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ssmd.api.grants import Grant, Grants, digest_of
 from ssmd.config import KEY, Settings, SettingsError
 from ssmd.engine.request import Rejected
 from ssmd.machine import privatefile
@@ -38,13 +39,16 @@ _CALLER = "ssmd.caller"  # in a scope
 class Caller:
     """Who asks. domain: what of the store is there for that. several: there are keys of other names.
 
-    own: it is a command of the user whose daemon this is.
+    own: it is a command of the user whose daemon this is. by: the digest of the key that this came with, or that what
+    came was made with; b"" where none is asked for. until: when what came ends, by the clock of the grants.
     """
 
     domain: Domain = NOBODY
     several: bool = False
     read_only: bool = False
     own: bool = False
+    by: bytes = field(default=b"", repr=False, compare=False)
+    until: float = field(default=math.inf, compare=False)
 
     @property
     def name(self) -> str:
@@ -74,8 +78,9 @@ class Keys:
         self._keys = tuple(keys)
         self._file = file
         self._share = share
-        self._token = None if token is None else _digest(token)
+        self._token = None if token is None else digest_of(token)
         self._lock = threading.Lock()
+        self._grants = Grants()
 
     @staticmethod
     def of(settings: Settings, token: str | None = None) -> Keys:
@@ -85,7 +90,7 @@ class Keys:
             return Keys(keys, settings.api_keys_file, share=settings.share_sessions, token=token)
         if settings.api_key is None:
             return Keys(token=token)
-        return Keys([Key("", _digest(settings.api_key.get_secret_value()))], token=token)
+        return Keys([Key("", digest_of(settings.api_key.get_secret_value()))], token=token)
 
     def reread(self) -> None:
         """Take the keys that stand in the file now; if it cannot be read, those of before stay."""
@@ -104,10 +109,13 @@ class Keys:
         """Who asks with this header. Raises Rejected."""
         keys = self._keys
         scheme, _, given = authorization.partition(" ")
-        digest, found = _digest(given.strip()), None
+        digest, found = digest_of(given.strip()), None
         bearer = scheme.lower() == "bearer"
         if self._token is not None and hmac.compare_digest(digest, self._token) and bearer:
-            return Caller(EVERYBODY, own=True)
+            return Caller(EVERYBODY, own=True, by=digest)
+        granted = self._grants.find(digest) if bearer else None
+        if granted is not None and (caller := self._granted(granted)) is not None:
+            return caller
         if not keys:
             return Caller(EVERYBODY)
         for key in keys:
@@ -115,8 +123,29 @@ class Keys:
         if found is None or not bearer:
             what = "the API key is wrong" if given else "an API key is needed"
             raise Rejected(f"{what}; send it as: Authorization: Bearer <key>", status=401, code="invalid_api_key")
+        return self._of(found, keys)
+
+    def ticket(self, caller: Caller) -> str:
+        """A ticket for the rights of who asks, but for that to stop the daemon."""
+        return self._grants.ticket(caller.by, caller.until)
+
+    def redeem(self, ticket: str) -> tuple[str, float] | None:
+        """(key, seconds for which it is good) for a ticket; None if it is none, or the key that made it is gone."""
+        return self._grants.redeem(ticket, lambda grant: self._granted(grant) is not None)
+
+    def _granted(self, grant: Grant) -> Caller | None:
+        """Who asks with a key that a ticket gave: the one whose key made that, if it is in force still."""
+        keys = self._keys
+        if not grant.by:  # none was asked for
+            return None if keys else Caller(EVERYBODY, until=grant.until)
+        if grant.by == self._token:
+            return Caller(EVERYBODY, by=grant.by, until=grant.until)
+        found = next((key for key in keys if key.digest == grant.by), None)
+        return None if found is None else replace(self._of(found, keys), until=grant.until)
+
+    def _of(self, found: Key, keys: Sequence[Key]) -> Caller:
         several = any(key.name != found.name for key in keys)
-        return Caller(self._domain(found.name, keys[0].name), several, found.read_only)
+        return Caller(self._domain(found.name, keys[0].name), several, found.read_only, by=found.digest)
 
     def _domain(self, name: str, first: str) -> Domain:
         """What a name sees, and what it writes."""
@@ -151,7 +180,7 @@ def read_keys(file: Path) -> tuple[Key, ...]:
             raise SettingsError(f"{where}: a name is 1 to 64 letters, digits, _ or -")
         if not KEY.fullmatch(fields[1]):
             raise SettingsError(f"{where}: a key is 8 to 512 printable ASCII characters")
-        key = Key(fields[0], _digest(fields[1]), len(fields) == 3)
+        key = Key(fields[0], digest_of(fields[1]), len(fields) == 3)
         if key.digest in keys:
             raise SettingsError(f"{where}: this key stands above already")
         keys[key.digest] = key
@@ -184,7 +213,3 @@ def _read(file: Path) -> str:
         return text.decode()
     except UnicodeDecodeError as err:
         raise SettingsError(f"the keys file {file} is no text: a byte at {err.start} is not UTF-8") from None
-
-
-def _digest(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()

@@ -29,11 +29,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ssmd.api.body import shown
 from ssmd.api.errors import HANDLERS, error_response
 from ssmd.api.keys import Caller, Keys, set_caller
+from ssmd.api.tickets import REDEEM
+from ssmd.api.tickets import ROOT as TICKETS
 from ssmd.config import Settings
 from ssmd.engine.request import Rejected, label
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})
+KEYLESS_PATHS = OPEN_PATHS | {REDEEM}  # for which no key is needed
 PREFLIGHT_MAX_AGE_S = 600
 DRAIN_S = 2.0
 FREE_BYTES = 64 << 10
@@ -131,7 +134,7 @@ class Security:
             if readable and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 await _preflight(headers)(scope, receive, send_identified)
                 return
-            caller = Caller() if where in OPEN_PATHS else self._rules.keys.caller(headers.get("authorization", ""))
+            caller = Caller() if where in KEYLESS_PATHS else self._rules.keys.caller(headers.get("authorization", ""))
             where = label(where, caller.name)
             set_caller(scope, caller)
             _check_method(scope, caller)
@@ -262,7 +265,7 @@ class _Intake:
 
 
 def _check_method(scope: Scope, caller: Caller) -> None:
-    if caller.read_only and scope["method"] not in _READING:
+    if caller.read_only and scope["method"] not in _READING and scope["path"] != TICKETS:
         raise Rejected(
             f"the key {caller.name} is read-only: {' and '.join(_READING)} are all that it may",
             status=403,
