@@ -29,7 +29,7 @@ from ssmd.api.keys import caller_of
 from ssmd.api.reading import LONG_BYTES, Reading, client_of
 from ssmd.api.under_way import Answering, UnderWay
 from ssmd.engine.host import Host
-from ssmd.engine.hosted import Lease
+from ssmd.engine.hosted import Asker, Lease
 from ssmd.engine.metrics import CANCELLED, STOPPED
 from ssmd.engine.replay import events
 from ssmd.engine.request import Delta, Failed, Rejected, Request, label
@@ -120,7 +120,7 @@ class Front:
             answering = self._under_way.enter(Answering(request, delivery, asking.followed))
             asked = time.perf_counter()
             try:
-                lease = await self._lend(asking, delivery)
+                lease = await self._lend(asking, request, delivery)
                 held.callback(lease.release)
                 mine = replace(request, load_ms=(time.perf_counter() - asked) * 1e3)
                 answering.begin(await read(lambda: lease.engine.submit(mine, delivery, delivery.check)))
@@ -148,9 +148,10 @@ class Front:
         attempt.follow(delivery, head.id)
         return asking, head
 
-    async def _lend(self, asking: Asking, delivery: Delivery) -> Lease:
+    async def _lend(self, asking: Asking, request: Request, delivery: Delivery) -> Lease:
         """The model that is asked for, once it is loaded. Raises Rejected, and Gone when the client leaves before."""
-        future = self._host.lend(asking.model, asking.keep_alive_s)
+        asker = Asker(request.id, request.session, request.domain.owner)
+        future = self._host.lend(asking.model, asking.keep_alive_s, asker)
         if not future.done():
             there, loop = asyncio.Event(), asyncio.get_running_loop()
             future.add_done_callback(lambda _: loop.call_soon_threadsafe(there.set))

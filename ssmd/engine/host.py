@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from ssmd.engine.hosted import Hosted, Lease, refused
+from ssmd.engine.hosted import Asker, Hosted, Lease, Waiting, refused
 from ssmd.engine.loader import RETRY_AFTER_S, Loader, Open
 from ssmd.engine.metrics import Live, Metrics
 from ssmd.engine.queue import unavailable
@@ -89,12 +90,13 @@ class Host:
         """Whether answers of other clients than this one are under way."""
         return any(engine.runs_others(client) for engine in self._loader.engines())
 
-    def lend(self, model: Model, keep_alive_s: float | None = None) -> Future[Lease]:
+    def lend(self, model: Model, keep_alive_s: float | None = None, asker: Asker | None = None) -> Future[Lease]:
         """A loaded model for one request, at once or when it is loaded; its exception is a Rejected.
 
-        keep_alive_s: from now on for this model; None: as it was. Who gives up waiting calls `give_up`.
+        keep_alive_s: from now on for this model; None: as it was. asker: the request, to be told of while it waits. Who
+        gives up waiting calls `give_up`.
         """
-        future: Future[Lease] = Future()
+        future = Waiting(asker)
         with self._loader.changed:
             try:
                 hosted = self._loader.enter(model)
@@ -117,8 +119,7 @@ class Host:
             future.add_done_callback(lambda done: None if done.exception() else done.result().release())
         with self._loader.changed:
             for hosted in self._loader.wanted:
-                if future in hosted.waiting:
-                    hosted.waiting.remove(future)
+                hosted.waiting = deque(one for one in hosted.waiting if one is not future)
         self._loader.wake()
 
     def load(self, model: Model) -> Future[Lease]:
@@ -162,7 +163,8 @@ class Host:
         used = sum(one.nbytes + one.busy_bytes for one in hosted.values() if one.is_loaded)
         held = {"budget_bytes": self._loader.budget, "used_bytes": used}
         seen = {"resident_bytes": memory.resident(), "mapped_bytes": memory.mapped()}
-        return Live(self._state(bool(running)), self.problem, rows, running, held | seen)
+        answering = any(row["phase"] != "loading" for row in running)
+        return Live(self._state(answering), self.problem, rows, running, held | seen)
 
     def pulse(self) -> object:
         """What is another one when `live` or the metrics may be: for who asks often."""

@@ -32,6 +32,28 @@ class Lease:
             give_back()
 
 
+@dataclass(frozen=True)
+class Asker:
+    """The request that waits for a model. session: the one that it names. owner: the name of its key."""
+
+    id: str
+    session: str | None = None
+    owner: str = ""
+
+
+class Waiting(Future[Lease]):
+    """A lease that is waited for. asker: by whom, if it is for a request."""
+
+    def __init__(self, asker: Asker | None = None) -> None:
+        super().__init__()
+        self.asker = asker
+
+    def row(self, asker: Asker) -> dict[str, Any]:
+        """How far its request is, ready for JSON: as of one that an engine has."""
+        nothing = {"fed": 0, "to_feed": None, "tokens": 0, "ttft_ms": None, "tokens_per_s": None}
+        return {"id": asker.id, "session": asker.session, "phase": "loading", **nothing, "owner": asker.owner}
+
+
 @dataclass(eq=False)
 class Hosted:
     """A model in a host, which locks. Times: seconds since 1970, but for `wanted_at`, monotonic.
@@ -49,7 +71,7 @@ class Hosted:
     status: Status = "unloaded"
     engine: Engine | None = None
     leases: int = 0
-    waiting: deque[Future[Lease]] = field(default_factory=deque)
+    waiting: deque[Waiting] = field(default_factory=deque)
     wanted_at: float = 0.0
     tried: bool | None = False
     leaving: bool = False
@@ -83,9 +105,11 @@ class Hosted:
         return 0 if engine is None else engine.busy_bytes
 
     def requests(self) -> list[dict[str, Any]]:
-        """How far each request is that its engine has, ready for JSON."""
+        """How far each request is that its engine has, or that waits for it to be loaded, ready for JSON."""
         engine = self.engine
-        return [] if engine is None else [{"model": self.model.id, **row} for row in engine.rows()]
+        rows = [] if engine is None else engine.rows()
+        rows += [one.row(one.asker) for one in tuple(self.waiting) if one.asker is not None and not one.done()]
+        return [{"model": self.model.id, **row} for row in rows]
 
     def row(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """What is known of it, ready for JSON. rows: its `requests`."""
@@ -110,7 +134,7 @@ class Hosted:
             "load_ms": self.load_ms,
             "last_used": self.last_used,
             "idle_until": self.idle_until,
-            "queue": {"waiting": waiting, "running": sum(row["phase"] != "waiting" for row in rows)},
+            "queue": {"waiting": waiting, "running": sum(row["phase"] not in ("waiting", "loading") for row in rows)},
         }
 
 

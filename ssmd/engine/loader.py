@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.hosted import Hosted, Lease, NoRoom, make_room, refused
+from ssmd.engine.hosted import Hosted, Lease, NoRoom, Waiting, make_room, refused
 from ssmd.engine.metrics import Metrics, ModelMetrics
 from ssmd.engine.request import Rejected
 from ssmd.engine.shelf import Model, Shelf, unusable
@@ -80,7 +80,7 @@ class Loader:
             hosted = self.hosted[model.id] = Hosted(model, self._keep_alive_s)
         return hosted
 
-    def want(self, hosted: Hosted, future: Future[Lease]) -> None:
+    def want(self, hosted: Hosted, future: Waiting) -> None:
         """Have a model loaded, for who waits."""
         hosted.waiting.append(future)
         if hosted not in self.wanted:

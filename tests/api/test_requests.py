@@ -14,7 +14,7 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import soon, text_of
 from keyfile import bearer, written
-from several import LLAMA, NOBODY, Several, models_folder, several
+from several import GRANITE, LLAMA, NOBODY, Several, models_folder, several
 
 ROOT = "/ssmd/v1/requests"
 ALICE, BOB, SCREEN = "alice-has-this-one", "bob-has-this-one", "screens-look-at-this"
@@ -166,6 +166,86 @@ def test_who_follows_and_leaves_or_does_not_read_harms_nobody(models: Path) -> N
             assert first.reasons == ["length"] * 4
             assert idler.fileno() >= 0
         soon(lambda: one.metrics()["requests"] == {"ok": 1})
+
+
+def test_what_waits_for_its_model_is_told_and_followed(three: Several) -> None:
+    with three.held_back(LLAMA) as gate, three.asking("llama", max_tokens=20) as stream:
+        assert gate.reached.wait(10)
+        found = three.metrics()
+        [row] = found["running"]
+        assert (row["phase"], row["model"], row["session"]) == ("loading", LLAMA, None)
+        assert (row["fed"], row["to_feed"], row["tokens"], row["ttft_ms"]) == (0, None, 0, None)
+        assert found["queue"] == {"waiting": 1, "running": 0}
+        assert found["state"] == "idle"
+        with closing(following(three, row["id"])) as other, ThreadPoolExecutor() as threads:
+            follower = threads.submit(lambda: Reader(other).rest())
+            gate.opened.set()
+            first = Reader(stream).rest()
+            assert first.id == f"chatcmpl-{row['id']}"
+            assert follower.result(30).text == first.text
+            assert follower.result().headers["x-ssmd-session"] == first.headers["x-ssmd-session"]
+    three.quiet()
+    assert running(three) == []
+
+
+def test_what_waits_for_its_model_is_stopped(three: Several) -> None:
+    """The streams end as others do, whole answers too; the model is loaded for nobody."""
+    usage = {"include_usage": True}
+    with three.held_back(LLAMA) as gate, three.asking("llama", n=2, stream_options=usage) as stream:
+        assert gate.reached.wait(10)
+        with ThreadPoolExecutor() as threads:
+            whole = threads.submit(three.chat, "llama", "In one piece")
+            soon(lambda: len(running(three)) == 2)
+            ids = [row["id"] for row in running(three)]
+            with closing(following(three, ids[0])) as other:
+                follower = threads.submit(lambda: Reader(other).rest())
+                for id_ in ids:
+                    assert three.ask("POST", f"{ROOT}/{id_}/stop").json["id"] == id_
+                first = Reader(stream).rest()
+                assert follower.result(10).reasons == ["stop", "stop"]
+            answer = whole.result(10)
+        assert running(three) == []
+        assert three.ask("POST", f"{ROOT}/{ids[0]}/stop").status == 404
+    assert first.done
+    assert first.reasons == ["stop", "stop"]
+    told = first.found[-1]["usage"]
+    assert (told["completion_tokens"], told["ssmd"]["stopped"], told["ssmd"]["stored"]) == (0, True, False)
+    assert (answer.status, answer.json["choices"][0]["message"]["content"]) == (200, "")
+    assert three.metrics()["requests"] == {"ok": 0, "stopped": 2}
+    assert three.ask("GET", "/ssmd/v1/sessions").json["data"] == []
+    three.quiet()
+
+
+def test_in_the_background_it_waits_for_its_model_without_its_client(three: Several) -> None:
+    with three.held_back(LLAMA) as gate:
+        for background in (True, False):
+            with three.asking("llama", f"Later {background}", max_tokens=20, background=background):
+                soon(lambda: len(running(three)) == 1 + (not background))  # noqa: B023
+        soon(lambda: len(running(three)) == 1)
+        [row] = running(three)
+        with closing(following(three, row["id"])) as other, ThreadPoolExecutor() as threads:
+            follower = threads.submit(lambda: Reader(other).rest())
+            assert gate.reached.wait(10)
+            gate.opened.set()
+            assert follower.result(30).reasons == ["length"]
+    three.quiet()
+    soon(lambda: three.metrics()["requests"] == {"ok": 1, "cancelled": 1})
+
+
+def test_a_model_that_cannot_be_loaded_is_told_to_who_follows(three: Several) -> None:
+    graph = next((three.models / "granite").rglob("*.tflite"))
+    good = graph.read_bytes()
+    graph.unlink()  # it is a link
+    graph.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with three.held_back(GRANITE) as gate, ThreadPoolExecutor() as threads:
+        asked = threads.submit(three.chat, "granite")
+        assert gate.reached.wait(30)
+        [row] = running(three)
+        with closing(following(three, row["id"])) as other:
+            gate.opened.set()
+            follower = Reader(other)
+        assert asked.result(30).error["code"] == "model_load_failed"
+        assert follower.status == 503
 
 
 def test_what_fails_is_told_to_who_follows(models: Path) -> None:
