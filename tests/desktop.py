@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,26 @@ class Desktop:
             if int(place["HEIGHT"]) == PANEL and int(place["WIDTH"]) >= PANEL // 2:
                 return int(place["X"]) + int(place["WIDTH"]) // 2, int(place["Y"]) + PANEL // 2
         raise AssertionError(f"no icon is in the tray: {panel}")
+
+    def picture(self, file: Path, left: int, top: int, width: int, height: int) -> Path:
+        """Write what is seen in a part of the screen as PNG."""
+        grab = (
+            "import sys; from PySide6.QtWidgets import QApplication; app = QApplication([])\n"
+            "part = app.primaryScreen().grabWindow(0, *map(int, sys.argv[2:]))\n"
+            "sys.exit(not part.save(sys.argv[1]))"
+        )
+        place = map(str, (left, top, width, height))
+        variables = {**self.variables, "QT_SCALE_FACTOR": "1", "QT_FONT_DPI": "96"}
+        subprocess.run([sys.executable, "-c", grab, str(file), *place], env=variables, check=True)
+        return file
+
+    def colours(self) -> Counter[str]:
+        """How many pixels of the tray's icon have which colour."""
+        from PySide6.QtGui import QImage
+
+        x, y = self.icon()
+        image = QImage(str(self.picture(self.folder / "icon.png", x - 12, y - 12, 24, 24)))
+        return Counter(image.pixelColor(i, j).name() for i in range(image.width()) for j in range(image.height()))
 
     @contextmanager
     def host(self, *colours: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from PySide6.QtCore import QPointF, QRectF, Qt
 from PySide6.QtGui import QColor, QIcon, QPainter, QPainterPath, QPen, QPixmap, QPolygonF
@@ -16,6 +17,7 @@ WARNING = {False: "#bf6a02", True: "#f2b13c"}
 FAINT = {False: "#7d858f", True: "#8d96a0"}
 
 
+@cache
 def icon(state: Icon, dark: bool) -> QIcon:
     """The icon for a state. dark: what it stands on."""
     made = QIcon()

@@ -31,6 +31,10 @@ class RequestRow:
         grid.addWidget(self._stop, 0, 1, 2, 1, Qt.AlignmentFlag.AlignVCenter)
         grid.setColumnStretch(0, 1)
 
+    def reached(self) -> list[QWidget]:
+        """What the keyboard comes to, in order."""
+        return [self._stop]
+
     def update(self, row: Request) -> None:
         self._id = row.id
         self._model.say(row.model)
@@ -58,6 +62,10 @@ class ModelRow:
         grid.addWidget(self._pin, 0, 2, 2, 1, Qt.AlignmentFlag.AlignVCenter)
         grid.setColumnStretch(0, 1)
 
+    def reached(self) -> list[QWidget]:
+        """What the keyboard comes to, in order."""
+        return [self._load, self._pin]
+
     def update(self, row: Model) -> None:
         self._row = row
         self._name.say(row.id)
@@ -84,8 +92,14 @@ class Rows(QWidget):
         self._layout.setSpacing(0)
         self._layout.addWidget(self._none)
 
-    def update_rows(self, rows: Sequence[tuple[str, object]], said: str) -> None:
+    def reached(self) -> list[QWidget]:
+        """What the keyboard comes to, in the order in which it stands."""
+        return [one for row in self._rows.values() for one in row.reached()]
+
+    def update_rows(self, rows: Sequence[tuple[str, object]], said: str) -> bool:
+        """Returns whether rows came, or changed places."""
         wanted = dict(rows)
+        before = list(self._rows)
         for key in [key for key in self._rows if key not in wanted]:
             gone = self._rows.pop(key).widget
             self._layout.removeWidget(gone)
@@ -98,8 +112,10 @@ class Rows(QWidget):
             elif self._layout.indexOf(self._rows[key].widget) != i:
                 self._layout.insertWidget(i, self._rows[key].widget)
             self._rows[key].update(row)
+        self._rows = {key: self._rows[key] for key in wanted}
         self._none.say(said)
         self._none.setVisible(bool(said))
+        return list(self._rows) != before
 
 
 def _name(widget: QWidget, name: str) -> None:

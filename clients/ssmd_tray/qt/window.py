@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 
 from PySide6.QtCore import QSize, Qt
 from PySide6.QtGui import QCloseEvent, QFont, QHideEvent, QKeySequence, QShortcut, QShowEvent
@@ -30,8 +31,8 @@ _ICON = 36  # pixels, before the screen's scale
 
 
 class Window(QWidget):
-    """All that is known. actions: what is clicked, by name: page, copy, start, stop, restart, log, look, quit, stop_request, load, unload,
-    pin. It is updated only while it is seen.
+    """All that is known, while it is seen. actions: what is clicked, by name: page, copy, start, stop, restart, log,
+    look, quit, stop_request, load, unload, pin.
     """
 
     def __init__(self, actions: Mapping[str, Act]) -> None:
@@ -230,12 +231,23 @@ class Window(QWidget):
         self._share.setAccessibleName(f"stored: {view.stored}")
         requests = [(row.id or f"another's {i}", row) for i, row in enumerate(view.requests)]
         none = "" if requests else ("none is answered" if view.answers else "-")
-        self._requests.update_rows(requests, f"and {view.more_requests} more" if view.more_requests else none)
+        moved = self._requests.update_rows(requests, f"and {view.more_requests} more" if view.more_requests else none)
         models = [(row.id, row) for row in view.models]
         none = "" if models else ("none is installed: ssmd pull NAME" if view.answers else "-")
-        self._models.update_rows(models, f"and {view.more_models} more" if view.more_models else none)
+        moved |= self._models.update_rows(models, f"and {view.more_models} more" if view.more_models else none)
         for name, on in enabled(view).items():
             self._named[name].setEnabled(on)
+        if moved:
+            self._order()
+
+    def _order(self) -> None:
+        """Have Tab go as the eye does, also over rows that came later."""
+        order: list[QWidget] = [self._headline, self._daemon, self._told]
+        order += [line for _, line in self._lines.values()]
+        order += [self._rate, self._cached, self._stored, *self._requests.reached(), *self._models.reached()]
+        order += self._named.values()
+        for before, after in pairwise(order):
+            QWidget.setTabOrder(before, after)
 
     def _quantity(self, name: str, quantity: Quantity) -> None:
         cells, line = self._lines[name]

@@ -13,8 +13,9 @@ class Words(QLabel):
         super().__init__(parent)
         self.setTextFormat(Qt.TextFormat.PlainText)
         self.setWordWrap(wrapped)
-        policy = QSizePolicy.Policy.Preferred if wrapped else QSizePolicy.Policy.Ignored
-        self.setSizePolicy(policy, QSizePolicy.Policy.Preferred)
+        policy = self.sizePolicy()  # knows that wrapped text is higher where it is narrow
+        policy.setHorizontalPolicy(QSizePolicy.Policy.Ignored)  # a word without end makes no window wider
+        self.setSizePolicy(policy)
         if reached:
             by = Qt.TextInteractionFlag.TextSelectableByMouse | Qt.TextInteractionFlag.TextSelectableByKeyboard
             self.setTextInteractionFlags(by)
