@@ -38,8 +38,13 @@ class Desktop:
         return done.stdout.strip()
 
     def windows(self, name: str) -> list[str]:
-        """Those that can be seen, by their whole title."""
-        return self.xdotool("search", "--onlyvisible", "--name", f"^{name}$").split()
+        """Those that can be seen, by their whole title; an icon in the tray is none."""
+        found = self.xdotool("search", "--onlyvisible", "--name", f"^{name}$").split()
+        return [window for window in found if self._place(window)["WIDTH"] > PANEL]
+
+    def _place(self, window: str) -> Counter[str]:
+        lines = (line.split("=") for line in self.xdotool("getwindowgeometry", "--shell", window).split())
+        return Counter({name: int(value) for name, value in lines})
 
     def focused(self) -> str:
         """The title of the window that has the keyboard."""
@@ -48,14 +53,18 @@ class Desktop:
     def click(self, x: int, y: int, button: int = 1) -> None:
         self.xdotool("mousemove", str(x), str(y), "click", str(button))
 
-    def icon(self) -> tuple[int, int]:
-        """The middle of the only icon in the tray."""
-        panel = self.xdotool("search", "--onlyvisible", "--class", "trayer").split()
-        for window in panel:
-            place = dict(line.split("=") for line in self.xdotool("getwindowgeometry", "--shell", window).split())
-            if int(place["HEIGHT"]) == PANEL and int(place["WIDTH"]) >= PANEL // 2:
-                return int(place["X"]) + int(place["WIDTH"]) // 2, int(place["Y"]) + PANEL // 2
-        raise AssertionError(f"no icon is in the tray: {panel}")
+    def icon(self) -> tuple[int, int] | None:
+        """The middle of the tray's icon; None if it is not there."""
+        for window in self.xdotool("search", "--onlyvisible", "--class", "ssmd-tray").split():
+            place = self._place(window)
+            if 0 < place["WIDTH"] <= PANEL and place["Y"] < PANEL:
+                return place["X"] + place["WIDTH"] // 2, place["Y"] + place["HEIGHT"] // 2
+        return None
+
+    def click_icon(self, button: int = 1) -> None:
+        place = self.icon()
+        assert place is not None
+        self.click(*place, button)
 
     def picture(self, file: Path, left: int, top: int, width: int, height: int) -> Path:
         """Write what is seen in a part of the screen as PNG."""
@@ -73,7 +82,10 @@ class Desktop:
         """How many pixels of the tray's icon have which colour."""
         from PySide6.QtGui import QImage
 
-        x, y = self.icon()
+        place = self.icon()
+        if place is None:
+            return Counter()
+        x, y = place
         image = QImage(str(self.picture(self.folder / "icon.png", x - 12, y - 12, 24, 24)))
         return Counter(image.pixelColor(i, j).name() for i in range(image.width()) for j in range(image.height()))
 

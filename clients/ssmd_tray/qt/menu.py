@@ -43,11 +43,11 @@ class Menu(QMenu):
 
     def _add(self, menu: QMenu, name: str, text: str) -> QAction:
         action = menu.addAction(text)
-        action.triggered.connect(partial(self._chosen, name))
+        action.triggered.connect(lambda checked: self._chosen(name, checked))  # a partial would not hear it
         self._named[name] = action
         return action
 
-    def _chosen(self, name: str, checked: bool = False) -> None:
+    def _chosen(self, name: str, checked: bool) -> None:
         self._actions[name](checked) if name == "at_login" else self._actions[name]()
 
     def show_view(self, view: View) -> None:

@@ -186,6 +186,9 @@ def test_the_menu_is_not_made_anew_for_numbers(app: Any) -> None:
     menu._requests.actions()[0].trigger()
     assert clicked.found[-1] == ("stop_request", "gen_1")
     assert not menu._requests.actions()[1].isEnabled(), "another's"
+    for checked in (True, False):
+        menu.at_login.trigger()
+        assert clicked.found[-1] == ("at_login", checked)
 
 
 @pytest.mark.parametrize("dark", [False, True])
