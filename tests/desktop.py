@@ -40,9 +40,9 @@ class Desktop:
     def windows(self, name: str) -> list[str]:
         """Those that can be seen, by their whole title; an icon in the tray is none."""
         found = self.xdotool("search", "--onlyvisible", "--name", f"^{name}$").split()
-        return [window for window in found if self._place(window)["WIDTH"] > PANEL]
+        return [window for window in found if self.place(window)["WIDTH"] > PANEL]
 
-    def _place(self, window: str) -> Counter[str]:
+    def place(self, window: str) -> Counter[str]:
         lines = (line.split("=") for line in self.xdotool("getwindowgeometry", "--shell", window).split())
         return Counter({name: int(value) for name, value in lines})
 
@@ -56,7 +56,7 @@ class Desktop:
     def icon(self) -> tuple[int, int] | None:
         """The middle of the tray's icon; None if it is not there."""
         for window in self.xdotool("search", "--onlyvisible", "--class", "ssmd-tray").split():
-            place = self._place(window)
+            place = self.place(window)
             if 0 < place["WIDTH"] <= PANEL and place["Y"] < PANEL:
                 return place["X"] + place["WIDTH"] // 2, place["Y"] + place["HEIGHT"] // 2
         return None

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from PySide6.QtCore import QObject, Qt, QTimer, QUrl, Signal
-from PySide6.QtGui import QDesktopServices, QGuiApplication
+from PySide6.QtGui import QDesktopServices, QGuiApplication, QPalette
 from PySide6.QtNetwork import QLocalServer, QLocalSocket
 from PySide6.QtWidgets import QApplication, QSystemTrayIcon
 
@@ -43,6 +43,7 @@ class Tray(QObject):
         super().__init__()
         self._data_dir = data_dir
         self._seeing, self._sight = Seeing(), Sight(time.monotonic(), problem="looking for the daemon")
+        self.view = self._seeing.view(self._sight)
         self._doing = Doing(self.told.emit)
         chosen = self._actions()
         self.window, self.menu, self._log = Window(chosen), Menu(chosen), Log(data_dir)
@@ -52,7 +53,7 @@ class Tray(QObject):
         self._icon: tuple[Icon, bool] | None = None
         self._tooltip_at = 0.0
         self._host_by = time.monotonic() + (_HOST_AT_LOGIN_S if at_login else _HOST_S)
-        self.seen.connect(self._saw, Qt.ConnectionType.QueuedConnection)
+        self.seen.connect(self.saw, Qt.ConnectionType.QueuedConnection)
         self.told.connect(self._came, Qt.ConnectionType.QueuedConnection)
         self.watch = Watch(data_dir, self.seen.emit, paces)
         self._quiet = QTimer(self, singleShot=True, interval=_SAID_MS)
@@ -119,13 +120,14 @@ class Tray(QObject):
         self.window.say(words)
         self._quiet.start()
 
-    def _saw(self, sight: Sight) -> None:
+    def saw(self, sight: Sight) -> None:
+        """Show what was seen. In the thread of the window."""
         self._sight = sight
         self._redraw()
 
     def _redraw(self, *_: object, always: bool = False) -> None:
-        view = self._seeing.view(self._sight)
-        dark = QGuiApplication.styleHints().colorScheme() == Qt.ColorScheme.Dark
+        view = self.view = self._seeing.view(self._sight)
+        dark = is_dark()
         changed = always or self._icon != (view.icon, dark)
         if self._icon != (view.icon, dark):
             self._icon = view.icon, dark
@@ -155,12 +157,11 @@ class Tray(QObject):
         self.watch.look()
 
     def _copy(self) -> None:
-        view = self._seeing.view(self._sight)
-        if view.base_url is None:
-            self._say(view.why_no_url)
+        if self.view.base_url is None:
+            self._say(self.view.why_no_url)
             return
-        QGuiApplication.clipboard().setText(view.base_url)
-        self._say(f"copied {view.base_url}")
+        QGuiApplication.clipboard().setText(self.view.base_url)
+        self._say(f"copied {self.view.base_url}")
 
     def _start_at_login(self, on: bool) -> None:
         item = self._login()
@@ -210,6 +211,11 @@ def run(data_dir: Path, *, at_login: bool = False) -> int:
         tray.end()
         server.close()
         single.release()
+
+
+def is_dark() -> bool:
+    """Whether this desktop is dark: told by the colours that windows get, as not every desktop says so itself."""
+    return bool(QGuiApplication.palette().color(QPalette.ColorRole.Window).lightness() < 128)
 
 
 def application() -> QApplication:

@@ -38,7 +38,8 @@ class Sparkline(QWidget):
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         palette = self.palette()
         box = QRectF(self.rect()).adjusted(_MARGIN, _MARGIN, -_MARGIN, -_MARGIN)
-        ground = palette.color(QPalette.ColorRole.Mid)
+        ground = palette.color(QPalette.ColorRole.PlaceholderText)
+        ground.setAlpha(90)
         painter.setPen(QPen(ground, 1))
         painter.drawLine(box.bottomLeft(), box.bottomRight())
         if self._points:

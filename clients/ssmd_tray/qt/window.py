@@ -65,7 +65,7 @@ class Window(QWidget):
             QShortcut(QKeySequence(keys), self, self.close)
 
     def sizeHint(self) -> QSize:
-        return QSize(470, 600)
+        return QSize(470, 560)
 
     def show_view(self, view: View, dark: bool) -> None:
         """Show what is known now, or when the window is next seen."""
