@@ -41,10 +41,8 @@ def processor_s(pid: int) -> float:
 def memory_mb(pid: int | str = "self") -> dict[str, float]:
     """Resident memory, and of that what the process shares with no file."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    found = {
-        line.split(":")[0]: float(line.split()[1]) / 1e3 for line in lines if line.startswith(("VmRSS", "RssAnon"))
-    }
-    return found
+    told = [line.split() for line in lines if line.startswith(("VmRSS", "RssAnon"))]
+    return {name.rstrip(":"): float(kilobytes) / 1e3 for name, kilobytes, _ in told}
 
 
 @contextlib.contextmanager
@@ -99,27 +97,14 @@ def a_day(daemon: HostProcess, address: Address) -> None:
     shown.window.unasked()
     told, began, at = list[str](), time.monotonic(), time.monotonic()
     for second in range(DAY + 1):
-        n = second * 20
-        numbers = {
-            "last": 10 + second % 7,
-            "p50": 11.0,
-            "p95": 20.0,
-            "since_start": {"n": n},
-            "recent": [10.0 + second % 9] * 120,
-        }
-        row_ = {
-            "id": f"gen_{second // 30}",
-            "model": MODEL,
-            "phase": "decode",
-            "tokens": second % 30 * 20,
-            "tokens_per_s": 20.5,
-        }
+        of_answer = second % 30 * 20  # tokens: one answer of 20 s in each half minute
+        series = {"since_start": {"n": second * 20}, "recent": [10.0 + second % 9] * 120}
+        numbers = {"last": 10 + second % 7, "p50": 11.0, "p95": 20.0, **series}
+        request = {"id": f"gen_{second // 30}", "model": MODEL, "phase": "decode", "tokens": of_answer}
         state = "degraded" if second % 1000 == 999 else ("generating" if second % 30 < 20 else "idle")
-        now = {**found, "state": state, "running": [row_], "tbt_ms": numbers, "ttft_ms": numbers}
-        away = second % 5000 > 4990
-        shown.saw(
-            Sight(at + second, None if away else now, None if away else address, None, "away" if away else "", "stream")
-        )
+        now = {**found, "state": state, "running": [request], "tbt_ms": numbers, "ttft_ms": numbers}
+        there = second % 5000 < 4990
+        shown.saw(Sight(at + second, now, address, 1) if there else Sight(at + second, problem="no daemon runs"))
         app.processEvents()
         if second % (DAY // 6) == 0 or second == DAY // 100:
             told.append(f"{memory_mb()['VmRSS']:.1f} after {second / 3600:.1f} h")

@@ -39,7 +39,7 @@ class Stage:
 
     def _read(self) -> None:
         try:
-            for _ in self._daemon.stream(Reply(), STORY, model=MODEL, max_tokens=250):
+            for _ in self._daemon.stream(Reply(), STORY, model=MODEL, max_tokens=700):
                 pass
         except Exception:
             pass

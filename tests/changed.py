@@ -32,7 +32,7 @@ READ_BY = {  # files that a module reads; of several places the first counts
     "runtimes/ssmd_wgpu/": "ssmd_wgpu.device",
     "tests/data/artifacts/": "kept",
     "tests/client/": "openai_client",
-    **dict.fromkeys(("ssmd/", "runtimes/", ".gitignore"), "test_wheel"),  # whether it is in the wheel
+    **dict.fromkeys(("ssmd/", "runtimes/", "clients/", ".gitignore"), "test_wheel"),  # whether it is in the wheel
 }
 
 

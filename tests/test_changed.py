@@ -18,6 +18,8 @@ from modules import ROOT
         ("ssmd/cli/show.py", "machine/test_installation.py"),
         ("ssmd/text/new.jinja", "test_wheel.py"),
         (".gitignore", "test_wheel.py"),
+        ("clients/ssmd_tray/history.py", "clients/tray/test_watching.py"),
+        ("clients/ssmd_tray/qt/menu.py", "test_wheel.py"),
         ("ssmd/refit/graphs/smollm2@litert-cpu-int8.graph", "refit/test_catalog.py"),
         ("runtimes/ssmd_openvino/library.py", "test_installed.py"),
         ("runtimes/ssmd_litert/build.py", "contract/test_parity.py"),

@@ -295,7 +295,11 @@ def test_the_list_of_settings_is_current() -> None:
 def test_every_variable_that_anything_here_reads_is_known() -> None:
     """Else whoever sets it has every command refused."""
     read = re.compile(r"environ(?:\.get\(|\.pop\(|\[)\s*f?\"(\w+)\"|\"(SSMD_\w+)\" in os\.environ")
-    files = [p for folder in ("ssmd", "runtimes", "tests", "benchmarks", "scripts") for p in (ROOT / folder).rglob("*")]
+    files = [
+        p
+        for folder in ("ssmd", "runtimes", "clients", "tests", "benchmarks", "scripts")
+        for p in (ROOT / folder).rglob("*")
+    ]
     found = set()
     for file in files:
         if file.is_file() and (file.suffix == ".py" or file.parent.name == "scripts"):

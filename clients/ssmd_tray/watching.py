@@ -95,8 +95,10 @@ class Watch:
                 seen = Sight(time.monotonic(), problem=str(err))
             if seen is not None and not self._ended:
                 self._saw(seen)
-            if time.monotonic() - begin > self._paces.idle:  # it was there for a while
+            if time.monotonic() - begin > self._paces.away:  # it was there for a while
                 self._backoff_s = self._paces.away
+                if seen is None:  # and may have gone: that is looked at now
+                    continue
             self._sleep(self._backoff_s)
             self._backoff_s = min(2 * self._backoff_s, self._paces.away_most)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from PySide6.QtCore import QObject, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import QFileSystemWatcher, QObject, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QDesktopServices, QGuiApplication, QPalette
 from PySide6.QtNetwork import QLocalServer, QLocalSocket
 from PySide6.QtWidgets import QApplication, QSystemTrayIcon
@@ -62,6 +62,8 @@ class Tray(QObject):
         self._host.timeout.connect(self._look_for_host)
         self._again = QTimer(self, interval=_AGAIN_MS)
         self._again.timeout.connect(self._redraw)
+        self._files = QFileSystemWatcher([str(data_dir)])
+        self._files.directoryChanged.connect(self._stirred)
         QGuiApplication.styleHints().colorSchemeChanged.connect(self._redraw)
 
     def start(self) -> None:
@@ -152,6 +154,11 @@ class Tray(QObject):
         self._log.show()
         self._log.raise_()
         self._log.activateWindow()
+
+    def _stirred(self, _: str) -> None:
+        """A file came into the data directory, or went: perhaps a daemon says where it is."""
+        if self._sight.found is None:
+            self.watch.look()
 
     def _look(self) -> None:
         self.watch.look()

@@ -68,7 +68,7 @@ def chain(window: Any) -> list[Any]:
     from PySide6.QtCore import Qt
 
     begin = one = window._headline
-    found = []
+    found: list[Any] = []
     while not (found and one is begin):
         if one.focusPolicy() & Qt.FocusPolicy.TabFocus and one.isVisible() and one.isEnabled():
             found.append(one)
@@ -188,7 +188,7 @@ def test_the_menu_is_not_made_anew_for_numbers(app: Any) -> None:
     assert not menu._requests.actions()[1].isEnabled(), "another's"
     for checked in (True, False):
         menu.at_login.trigger()
-        assert clicked.found[-1] == ("at_login", checked)
+        assert list(clicked.found[-1]) == ["at_login", checked]
 
 
 @pytest.mark.parametrize("dark", [False, True])
