@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,6 +16,8 @@ from conftest import TinyArtifacts
 from daemon import soon, text_of
 from keyfile import bearer, written
 from several import LLAMA, NOBODY, Several, models_folder, several
+
+from ssmd.engine.shelf import Model
 
 ROOT = "/ssmd/v1/requests"
 ALICE, BOB, SCREEN = "alice-has-this-one", "bob-has-this-one", "screens-look-at-this"
@@ -237,10 +240,18 @@ def test_a_model_that_cannot_be_loaded_is_told_to_who_follows(three: Several) ->
     good = graph.read_bytes()
     graph.unlink()  # it is a link
     graph.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    opened, trying = threading.Event(), three.host._loader._trial
+
+    def slowly(model: Model) -> None:
+        assert opened.wait(60)
+        trying(model)
+
+    three.host._loader._trial = slowly
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(three.chat, "granite")
-        soon(lambda: bool(running(three)))  # it is tried in a process of its own, which takes a while
+        soon(lambda: bool(running(three)))
         with closing(following(three, running(three)[0]["id"])) as other:
+            opened.set()
             follower = Reader(other)
         assert asked.result(30).error["code"] == "model_load_failed"
         assert follower.status == 503
