@@ -244,13 +244,18 @@ def test_every_route_answers_of_another_as_of_none(one: Daemon) -> None:
     asked = [(m, p, {"turn": turn} if p.endswith("/fork") else body) for m, p, body in asked]
     asked += [
         ("GET", f"{ROOT}?after={{session}}", None),
+        ("GET", f"{ROOT}?search=weir&after={{session}}", None),
         ("POST", CHAT, alice.of("bob").body("x", session="{session}")),
     ]
     assert len(asked) >= 9
     assert {p for _, p in taking if "{session}" not in p} == {
         "/v1/models/{model:path}",
         *(f"/ssmd/v1/models/{{model}}{what}" for what in ("", "/load", "/unload")),
+        *(f"/ssmd/v1/requests/{{id}}/{what}" for what in ("stream", "stop")),  # tests/api/test_requests.py
+        "/ssmd/v1/pulls/{id}",
     }
+    found = one.served.ask("GET", f"{ROOT}?search=weir", headers=bearer(KEYS["bob"])).json
+    assert (found["data"], found["has_more"]) == ([], False)
     for method, path, body in asked:
         texts = [json.dumps(body).replace("{session}", one_id) for one_id in (session, unknown)]
         given = [None if body is None else text.encode() for text in texts]
