@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -32,10 +32,11 @@ from ssmd.engine.host import Host
 from ssmd.engine.hosted import Asker, Lease
 from ssmd.engine.metrics import CANCELLED, STOPPED
 from ssmd.engine.replay import events
-from ssmd.engine.request import Delta, Failed, Rejected, Request, label
+from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Rejected, Request, label
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Again = Callable[[], Awaitable[None]]
 
 
 _MOMENT = 3  # turns of the event loop after which it is known who sent a request and left
@@ -58,12 +59,13 @@ class Front:
             http = HttpRequest(scope, receive)
             raw = await read_body(http)
             watcher = asyncio.create_task(delivery.watch(receive))
-            asking, head = await self._begin(raw, http, delivery, held)
+            asking, head, again = await self._begin(raw, http, delivery, held)
+            first = await _first(delivery, again)
             answer = asking.answer(head)
             if asking.stream:
-                await self._stream(answer, head, delivery, send)
+                await self._stream(answer, head, first, delivery, send)
             else:
-                whole = await _whole(answer, delivery)
+                whole = await _whole(answer, first, delivery)
                 await JSONResponse(whole, headers=head.headers)(scope, receive, send)
             ended = True
         except Rejected as err:
@@ -90,8 +92,11 @@ class Front:
                     head.cancel()
             held.close()
 
-    async def _begin(self, raw: bytes, http: HttpRequest, delivery: Delivery, held: ExitStack) -> tuple[Asking, Head]:
-        """Everything that takes time before the request waits in the engine's queue, or is answered as before.
+    async def _begin(
+        self, raw: bytes, http: HttpRequest, delivery: Delivery, held: ExitStack
+    ) -> tuple[Asking, Head, Again]:
+        """Everything that takes time before the request waits in the engine's queue, or is answered as before. And how
+        it is asked again, if the engine gives it back.
 
         held: takes the model's lease.
         """
@@ -116,37 +121,65 @@ class Front:
         delivery.check()
         request = replace(asking.request, client=client, domain=caller.domain, arrived=arrived)
 
-        async def submit(request: Request) -> Head:
-            answering = self._under_way.enter(Answering(request, delivery, asking.followed))
-            asked = time.perf_counter()
+        async def engage(answering: Answering, asked: float) -> None:
+            """Have an engine take it in. Raises Rejected and Gone."""
+            nonlocal asking
             try:
-                lease = await self._lend(asking, request, delivery)
+                lease = None
+                while lease is None:
+                    try:
+                        lease = await self._lend(asking, answering.request, delivery)
+                    except Rejected:
+                        other = await read(lambda: self._look_at(raw, delivery.check))
+                        if other.model is asking.model:
+                            raise
+                        asking, answering.followed = other, other.followed  # the name means another one now
                 held.callback(lease.release)
-                mine = replace(request, load_ms=(time.perf_counter() - asked) * 1e3)
-                answering.begin(await read(lambda: lease.engine.submit(mine, delivery, delivery.check)))
+                mine = replace(answering.request, load_ms=(time.perf_counter() - asked) * 1e3)
+                submit = partial(lease.engine.submit, recallable=not asking.background)
+                answering.begin(await read(lambda: submit(mine, delivery, delivery.check)))
             except Stopped:
                 self._host.metrics.request_failed(STOPPED, caller.name)
                 answering.end_unbegun((time.perf_counter() - asked) * 1e3)
             except BaseException as err:  # whatever it is: who follows must not wait for this one
                 answering.fail(err if isinstance(err, Rejected) else INTERNAL)
                 raise
-            return answering.head
+
+        async def submit(request: Request) -> tuple[Asking, Head, Again]:
+            lost = partial(self._host.metrics.request_failed, CANCELLED, caller.name)
+            answering = self._under_way.enter(Answering(request, delivery, asking.followed, lost))
+            asked = time.perf_counter()
+            await engage(answering, asked)
+
+            async def again() -> None:
+                held.close()
+                try:
+                    await engage(answering.recalled(), asked)
+                except Rejected as err:
+                    self._host.metrics.request_failed(err.code, caller.name)
+                    raise
+                except Gone:
+                    lost()
+                    raise
+
+            return asking, answering.head, again
 
         if not (request.store and self._host.keeps):
-            return asking, await submit(request)
+            return await submit(request)
         attempt, reply = await self._repeats.enter(mark, delivery)
         if reply is not None and reply.complete:
             attempt.end()
             delivery.replay(events(reply))
-            return asking, Head(reply.answer["id"], reply.answer["created"], reply.session, caller.name, replayed=True)
+            said = reply.answer
+            return asking, Head(said["id"], said["created"], reply.session, caller.name, replayed=True), _never
         try:
             delivery.check()
-            head = await submit(in_place_of(request, mark, reply))
+            begun = await submit(in_place_of(request, mark, reply))
         except BaseException as err:  # whatever it is: who repeats the request must not wait for this one
             attempt.end(err if isinstance(err, Rejected) else INTERNAL)
             raise
-        attempt.follow(delivery, head.id)
-        return asking, head
+        attempt.follow(delivery, begun[1].id)
+        return begun
 
     async def _lend(self, asking: Asking, request: Request, delivery: Delivery) -> Lease:
         """The model that is asked for, once it is loaded. Raises Rejected, and Gone when the client leaves before."""
@@ -174,8 +207,8 @@ class Front:
         """Read a body, in a thread: a long conversation has megabytes. Raises Rejected, and what `go_on` raises."""
         return self._read(parse_object(raw, go_on))
 
-    async def _stream(self, answer: Answer, head: Head, delivery: Delivery, send: Send) -> None:
-        event = await delivery.next()
+    async def _stream(self, answer: Answer, head: Head, event: Event, delivery: Delivery, send: Send) -> None:
+        """event: the first one."""
         if isinstance(event, Failed):  # nothing was sent yet: a plain error response can still say it
             raise event.error
         stream = sse.EventStream(send, self._stall_s)
@@ -188,7 +221,7 @@ class Front:
                 event = await delivery.next()
             if isinstance(event, Failed):
                 await stream.write(answer.failure(event.error))
-            else:
+            elif isinstance(event, Done):
                 for ending in answer.ending(event.finish_reasons, event.usage):
                     await stream.write(ending)
         except (Gone, sse.Stalled):
@@ -200,13 +233,26 @@ class Front:
         await stream.close()
 
 
-async def _whole(answer: Answer, delivery: Delivery) -> Mapping[str, Any]:
-    """The whole answer, once it is complete. Raises Rejected if it broke off."""
+async def _first(delivery: Delivery, again: Again) -> Event:
+    """The first event of an answer, whose request may have gone to more than one engine until then."""
+    while isinstance(event := await delivery.next(), Recalled):
+        await again()
+    return event
+
+
+async def _never() -> None:
+    """Of an answer that no engine gives."""
+
+
+async def _whole(answer: Answer, event: Event, delivery: Delivery) -> Mapping[str, Any]:
+    """The whole answer, once it is complete. event: the first one. Raises Rejected if it broke off."""
     deltas: dict[int, list[Delta]] = {}
-    while isinstance(event := await delivery.next(), Delta):
+    while isinstance(event, Delta):
         deltas.setdefault(event.index, []).append(event)
+        event = await delivery.next()
     if isinstance(event, Failed):
         raise event.error
+    assert isinstance(event, Done)
     choices = []
     for i, reason in enumerate(event.finish_reasons):
         mine = deltas.get(i, [])

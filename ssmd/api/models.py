@@ -119,7 +119,7 @@ def _entry(id_: str, model: Model) -> dict[str, Any]:
 
 
 def _context(tokens: int | None, vocabulary: int) -> dict[str, Any]:
-    """A model's context by the names that clients look for: OpenRouter's, vLLM's, llama.cpp's; {} if nothing bounds it."""
+    """A model's context by the names that clients look for, of OpenRouter, vLLM, llama.cpp; {} if it has no end."""
     if tokens is None:
         return {}
     return {"context_length": tokens, "max_model_len": tokens, "meta": {"n_ctx": tokens, "n_vocab": vocabulary}}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ssmd.api.answer import Answer, Head
 from ssmd.api.body import shown
 from ssmd.api.delivery import Delivery
+from ssmd.api.errors import INTERNAL
 from ssmd.engine.generation import Generation
 from ssmd.engine.request import Done, Event, Failed, FinishReason, Rejected, Request, Usage
 from ssmd.sessions.domain import Domain
@@ -20,12 +21,14 @@ _PREFIX = "chatcmpl-"  # of an id as the answer has it
 class Answering:
     """One answer, from when it waits for its model until its client is told the end.
 
-    followed: how who follows it is answered. generation: None until the engine has it.
+    followed: how who follows it is answered. lost: to count it when its client leaves while no engine has it.
+    generation: None until an engine has it.
     """
 
     request: Request
     delivery: Delivery
     followed: Callable[[Head], Answer]
+    lost: Callable[[], None]
     generation: Generation | None = None
     stopped: bool = False
 
@@ -36,7 +39,7 @@ class Answering:
         if generation is None:
             return Head(self.request.id, int(time.time()), self.request.session, owner)
         asked = generation.asked
-        return Head(asked.id, asked.created, asked.session, owner, cancel=generation.cancel)
+        return Head(asked.id, asked.created, asked.session, owner, cancel=self.cancel)
 
     @property
     def texts(self) -> Sequence[str]:
@@ -55,6 +58,22 @@ class Answering:
             generation.stop()
         self.delivery.tell_followers()
 
+    def recalled(self) -> Answering:
+        """Note that the engine has it no longer, and had not begun it."""
+        self.generation = None
+        if self.stopped:
+            self.delivery.stop()
+        return self
+
+    def cancel(self) -> None:
+        """End it, as its client is gone."""
+        if self.generation is None:
+            return
+        self.generation.cancel()
+        if self.generation.recalled and not self.delivery.last.done():  # and nobody asks again
+            self.lost()
+            self.fail(INTERNAL)
+
     def stop(self) -> None:
         """End it: what was said is its answer, and its client is told so. Idempotent."""
         self.stopped = True
@@ -71,7 +90,8 @@ class Answering:
 
     def fail(self, error: Rejected) -> None:
         """Tell those who follow that the engine never had it."""
-        self.delivery.put(Failed(error))
+        if not self.delivery.last.done():
+            self.delivery.put(Failed(error))
 
 
 class UnderWay:

@@ -7,6 +7,7 @@ commits. No asyncio here.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
 from ssmd.engine.prompt import Planner
 from ssmd.engine.queue import Queue
-from ssmd.engine.request import Event, Rejected, Request
+from ssmd.engine.request import Event, Recalled, Rejected, Request
 from ssmd.engine.turns import Turns
 from ssmd.engine.warmup import WarmUp, once
 from ssmd.engine.worker import Worker
@@ -112,12 +113,18 @@ class Engine:
         return any(g.asked.request.client != client for g in tuple(self._worker.running))
 
     def submit(
-        self, request: Request, deliver: Callable[[Event], None], go_on: Callable[[], None] = lambda: None
+        self,
+        request: Request,
+        deliver: Callable[[Event], None],
+        go_on: Callable[[], None] = lambda: None,
+        *,
+        recallable: bool = False,
     ) -> Generation:
         """Plan the prompt and queue it. Blocks for template, tokenizer and look-up; raises Rejected.
 
         `deliver` is called from the worker's and the writer's threads: deltas, then one Done or Failed. `go_on` is
-        called now and then while it blocks, to raise when nobody waits for it any more.
+        called now and then while it blocks, to raise when nobody waits for it any more. recallable: while it waits it may
+        be told Recalled.
         """
         started = time.perf_counter() if request.arrived is None else request.arrived
         self.check(request.client)
@@ -127,10 +134,16 @@ class Engine:
             if self.draining:  # which ended what it was prepared in
                 self.check(request.client)
             raise
-        asked = Asked(request, prompt, deliver, started)
+        asked = Asked(request, prompt, deliver, started, recallable)
         generation = Generation(asked, self._persistence.begin(asked), self._queue.leave)
         self._queue.put(generation)
         return generation
+
+    def recall(self) -> None:
+        """Give back what waits for a lane, as far as who asked takes it back: others come first."""
+        for generation in self._queue.recall():
+            with contextlib.suppress(RuntimeError):  # nobody is there to take it
+                generation.asked.deliver(Recalled())
 
     @property
     def idle(self) -> bool:

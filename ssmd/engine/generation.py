@@ -21,13 +21,15 @@ class Asked:
     """What was asked, and where the answer goes.
 
     deliver: takes deltas, then one Done or Failed; from the engine's threads. started: perf_counter when it came;
-    planned: when it was known what to feed. created: seconds since 1970.
+    planned: when it was known what to feed. recallable: who asked takes it back while it waits. created: seconds since
+    1970.
     """
 
     request: Request
     prompt: Prompt
     deliver: Callable[[Event], None]
     started: float
+    recallable: bool = False
     planned: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -134,6 +136,7 @@ class Generation:
         self._leave = leave
         self.progress = Progress()
         self.cancelled = False
+        self.recalled = False  # it waited, and was given back
         self.stopped = False  # it was cancelled by who wants to keep what was said
 
     @property

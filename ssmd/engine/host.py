@@ -107,6 +107,8 @@ class Host:
             if keep_alive_s is not None:
                 hosted.keep_alive_s = keep_alive_s
             hosted.last_used = time.time()
+            if hosted.unloads and hosted.model is model and not self._loader.wanted:
+                hosted.leaving, hosted.status = False, "loaded"  # who asks for it takes that back
             if hosted.is_loaded and not hosted.leaving and hosted.model is model:
                 self._loader.hand_out(hosted, future)
             else:

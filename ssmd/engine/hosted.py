@@ -89,6 +89,11 @@ class Hosted:
         return self.engine is not None
 
     @property
+    def unloads(self) -> bool:
+        """Whether it is to go because somebody said so, and answers others still."""
+        return self.engine is not None and self.status == "unloading"
+
+    @property
     def least(self) -> int:
         """Bytes of memory that it takes by its files."""
         return max(LEAST_BYTES, int(TIMES_FILES * self.model.found.nbytes))

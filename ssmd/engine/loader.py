@@ -108,14 +108,15 @@ class Loader:
             if future.set_running_or_notify_cancel():
                 future.set_exception(why)
 
-    def room(self, nbytes: int) -> bool:
-        """Whether answers may take so many bytes more, beside what is loaded and what waits to be. From any thread."""
+    def room(self, mine: Hosted, nbytes: int) -> bool:
+        """Whether answers of a model may take so many bytes more, beside what is loaded and, if it is to stay, what waits
+        to be. From any thread."""
         if self.budget is None:
             return True
         with self.changed:
             loaded = [h for h in self.hosted.values() if h.is_loaded]
             held = sum(h.nbytes + h.busy_bytes for h in loaded)
-            coming = sum(h.nbytes for h in self.wanted if h.tried and not h.is_loaded)
+            coming = 0 if mine.leaving else sum(h.nbytes for h in self.wanted if h.tried and not h.is_loaded)
             return held + coming + nbytes <= self.budget
 
     def _give_back(self, hosted: Hosted) -> None:
@@ -208,6 +209,7 @@ class Loader:
                     self._loaded(hosted)
                     return
                 if hosted.is_loaded and not self._unload(hosted, at_once=True):
+                    self._check_patience(hosted)
                     continue  # those who have it come to their end first
                 if hosted.model is not model:
                     hosted.model, hosted.tried = model, False
@@ -223,6 +225,12 @@ class Loader:
                     ahead += hosted.nbytes
             except Rejected as err:
                 self._failed(hosted, err)
+
+    def _check_patience(self, hosted: Hosted) -> None:
+        """Check that those who wait for what is let go first have not waited too long. Raises Rejected."""
+        if time.monotonic() - hosted.wanted_at > ROOM_S:
+            why = f"is let go first, and has answered others for {ROOM_S:.0f} s since"
+            raise refused(hosted.model.id, why, code="model_busy", retry_after_s=RETRY_AFTER_S)
 
     def _make_room(self, hosted: Hosted, ahead: int) -> bool:
         """Whether there is room for a model now. ahead: bytes of those that wait for room before it, in whose way it is
@@ -259,6 +267,8 @@ class Loader:
                     raise refused(hosted.model.id, why, code="no_memory", retry_after_s=RETRY_AFTER_S)
                 return False
             for one in going:
+                if one.engine is not None and not late:
+                    one.engine.recall()  # what waits there would come before who waits here, however much it is
                 one.leaving = one.leaving or not late
         if busy and late:
             raise refused(
@@ -275,7 +285,7 @@ class Loader:
             hosted.status, hosted.problem = "loading", ""
         before, started = memory.resident() or 0, time.perf_counter()
         try:
-            engine = self._open(model, self._metrics.of(model.id), self.room)
+            engine = self._open(model, self._metrics.of(model.id), partial(self.room, hosted))
         except Exception as err:
             raise self._unloadable(hosted, err) from err
         load_ms = round((time.perf_counter() - started) * 1e3, 1)
@@ -332,6 +342,7 @@ class Loader:
                 hosted.problem = why.message.removeprefix(f"model {hosted.model.id} ")
             if why.code == "model_load_failed":  # the others cost nothing to find out again
                 hosted.failed_at = time.time()
+                self._shelf.avoid(hosted.model)
             self.fail(hosted, why)
             self._news = True
 

@@ -90,6 +90,17 @@ class Queue:
                 self._taken.clear()
             return found
 
+    def recall(self) -> list[Generation]:
+        """Take out those that wait and whose clients take them back, as if they had never come."""
+        with self._changed:
+            found = [g for mine in self._waiting.values() for g in mine if g.asked.recallable]
+            for g in found:
+                self._take_out(g)
+                g.recalled = True
+            self.unfinished -= len(found)
+            self._changed.notify_all()
+            return found
+
     def leave(self, generation: Generation) -> None:
         """Give up a place: nobody waits for the answer any more. Nothing, if the worker has it already."""
         with self._changed:
@@ -131,12 +142,15 @@ class Queue:
             self._changed.notify_all()
 
     def _give_up(self, generation: Generation) -> None:
+        self._take_out(generation)
+        self._departed.append(generation)
+
+    def _take_out(self, generation: Generation) -> None:
         client = generation.asked.request.client
         self._waiting[client].remove(generation)
         if not self._waiting[client]:
             del self._waiting[client]
         self._count -= 1
-        self._departed.append(generation)
 
     def _with_most(self, client: str) -> str | None:
         """Whose newest gives way to one of this client; None where nobody would have more left than this one has."""

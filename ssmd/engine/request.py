@@ -131,7 +131,13 @@ class Failed:
     error: Rejected
 
 
-Event = Delta | Done | Failed
+@dataclass(frozen=True)
+class Recalled:
+    """The engine gives a request back that it has not begun: its model makes room for another one. Who asked may ask
+    again; nothing comes after it."""
+
+
+Event = Delta | Done | Failed | Recalled
 
 
 def label(generation: str, key: str) -> str:

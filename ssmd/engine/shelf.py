@@ -13,6 +13,7 @@ from ssmd.installed import Installed, ModelError, choose, is_for, read
 from ssmd.machine.spelling import meant, shown
 from ssmd.model.artifact import MANIFEST, Manifest
 
+AVOID_S = 30.0  # for which a model that failed to load is not what a name means, if another one is
 _AGAIN_S = 0.5  # after which what is broken is read again: it may take long to read, and any request may look
 Stamp = tuple[int, int, int]
 Places = Callable[[], Sequence[tuple[str, Path]]]  # (name, folder) of artifacts; raises ModelError
@@ -65,6 +66,7 @@ class Shelf:
         self._looked = 0.0
         self._models: dict[str, Model] = {}
         self._chosen: dict[str, Model] = {}
+        self._avoided: dict[Model, float] = {}  # and until when
 
     def models(self) -> list[Model]:
         """All models, broken ones too, by id. Raises Rejected if their folder cannot be read."""
@@ -76,11 +78,19 @@ class Shelf:
         """The model that a request means: of several runtimes the fastest that is usable here. Raises Rejected."""
         with self._lock:
             self._look()
+            if any(until < time.monotonic() for until in self._avoided.values()):
+                self._avoided, self._chosen = {}, {}
             if asked in self._models:
                 return self._models[asked]
             if asked not in self._chosen:
                 self._chosen[asked] = self._choose(asked)
             return self._chosen[asked]
+
+    def avoid(self, model: Model) -> None:
+        """Have names that mean this model, which could not be loaded, mean another one for a while, if there is one."""
+        with self._lock:
+            self._avoided[model] = time.monotonic() + AVOID_S
+            self._chosen = {}
 
     def preferred(self, name: str) -> Model | None:
         """What `find` gives for a name, None if none of that name can be used here."""
@@ -128,6 +138,7 @@ class Shelf:
             found = [m for m in found if m.found.manifest is not None and which and _is_for(m, which)]
         if not found:
             raise self._unknown(asked)
+        found = [model for model in found if model not in self._avoided] or found
         try:
             chosen = choose([model.found for model in found], device=self._device)
         except ModelError as err:

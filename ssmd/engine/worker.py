@@ -144,9 +144,11 @@ class Worker:
         served = self._shares.served(self.running, self.in_use)
         return served if served is None or not self.running or self._room() else None
 
-    def _something_to_do(self) -> bool:
+    def _something_to_do(self, admits: bool) -> bool:
+        """Asked with the queue locked, so that nothing else may be waited for. admits: whether there was a lane."""
         restored = any(g.kept.ready() for g in self.running)
-        admissible = bool(self._queue) and (served := self._served()) is not None and self._queue.waits(served)
+        served = self._shares.served(self.running, self.in_use) if admits else None
+        admissible = served is not None and self._queue.waits(served)
         return restored or self._queue.closing or self._queue.any_departed or admissible
 
     @property
@@ -165,7 +167,7 @@ class Worker:
             reading = (g for g in self.running if not g.progress.choices and g.kept.ready())
             ready = next((g for g in reading if self._may_read(g, decoding)), None)
         if ready is None and not decoding:  # all wait for their states
-            self._queue.wait(self._something_to_do, 0.05)
+            self._queue.wait(partial(self._something_to_do, self._served() is not None), 0.05)
         if ready is not None:
             started = time.perf_counter()
             others = bool(decoding) or self._turns.others_busy(self)
@@ -213,7 +215,9 @@ class Worker:
         p, request = g.progress, g.asked.request
         if p.logits is None:
             return
-        while len(p.choices) < request.n and (not p.choices or (self.in_use < self._max_running and self._room())):
+        while len(p.choices) < request.n:
+            if any(c.end is None for c in p.choices) and not (self.in_use < self._max_running and self._room()):
+                break
             room = None if self._program.context is None else self._program.context - len(g.prompt.ids)
             budget = request.max_tokens if room is None else min(request.max_tokens, room)
             choice = Choice(request, len(p.choices), budget, self._tokenizer, self._stop_tokens, g.prompt.ids)

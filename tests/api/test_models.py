@@ -16,7 +16,7 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import soon
 from keyfile import bearer, written
-from several import GRANITE, LLAMA, OTHER, Several, models_folder, several
+from several import GRANITE, LLAMA, LONG, OTHER, Several, models_folder, several
 
 MODELS = "/ssmd/v1/models"
 KEYS = "alice alice-has-this-one\nscreen screens-look-at-this read-only\n"
@@ -236,6 +236,16 @@ def test_who_is_answered_is_answered_to_the_end(three: Several) -> None:
     three.quiet()
 
 
+def test_who_asks_for_what_is_to_go_by_hand_takes_that_back(three: Several) -> None:
+    with three.asking("llama", **{**LONG, "n": 4}) as stream:
+        received(stream, b'"content":"')
+        assert three.ask("POST", f"{MODELS}/llama/unload").json["state"] == "unloading"
+        assert three.chat("llama").status == 200
+        assert len(three.metrics()["running"]) == 1, "it did not wait for the other one's end"
+        assert three.row(LLAMA)["state"] == "loaded"
+    three.quiet()
+
+
 def test_pinning(three: Several) -> None:
     row = three.ask("PATCH", f"{MODELS}/llama", {"pinned": True}).json
     assert (row["id"], row["pinned"], row["state"]) == (LLAMA, True, "unloaded")
@@ -291,6 +301,68 @@ def test_what_cannot_be_loaded_is_told_and_not_asked_for_again(three: Several) -
     assert three.chat("granite").status == 200
     assert three.row(GRANITE)["problem"] is None
     assert three.leases() == 0
+
+
+def test_a_name_means_another_runtime_where_the_first_cannot_be_loaded(three: Several) -> None:
+    graph = next((three.models / "llama").rglob("*.tflite"))
+    good = graph.read_bytes()
+    graph.unlink()  # it is a link
+    graph.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with three.asking("llama", max_tokens=4, stream_options={"include_usage": True}) as stream:
+        assert b'"finish_reason":"length"' in received(stream, b"[DONE]")
+    assert (three.row(LLAMA)["state"], three.row(OTHER)["state"]) == ("failed", "loaded")
+    assert three.row(OTHER)["generated_tokens"] == 4
+    assert three.chat("llama").status == 200
+    assert three.chat(LLAMA).error["code"] == "model_load_failed", "it was asked for by name"
+    assert three.metrics()["requests"] == {"ok": 2, "model_load_failed": 1}
+    shutil.rmtree(graph.parent.parent / "openvino-cpu-f32")
+    assert three.chat("llama").error["code"] == "model_load_failed", "there is no other one"
+    graph.write_bytes(good)
+    assert three.ask("POST", f"{MODELS}/llama/load").json["id"] == LLAMA
+    assert three.chat("llama").status == 200
+
+
+def test_who_asks_much_of_one_model_does_not_keep_another_out(models: Path) -> None:
+    """What waits for a lane is given back when its model is to go, and comes after who needs the memory."""
+    with several(models, memory_budget=40 << 20, max_running=2) as one, ThreadPoolExecutor(30) as threads:
+        many = [threads.submit(one.chat, "llama", f"On {n}", max_tokens=60, **LONG) for n in range(24)]
+        soon(lambda: len(one.metrics()["running"]) == 24)
+        assert one.chat("granite").status == 200
+        ended = sum(each.done() for each in many)
+        assert ended < 12
+        assert [each.result(60).status for each in many] == [200] * 24
+        assert {each.result().json["usage"]["completion_tokens"] for each in many} == {8 * 60}
+        one.quiet()
+        found = one.metrics()
+        assert found["requests"] == {"ok": 25}
+        assert found["generated_tokens"] == 24 * 8 * 60 + 8
+        assert one.leases() == 0
+
+
+def test_who_was_given_back_may_leave_and_be_stopped(models: Path) -> None:
+    with several(models, memory_budget=40 << 20, max_running=1) as one, one.held_back(GRANITE) as gate:
+        with one.asking("llama", "First", max_tokens=200, **LONG) as first, ThreadPoolExecutor() as threads:
+            received(first, b'"content":"')
+            with one.asking("llama", "I leave"):
+                soon(lambda: len(one.metrics()["running"]) == 2)
+                stopped = threads.submit(one.chat, "llama", "I am stopped", background=False)
+                soon(lambda: len(one.metrics()["running"]) == 3)
+                granite = threads.submit(one.chat, "granite")
+                assert gate.reached.wait(30), "only what was begun was in its way"
+                rows = [row for row in one.metrics()["running"] if row["model"] == LLAMA]
+                assert [row["phase"] for row in rows] == ["loading"] * 2
+                assert b"[DONE]" in received(first, b"[DONE]")
+            soon(lambda: one.row(LLAMA)["queue"]["waiting"] == 1)
+            [row] = [row for row in one.metrics()["running"] if row["model"] == LLAMA]
+            assert one.ask("POST", f"/ssmd/v1/requests/{row['id']}/stop").status == 202
+            answer = stopped.result(30)
+            assert (answer.status, answer.json["usage"]["ssmd"]["stopped"]) == (200, True)
+            gate.opened.set()
+            assert granite.result(30).status == 200
+        one.quiet()
+        assert one.metrics()["requests"] == {"ok": 2, "cancelled": 1, "stopped": 1}
+        assert one.leases() == 0
+        assert one.ask("GET", f"/ssmd/v1/requests/{row['id']}/stream").status == 404
 
 
 def test_what_has_no_room_is_told_who_has_it(models: Path) -> None:

@@ -25,7 +25,7 @@ from ssmd.engine import persistence, sharing
 from ssmd.engine import writer as writer_module
 from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
-from ssmd.engine.request import Delta, Done, Event, Failed, Rejected, Request, TokenLogprob, Usage
+from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Rejected, Request, TokenLogprob, Usage
 from ssmd.engine.rerender import Rerenderer
 from ssmd.engine.sampling import SamplingParams
 from ssmd.model.artifact import Artifact
@@ -93,6 +93,7 @@ class Asked:
         while True:
             event = self.next()
             if not isinstance(event, Delta):
+                assert not isinstance(event, Recalled)
                 answer.end = event
                 return answer
             answer.texts[event.index] = answer.texts.get(event.index, "") + event.text
