@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from daemon_process import SSMD, HostProcess, conditions
 
@@ -88,6 +89,8 @@ def costs(daemon: HostProcess, data: Path) -> None:
 
 def a_day(daemon: HostProcess, address: Address) -> None:
     """Real metrics, a day of them, with the numbers changed as an answer changes them."""
+    from PySide6.QtCore import QTimer
+
     from ssmd_tray.qt.app import Tray, application
     from ssmd_tray.watching import Sight
 
@@ -95,21 +98,38 @@ def a_day(daemon: HostProcess, address: Address) -> None:
     found = daemon.get("/ssmd/v1/metrics")[1]
     shown = Tray(Path(tempfile.gettempdir()))
     shown.window.unasked()
-    told, began, at = list[str](), time.monotonic(), time.monotonic()
-    for second in range(DAY + 1):
-        of_answer = second % 30 * 20  # tokens: one answer of 20 s in each half minute
-        series = {"since_start": {"n": second * 20}, "recent": [10.0 + second % 9] * 120}
-        numbers = {"last": 10 + second % 7, "p50": 11.0, "p95": 20.0, **series}
-        request = {"id": f"gen_{second // 30}", "model": MODEL, "phase": "decode", "tokens": of_answer}
-        state = "degraded" if second % 1000 == 999 else ("generating" if second % 30 < 20 else "idle")
-        now = {**found, "state": state, "running": [request], "tbt_ms": numbers, "ttft_ms": numbers}
+    told, began = list[str](), time.monotonic()
+    seconds = iter(range(DAY + 1))
+
+    def update() -> None:
+        second = next(seconds, None)
+        if second is None:
+            app.quit()
+            return
         there = second % 5000 < 4990
-        shown.saw(Sight(at + second, now, address, 1) if there else Sight(at + second, problem="no daemon runs"))
-        app.processEvents()
+        at = began + second
+        now = as_answered(found, second)
+        shown.saw(Sight(at, now, address, 1) if there else Sight(at, problem="no daemon runs"))
         if second % (DAY // 6) == 0 or second == DAY // 100:
             told.append(f"{memory_mb()['VmRSS']:.1f} after {second / 3600:.1f} h")
-    row("this process's memory in a day, MB", ", ".join(told))
-    row("an update with its drawing", f"{(time.monotonic() - began) / DAY * 1e3:.2f} ms")
+
+    timer = QTimer(interval=0)  # when all was drawn
+    timer.timeout.connect(update)
+    timer.start()
+    app.exec()
+    row("its memory in a day, MB", ", ".join(told))
+    row("an update, with what is drawn of it", f"{(time.monotonic() - began) / DAY * 1e3:.2f} ms")
+
+
+def as_answered(found: dict[str, Any], second: int) -> dict[str, Any]:
+    """The metrics of a second of a day in which an answer of 20 s comes every half minute, some of them not kept."""
+    series = {"since_start": {"n": second * 20}, "recent": [10.0 + second % 9] * 120}
+    numbers = {"last": 10 + second % 7, "p50": 11.0, "p95": 20.0, **series}
+    generating = second % 30 < 20
+    request = {"id": f"gen_{second // 30}", "model": MODEL, "phase": "decode", "tokens": second % 30 * 20}
+    state = "degraded" if second % 1000 == 999 else ("generating" if generating else "idle")
+    running = [request] if generating else []
+    return {**found, "state": state, "running": running, "tbt_ms": numbers, "ttft_ms": numbers}
 
 
 def main() -> None:

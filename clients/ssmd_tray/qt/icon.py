@@ -26,6 +26,7 @@ def icon(state: Icon, dark: bool) -> QIcon:
     return made
 
 
+@cache
 def pixmap(state: Icon, dark: bool, size: int) -> QPixmap:
     """The icon as so many pixels."""
     drawn = QPixmap(size, size)

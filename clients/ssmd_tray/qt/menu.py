@@ -1,9 +1,10 @@
-"""The icon's menu. It is made anew only when what can be chosen is another; numbers are changed in place."""
+"""The icon's menu. Its rows are changed in place and kept for others: Qt keeps some of each menu that is let go."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
 
 from PySide6.QtGui import QAction
 from PySide6.QtWidgets import QMenu
@@ -11,7 +12,7 @@ from PySide6.QtWidgets import QMenu
 from ssmd_tray.qt.rows import Act
 from ssmd_tray.qt.window import enabled
 from ssmd_tray.qt.words import literal
-from ssmd_tray.view import View
+from ssmd_tray.view import Model, Request, View
 
 _MOST = 20  # rows of a menu; the window has the others
 
@@ -22,7 +23,7 @@ class Menu(QMenu):
     def __init__(self, actions: Mapping[str, Act]) -> None:
         super().__init__()
         self._actions = actions
-        self._shape: object = None
+        self._request_items, self._model_items = list[_RequestItem](), list[_ModelItem]()
         self._headline, self._numbers = self.addAction("ssmd"), self.addAction("-")
         for one in (self._headline, self._numbers):  # enabled, so that a screen reader comes to them
             one.triggered.connect(lambda: actions["window"]())
@@ -57,35 +58,58 @@ class Menu(QMenu):
         _say(self._numbers, numbers if view.answers else view.notice or "no daemon answers")
         for name, on in enabled(view).items():
             self._named[name].setEnabled(on)
-        requests, models = view.requests[:_MOST], view.models[:_MOST]
-        shape = [(r.id, r.model) for r in requests], [(m.id, m.loaded, m.busy, m.pinned) for m in models]
-        if shape != self._shape:
-            self._shape = shape
-            self._fill(view)
+        self._fill(self._requests, _RequestItem, self._request_items, view.requests)
+        self._fill(self._models, _ModelItem, self._model_items, view.models)
 
-    def _fill(self, view: View) -> None:
-        self._requests.clear()
-        for request in view.requests[:_MOST]:
-            action = self._requests.addAction(f"Stop: {literal(request.model)}")
-            action.setEnabled(request.id is not None)
-            action.triggered.connect(partial(self._row, "stop_request", request.id))
-        self._requests.setEnabled(bool(view.requests))
-        self._models.clear()
-        for model in view.models[:_MOST]:
-            inner = self._models.addMenu(literal(model.id))
-            do = "unload" if model.loaded else "load"
-            action = inner.addAction(do.capitalize())
-            action.setEnabled(not model.busy)
-            action.triggered.connect(partial(self._row, do, model.id))
-            pin = inner.addAction("Pin")
-            pin.setCheckable(True)
-            pin.setChecked(model.pinned)
-            pin.triggered.connect(partial(self._row, "pin", model.id, not model.pinned))
-        self._models.setEnabled(bool(view.models))
+    def _fill(self, menu: QMenu, make: Callable[..., Any], items: list[Any], rows: Sequence[Any]) -> None:
+        rows = rows[:_MOST]
+        while len(items) < len(rows):
+            items.append(make(menu, self._actions))
+        for item, row in zip_longest(items, rows):
+            item.show(row)
+        menu.setEnabled(bool(rows))
 
-    def _row(self, name: str, *arguments: object) -> None:
-        """What a row stands for; whether it is checked now is left out."""
-        self._actions[name](*(arguments[:2] if name == "pin" else arguments[:1]))
+
+class _RequestItem:
+    """Stops a request under way."""
+
+    def __init__(self, menu: QMenu, actions: Mapping[str, Act]) -> None:
+        self._row: Request | None = None
+        self._stop = menu.addAction("Stop")
+        self._stop.triggered.connect(lambda: self._row and actions["stop_request"](self._row.id))
+
+    def show(self, row: Request | None) -> None:
+        self._row = row
+        self._stop.setVisible(row is not None)
+        if row is not None:
+            _say(self._stop, f"Stop: {row.model}")
+            self._stop.setEnabled(row.id is not None)
+
+
+class _ModelItem:
+    """A model's own menu."""
+
+    def __init__(self, menu: QMenu, actions: Mapping[str, Act]) -> None:
+        self._row: Model | None = None
+        self._actions = actions
+        self._inner = menu.addMenu("")
+        self._load, self._pin = self._inner.addAction("Load"), self._inner.addAction("Pin")
+        self._pin.setCheckable(True)
+        self._load.triggered.connect(self._change)
+        self._pin.triggered.connect(lambda on: self._row and actions["pin"](self._row.id, on))
+
+    def show(self, row: Model | None) -> None:
+        self._row = row
+        self._inner.menuAction().setVisible(row is not None)
+        if row is not None:
+            _say(self._inner.menuAction(), row.id)
+            _say(self._load, "Unload" if row.loaded else "Load")
+            self._load.setEnabled(not row.busy)
+            self._pin.setChecked(row.pinned)
+
+    def _change(self) -> None:
+        if self._row is not None:
+            self._actions["unload" if self._row.loaded else "load"](self._row.id)
 
 
 def _say(action: QAction, text: str) -> None:

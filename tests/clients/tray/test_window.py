@@ -170,7 +170,7 @@ def test_hostile_texts_stay_texts(shown: tuple[Any, Clicked], app: Any) -> None:
     assert all(len(title) < 400 for title in titles)
 
 
-def test_the_menu_is_not_made_anew_for_numbers(app: Any) -> None:
+def test_the_menu_is_changed_in_place(app: Any) -> None:
     from ssmd_tray.qt.menu import Menu
 
     clicked = Clicked()
@@ -183,6 +183,11 @@ def test_the_menu_is_not_made_anew_for_numbers(app: Any) -> None:
     for one in before[0].menu().actions():
         one.trigger()
     assert clicked.found == [("unload", "a@litert"), ("pin", "a@litert", True)]
+    menu.show_view(view(metrics(models=MODELS[:1])))
+    assert [one.isVisible() for one in menu._models.actions()] == [True, False, False]
+    assert not menu._requests.isEnabled()
+    menu.show_view(view(BUSY))
+    assert [one.isVisible() for one in menu._models.actions()] == [True] * 3
     menu._requests.actions()[0].trigger()
     assert clicked.found[-1] == ("stop_request", "gen_1")
     assert not menu._requests.actions()[1].isEnabled(), "another's"
