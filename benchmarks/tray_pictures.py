@@ -124,7 +124,7 @@ def main(folder: Path) -> None:
         sys.exit(f"install these first: {', '.join(wanted)}")
     folder.mkdir(parents=True, exist_ok=True)
     icons(folder / "tray-icons.png")
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(prefix="ssmd-") as scratch:
         data = Path(scratch) / "data"
         with desktop(Path(scratch) / "desktop") as place, HostProcess(data, "--preload", "smollm2") as daemon:
             for scheme in PANELS:

@@ -131,8 +131,8 @@ class Window(QWidget):
 
     def _notice(self) -> Words:
         self._told = Words(wrapped=True, reached=True)
-        self._told.setObjectName("notice")
-        self._told.setStyleSheet("#notice { border-left: 3px solid #bf8700; padding: 3px 8px; }")
+        self._told.setFrameStyle(QFrame.Shape.StyledPanel | QFrame.Shadow.Plain)
+        self._told.setMargin(6)
         self._told.hide()
         return self._told
 

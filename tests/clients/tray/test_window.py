@@ -146,6 +146,27 @@ def test_what_is_clicked(shown: tuple[Any, Clicked]) -> None:
     ]
 
 
+def test_what_came_and_went_leaves_nothing(shown: tuple[Any, Clicked], app: Any) -> None:
+    """Qt frees little of a menu that is let go; a day has thousands of requests."""
+    from PySide6.QtCore import QEvent, QObject
+
+    from ssmd_tray.qt.menu import Menu
+
+    window, clicked = shown
+    menu = Menu(clicked.actions)
+    counts = set()
+    for i in range(40):
+        found = metrics(
+            "generating", running=[request(id=f"gen_{i}")], models=[model("a", ("loaded", "unloaded")[i % 2])]
+        )
+        for one in (found, metrics()):
+            window.show_view(view(one), False)
+            menu.show_view(view(one))
+            app.sendPostedEvents(None, QEvent.Type.DeferredDelete)
+        counts.add((len(window.findChildren(QObject)), len(menu.findChildren(QObject))))
+    assert len(counts) == 1
+
+
 def test_hostile_texts_stay_texts(shown: tuple[Any, Clicked], app: Any) -> None:
     from PySide6.QtCore import Qt
     from PySide6.QtWidgets import QLabel
