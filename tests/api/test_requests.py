@@ -106,6 +106,18 @@ def running(one: Several, headers: Mapping[str, str] = NOBODY) -> list[dict[str,
     return found
 
 
+def decoding(one: Several) -> dict[str, Any]:
+    """The row of the one request that is answered, once it is."""
+    rows: list[dict[str, Any]] = []
+
+    def begun() -> bool:
+        rows[:] = [row for row in running(one) if row["tokens"]]
+        return bool(rows)
+
+    soon(begun)
+    return rows[0]
+
+
 def session(one: Several, id_: str, headers: Mapping[str, str] = NOBODY) -> Any:
     return one.ask("GET", f"/ssmd/v1/sessions/{id_}", headers=headers).json
 
@@ -321,8 +333,7 @@ def test_without_it_the_answer_ends_and_who_follows_is_told(day: Several) -> Non
 
 def test_a_whole_answer_goes_on_too(day: Several) -> None:
     with day.asking("llama", "All of it", stream=False, background=True, **LASTING):
-        soon(lambda: bool(running(day)) and running(day)[0]["phase"] == "decode")
-        [row] = running(day)
+        row = decoding(day)
     with closing(following(day, row["id"])) as other:
         follower = Reader(other).rest()
     assert follower.reasons == ["length"] * 4
@@ -390,8 +401,7 @@ def test_stopping_keeps_what_was_said(day: Several) -> None:
 def test_a_whole_answer_is_what_was_said_when_it_was_stopped(day: Several) -> None:
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(day.chat, "llama", "Whole", max_tokens=400, **LASTING)
-        soon(lambda: bool(running(day)) and running(day)[0]["tokens"] > 0)
-        [row] = running(day)
+        row = decoding(day)
         assert day.ask("POST", f"{ROOT}/{row['id']}/stop").status == 202
         answer = asked.result(30)
     assert answer.status == 200
