@@ -123,8 +123,8 @@ class Engine:
         """Plan the prompt and queue it. Blocks for template, tokenizer and look-up; raises Rejected.
 
         `deliver` is called from the worker's and the writer's threads: deltas, then one Done or Failed. `go_on` is
-        called now and then while it blocks, to raise when nobody waits for it any more. recallable: while it waits it may
-        be told Recalled.
+        called now and then while it blocks, to raise when nobody waits for it any more. recallable: it may be given
+        back while it waits, by Recalled.
         """
         started = time.perf_counter() if request.arrived is None else request.arrived
         self.check(request.client)

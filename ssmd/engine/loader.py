@@ -109,8 +109,9 @@ class Loader:
                 future.set_exception(why)
 
     def room(self, mine: Hosted, nbytes: int) -> bool:
-        """Whether answers of a model may take so many bytes more, beside what is loaded and, if it is to stay, what waits
-        to be. From any thread."""
+        """Whether answers of a model may take so many bytes more, beside what is loaded and, if it stays, what waits to
+        be. From any thread.
+        """
         if self.budget is None:
             return True
         with self.changed:
