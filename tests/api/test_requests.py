@@ -131,7 +131,7 @@ def test_who_follows_hears_all_of_it(day: Several) -> None:
         first = Reader(stream).until_text()
         [row] = running(day)
         assert first.id == f"chatcmpl-{row['id']}"
-        soon(lambda: running(day)[0]["tokens"] > 80)
+        before = first.text
         with closing(following(day, row["id"])) as one, closing(following(day, first.id)) as other:
             followers = [Reader(one), Reader(other)]
             with ThreadPoolExecutor() as threads:
@@ -144,8 +144,8 @@ def test_who_follows_hears_all_of_it(day: Several) -> None:
         assert [text_of(follower.found, i) for i in range(4)] == [text_of(first.found, i) for i in range(4)]
         roles = [chunk["choices"][0]["delta"].get("role") for chunk in follower.found[:4]]
         assert roles == ["assistant"] * 4
-        assert len(follower.deltas) < len(first.deltas) - 40, "what was said before comes at once"
-        assert len(follower.deltas) > 10, "and then word by word"
+        assert follower.deltas[0].startswith(before), "what was said before comes at once"
+        assert len(follower.deltas) > 2, "and then word by word"
         assert follower.reasons == first.reasons == ["length"] * 4
         for name in ("id", "object", "created", "model", "system_fingerprint"):
             assert {chunk[name] for chunk in follower.found} == {first.found[0][name]}, name
