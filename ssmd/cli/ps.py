@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ssmd.daemon.discovery import Address
 
 METRICS = "/ssmd/v1/metrics"
+_WAITING = ("waiting", "loading")  # phases of requests that the queue counts as waiting
 
 
 def ps(data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
@@ -53,9 +54,10 @@ def _told(found: Mapping[str, Any], address: Address) -> list[str]:
         told.append("no model is loaded; the first request for one loads it")
     if requests:
         told += ["", *lines([("request", "session", "model", "phase", "tokens", "tokens/s", "first token"), *requests])]
-    waiting = said.of(found, "queue").get("waiting")
-    if isinstance(waiting, int) and waiting > 0:
-        told.append(f"{waiting} more wait for their turn")
+    waiting = said.number(said.of(found, "queue").get("waiting")) or 0
+    more = waiting - sum(one.get("phase") in _WAITING for one in said.each(found, "running"))
+    if more > 0:
+        told.append(f"{more:.0f} more {'waits for its' if more == 1 else 'wait for their'} turn")
     return [plain(line) for line in told]
 
 
