@@ -20,6 +20,7 @@ def logs(
 ) -> None:
     """Show the daemon's log. It holds no conversation and no key; of 4 MB each this file is kept and the one before."""
     from ssmd.cli.session import plain
+    from ssmd.daemon.discovery import running
     from ssmd.daemon.logfile import FILE, Reader
     from ssmd.daemon.place import data_dir as place
 
@@ -27,7 +28,10 @@ def logs(
     reader = Reader(where)
     try:
         found = reader.last(lines)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError) as err:
+        running(where)  # raises for a directory of another user
+        if isinstance(err, PermissionError):
+            raise
         fail(f"there is no {where / FILE}: no daemon has run there that keeps anything; start one with: ssmd serve")
     while True:
         for line in found:

@@ -25,7 +25,7 @@ def usable(**flags: Any) -> tuple[Settings, str]:
     try:
         file = read_file()
     except SettingsError:
-        file = {}
+        file, problem = {}, "; ".join([problem, *_wrong_beside_the_file(flags)])
     known = environment()
     told = {name: known.get(f"{PREFIX}{name.upper()}") for name in Settings.model_fields}
     given = {name: value for name, value in flags.items() if value is not None}
@@ -37,6 +37,31 @@ def usable(**flags: Any) -> tuple[Settings, str]:
             if not (refused := err.names & asked.keys() - given.keys()):
                 raise
             asked = {name: value for name, value in asked.items() if name not in refused}
+
+
+def _wrong_beside_the_file(flags: dict[str, Any]) -> Iterator[str]:
+    """What is wrong in variables. Raises SettingsError for a refused flag."""
+    try:
+        _WithoutFile(**flags)
+    except SettingsError as err:
+        if err.usage:
+            raise
+        yield str(err)
+
+
+class _WithoutFile(Settings):
+    """Settings of flags and the environment."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        *others: PydanticBaseSettingsSource,
+        **more: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings
 
 
 class _Told(Settings):

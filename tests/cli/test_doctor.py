@@ -89,6 +89,9 @@ def test_a_broken_settings_file_is_a_finding(home: Path, tmp_path: Path) -> None
     assert "SSMD_PROT" in found["settings_problem"]
     assert "SSMD_QUOTA" in found["settings_problem"]
     assert found["data_dir"]["quota_bytes"] == 8 << 30
+    both = report(home, "--config", str(file), code=1, SSMD_PROT="1", SSMD_THREADS="x")["settings_problem"]
+    for wrong in ("is not TOML", "SSMD_PROT: no such setting", "SSMD_THREADS = 'x'"):
+        assert wrong in both, "what is wrong in the file hides nothing"
     assert ssmd(home, "doctor", "--data-dir", str(file)).returncode == 2
 
 

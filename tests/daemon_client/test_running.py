@@ -244,7 +244,7 @@ def test_a_file_that_no_daemon_wrote(artifact: Path, tmp_path: Path) -> None:
 def test_one_of_another_user(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     os.chown(tmp_path / "data", 12345, 12345)
-    for command in ("ps", "stop"):
+    for command in ("ps", "stop", "logs"):
         said = ssmd(tmp_path, command)
         assert (said.returncode, said.stderr.count("\n")) == (1, 1)
         assert f"{tmp_path / 'data'} belongs to user 12345, whose daemon is not yours to ask" in said.stderr
