@@ -125,11 +125,7 @@ def test_what_people_read(daemon: Daemon) -> None:
 
 
 def test_a_request_that_waits_is_counted_once(daemon: Daemon) -> None:
-    rows = [
-        {"id": "gen_1", "phase": "decode"},
-        {"id": "gen_2", "phase": "waiting"},
-        {"id": "gen_3", "phase": "loading"},
-    ]
+    rows = [{"id": f"gen_{n}", "phase": phase} for n, phase in enumerate(("decode", "waiting", "loading"))]
     daemon.answer = metrics(running=rows, queue={"waiting": 2, "running": 1})
     assert daemon.ps().splitlines()[-1].startswith("gen_2 ")
     daemon.answer = metrics(running=rows, queue={"waiting": 3, "running": 1})
