@@ -17,6 +17,7 @@ from ssmd.cli.chat_commands import COMMANDS, Over, unknown
 from ssmd.cli.session import plain
 from ssmd.cli.talk import Said, Show, Talk
 from ssmd.daemon.discovery import DaemonError
+from ssmd.daemon.said import number, of, text
 
 ENDED = 128  # and the number of the signal that ends a chat
 
@@ -54,6 +55,7 @@ class Chat:
                 typer.echo("(Ctrl-D ends the chat)", err=True)
         session = self.talk.session
         if session is not None:
+            session = plain(session)
             typer.echo(f"session {session}; continue with: ssmd run --session {session} (or -c)", err=True)
 
     def _take(self, text: str) -> None:
@@ -166,10 +168,12 @@ def stats_line(said: Said) -> str:
     stored = "stored" if said.stored else "not stored"
     if said.usage is None:
         return f"[stopped; {stored}]"
-    usage, own = said.usage, said.usage.get("ssmd", {})
-    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
-    rate = f", {1e3 / own['tbt_ms']:.1f} tokens/s" if own.get("tbt_ms") else ""
+    own, details = of(said.usage, "ssmd"), of(said.usage, "prompt_tokens_details")
+    counted = (said.usage.get("prompt_tokens"), details.get("cached_tokens"), said.usage.get("completion_tokens"))
+    fed, cached, generated = (f"{number(one) or 0:.0f}" for one in counted)
+    tbt_ms = number(own.get("tbt_ms")) or 0
+    rate = f", {1e3 / tbt_ms:.1f} tokens/s" if tbt_ms > 0 else ""
     return (
-        f"[{usage['prompt_tokens']} prompt tokens, {cached} cached ({own.get('resume')}), "
-        f"{usage['completion_tokens']} generated; first after {own.get('ttft_ms', 0):.0f} ms{rate}; {stored}]"
+        f"[{fed} prompt tokens, {cached} cached ({plain(text(own, 'resume'))}), "
+        f"{generated} generated; first after {number(own.get('ttft_ms')) or 0:.0f} ms{rate}; {stored}]"
     )

@@ -56,7 +56,7 @@ def _session(chat: Chat, argument: str) -> None:
     talk = chat.talk
     turns = sum(m["role"] == "assistant" for m in talk.messages)
     name = talk.session or ("nothing is kept (--no-store)" if not talk.keep else "a new one: nothing is kept yet")
-    typer.echo(f"session: {name}\nmodel: {plain(talk.model)}\nturns: {turns}")
+    typer.echo(f"session: {plain(name)}\nmodel: {plain(talk.model)}\nturns: {turns}")
 
 
 def _sessions(chat: Chat, argument: str) -> None:
@@ -72,7 +72,9 @@ def _sessions(chat: Chat, argument: str) -> None:
         used = datetime.fromtimestamp(one["last_used"]).astimezone().strftime("%Y-%m-%d %H:%M")
         mark = "*" if one["id"] == chat.talk.session else " "
         turns = f"{one['turn_count']} {'turn' if one['turn_count'] == 1 else 'turns'}"
-        typer.echo(f"{mark}{number:3} {one['id']:28} {plain(one['model']):16} {turns:9} {used}  {plain(one['title'])}")
+        typer.echo(
+            f"{mark}{number:3} {plain(one['id']):28} {plain(one['model']):16} {turns:9} {used}  {plain(one['title'])}"
+        )
 
 
 def _go_to(chat: Chat, given: str) -> None:
@@ -88,7 +90,7 @@ def _go_to(chat: Chat, given: str) -> None:
 
 def _arrived(chat: Chat, session: dict[str, Any]) -> None:
     turns = sum(m["role"] == "assistant" for m in chat.talk.messages)
-    typer.echo(f"session {session['id']}: {turns} {'turn' if turns == 1 else 'turns'}")
+    typer.echo(f"session {plain(session['id'])}: {turns} {'turn' if turns == 1 else 'turns'}")
     for message in chat.talk.messages[-2:]:
         typer.echo(f"  {plain(message['role'])}: {words(message['content'])}")
 

@@ -10,7 +10,10 @@ from typing import NoReturn
 
 import typer
 
+from ssmd.machine.spelling import shown
+
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+MOST_CHARS = 4000  # of the line: what was answered, or lies in a file, may be anything
 
 
 @contextmanager
@@ -31,5 +34,6 @@ def plain_errors() -> Iterator[None]:
 
 
 def fail(message: str, code: int = FAILED) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
+    """End the command with one line, whoever wrote what stands in it."""
+    typer.echo(f"error: {shown(' '.join(message.splitlines()), MOST_CHARS)}", err=True)
     sys.exit(code)

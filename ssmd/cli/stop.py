@@ -50,7 +50,10 @@ def _unload(client: Client, model: str) -> None:
     """Unload a model, or what is loaded under a name for whatever runtime, and say what came of it."""
     from urllib.parse import quote
 
-    there = client.get("/ssmd/v1/models")["data"]
+    from ssmd.cli.session import plain
+    from ssmd.daemon import answers
+
+    there = client.get("/ssmd/v1/models", holds=answers.LOADED)["data"]
     named = [row for row in there if model in (row["id"], row["name"])]
     mine = [row for row in named if row["state"] in ("loaded", "loading", "unloading")]
     if not mine:
@@ -61,11 +64,11 @@ def _unload(client: Client, model: str) -> None:
         if row["state"] == "loading":
             fail(f"{row['id']} is being loaded for a request that waits for it; stop it when it is there")
         path = f"/ssmd/v1/models/{quote(row['id'], safe='@')}/unload"
-        done = client.send("POST", path)
+        done = client.send("POST", path, holds=answers.UNLOADED)
         for _ in range(_LOOKS):
             if done["state"] != "unloading" or done["queue"]["running"]:
                 break
             time.sleep(_LOOK_S)
-            done = client.send("POST", path)
+            done = client.send("POST", path, holds=answers.UNLOADED)
         said = "unloaded {}" if done["state"] != "unloading" else "{} goes as soon as it answers nobody any more"
-        typer.echo(said.format(row["id"]))
+        typer.echo(said.format(plain(row["id"])))

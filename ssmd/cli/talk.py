@@ -9,6 +9,8 @@ from typing import Any
 from urllib.parse import quote
 
 from ssmd.cli.manner import Manner
+from ssmd.daemon import answers, said
+from ssmd.daemon.answers import Shape
 from ssmd.daemon.client import Client, Events
 from ssmd.daemon.discovery import Address, DaemonError
 
@@ -30,7 +32,7 @@ class Said:
 
     text: str
     session: str | None
-    usage: dict[str, Any] | None
+    usage: Mapping[str, Any] | None
     whole: bool
     stored: bool
 
@@ -55,30 +57,31 @@ class Daemon:
             self._client = Client(address)
         return self._client
 
-    def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
-        """Ask for JSON. Raises DaemonError."""
-        return self.client().get(path, query or {})
+    def get(self, path: str, query: Mapping[str, str] | None = None, *, holds: Shape = object) -> Any:
+        """Ask for JSON. holds: what the answer has to. Raises DaemonError."""
+        return self.client().get(path, query or {}, holds=holds)
 
     def sessions(self) -> Iterator[dict[str, Any]]:
         """All sessions, the one used last first. Raises DaemonError."""
         after: dict[str, str] = {}
         while True:
-            page = self.get(SESSIONS, {"limit": str(PAGE), **after})
+            page = self.get(SESSIONS, {"limit": str(PAGE), **after}, holds=answers.SESSIONS)
             yield from page["data"]
-            if not page["has_more"]:
+            if not page["data"] or not page["has_more"]:
                 return
             after = {"after": page["data"][-1]["id"]}
 
     def last_sessions(self, limit: int) -> list[dict[str, Any]]:
         """The sessions used last. Raises DaemonError."""
-        found: list[dict[str, Any]] = self.get(SESSIONS, {"limit": str(limit)})["data"]
+        found: list[dict[str, Any]] = self.get(SESSIONS, {"limit": str(limit)}, holds=answers.SESSIONS)["data"]
         return found
 
     def session(self, given: str) -> dict[str, Any]:
         """A session with all its turns, by its id or the beginning of that. Raises DaemonError."""
         try:
             if "/" not in given:
-                found: dict[str, Any] = self.get(f"{SESSIONS}/{quote(given, safe='')}")
+                path = f"{SESSIONS}/{quote(given, safe='')}"
+                found: dict[str, Any] = self.get(path, holds=answers.SESSION)
                 return found
         except DaemonError as err:
             if err.status not in (400, 404) or err.code == "no_store":
@@ -89,11 +92,11 @@ class Daemon:
         if len(fitting) > 1:
             few = ", ".join(fitting[:3])
             raise DaemonError(f"{len(fitting)} sessions begin with {given!r}: {few}; give more of the id", status=404)
-        return dict(self.get(f"{SESSIONS}/{fitting[0]}"))
+        return dict(self.get(f"{SESSIONS}/{quote(fitting[0], safe='')}", holds=answers.SESSION))
 
     def models(self) -> list[str]:
         """The models that can be asked for. Raises DaemonError."""
-        return [str(one["id"]) for one in self.get(MODELS)["data"]]
+        return [str(one["id"]) for one in self.get(MODELS, holds=answers.MODELS)["data"]]
 
     def serves(self, model: str) -> bool:
         """Whether a model of that name can be asked for. Raises DaemonError."""
@@ -175,7 +178,8 @@ class Talk:
 
         Raises DaemonError.
         """
-        made = self.daemon.client().send("POST", f"{SESSIONS}/{self.session}/fork", {"turn": turn} if turn else {})
+        path, body = f"{SESSIONS}/{self.session}/fork", {"turn": turn} if turn else {}
+        made = self.daemon.client().send("POST", path, body, holds=answers.FORKED)
         return self.go_to(made["id"])
 
     def _turns(self) -> set[str]:
@@ -189,8 +193,8 @@ class Talk:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {} if self.session is None else {"session": self.session}
         body |= {} if self.keep else {"store": False}
-        said: list[str] = []
-        usage: dict[str, Any] | None = None
+        parts: list[str] = []
+        usage: Mapping[str, Any] | None = None
         session = self.session
         with self.daemon.client().stream(CHAT, body) as self._stream:
             try:
@@ -200,16 +204,16 @@ class Talk:
                 for event in self._stream:
                     text, usage = _read(event, usage)
                     if text:
-                        said.append(text)
+                        parts.append(text)
                         show(text)
                 whole = self._stream.done
             finally:
                 self._stream = None
         if not whole and self._stopped:
-            return self._cut(messages, "".join(said), session, show, beside)
+            return self._cut(messages, "".join(parts), session, show, beside)
         if not whole or usage is None:
             raise DaemonError("the daemon went away in the middle of an answer")
-        text, stored = "".join(said), bool(usage.get("ssmd", {}).get("stored"))
+        text, stored = "".join(parts), bool(said.of(usage, "ssmd").get("stored"))
         self.messages = [*messages, {"role": "assistant", "content": text}]
         self.session = session if stored else self.session
         return Said(text, self.session, usage, True, stored)
@@ -251,15 +255,15 @@ def conversation(turns: Sequence[Mapping[str, Any]], head: str) -> list[Message]
     by_id, path = {turn["id"]: turn for turn in turns}, []
     at: str | None = head
     while at in by_id:
-        path.append(by_id[at])
-        at = by_id[at]["parent"]
+        path.append(by_id.pop(at))  # none twice, even of a tree that is none
+        at = path[-1]["parent"]
     return [message for turn in reversed(path) for message in turn["messages"]]
 
 
-def _read(event: Mapping[str, Any], usage: dict[str, Any] | None) -> tuple[str, dict[str, Any] | None]:
+def _read(event: Mapping[str, Any], usage: Mapping[str, Any] | None) -> tuple[str, Mapping[str, Any] | None]:
     """(new text, usage) of an event. Raises DaemonError for one that tells of an error."""
     if (error := event.get("error")) is not None:
         message = error.get("message") if isinstance(error, dict) else error
         raise DaemonError(str(message))
-    text = "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
-    return text, event.get("usage") or usage
+    text = "".join(said.text(said.of(choice, "delta"), "content") for choice in said.each(event, "choices"))
+    return text, said.of(event, "usage") or usage

@@ -13,6 +13,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
+from ssmd.daemon.answers import Shape, fits
 from ssmd.daemon.discovery import Address, DaemonError
 
 MAX_ANSWER_BYTES = 256 << 20
@@ -30,18 +31,27 @@ class Client:
         self.address = address
         self._timeout_s = timeout_s
 
-    def get(self, path: str, query: Mapping[str, str] = _NONE) -> Any:
-        """Ask for JSON. Raises DaemonError, with the daemon's own words where it refuses."""
-        return self.send("GET", f"{path}?{urlencode(query)}" if query else path)
+    def get(self, path: str, query: Mapping[str, str] = _NONE, *, holds: Shape = object) -> Any:
+        """Ask for JSON. holds: what the answer has to.
 
-    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send JSON, or nothing, and return the JSON of the answer; None of an empty one. Raises DaemonError."""
+        Raises DaemonError, with the daemon's own words where it refuses.
+        """
+        return self.send("GET", f"{path}?{urlencode(query)}" if query else path, holds=holds)
+
+    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, holds: Shape = object) -> Any:
+        """Send JSON, or nothing, and return the JSON of the answer; None of an empty one. holds: what it has to.
+
+        Raises DaemonError.
+        """
         connection = self._sent(method, path, body)
         try:
             with self._answer(connection) as response:
-                return self._json(self._whole(response))
+                answer = self._json(self._whole(response))
         finally:
             connection.close()
+        if not fits(answer, holds):
+            raise self._foreign()
+        return answer
 
     def stream(self, path: str, body: Mapping[str, Any] | None = None) -> Events:
         """Send JSON, or ask for the path where there is no body. Raises DaemonError if that cannot be sent.

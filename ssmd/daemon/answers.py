@@ -1,0 +1,46 @@
+"""What a command cannot do without in a daemon's answers: one of another version may say something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import UnionType
+from typing import Any
+
+from ssmd.daemon import said
+
+# A dict names fields, a list holds rows; a function says itself whether a value will do.
+Shape = type | UnionType | Callable[[Any], bool] | dict[str, "Shape"] | list["Shape"]
+_LATEST = 1e11  # seconds since 1970: beyond all calendars
+
+
+def fits(value: Any, shape: Shape) -> bool:
+    """Whether a value has all that a shape names. It may have more."""
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(name in value and fits(value[name], one) for name, one in shape.items())
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
+    if isinstance(shape, type | UnionType):
+        return isinstance(value, shape)
+    return shape(value)
+
+
+def _is_time(value: Any) -> bool:
+    seconds = said.number(value)
+    return seconds is not None and 0 <= seconds < _LATEST
+
+
+def _is_exchange(value: Any) -> bool:
+    """What was asked, if anything, and an answer."""
+    return fits(value, [{"role": str, "content": str}]) and bool(value)
+
+
+_ID: Shape = {"id": str}
+_LISTED: Shape = {"id": str, "model": str, "title": str, "turn_count": int, "last_used": _is_time}
+_TURN: Shape = dict(id=str, parent=str | None, messages=_is_exchange, finish_reason=str, complete=bool)
+_LOADED: Shape = {"id": str, "name": str, "state": str}
+MODELS: Shape = {"data": [_ID]}
+SESSIONS: Shape = {"data": [_LISTED], "has_more": bool}
+SESSION: Shape = {"id": str, "model": str, "head": str, "turns": [_TURN]}
+FORKED: Shape = _ID
+LOADED: Shape = {"data": [_LOADED]}
+UNLOADED: Shape = {"state": str, "queue": {"running": int}}
