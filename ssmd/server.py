@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from ssmd import __version__
 from ssmd.api import chat, connections, health, metrics, models, pulls, requests, runtimes, sessions, stop, tickets
 from ssmd.api.keys import Keys
+from ssmd.api.page import Page
 from ssmd.api.runtimes import Runtimes
 from ssmd.api.security import Rules, guarded
 from ssmd.api.under_way import UnderWay
@@ -63,8 +64,9 @@ def create_app(
     """
     keys = Keys.of(settings) if keys is None else keys
     store, under_way, usable = None if host.writer is None else host.writer.store, UnderWay(), Runtimes()
-    pulling = Pulls(settings.models_dir, settings.data_dir, offline=settings.offline)
+    pulling, page = Pulls(settings.models_dir, settings.data_dir, offline=settings.offline), Page.read()
     routes = [
+        *page.routes(),
         *chat.routes(host, under_way, stall_s, truncate=settings.truncation == "auto"),
         *requests.routes(under_way, stall_s),
         *models.routes(host),
@@ -76,7 +78,7 @@ def create_app(
         *stop.routes(end),
         *tickets.routes(keys),
     ]
-    rules = Rules.of(settings, keys, body_limits=sessions.BODY_LIMITS)
+    rules = Rules.of(settings, keys, sessions.BODY_LIMITS, page.paths)
     return guarded(routes, rules)
 
 

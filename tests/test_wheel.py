@@ -17,6 +17,7 @@ PLACES = {
     "runtimes/": "",
     "clients/": "",
     "migrations/": "ssmd/migrations/",
+    "clients/web/": "ssmd/web/",
 }  # folder of the checkout -> in the wheel
 INFO = "ssmd_daemon-{}.dist-info/"
 WRITTEN = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
@@ -43,6 +44,7 @@ def test_the_files_are_those_of_the_checkout(wheel: Path) -> None:
     expected = {in_the_wheel(name) for name in kept}
     assert {"ssmd/py.typed", "ssmd/build/builder.py", "ssmd/migrations/script.py.mako"} < expected
     assert {"ssmd_wgpu/shaders/scan.wgsl", "ssmd/refit/graphs/smollm2@litert-cpu-int8.graph"} < expected
+    assert {"ssmd/web/index.html", "ssmd/web/vendor/LICENSE-preact"} < expected
     with zipfile.ZipFile(wheel) as opened:
         found = set(opened.namelist())
         assert found - expected == {INFO.format(wheel.name.split("-")[1]) + name for name in WRITTEN}

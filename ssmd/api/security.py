@@ -55,6 +55,7 @@ class Rules:
 
     `body_limits`: bytes, for the paths that differ from `max_body_bytes`, and whose bodies are not held in memory.
     `bodies_bytes`: for the bodies of all requests under way together, where they are longer than FREE_BYTES.
+    `open_paths`: that need no key.
     """
 
     hosts: frozenset[str]
@@ -63,9 +64,15 @@ class Rules:
     max_body_bytes: int = 32 << 20
     body_limits: Mapping[str, int] = field(default_factory=dict)
     bodies_bytes: int = 256 << 20
+    open_paths: frozenset[str] = OPEN_PATHS
 
     @staticmethod
-    def of(settings: Settings, keys: Keys, body_limits: Mapping[str, int] | None = None) -> Rules:
+    def of(
+        settings: Settings,
+        keys: Keys,
+        body_limits: Mapping[str, int] | None = None,
+        open_paths: frozenset[str] = frozenset(),
+    ) -> Rules:
         return Rules(
             hosts=frozenset(settings.allowed_hosts),
             origins=frozenset(settings.allowed_origins),
@@ -73,6 +80,7 @@ class Rules:
             max_body_bytes=settings.max_body_bytes,
             bodies_bytes=max(256 << 20, 2 * settings.max_body_bytes),
             body_limits=body_limits or {},
+            open_paths=OPEN_PATHS | open_paths,
         )
 
 
@@ -134,7 +142,8 @@ class Security:
             if readable and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 await _preflight(headers)(scope, receive, send_identified)
                 return
-            caller = Caller() if where in KEYLESS_PATHS else self._rules.keys.caller(headers.get("authorization", ""))
+            keyless = where in KEYLESS_PATHS or where in self._rules.open_paths
+            caller = Caller() if keyless else self._rules.keys.caller(headers.get("authorization", ""))
             where = label(where, caller.name)
             set_caller(scope, caller)
             _check_method(scope, caller)
@@ -183,7 +192,7 @@ class Security:
 
     def _check_site(self, path: str, headers: Headers) -> None:
         """Refuse what a page of another origin makes a browser fetch. To follow a link to an open path is allowed."""
-        followed = path in OPEN_PATHS and headers.get("sec-fetch-mode") == "navigate"
+        followed = path in self._rules.open_paths and headers.get("sec-fetch-mode") == "navigate"
         if headers.get("sec-fetch-site", "none") in ("none", "same-origin") or followed:
             return
         raise Rejected(

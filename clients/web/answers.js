@@ -1,0 +1,208 @@
+// Answers that are under way: asked here, or followed after a reload, or beside another window that asked.
+import {ApiError, ask, open} from "./api.js";
+import {readEvents} from "./events.js";
+import {read, readJson, writeJson} from "./kept.js";
+import {daemon, metrics} from "./live.js";
+import {changed} from "./windows.js";
+
+const ASKED_S = 24 * 3600;
+/** By session, or by what the page calls a session that has no id yet. */
+const running = new Map();
+/** Ids that this window has read: the metrics may tell of one for a moment after its end. */
+const seen = new Set();
+let leaving = false; // the page goes: what breaks off now goes on in the daemon, and the next page follows it
+addEventListener("pagehide", () => (leaving = true));
+addEventListener("pageshow", () => (leaving = false));
+
+/** One answer. state: "waiting" (nothing came yet), "answering", "done", "stopped", "failed", "lost" (its
+ * daemon went), or "gone" (it was over before it could be followed). */
+export class Answer {
+  text = "";
+  state = "waiting";
+  id = null;
+  usage = null;
+  finish = null;
+  error = null;
+  began = performance.now();
+  #listeners = new Set();
+  #stopping = false;
+  #leave = new AbortController();
+
+  /** parent: the turn above it, ask: messages since that, null if they are not known; begun: what it goes on from.
+   * fresh: its session begins with it. */
+  constructor({session, parent = null, question = null, begun = "", request = null, fresh = false}) {
+    Object.assign(this, {session, parent, question, begun, request, fresh});
+  }
+
+  get over() {
+    return !["waiting", "answering"].includes(this.state);
+  }
+
+  listen(listener) {
+    this.#listeners.add(listener);
+    return () => this.#listeners.delete(listener);
+  }
+
+  tell() {
+    for (const listener of [...this.#listeners]) listener(this);
+  }
+
+  /** Asks, and reads to the end. */
+  async begin(key) {
+    running.set(key, this);
+    this.#remember();
+    try {
+      const body = {...this.request, stream: true, stream_options: {include_usage: true}, background: true};
+      const response = await open("/v1/chat/completions", {method: "POST", body, signal: this.#leave.signal});
+      const session = response.headers.get("x-ssmd-session");
+      if (session && session !== key) {
+        running.delete(key);
+        running.set(session, this);
+      }
+      this.session = session;
+      await this.#read(response);
+    } catch (error) {
+      await this.#broke(error);
+    }
+    this.#end();
+  }
+
+  /** Reads an answer that runs already. */
+  async follow(id) {
+    running.set(this.session, this);
+    seen.add(id);
+    this.id = id;
+    try {
+      await this.#read(await this.#opened(id));
+    } catch (error) {
+      await this.#broke(error);
+    }
+    this.#end();
+  }
+
+  /** Takes over what another window, or this one before a reload, kept of the question. */
+  learn(id = this.id) {
+    const asked = readJson(`asked.${this.session}`);
+    if (this.question || !asked?.question || (asked.id && asked.id !== id)) return;
+    Object.assign(this, {parent: asked.parent, question: asked.question, begun: asked.begun});
+  }
+
+  /** Ends it; what was said is kept. Before it has an id, as soon as it has one. */
+  async stop() {
+    this.#stopping = true;
+    const row = metrics.value?.running?.find((one) => one.session && one.session === this.session && one.id);
+    const id = this.id ?? row?.id;
+    if (!id) return;
+    try {
+      await ask(`/ssmd/v1/requests/${id}/stop`, {method: "POST"});
+    } catch (error) {
+      if (error.status !== 404) throw error; // over meanwhile
+    }
+  }
+
+  #opened(id) {
+    return open(`/ssmd/v1/requests/${id}/stream`, {signal: this.#leave.signal});
+  }
+
+  async #read(response) {
+    let ended = false;
+    this.text = "";
+    const take = (events) => {
+      for (const event of events) {
+        if (event === "[DONE]") ended = true;
+        else this.#take(JSON.parse(event));
+      }
+      this.tell();
+      return !ended && !this.error;
+    };
+    const broken = await readEvents(response, take).catch((error) => error);
+    if (!ended && !this.error) throw new ApiError("The daemon went away in the middle of the answer.", 0, broken);
+  }
+
+  #take(chunk) {
+    if (chunk.error) {
+      [this.error, this.state] = [chunk.error.message, "failed"];
+      return;
+    }
+    if (!this.id) {
+      this.id = chunk.id.replace(/^chatcmpl-/, "");
+      seen.add(this.id);
+      this.#remember();
+      if (this.session) changed(this.session, "asked");
+      if (this.#stopping) this.stop().catch(() => {});
+    }
+    for (const choice of chunk.choices) {
+      if (choice.index !== 0) continue;
+      if (choice.delta.content) {
+        this.text += choice.delta.content;
+        this.state = "answering";
+      }
+      if (choice.finish_reason) this.finish = choice.finish_reason;
+    }
+    if (chunk.usage) this.usage = chunk.usage;
+  }
+
+  /** The connection is gone: where the daemon still answers, the rest is to be had. */
+  async #broke(error) {
+    if (this.over || leaving) return;
+    if (this.id && error.status === 0) {
+      await until(() => daemon.value === "there", 3000);
+      try {
+        await this.#read(await this.#opened(this.id));
+        return;
+      } catch {
+        // it is over, or its daemon is
+      }
+    }
+    this.state = error.status === 0 ? "lost" : error.code === "request_not_found" ? "gone" : "failed";
+    this.error = error.message;
+  }
+
+  #end() {
+    if (leaving) return;
+    if (!this.over) this.state = this.usage?.ssmd?.stopped || this.#stopping ? "stopped" : "done";
+    for (const [key, answer] of running) if (answer === this) running.delete(key);
+    if (this.session) writeJson(`asked.${this.session}`, null);
+    this.tell();
+    if (this.session) changed(this.session, "answered");
+  }
+
+  /** What a reload, or another window, cannot read anywhere else before the turn is stored. */
+  #remember() {
+    if (!this.session || !this.question) return;
+    const {id, parent, question, begun, fresh} = this;
+    writeJson(`asked.${this.session}`, {id, parent, question, begun, fresh, at: Date.now() / 1000});
+  }
+}
+
+/** The answer under way in a session: one that this window reads, or that it begins to follow as the metrics tell of it. */
+export function answerIn(session) {
+  if (!session) return null;
+  if (running.has(session)) return running.get(session);
+  const row = metrics.value?.running?.find((one) => one.session === session && one.id && !seen.has(one.id));
+  if (!row) return null;
+  const answer = new Answer({session});
+  answer.learn(row.id);
+  answer.follow(row.id);
+  return answer;
+}
+
+/** Whether nothing of the session can be stored yet: it began with the answer that was under way when this was kept. */
+export const isFresh = (session) => Boolean(readJson(`asked.${session}`)?.fresh);
+
+/** Forgets what was asked long ago by windows that did not see the end. */
+export function forgetOld() {
+  try {
+    for (const name of Object.keys(localStorage)) {
+      const key = name.replace(/^ssmd\./, "");
+      if (key.startsWith("asked.") && !(Date.now() / 1000 - (JSON.parse(read(key))?.at ?? 0) < ASKED_S)) writeJson(key, null);
+    }
+  } catch {
+    // a storage that cannot be read has nothing to forget
+  }
+}
+
+async function until(condition, within_ms) {
+  const deadline = performance.now() + within_ms;
+  while (!condition() && performance.now() < deadline) await new Promise((resolve) => setTimeout(resolve, 100));
+}

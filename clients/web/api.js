@@ -1,0 +1,64 @@
+// Requests to the daemon: with the key where one is set, errors in its own words.
+import {Signal} from "./signal.js";
+import {read, write} from "./kept.js";
+
+/** Whether the daemon asks for a key that this window does not have; "wrong" if it had another one. */
+export const locked = new Signal(false);
+/** Counts the keys that were given: what was asked before is asked again. */
+export const unlocked = new Signal(0);
+let key = read("key", "sessionStorage");
+
+export class ApiError extends Error {
+  constructor(message, status, code) {
+    super(message);
+    this.status = status;
+    this.code = code;
+    this.told = status === 401; // the key prompt says it
+  }
+}
+
+/** Answers with a response whose status is good. Raises ApiError, and what fetch raises, with words for people. */
+export async function open(path, {method = "GET", body, raw, signal, keepalive = false, bearer = key} = {}) {
+  const headers = {};
+  if (bearer) headers.authorization = `Bearer ${bearer}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  let response;
+  try {
+    const sent = body === undefined ? raw : JSON.stringify(body);
+    response = await fetch(path, {method, headers, body: sent, signal, keepalive, cache: "no-store"});
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The daemon does not answer.", 0, "away");
+  }
+  if (response.ok) return response;
+  const told = await response.json().catch(() => null);
+  if (response.status === 401) locked.set(key ? "wrong" : true);
+  throw new ApiError(told?.error?.message ?? `The daemon answered ${response.status}.`, response.status, told?.error?.code);
+}
+
+/** Answers with the JSON of a response. */
+export async function ask(path, options) {
+  return (await open(path, options)).json();
+}
+
+/** Takes a key if the daemon knows it. Raises ApiError. */
+export async function giveKey(given) {
+  await open("/v1/models", {bearer: given});
+  key = given;
+  write("key", given, "sessionStorage");
+  locked.set(false);
+  unlocked.set(unlocked.value + 1);
+}
+
+/** Whether requests carry a key, so that a plain link would be refused. */
+export const hasKey = () => Boolean(key);
+
+/** Redeems the one-time ticket of the address, which is gone from it before anything else is done. */
+export async function redeemTicket() {
+  const ticket = /^#ticket=([\w~.-]{1,512})$/.exec(location.hash)?.[1];
+  if (!location.hash.startsWith("#ticket")) return;
+  history.replaceState(null, "", location.pathname);
+  if (!ticket) return;
+  const got = await ask("/ssmd/v1/tickets/redeem", {method: "POST", body: {ticket}, bearer: null});
+  if (got.key) await giveKey(got.key);
+}

@@ -1,0 +1,162 @@
+// The chat: one conversation on the way that is looked at, with every fork on it.
+import {ask} from "./api.js";
+import {Composer, ModelPicker, Options, modelFor, models, sampling} from "./composer.js";
+import {Act, Empty, Menu} from "./controls.js";
+import {Conversation} from "./conversation.js";
+import {html, useEffect, useLayoutEffect, useMemo, useRef, useState} from "./html.js";
+import {daemon, metrics} from "./live.js";
+import {fail} from "./notices.js";
+import {plain} from "./numbers.js";
+import {go, put} from "./route.js";
+import {actions, exported, remove} from "./session_actions.js";
+import {use, useChanges} from "./signal.js";
+import {forksAt} from "./tree.js";
+import {Announcer, Growing, Turn} from "./turn.js";
+
+const FIRST_TURNS = 24; // drawn at once; the older ones when there is time
+const MORE_TURNS = 8;
+const NEAR_PX = 80; // of the end, within which one goes along with it
+
+/** id: of the session, null: a new one, the `count`th of this window. at: the turn to show. */
+export function Chat({id, at, count}) {
+  const conversation = useRef(null);
+  const known = conversation.current;
+  if (!known || known.id !== id || known.count !== count || (at && at !== known.shownAt)) {
+    conversation.current = new Conversation(id, at, (got) => put(`/chat/${got}`));
+    Object.assign(conversation.current, {count, shownAt: at});
+  }
+  const mine = conversation.current;
+  useEffect(() => mine.start(), [mine]);
+  useChanges(mine);
+  return html`<${Shown} mine=${mine} />`;
+}
+
+function Shown({mine}) {
+  const [options, setOptions] = useState(false);
+  const [chosen, setChosen] = useState(null);
+  const [system, setSystem] = useState(null);
+  const away = use(daemon) === "away";
+  use(models);
+  use(metrics, (now) => now?.models?.map((row) => row.state).join());
+  useEffect(() => {
+    setChosen(null);
+    setSystem(null);
+  }, [mine]);
+  const model = modelFor(mine.session, chosen);
+  const asking = () => ({model, system, sampling: sampling.value});
+  const does = useMemo(() => doing(mine), [mine]);
+  does.asking = asking;
+  const stop = () => mine.answer.stop().catch(fail);
+  const title = mine.session ? plain(mine.session.title) : "New chat";
+  const empty = !mine.path.length && !mine.answer;
+  return html`<div class="chat">
+    <header class="bar">
+      <h1 dir="auto" title=${title}>${title}</h1>
+      <${ModelPicker} value=${model} choose=${setChosen} />
+      <${Act} icon="tune" label="System prompt and sampling" aria-expanded=${options} run=${() => setOptions(!options)} />
+      ${mine.session && html`<${Menu} label="Session" items=${menu(mine)} />`}
+    </header>
+    ${options && html`<${Options} system=${system ?? mine.system} setSystem=${setSystem} />`}
+    <${Flow} mine=${mine} does=${does}>
+      ${mine.missing && html`<${Empty} title="This session is not here">It was removed, or belongs to another key.<//>`}
+      ${empty && !mine.missing && !mine.loading && html`<${Empty} title="What is said here stays here">Every turn is kept with the model's state. Continue, edit or branch at any point: nothing is read twice.<//>`}
+    <//>
+    <div class="foot">
+      ${away && html`<p class="away" role="status">The daemon is away. What you type is kept.</p>`}
+      <${Composer} mine=${mine} session=${mine.id} busy=${mine.busy} stoppable=${mine.answer && !mine.answer.over} send=${(text) => does.say(text)} stop=${stop} />
+    </div>
+    <${Announcer} answer=${mine.busy ? mine.answer : null} />
+  </div>`;
+}
+
+function menu(mine) {
+  const {session} = mine;
+  return [
+    {icon: "sessions", label: "Show the tree", run: () => go(`/sessions/${session.id}`)},
+    ...actions(session),
+    {icon: "out", label: "Export", run: () => exported(session)},
+    {icon: "bin", label: "Delete", kind: "danger", run: () => (remove(session), go("/chat"))},
+  ];
+}
+
+/** What the turns' buttons do; one object for a conversation, so that turns need not be drawn again. */
+function doing(mine) {
+  const does = {
+    say: (text) => mine.say(text, does.asking()).catch(fail),
+    edit: (turn, text) => mine.again(turn, does.asking(), text).catch(fail),
+    again: (turn) => void mine.again(turn, does.asking()).catch(fail),
+    goOn: (turn) => void mine.goOn(turn, does.asking()).catch(fail),
+    retry: () => mine.retry(does.asking()).catch(fail),
+    step: (turn, what, by) => {
+      const forks = forksAt(mine.tree, turn);
+      mine.show(forks[`${what}s`][forks[what] + by]);
+    },
+    fork: async (turn) => {
+      const made = await ask(`/ssmd/v1/sessions/${mine.id}/fork`, {method: "POST", body: {turn: turn.id}});
+      go(`/chat/${made.id}`);
+    },
+  };
+  return does;
+}
+
+/** The turns, the youngest first drawn; it goes along with its end as long as one is there. */
+function Flow({mine, does, children}) {
+  const box = useRef(null);
+  const inner = useRef(null);
+  const there = useRef(true);
+  const path = mine.path;
+  const shown = useFilled(mine, path.length);
+  useLayoutEffect(() => {
+    there.current = true;
+    const follow = () => there.current && (box.current.scrollTop = box.current.scrollHeight);
+    const seen = new ResizeObserver(follow);
+    seen.observe(inner.current);
+    follow();
+    let before = 0;
+    const scrolled = () => {
+      const {scrollTop, scrollHeight, clientHeight} = box.current;
+      if (scrollHeight - scrollTop - clientHeight < NEAR_PX) there.current = true;
+      else if (scrollTop < before - 2) there.current = false;
+      before = scrollTop;
+    };
+    const element = box.current;
+    element.addEventListener("scroll", scrolled, {passive: true});
+    return () => (seen.disconnect(), element.removeEventListener("scroll", scrolled));
+  }, [mine]);
+  useLayoutEffect(() => {
+    if (mine.answer && !mine.answer.over) {
+      there.current = true;
+      box.current.scrollTop = box.current.scrollHeight;
+    }
+  }, [mine.answer]);
+  const from = Math.max(0, path.length - shown);
+  return html`<div class="flow" ref=${box} tabindex="0" role="region" aria-label="Conversation">
+    <div class="inner" ref=${inner}>
+      ${children}
+      ${from > 0 && html`<p class="aside">${from} earlier turns are being drawn…</p>`}
+      ${path.slice(from).map((turn, i) => {
+        const {ask: a, asks, answer, answers} = forksAt(mine.tree, turn);
+        const last = from + i === path.length - 1;
+        return html`<${Turn} key=${turn.id} turn=${turn} fork=${`${a}/${asks.length}/${answer}/${answers.length}`} last=${last && !mine.answer}
+          busy=${mine.busy && from + i >= path.length - FIRST_TURNS} usage=${mine.costOf(turn)} does=${does} />`;
+      })}
+      ${mine.answer && html`<${Growing} key="growing" answer=${mine.answer} retry=${does.retry} />`}
+    </div>
+  </div>`;
+}
+
+/** How many turns are drawn: soon all, but not in one go. */
+function useFilled(mine, length) {
+  const [shown, setShown] = useState(FIRST_TURNS);
+  const filled = Math.min(shown, length);
+  useEffect(() => setShown(FIRST_TURNS), [mine]);
+  useEffect(() => {
+    if (filled >= length) return undefined;
+    const more = () => setShown((now) => now + MORE_TURNS);
+    const idle = window.requestIdleCallback ?? ((run) => setTimeout(run, 30));
+    const stop = window.cancelIdleCallback ?? clearTimeout;
+    const handle = idle(more, {timeout: 200});
+    return () => stop(handle);
+  }, [mine, filled, length]);
+  return Math.max(shown, FIRST_TURNS);
+}

@@ -1,0 +1,129 @@
+// Where one writes: the message, its draft, how it is answered.
+import {Act, Icon} from "./controls.js";
+import {html, useEffect, useLayoutEffect, useRef, useState} from "./html.js";
+import {draftOf, keepDraft, readJson, writeJson} from "./kept.js";
+import {ask, unlocked} from "./api.js";
+import {Signal, use} from "./signal.js";
+import {metrics} from "./live.js";
+
+const DRAFT_MS = 300;
+/** [name, what it is called, where it may lie, what it is if nothing is said]. */
+const KNOBS = [
+  ["temperature", "Temperature", 0, 2, 0.1, "1"],
+  ["top_p", "Top p", 0.01, 1, 0.01, "1"],
+  ["top_k", "Top k", 0, 100000, 1, "all"],
+  ["min_p", "Min p", 0, 1, 0.01, "0"],
+  ["repetition_penalty", "Repetition penalty", 0.01, 100, 0.05, "1"],
+  ["max_tokens", "Longest answer", 1, 1000000, 1, "2,048 tokens"],
+  ["seed", "Seed", 0, 2147483647, 1, "random"],
+];
+
+/** Sampling as it was chosen last, for all sessions. */
+export const sampling = new Signal(readJson("sampling", {}));
+sampling.listen((chosen) => writeJson("sampling", chosen));
+
+export const models = new Signal([]);
+export async function loadModels() {
+  models.set((await ask("/v1/models")).data.map((model) => model.id));
+}
+unlocked.listen(() => loadModels().catch(() => {}));
+let installed = "";
+metrics.listen((now) => {
+  const seen = now.models.map((model) => model.id).join();
+  if (seen !== installed) loadModels().catch(() => {});
+  installed = seen;
+});
+
+/** The model that answers if none is chosen: the session's, the one chosen last, one that is loaded, any. */
+export function modelFor(session, chosen) {
+  const there = models.value;
+  const loaded = metrics.value?.models.find((row) => row.state === "loaded");
+  const wanted = [chosen, session?.model, readJson("model"), loaded?.name, loaded?.id];
+  return wanted.find((name) => name && there.includes(name)) ?? there[0] ?? chosen ?? session?.model ?? "";
+}
+
+export function ModelPicker({value, choose}) {
+  const there = use(models);
+  const rows = use(metrics, (now) => now?.models);
+  const loaded = (id) => rows?.some((row) => row.state === "loaded" && (row.id === id || row.name === id));
+  return html`<label class="picker"><span class="hidden">Model</span>
+    <select value=${value} onChange=${(event) => (writeJson("model", event.target.value), choose(event.target.value))}>
+      ${!there.includes(value) && html`<option value=${value}>${value || "no model"}</option>`}
+      ${there.map((id) => html`<option value=${id} selected=${id === value}>${id}${loaded(id) ? "" : " (not loaded)"}</option>`)}
+    </select></label>`;
+}
+
+/** System prompt and sampling. */
+export function Options({system, setSystem}) {
+  const chosen = use(sampling);
+  const set = (name, text) => {
+    const {[name]: _, ...rest} = chosen;
+    const number = Number(text);
+    sampling.set(text === "" || Number.isNaN(number) ? rest : {...rest, [name]: number});
+  };
+  return html`<section class="options" aria-label="Options">
+    <label class="field wide-field"><span>System prompt</span>
+      <textarea rows="3" value=${system} placeholder="None" onInput=${(event) => setSystem(event.target.value)}></textarea></label>
+    <div class="knobs">${KNOBS.map(
+      ([name, label, min, max, step, otherwise]) => html`<label class="field"><span>${label}</span>
+        <input type="number" inputmode="decimal" min=${min} max=${max} step=${step} placeholder=${otherwise}
+          value=${chosen[name] ?? ""} onInput=${(event) => set(name, event.target.value)} /></label>`,
+    )}</div>
+    <p class="row"><span class="hint">Sampling is kept in this browser, for all sessions.</span>
+      <button type="button" onClick=${() => sampling.set({})}>Defaults</button></p>
+  </section>`;
+}
+
+/** The field below the conversation. A draft is kept for each session while it is typed. */
+export function Composer({mine, session, busy, stoppable, send, stop}) {
+  const name = session ?? "new";
+  const [text, setText] = useState(() => draftOf(name));
+  const area = useRef(null);
+  const waiting = useRef(null);
+  const shown = useRef(mine);
+  useEffect(() => {
+    if (shown.current === mine) {
+      if (text) keepDraft(name, text); // a new session has its id now: what was typed meanwhile stays
+    } else setText(draftOf(name));
+    shown.current = mine;
+    if (matchMedia("(hover: hover)").matches) area.current.focus();
+  }, [mine, name]);
+  useEffect(() => {
+    const keep = () => waiting.current?.();
+    addEventListener("pagehide", keep);
+    return () => (keep(), removeEventListener("pagehide", keep));
+  }, []);
+  useLayoutEffect(() => {
+    area.current.style.height = "auto";
+    area.current.style.height = `${Math.min(area.current.scrollHeight, 240)}px`;
+  }, [text]);
+  const type = (typed) => {
+    setText(typed);
+    clearTimeout(waiting.current?.timer);
+    const keep = () => (clearTimeout(keep.timer), (waiting.current = null), keepDraft(name, typed));
+    keep.timer = setTimeout(keep, DRAFT_MS);
+    waiting.current = keep;
+  };
+  const go = () => {
+    if (busy || !text.trim()) return;
+    send(text);
+    clearTimeout(waiting.current?.timer);
+    waiting.current = null;
+    keepDraft(name, "");
+    setText("");
+  };
+  const keys = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      go();
+    } else if (event.key === "Escape" && busy) stop();
+  };
+  return html`<form class="composer" onSubmit=${(event) => (event.preventDefault(), go())}>
+    <label class="hidden" for="message">Message</label>
+    <textarea id="message" ref=${area} rows="1" dir="auto" placeholder="Message" value=${text} enterkeyhint="send"
+      onInput=${(event) => type(event.target.value)} onKeyDown=${keys}></textarea>
+    ${busy
+      ? html`<${Act} icon="stop" label="Stop" kind="round" disabled=${!stoppable} run=${stop} />`
+      : html`<button class="act round main" aria-label="Send" title="Send" disabled=${!text.trim()}><${Icon} name="send" /></button>`}
+  </form>`;
+}

@@ -1,0 +1,106 @@
+// What is done with sessions: rename, pin, fork, export, import, and removal that can be taken back for some seconds.
+import {ask, hasKey, open} from "./api.js";
+import {askText} from "./dialog.js";
+import {keepDraft} from "./kept.js";
+import {fail, tell} from "./notices.js";
+import {bytes, many} from "./numbers.js";
+import {go} from "./route.js";
+import {Signal} from "./signal.js";
+import {changed, onChange} from "./windows.js";
+
+const UNDO_MS = 8000;
+const ROOT = "/ssmd/v1/sessions";
+
+/** Ids of sessions that are about to be removed: no view shows them. */
+export const hidden = new Signal(new Set());
+const pending = new Map(); // id → the timer that removes it
+
+/** Rename, pin and fork, as items of a menu. */
+export function actions(session) {
+  return [
+    {icon: "edit", label: "Rename", run: () => rename(session)},
+    {icon: "pin", label: session.pinned ? "Unpin" : "Pin", run: () => patch(session, {pinned: !session.pinned})},
+    {icon: "fork", label: "Fork", run: () => fork(session)},
+  ];
+}
+
+async function rename(session) {
+  const title = await askText({title: "Rename the session", label: "Title; empty for the first words", value: session.title});
+  if (title !== null && title !== session.title) await patch(session, {title: title.trim() || null});
+}
+
+async function patch(session, changes) {
+  await ask(`${ROOT}/${session.id}`, {method: "PATCH", body: changes});
+  changed(session.id);
+  changed(null);
+}
+
+async function fork(session) {
+  const made = await ask(`${ROOT}/${session.id}/fork`, {method: "POST"});
+  changed(null);
+  go(`/chat/${made.id}`);
+}
+
+/** Has the browser save a session's file. A link cannot carry a key; then the file passes through this window. */
+export async function exported(session) {
+  const link = document.createElement("a");
+  link.download = `${session.id}.ssmd`;
+  const path = `${ROOT}/${session.id}/export`;
+  if (!hasKey()) link.href = path;
+  else link.href = URL.createObjectURL(await (await open(path)).blob());
+  link.click();
+  if (link.href.startsWith("blob:")) setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
+
+/** Imports files, one after the other; says of each what came of it. */
+export async function imported(files) {
+  for (const file of files) {
+    try {
+      const session = await ask(`${ROOT}/import`, {method: "POST", raw: file});
+      const how = session.text_only ? `its text only: ${session.text_only}` : `with ${many(session.states, "state")}`;
+      tell(`${file.name}: ${many(session.turn_count, "turn")}, ${how}`, "info", {label: "Open", run: () => go(`/chat/${session.id}`)});
+      changed(null);
+    } catch (error) {
+      fail(error.status ? {message: `${file.name}: ${error.message}`} : error);
+    }
+  }
+}
+
+/** Hides a session, and removes it when it can no longer be taken back. */
+export function remove(session) {
+  const {id} = session;
+  changed(id, "hidden");
+  pending.set(id, setTimeout(() => flush(id), UNDO_MS));
+  const back = () => {
+    clearTimeout(pending.get(id));
+    pending.delete(id);
+    changed(id, "shown");
+  };
+  const freed = session.own_bytes ? `, ${bytes(session.own_bytes)}` : "";
+  tell(`Deleted: ${session.title}${freed}`, "info", {label: "Undo", run: back}, UNDO_MS);
+}
+
+async function flush(id) {
+  clearTimeout(pending.get(id));
+  pending.delete(id);
+  try {
+    await open(`${ROOT}/${id}`, {method: "DELETE", keepalive: true});
+    keepDraft(id, "");
+  } catch (error) {
+    if (error.status !== 404) {
+      fail(error);
+      changed(id, "shown");
+    }
+  }
+  changed(null);
+}
+
+onChange(({kind, session}) => {
+  if (kind !== "hidden" && kind !== "shown") return;
+  const next = new Set(hidden.value);
+  if (kind === "hidden") next.add(session);
+  else next.delete(session);
+  hidden.set(next);
+});
+
+addEventListener("pagehide", () => [...pending.keys()].forEach(flush));

@@ -1,0 +1,52 @@
+// A value that tells who listens when it is another one.
+import {useEffect, useState} from "./html.js";
+
+export class Signal {
+  #listeners = new Set();
+
+  constructor(value) {
+    this.value = value;
+  }
+
+  set(value) {
+    if (value !== this.value) {
+      this.value = value;
+      this.tell();
+    }
+  }
+
+  tell() {
+    for (const listener of [...this.#listeners]) listener(this.value);
+  }
+
+  /** Calls back at every change, until what this returns is called. */
+  listen(listener) {
+    this.#listeners.add(listener);
+    return () => this.#listeners.delete(listener);
+  }
+}
+
+/** The value in a component, which is drawn again when `pick` of it is another one. */
+export function use(signal, pick = (value) => value) {
+  const [, draw] = useState(0);
+  const picked = pick(signal.value);
+  useEffect(() => {
+    let seen = picked;
+    const look = (value) => {
+      const now = pick(value);
+      if (now !== seen) {
+        seen = now;
+        draw((n) => n + 1);
+      }
+    };
+    look(signal.value); // what changed between the drawing and now
+    return signal.listen(look);
+  }, [signal]);
+  return picked;
+}
+
+/** Draws a component again whenever an object that has `listen` tells of a change. */
+export function useChanges(source) {
+  const [, draw] = useState(0);
+  useEffect(() => source?.listen(() => draw((n) => n + 1)), [source]);
+}

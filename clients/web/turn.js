@@ -1,0 +1,138 @@
+// One exchange in the chat: what was asked, the answer, and what can be done with both.
+import {Act, Copy, Icon} from "./controls.js";
+import {html, memo, useEffect, useRef, useState} from "./html.js";
+import {Typed, Written} from "./markdown_view.js";
+import {thoughts} from "./markdown.js";
+import {count, many, ms} from "./numbers.js";
+import {useChanges} from "./signal.js";
+import {answerOf, askOf} from "./tree.js";
+
+const ENDS = {length: "It ended at its token limit.", content_filter: "It was cut by a filter."};
+
+/** The questions of a turn, the system prompt folded. */
+function Asked({messages}) {
+  return messages.map((message) =>
+    message.role === "system" || message.role === "developer"
+      ? html`<details class="system"><summary>System prompt</summary><${Typed} text=${message.content} /></details>`
+      : message.role === "assistant"
+        ? html`<div class="said"><${Written} text=${message.content} /></div>`
+        : html`<div class="asked"><h2 class="hidden">You said</h2><${Typed} text=${message.content} /></div>`,
+  );
+}
+
+/** "‹ 2 of 3 ›" where there are several. */
+function Switch({at, of, what, step}) {
+  if (of < 2) return null;
+  return html`<span class="switch" role="group" aria-label=${`${what} ${at + 1} of ${of}`}>
+    <button type="button" class="act" aria-label=${`Previous ${what}`} disabled=${at === 0} onClick=${() => step(-1)}><${Icon} name="left" /></button>
+    <span>${at + 1} / ${of}</span>
+    <button type="button" class="act" aria-label=${`Next ${what}`} disabled=${at === of - 1} onClick=${() => step(1)}><${Icon} name="right" /></button>
+  </span>`;
+}
+
+function Editor({text, done, cancel}) {
+  const area = useRef(null);
+  useEffect(() => {
+    area.current.focus();
+    area.current.setSelectionRange(text.length, text.length);
+  }, []);
+  const send = () => area.current.value.trim() && done(area.current.value);
+  const keys = (event) => {
+    if (event.key === "Escape") cancel();
+    else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      send();
+    }
+  };
+  return html`<form class="editor" onSubmit=${(event) => (event.preventDefault(), send())}>
+    <textarea ref=${area} rows="3" aria-label="Edit your message" onKeyDown=${keys}>${text}</textarea>
+    <p class="row"><span class="hint">The earlier version stays, as a branch.</span>
+      <button type="button" onClick=${cancel}>Cancel</button><button class="main">Send</button></p>
+  </form>`;
+}
+
+/** What an answer cost, as far as it is known. */
+export function Cost({usage}) {
+  if (!usage) return null;
+  const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+  const own = usage.ssmd ?? {};
+  const told = [
+    `${count(cached)} of ${many(usage.prompt_tokens, "token")} from cache`,
+    `first token ${ms(own.ttft_ms)}`,
+    own.tbt_ms ? `${(1000 / own.tbt_ms).toFixed(0)} tokens/s` : null,
+    own.cut_messages ? `${many(own.cut_messages, "message")} cut` : null,
+  ];
+  return html`<span class="cost">${told.filter(Boolean).join(" · ")}</span>`;
+}
+
+/** A stored turn. fork: "ask/asks/answer/answers", a text so that a turn is drawn only when it changes. */
+export const Turn = memo(({turn, fork, last, busy, usage, does}) => html`<${Exchange} ...${{turn, fork, last, busy, usage, does}} />`);
+
+function Exchange({turn, fork, last, busy, usage, does}) {
+  const [editing, setEditing] = useState(false);
+  const [ask, asks, answer, answers] = fork.split("/").map(Number);
+  const question = askOf(turn);
+  const asked = question.at(-1);
+  const {content} = answerOf(turn);
+  return html`<article class="turn" data-turn=${turn.id}>
+    ${editing
+      ? html`<${Asked} messages=${question.slice(0, -1)} /><${Editor} text=${asked.content} cancel=${() => setEditing(false)}
+          done=${(text) => (setEditing(false), does.edit(turn, text))} />`
+      : html`<${Asked} messages=${question} />`}
+    ${!editing &&
+    html`<div class="tools right">
+      <${Switch} at=${ask} of=${asks} what="version of this message" step=${(by) => does.step(turn, "ask", by)} />
+      ${asked?.role === "user" && html`<${Act} icon="edit" label="Edit this message" disabled=${busy} run=${() => setEditing(true)} />
+        <${Copy} text=${() => asked.content} what="message" />`}
+    </div>`}
+    <div class="said"><h2 class="hidden">Answer</h2><${Written} text=${content} />
+      ${!turn.complete && html`<p class="aside">Stopped here. <button class="link" disabled=${busy} onClick=${() => does.goOn(turn)}>Continue</button></p>`}
+      ${turn.complete && ENDS[turn.finish_reason] && html`<p class="aside">${ENDS[turn.finish_reason]} <button class="link" disabled=${busy} onClick=${() => does.goOn(turn)}>Continue</button></p>`}
+      ${turn.unsaved && html`<p class="aside">Not stored: it is gone when this window is.</p>`}
+    </div>
+    <div class=${`tools ${last ? "stay" : ""}`}>
+      <${Switch} at=${answer} of=${answers} what="answer" step=${(by) => does.step(turn, "answer", by)} />
+      <${Copy} text=${() => thoughts(content).said} what="answer" />
+      <${Act} icon="again" label="Answer again" disabled=${busy} run=${() => does.again(turn)} />
+      <${Act} icon="on" label="Continue this answer" disabled=${busy} run=${() => does.goOn(turn)} />
+      ${!turn.unsaved && html`<${Act} icon="fork" label="Fork into a new session here" run=${() => does.fork(turn)} />`}
+      <${Cost} usage=${usage} />
+    </div>
+  </article>`;
+}
+
+/** The answer under way, drawn whenever something of it comes. */
+export function Growing({answer, retry}) {
+  useChanges(answer);
+  const broke = answer.state === "failed" || answer.state === "lost";
+  const text = answer.begun + answer.text;
+  return html`<article class="turn growing" aria-busy=${!answer.over}>
+    ${answer.question ? html`<${Asked} messages=${answer.question} />` : html`<p class="aside">Asked by another client.</p>`}
+    <div class="said"><h2 class="hidden">Answer</h2>
+      ${text ? html`<${Written} text=${text} grows=${true} />` : !broke && html`<p class="waiting"><span></span><span></span><span></span><span class="hidden">Waiting for the first token</span></p>`}
+      ${broke && html`<p class="broke" role="alert">${answer.error} ${answer.question && html`<button class="link" onClick=${retry}>Try again</button>`}</p>`}
+    </div>
+  </article>`;
+}
+
+/** Tells a screen reader what came, whole sentences at a time, and not more often than every few seconds. */
+export function Announcer({answer}) {
+  const [words, setWords] = useState("");
+  useEffect(() => {
+    if (!answer) return undefined;
+    let told = 0;
+    setWords("Answering");
+    const look = () => {
+      const {said} = thoughts(answer.text);
+      const end = answer.over ? said.length : said.slice(told).search(/[.!?:]\s[^.!?:]*$/) + told + 1;
+      if (end > told) {
+        setWords(said.slice(told, Math.min(end, told + 2000)));
+        told = end;
+      } else if (answer.over) setWords(answer.error ?? "The answer is complete");
+    };
+    const timer = setInterval(look, 3000);
+    const stop = answer.listen(() => answer.over && look());
+    return () => (clearInterval(timer), stop());
+  }, [answer]);
+  return html`<div class="hidden" aria-live="polite">${words}</div>`;
+}

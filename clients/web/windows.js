@@ -1,0 +1,44 @@
+// Other windows of this browser: what one of them changed, the others look at again.
+import {locked, unlocked} from "./api.js";
+import {daemon, metrics} from "./live.js";
+
+const channel = "BroadcastChannel" in window ? new BroadcastChannel("ssmd") : null;
+const listeners = new Set();
+
+/** Tells all windows, this one too, that a session, or (null) the list of them, is not as it was. */
+export function changed(session = null, kind = "changed") {
+  const news = {kind, session};
+  channel?.postMessage(news);
+  for (const listener of [...listeners]) listener(news);
+}
+
+/** Calls back with {kind, session} for what any window, or another client of the daemon, changed. */
+export function onChange(listener) {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+channel?.addEventListener("message", ({data}) => {
+  if (typeof data?.kind === "string") for (const listener of [...listeners]) listener(data);
+});
+
+// What other clients do is seen in the metrics: a request that began or is over.
+let running = "";
+let over = "";
+metrics.listen((now) => {
+  const seen = (now.running ?? []).map((row) => row.id).join();
+  const last = now.recent?.at(-1);
+  const ended = last ? `${last.ended_at}` : `${now.last?.ttft_ms}`;
+  if (seen === running && ended === over) return;
+  const sessions = new Set([...(now.recent ?? []).slice(-4), ...(now.running ?? [])].map((row) => row.session));
+  [running, over] = [seen, ended];
+  for (const session of sessions) {
+    for (const listener of [...listeners]) listener({kind: "changed", session});
+  }
+});
+daemon.listen((state) => {
+  if (state === "there") for (const listener of [...listeners]) listener({kind: "changed", session: null, back: true});
+});
+unlocked.listen(() => {
+  if (!locked.value) for (const listener of [...listeners]) listener({kind: "changed", session: null, back: true});
+});

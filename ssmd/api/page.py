@@ -1,0 +1,120 @@
+"""/ and /page/…: the page that people see, from files that are read once; no key is needed but for what it asks."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+ROOT = "/page/"
+_INDEX = "index.html"
+_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_ALWAYS = {
+    "cache-control": "no-cache",
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",
+}
+
+
+class PageError(RuntimeError):
+    """The page's files are not where they should be."""
+
+
+@dataclass(frozen=True)
+class _File:
+    """What is answered at one path. etag: a hash of the content."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+    def answer(self, request: Request) -> Response:
+        headers = {**_ALWAYS, "etag": self.etag}
+        known = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]
+        if self.etag in known:
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, headers=headers, media_type=self.media_type)
+
+
+class Page:
+    """All files of the page by their paths. Nothing that a request says is ever made into a name of a file."""
+
+    def __init__(self, files: Mapping[str, _File]) -> None:
+        self._files = files
+
+    @staticmethod
+    def read() -> Page:
+        """Read the files, of the wheel or of the checkout. Raises PageError."""
+        found = {ROOT + name: _file(entry) for name, entry in _walk(_folder(), "")}
+        if ROOT + _INDEX not in found:
+            raise PageError(f"the page has no {_INDEX}; install ssmd again")
+        return Page(found | {"/": found[ROOT + _INDEX]})
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Where something is answered."""
+        return frozenset(self._files)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file, as it is sent."""
+        return {path: len(file.content) for path, file in self._files.items() if path != "/"}
+
+    def routes(self) -> list[Route]:
+        async def answer(request: Request) -> Response:
+            return self._files[request.scope["path"]].answer(request)
+
+        return [Route(path, answer) for path in sorted(self._files)]
+
+
+def _folder() -> Traversable:
+    """Where the files are: in the package, or beside it in a checkout."""
+    package = importlib.resources.files("ssmd")
+    for folder in (package / "web", Path(str(package)).parent / "clients" / "web"):
+        if folder.is_dir():
+            return folder
+    raise PageError(f"the page is missing from {package / 'web'}; install ssmd again")
+
+
+def _walk(folder: Traversable, within: str) -> Iterator[tuple[str, Traversable]]:
+    """Every file that can be sent, and its name below the folder; licences and what is told of vendored files stay."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _walk(entry, f"{within}{entry.name}/")
+        elif Path(entry.name).suffix in _TYPES:
+            yield within + entry.name, entry
+
+
+def _file(entry: Traversable) -> _File:
+    content = entry.read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    return _File(content, _TYPES[Path(entry.name).suffix], etag)
