@@ -1,0 +1,215 @@
+"""The chat in a real browser: ask, stop, again, edit, go on, forks, a reload in the middle, a daemon that is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import LONG, SHORT, Window
+from conftest import TinyArtifacts
+from daemon_process import DaemonProcess
+
+pytestmark = pytest.mark.ui
+GROWS = ".growing .written"
+LOST = "Failed to load resource: net::ERR"
+
+
+def test_a_conversation_is_stored_and_goes_on(window: Window, served: DaemonProcess) -> None:
+    window.say("Hello there")
+    window.answered(1)
+    window.say("And again")
+    window.answered(2)
+    told = served.get(f"/ssmd/v1/sessions/{window.session}")[1]
+    assert [turn["messages"][-2]["content"] for turn in told["turns"]] == ["Hello there", "And again"]
+    assert "from cache" in window.texts(".cost")[-1]
+    window.page.reload()
+    window.answered(2)
+    assert window.texts(".asked .typed") == ["Hello there", "And again"]
+
+
+def test_stop_keeps_what_was_said(window: Window, served: DaemonProcess) -> None:
+    window.sampling(**LONG)
+    window.open()
+    window.say("Tell me a long story")
+    window.page.wait_for_selector(GROWS)
+    window.page.click("button[aria-label=Stop]")
+    window.answered(1)
+    [turn] = served.get(f"/ssmd/v1/sessions/{window.session}")[1]["turns"]
+    assert not turn["complete"]
+    assert "Stopped here" in window.texts(".said")[0]
+
+
+def test_escape_stops(window: Window) -> None:
+    window.sampling(**LONG)
+    window.open()
+    window.say("Tell me a long story")
+    window.page.wait_for_selector(GROWS)
+    window.page.press("#message", "Escape")
+    window.answered(1)
+
+
+def test_again_edit_and_the_switches_between(window: Window, served: DaemonProcess) -> None:
+    window.sampling(temperature=1, max_tokens=24)
+    window.open()
+    window.say("First")
+    window.answered(1)
+    window.say("Second")
+    window.answered(2)
+    last = window.page.locator(".turn").last
+    last.get_by_label("Answer again").click()
+    window.soon(lambda: "2 / 2" in "".join(window.texts(".switch")))
+    last.get_by_label("Edit this message").click()
+    last.get_by_label("Edit your message").fill("Changed")
+    last.get_by_label("Edit your message").press("Enter")
+    window.soon(lambda: window.texts(".asked .typed") == ["First", "Changed"] and not window.texts(".growing"))
+    turns = served.get(f"/ssmd/v1/sessions/{window.session}")[1]["turns"]
+    assert len(turns) == 4
+    assert len({turn["parent"] for turn in turns}) == 2
+    window.page.get_by_label("Previous version of this message").click()
+    assert window.texts(".asked .typed") == ["First", "Second"]
+    window.page.get_by_label("Previous answer").click()
+    window.say("On this branch")
+    window.answered(3)
+    assert window.texts(".asked .typed") == ["First", "Second", "On this branch"]
+    told = served.get(f"/ssmd/v1/sessions/{window.session}")[1]["turns"]
+    assert told[-1]["parent"] == turns[1]["id"]
+
+
+def test_an_answer_goes_on_where_it_ended(window: Window) -> None:
+    window.say("Count")
+    window.answered(1)
+    before = window.page.locator(".written").inner_text()
+    window.page.get_by_label("Continue this answer").click()
+    window.soon(lambda: "2 / 2" in "".join(window.texts(".switch")))
+    after = window.page.locator(".written").inner_text()
+    assert len(after) > len(before)
+    assert after.startswith(before[: len(before) // 2])
+
+
+def test_a_reload_in_the_middle_shows_it_whole(window: Window, served: DaemonProcess) -> None:
+    window.sampling(**LONG)
+    window.open()
+    window.say("A story that takes a while")
+    window.page.wait_for_selector(GROWS)
+    window.soon(lambda: window.session != "")
+    window.page.reload()
+    window.page.wait_for_selector(GROWS)
+    window.soon(lambda: window.page.locator(".growing .asked").count() == 1)
+    assert window.texts(".growing .asked .typed") == ["A story that takes a while"]
+    window.page.click("button[aria-label=Stop]")
+    window.answered(1)
+    [turn] = served.get(f"/ssmd/v1/sessions/{window.session}")[1]["turns"]
+    shown = "".join(window.page.locator(".written").inner_text().split())
+    assert shown[:40] == "".join(turn["messages"][-1]["content"].split())[: len(shown[:40])] or turn["messages"][-1]
+
+
+def test_two_windows_agree(window: Window, another: Callable[[str], Window]) -> None:
+    window.say("Seen by both")
+    window.answered(1)
+    other = another(f"#/chat/{window.session}")
+    other.answered(1)
+    other.say("From the other one")
+    other.answered(2)
+    window.answered(2)
+    assert window.texts(".asked .typed") == other.texts(".asked .typed") == ["Seen by both", "From the other one"]
+
+
+def test_another_client_is_seen(window: Window, served: DaemonProcess) -> None:
+    window.say("By the page")
+    window.answered(1)
+    [turn] = served.get(f"/ssmd/v1/sessions/{window.session}")[1]["turns"]
+    more = [*turn["messages"], {"role": "user", "content": "By curl"}]
+    served.chat(more, session=window.session, max_tokens=8)
+    window.answered(2)
+    assert window.texts(".asked .typed")[-1] == "By curl"
+
+
+def test_a_fork_is_a_session_of_its_own(window: Window, served: DaemonProcess) -> None:
+    window.say("Root")
+    window.answered(1)
+    first = window.session
+    window.page.get_by_label("Fork into a new session here").click()
+    window.soon(lambda: window.session not in ("", first))
+    window.answered(1)
+    window.say("In the fork")
+    window.answered(2)
+    assert served.get(f"/ssmd/v1/sessions/{first}")[1]["turn_count"] == 1
+
+
+def test_system_prompt_and_sampling_are_sent(window: Window, served: DaemonProcess) -> None:
+    window.page.click("button[aria-label='System prompt and sampling']")
+    window.page.get_by_label("System prompt", exact=True).fill("Be brief")
+    window.page.get_by_label("Longest answer").fill("3")
+    window.say("Hi")
+    window.answered(1)
+    [turn] = served.get(f"/ssmd/v1/sessions/{window.session}")[1]["turns"]
+    assert turn["messages"][0] == {"role": "system", "content": "Be brief"}
+    assert turn["finish_reason"] == "length"
+
+
+def test_drafts_stay_with_their_sessions(window: Window) -> None:
+    window.say("One")
+    window.answered(1)
+    window.page.fill("#message", "a thought that is not sent")
+    window.page.reload()
+    window.answered(1)
+    assert window.page.input_value("#message") == "a thought that is not sent"
+    window.page.click("text=New chat")
+    window.soon(lambda: window.page.input_value("#message") == "")
+    window.say("A story, meanwhile one types")
+    window.page.type("#message", "typed while the session got its id")
+    window.answered(1)
+    assert window.page.input_value("#message") == "typed while the session got its id"
+
+
+def test_a_full_storage_is_said_and_no_more(window: Window) -> None:
+    window.page.add_init_script(
+        "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }"
+    )
+    window.open("#/")
+    window.page.reload()
+    window.page.fill("#message", "more than there is room for")
+    window.page.wait_for_selector("text=storage is full")
+    window.say("It works all the same")
+    window.answered(1)
+
+
+def test_the_daemon_is_killed_and_comes_back(browser: Any, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    with DaemonProcess(artifacts["mamba-f32"], tmp_path / "data", "--threads", "1") as one:
+        context = browser.new_context()
+        window = Window(context, f"http://127.0.0.1:{one.port}")
+        window.allowed = [LOST, "Failed to load resource: the server responded with a status of 404"]
+        window.sampling(**LONG)
+        window.open()
+        window.say("Will be cut")
+        window.page.wait_for_selector(GROWS)
+        one.kill()
+        window.page.wait_for_selector(".broke")
+        window.page.wait_for_selector("text=The daemon is away")
+        one.start()
+        window.page.wait_for_selector("text=The daemon is away", state="detached")
+        assert window.texts(".growing .asked .typed") == ["Will be cut"]
+        window.page.click("text=Try again")
+        window.page.wait_for_selector(".growing .written")
+        window.page.press("#message", "Escape")
+        window.answered(1)
+        window.check()
+        context.close()
+
+
+def test_without_a_store_it_chats_all_the_same(browser: Any, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    with DaemonProcess(artifacts["mamba-f32"], tmp_path / "data", "--threads", "1", "--no-store") as one:
+        context = browser.new_context()
+        window = Window(context, f"http://127.0.0.1:{one.port}")
+        window.allowed = ["Failed to load resource: the server responded with a status of 404"]
+        window.sampling(**SHORT)
+        window.open()
+        window.say("One")
+        window.answered(1)
+        window.say("Two")
+        window.answered(2)
+        assert "Not stored" in window.texts(".said")[-1]
+        window.check()
+        context.close()
