@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from ssmd.cli import terminal
+from ssmd.cli import modes, terminal
 from ssmd.cli.chat_commands import COMMANDS, Over, unknown
 from ssmd.cli.session import plain
 from ssmd.cli.talk import Said, Show, Talk
@@ -51,8 +51,8 @@ class Chat:
             except Over:
                 break
             except KeyboardInterrupt:
-                self._editing = False
-                typer.echo("(Ctrl-D ends the chat)", err=True)
+                editing, self._editing = self._editing, False
+                typer.echo("(the last message stays)" if editing else "(Ctrl-D ends the chat)", err=True)
         session = self.talk.session
         if session is not None:
             session = plain(session)
@@ -97,7 +97,7 @@ class Chat:
         try:
             if self.typed.interrupted():
                 self.talk.stop()
-            with terminal.pasting():
+            with modes.pasting():
                 said = how((lambda text: None) if self.as_json else show)
         except DaemonError as err:
             if shown:

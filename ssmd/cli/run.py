@@ -150,17 +150,17 @@ def _check_utf8(what: str, text: str | None) -> None:
 
 
 def _chat(talk: Talk, settings: Settings, stats: bool, as_json: bool) -> None:
-    from ssmd.cli import terminal
+    from ssmd.cli import modes, terminal
     from ssmd.cli.chat import Chat
     from ssmd.cli.chat_commands import COMMANDS
 
     with contextlib.ExitStack() as held:
         typed: Typed = terminal.Lines()
-        if sys.stdout.isatty():
+        if modes.draws():
             history = None
             if talk.keep:
                 settings.prepare()
                 history = settings.data_dir / terminal.HISTORY
-            typed = terminal.Prompt(history, [f"/{name}" for name in COMMANDS])
-            held.enter_context(terminal.quiet())
+            silence = held.enter_context(modes.quiet())
+            typed = terminal.Prompt(history, [f"/{name}" for name in COMMANDS], silence)
         Chat(talk, typed, stats, as_json).run()

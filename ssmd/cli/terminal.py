@@ -7,13 +7,15 @@ until the prompt has left the terminal it is a byte among those typed ahead, and
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import typer
+
+from ssmd.cli.session import plain
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -22,10 +24,8 @@ if TYPE_CHECKING:
 # A model's answer must not be able to steer the terminal.
 _CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"], "\ufffd")
 HISTORY = "chat_history"  # in the data directory
-MAX_HISTORY_BYTES = 1 << 20
 BLOCK = '"""'
 _READS = 8  # of 1 KiB: more than a terminal keeps of what nobody read
-_PASTES, _NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste: pasted lines come with a mark around them
 
 
 def show(text: str) -> None:
@@ -45,9 +45,11 @@ class Typed(Protocol):
 
 
 class Lines:
-    """Messages that are a line each: of a terminal whose output goes elsewhere."""
+    """Messages that are a line each: of a terminal whose output goes elsewhere, or that nothing can be drawn on."""
 
     def read(self, default: str = "") -> str:
+        if default:
+            sys.stderr.write(f"Enter alone sends: {plain(default)}\n")
         sys.stderr.write("> ")
         sys.stderr.flush()
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # here alone it breaks something off
@@ -57,7 +59,7 @@ class Lines:
             signal.signal(signal.SIGINT, before)
         if not line:
             raise EOFError
-        return line.rstrip("\r\n")
+        return line.rstrip("\r\n") or default
 
     def interrupted(self) -> bool:
         return False  # here it always is a signal
@@ -66,22 +68,28 @@ class Lines:
 class Prompt:
     """Messages of as many lines as are pasted, or typed with Alt-Enter or between triple quotes."""
 
-    def __init__(self, history: Path | None, words: Sequence[str]) -> None:
-        """history: the file that keeps what was typed; None: nothing does. words: that Tab completes."""
+    def __init__(self, history: Path | None, words: Sequence[str], silence: Callable[[], None]) -> None:
+        """history: the file that keeps what was typed; None: nothing does. words: that Tab completes. silence: called
+        when the prompt has left the terminal.
+        """
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
-        from prompt_toolkit.history import FileHistory, InMemoryHistory
         from prompt_toolkit.output import create_output
         from prompt_toolkit.output.vt100 import Vt100_Output
+
+        from ssmd.cli.history import Kept
 
         output = create_output()
         if isinstance(output, Vt100_Output):
             output.enable_cpr = False  # where a terminal does not tell its cursor's place, an answer would wait for it
+        self._silence = silence
+        self._default = ""
+        self._history = Kept(history)
         self._session: PromptSession[str] = PromptSession(
-            history=InMemoryHistory() if history is None else FileHistory(str(_private(history))),
+            history=self._history,
             completer=WordCompleter(list(words), sentence=True),
             complete_while_typing=False,
-            key_bindings=_keys(),
+            key_bindings=_keys(lambda: bool(self._default)),
             multiline=True,
             prompt_continuation="  ",
             output=output,
@@ -98,11 +106,21 @@ class Prompt:
             elif callable(before):
                 before(number, frame)
 
+        self._tell()
+        self._default = default
         signal.signal(signal.SIGINT, interrupt)
         try:
             return self._session.prompt("> ", default=default, handle_sigint=False)
         finally:
             signal.signal(signal.SIGINT, before)
+            self._silence()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Say once, where no prompt stands, what became of the history."""
+        if self._history.problem:
+            typer.echo(f"note: {plain(self._history.problem)}", err=True)
+            self._history.problem = ""
 
     def interrupted(self) -> bool:
         from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
@@ -117,7 +135,8 @@ class Prompt:
         return len(rest) < len(typed)
 
 
-def _keys() -> KeyBindings:
+def _keys(given: Callable[[], bool]) -> KeyBindings:
+    """given: whether something stood at the prompt already: Ctrl-C means that, and not only what was typed."""
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     keys = KeyBindings()
@@ -137,10 +156,14 @@ def _keys() -> KeyBindings:
     @keys.add("c-c")
     @keys.add("<sigint>")
     def _(event: KeyPressEvent) -> None:
-        if event.current_buffer.text:
+        if event.current_buffer.text and not given():
             event.current_buffer.reset()
         else:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    @keys.add("c-z")
+    def _(event: KeyPressEvent) -> None:
+        event.app.suspend_to_background()
 
     return keys
 
@@ -156,58 +179,3 @@ def unquoted(text: str) -> str | None:
     if len(bare) < 2 * len(BLOCK) or not (bare.startswith(BLOCK) and bare.endswith(BLOCK)):
         return None
     return bare[len(BLOCK) : -len(BLOCK)].strip("\r\n")
-
-
-def _private(file: Path) -> Path:
-    """A history that this user alone can read, of which the older half goes when it is long. Raises OSError."""
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-    with os.fdopen(os.open(file, flags, 0o600), "r+b") as opened:
-        if hasattr(os, "fchmod"):
-            os.fchmod(opened.fileno(), 0o600)
-        if os.fstat(opened.fileno()).st_size > MAX_HISTORY_BYTES:
-            opened.seek(-MAX_HISTORY_BYTES // 2, os.SEEK_END)
-            rest = opened.read(MAX_HISTORY_BYTES)
-            begin = rest.find(b"\n# ")  # of an entry
-            opened.seek(0)
-            opened.write(rest[begin:] if begin >= 0 else b"")
-            opened.truncate()
-    return file
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep what is typed for the next prompt, unechoed, whenever no prompt is there; at the end all is as before."""
-    try:
-        import termios
-    except ImportError:  # Windows: its console echoes nothing that nobody reads
-        yield
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    silent: list[Any] = [*before]
-    silent[0] = before[0] & ~termios.ICRNL  # Enter comes as the prompt would have got it
-    silent[3] = before[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
-    silent[6] = [*before[6]]
-    silent[6][termios.VMIN], silent[6][termios.VTIME] = 1, 0
-    termios.tcsetattr(descriptor, termios.TCSANOW, silent)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSANOW, before)
-        sys.stdout.write(_NO_PASTES)  # also where a signal broke off a prompt
-        sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def pasting() -> Iterator[None]:
-    """What is pasted while an answer comes stays one message, too."""
-    if not sys.stdout.isatty():
-        yield
-        return
-    sys.stdout.write(_PASTES)
-    sys.stdout.flush()
-    try:
-        yield
-    finally:
-        sys.stdout.write(_NO_PASTES)
-        sys.stdout.flush()

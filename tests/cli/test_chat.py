@@ -13,25 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import commands
 import pytest
+from chats import ANSWERS, ASKED, BEGUN, ENDLESS, STORED, Home
 from conftest import TinyArtifacts
-from noted import note_all
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, PASTE, PASTED, UP, Terminal, terminal
-from test_server import environment, running
-
-from ssmd.machine.folder import make_private
-from ssmd.sessions.store import Store
-from ssmd.sessions.turn import Session, Turn, conversation
-
-ASKED = "--temperature 0 --max-tokens 6 --stats"
-ENDLESS = "--temperature 0 --stats --max-tokens 100000"
-STORED = r"; stored\]"
-BEGUN = "tells more"
-ANSWERS = r"\x1b\[\?2004h[^\x1b]"  # the first characters of an answer
+from test_server import running
 
 
 @pytest.fixture(scope="module")
@@ -41,56 +30,6 @@ def models(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -
     for name in ("llama", "mamba"):
         shutil.copytree(artifacts[f"{name}-f32"], path / name / "litert-cpu-f32")
     return path
-
-
-class Home:
-    """A data directory with both models, and a daemon or none."""
-
-    def __init__(self, path: Path, models: Path) -> None:
-        self.path = path
-        self.data = path / "data"
-        self.env = environment(path)
-        make_private(self.data)
-        shutil.copytree(models, self.data / "models")
-        note_all([], self.data)
-
-    def ssmd(self, *arguments: str, given: str = "") -> tuple[str, str]:
-        """stdout and stderr of a command that ends well."""
-        done = commands.ssmd(*arguments, env=self.env, given=given)
-        assert done.returncode == 0, done
-        return done.stdout, done.stderr
-
-    @contextmanager
-    def chat(self, options: str = ASKED, model: str = "llama") -> Iterator[Terminal]:
-        with terminal(f"$SSMD run {model} {options}", self.env) as one:
-            one.until(BEGUN, 60)
-            yield one
-
-    def sessions(self) -> list[Session]:
-        with self._store() as store:
-            return store.sessions()
-
-    def turns(self, session: str) -> list[Turn]:
-        with self._store() as store:
-            return store.turns(session)
-
-    def said(self) -> list[tuple[str, str]]:
-        """(role, content) of all that leads to the head of the session used last."""
-        with self._store() as store:
-            newest = store.newest()
-            assert newest is not None
-            return [(m.role, m.content) for m in conversation(store.path(newest.head))]
-
-    def asked(self) -> list[str]:
-        return [content for role, content in self.said() if role == "user"]
-
-    @contextmanager
-    def _store(self) -> Iterator[Store]:
-        store = Store.open(self.data)
-        try:
-            yield store
-        finally:
-            store.close()
 
 
 @pytest.fixture(scope="module")

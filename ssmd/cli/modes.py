@@ -1,0 +1,79 @@
+"""The modes of the terminal that a chat is held in: as before at its end, and while Ctrl-Z has stopped it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_PASTES, _NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste: pasted lines come with a mark around them
+
+
+def draws() -> bool:
+    """Whether stdout is a terminal that a prompt can be drawn on: the shell of Emacs is none."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[Callable[[], None]]:
+    """Keep what is typed for the next prompt, unechoed, whenever no prompt is there.
+
+    What is yielded sets the modes again: who goes on in the background, and is fetched from there, hears of neither.
+    """
+    try:
+        import termios
+    except ImportError:  # Windows: its console echoes nothing that nobody reads
+        yield lambda: None
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    silent: list[Any] = [*before]
+    silent[0] = before[0] & ~termios.ICRNL  # Enter comes as the prompt would have got it
+    silent[3] = before[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
+    silent[6] = [*before[6]]
+    silent[6][termios.VMIN], silent[6][termios.VTIME] = 1, 0
+
+    def put(modes: list[Any], escape: str = "") -> None:
+        with contextlib.suppress(OSError, termios.error):  # the terminal is gone
+            if os.tcgetpgrp(descriptor) == os.getpgrp():  # who sets another's is stopped
+                termios.tcsetattr(descriptor, termios.TCSANOW, modes)
+                _write(escape)
+
+    def stop(number: int, frame: Any) -> None:
+        now = termios.tcgetattr(descriptor)  # a prompt's, if one is there
+        put(before, _NO_PASTES)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)  # returns when it goes on
+        signal.signal(signal.SIGTSTP, stop)
+        put(now, _PASTES)
+
+    stops = signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
+    if stops:
+        signal.signal(signal.SIGTSTP, stop)
+    put(silent)
+    try:
+        yield lambda: put(silent)
+    finally:
+        if stops:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        put(before, _NO_PASTES)  # also where a signal broke off a prompt
+
+
+@contextlib.contextmanager
+def pasting() -> Iterator[None]:
+    """What is pasted while an answer comes stays one message, too."""
+    if not draws():
+        yield
+        return
+    _write(_PASTES)
+    try:
+        yield
+    finally:
+        _write(_NO_PASTES)
+
+
+def _write(escape: str) -> None:
+    os.write(sys.stdout.fileno(), escape.encode())  # print is not safe in a signal handler
