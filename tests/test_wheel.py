@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PLACES = {
     "ssmd/": "ssmd/",
     "runtimes/": "",
-    "clients/": "",
+    "clients/ssmd_tray/": "ssmd_tray/",
     "migrations/": "ssmd/migrations/",
     "clients/web/": "ssmd/web/",
 }  # folder of the checkout -> in the wheel

@@ -90,8 +90,8 @@ def test_two_clients_interleave(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -
     both = threading.Event()
     steps: list[int] = []  # how many answers each of them went on with
 
-    def submitted(*args: Any) -> Generation:
-        asked.append(submit(*args))
+    def submitted(*args: Any, **options: Any) -> Generation:
+        asked.append(submit(*args, **options))
         if len(asked) == 2:
             both.set()
         return asked[-1]

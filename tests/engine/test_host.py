@@ -540,10 +540,11 @@ def test_a_trial_that_fails_is_told(models: Path, monkeypatch: pytest.MonkeyPatc
                 raise err
 
         monkeypatch.setattr(host._loader, "_trial", trial)
-        assert "it crashed" in refusal(host.lend(host.shelf.find("llama"))).message
-        assert "it crashed" in refusal(host.lend(host.shelf.find("llama"))).message, "and is not tried in a loop"
-        assert "see the log" in refusal(host.load(host.shelf.find("llama"))).message
-        host.load(host.shelf.find("llama")).result(60).release()
+        assert "it crashed" in refusal(host.lend(host.shelf.find(LLAMA))).message
+        assert "it crashed" in refusal(host.lend(host.shelf.find(LLAMA))).message, "and is not tried in a loop"
+        assert host.shelf.find("llama").id == OTHER, "the name means another one"
+        assert "see the log" in refusal(host.load(host.shelf.find(LLAMA))).message
+        host.load(host.shelf.find(LLAMA)).result(60).release()
 
 
 def test_who_waits_keeps_none_back_that_is_not_in_its_way(models: Path) -> None:
