@@ -41,6 +41,7 @@ from ssmd.machine.size import show_size
 log = logging.getLogger(__name__)
 SWITCH_S = 0.0005  # for which one thread may keep the others, of which one decodes, from running
 STALL_S = 30.0
+LOOK_S = 1  # between two looks at whether commands still find the daemon
 GRACE_S = 10.0
 STUCK_S = 10.0  # for which, after that, a step of the model may go on
 FLUSH_S = 5
@@ -151,14 +152,21 @@ def serve(
         for one in sockets:
             one.close()
         raise
+
+    async def look() -> None:
+        if home is not None:
+            home.look()
+
     config = uvicorn.Config(
         create_app(host, settings, keys, end=lambda: server.drain()),
         access_log=False,
+        callback_notify=look,
         lifespan="off",
         log_config=None,
         proxy_headers=False,
         server_header=False,
         timeout_graceful_shutdown=FLUSH_S,
+        timeout_notify=LOOK_S,
         ws="none",
     )
     connections.limit(config, connections.Limits.here())

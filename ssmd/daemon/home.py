@@ -16,21 +16,34 @@ from ssmd.sessions.rows.lock import DirectoryLock
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Home:
     """A locked data directory. log: None if it cannot be written."""
 
     data_dir: Path
     log: LogFile | None
+    _address: discovery.Address | None = None
+    _warned: bool = False
 
     def ready(self, address: discovery.Address, said: str) -> None:
         """Tell commands where the daemon is. A full disk is no reason not to serve: then they do not find it."""
+        self._address = address
+        self._announce(address)
+        if self.log is not None:
+            self.log.note(f"process {os.getpid()}: {said}")
+
+    def look(self) -> None:
+        """Tell commands again where the daemon is, if somebody removed what told them. Costs a look at one name."""
+        if self._address is not None and not os.path.lexists(self.data_dir / discovery.FILE):
+            self._announce(self._address)
+
+    def _announce(self, address: discovery.Address) -> None:
         try:
             discovery.announce(self.data_dir, address)
         except OSError as err:
-            log.warning("`ssmd ps` and other commands will not find this daemon: %s", err)
-        if self.log is not None:
-            self.log.note(f"process {os.getpid()}: {said}")
+            if not self._warned:
+                log.warning("`ssmd ps` and other commands will not find this daemon: %s", err)
+            self._warned = True
 
 
 @contextlib.contextmanager

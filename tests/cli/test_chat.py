@@ -518,7 +518,8 @@ def test_a_daemon_that_cannot_be_found_is_told_of(models: Path, tmp_path: Path) 
     """Its lock is held, but where it is nobody says: the model is loaded a second time, and not without a word."""
     home = Home(tmp_path, models)
     with running(home.path, "llama") as (process, _):
-        (home.data / "daemon.json").unlink()
+        file = home.data / "daemon.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "pid": 1}))
         told = home.ssmd("run", "llama", "Hello", "--max-tokens", "2")[1]
     assert told.startswith(f"process {process.pid} uses {home.data} and answers nobody: the model is loaded here")
 

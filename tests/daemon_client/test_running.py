@@ -74,6 +74,17 @@ def test_from_its_start_to_its_end(artifact: Path, tmp_path: Path) -> None:
     assert ssmd(tmp_path, "logs", "-n", "1").stdout.splitlines() == log[-1:]
 
 
+def test_what_tells_of_it_is_removed_and_comes_again(artifact: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with running(tmp_path, str(artifact)) as (process, _):
+        one = found(data)
+        (data / FILE).unlink()
+        soon(lambda: find(data) == one)
+        assert ssmd(tmp_path, "stop").returncode == 0
+        assert process.wait(10) == 0
+    assert not (data / FILE).exists()
+
+
 def test_stop_lets_what_runs_come_to_its_end(artifact: Path, tmp_path: Path) -> None:
     """And says nothing before that is over; to ask again meanwhile changes nothing."""
     with running(tmp_path, str(artifact)) as (process, served), long_stream(served, artifact.name) as stream:
