@@ -1,4 +1,4 @@
-"""Tickets and the keys that they give: a bounded number of each, in memory alone, held by nothing but their hashes."""
+"""Tickets and the keys that they give: so many of each for each key, in memory alone, held by nothing but hashes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import math
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 TICKET_S, KEY_S = 60.0, 43_200.0
-MOST_TICKETS, MOST_KEYS = 64, 256  # of more the oldest goes
+MOST_TICKETS, MOST_KEYS = 64, 256  # of one key: of more the oldest goes
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,14 @@ class Grants:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._tickets: deque[Grant] = deque(maxlen=MOST_TICKETS)
-        self._keys: deque[Grant] = deque(maxlen=MOST_KEYS)
+        self._tickets: list[Grant] = []
+        self._keys: list[Grant] = []
 
     def ticket(self, by: bytes, until: float = math.inf) -> str:
         """Make a ticket. until: when the key ends that it is made with."""
         ticket = secrets.token_urlsafe(32)
         with self._lock:
-            self._tickets.append(Grant(digest_of(ticket), by, self._clock() + TICKET_S, until))
+            self._add(self._tickets, Grant(digest_of(ticket), by, self._clock() + TICKET_S, until), MOST_TICKETS)
         return ticket
 
     def redeem(self, ticket: str, is_good: Callable[[Grant], bool]) -> tuple[str, float] | None:
@@ -59,8 +58,17 @@ class Grants:
                 return None
             key = secrets.token_urlsafe(32)
             until = min(now + KEY_S, found.least)
-            self._keys.append(Grant(digest_of(key), found.by, until))
+            self._add(self._keys, Grant(digest_of(key), found.by, until), MOST_KEYS)
             return key, until - now
+
+    def _add(self, among: list[Grant], grant: Grant, most: int) -> None:
+        """Keep one more; what is over goes, and the oldest of more than `most` of the same key."""
+        now = self._clock()
+        among[:] = [one for one in among if one.until > now]
+        mine = [one for one in among if one.by == grant.by]
+        if len(mine) >= most:
+            among.remove(mine[0])
+        among.append(grant)
 
     def find(self, digest: bytes) -> Grant | None:
         """What a key of this digest stands for, if it is one of these and good still."""
@@ -74,7 +82,7 @@ def digest_of(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
 
 
-def _find(among: deque[Grant], digest: bytes) -> Grant | None:
+def _find(among: list[Grant], digest: bytes) -> Grant | None:
     """The one of this digest. All are compared, each in constant time."""
     found = None
     for grant in among:

@@ -52,6 +52,8 @@ def _why_no_window() -> str:
         return f"the display does not answer within {_PROBE_S:.0f} s; in a terminal use: ssmd ps"
     if tried.returncode == 0:
         return ""
+    if "could not connect to display" in tried.stderr:  # Qt then speaks of libraries too
+        return f"the display {os.environ.get('DISPLAY', '')!r} cannot be opened; in a terminal use: ssmd ps"
     if "xcb-cursor" in tried.stderr:
         return "Qt needs a library that the system has not; on Debian: apt install libxcb-cursor0"
     lines = tried.stderr.strip().splitlines()

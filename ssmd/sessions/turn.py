@@ -160,8 +160,8 @@ def system_prompt(messages: Sequence[Message]) -> int:
 
 def title_problem(title: str) -> str:
     """Why a text cannot be a session's title, to follow the word; "" if it can."""
-    if not title.strip() or len(title) > MAX_TITLE:
-        return f"has 1 to {MAX_TITLE} characters, of which one is no space"
+    if not any(unicodedata.category(c)[0] not in "CZ" for c in title) or len(title) > MAX_TITLE:
+        return f"has 1 to {MAX_TITLE} characters, of which one can be seen"
     if any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in title):
         return "has no control characters and no ends of lines"
     return ""

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from ssmd.api import stop, tickets
-from ssmd.api.grants import KEY_S, MOST_KEYS, MOST_TICKETS, Grant, Grants, digest_of
+from ssmd.api.grants import KEY_S, MOST_KEYS, MOST_TICKETS, TICKET_S, Grant, Grants, digest_of
 from ssmd.api.keys import Keys, caller_of
 from ssmd.api.security import Rules, guarded
 from ssmd.config import Settings
@@ -192,6 +192,27 @@ def test_the_oldest_goes() -> None:
     made = [(grants.redeem(grants.ticket(b"by"), good) or ("", 0.0))[0] for _ in range(MOST_KEYS + 1)]
     assert grants.find(digest_of(made[0])) is None
     assert all(grants.find(digest_of(key)) is not None for key in made[1:])
+
+
+def test_what_others_make_takes_nothing_away() -> None:
+    grants = Grants()
+    mine, ticket = (grants.redeem(grants.ticket(b"by"), good) or ("", 0.0))[0], grants.ticket(b"by")
+    for _ in range(MOST_KEYS + 1):
+        assert grants.redeem(grants.ticket(b"other"), good)
+    for _ in range(MOST_TICKETS + 1):
+        grants.ticket(b"other")
+    assert grants.find(digest_of(mine)) is not None
+    assert grants.redeem(ticket, good) is not None
+
+
+def test_what_is_over_is_not_held() -> None:
+    now = 0.0
+    grants = Grants(lambda: now)
+    for _ in range(5):
+        grants.ticket(b"by")
+    now = TICKET_S
+    grants.ticket(b"by")
+    assert len(grants._tickets) == 1
 
 
 def test_all_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

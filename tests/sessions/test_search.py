@@ -190,7 +190,21 @@ def test_a_title_is_given_and_taken_back(talks: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    "title", ["", " ", "\u3000", "x" * 201, "a\nb", "a\x00b", "\x1b[31m", "a\u2028b", "\udcff", "\x85"]
+    "title",
+    [
+        "",
+        " ",
+        "\u3000",
+        "\u200b",
+        "\ufeff \u00ad",
+        "x" * 201,
+        "a\nb",
+        "a\x00b",
+        "\x1b[31m",
+        "a\u2028b",
+        "\udcff",
+        "\x85",
+    ],
 )
 def test_what_is_no_title(title: str, talks: Store) -> None:
     with pytest.raises(StoreError, match="a title has"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,16 @@ def test_where_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     long = socket_name(Path("/x" * 80))
     assert long.startswith("/run/user/1/ssmd-tray-")
     assert long != socket_name(Path("/x" * 81))
+
+
+@pytest.mark.ui
+def test_a_display_that_is_none(tmp_path: Path) -> None:
+    pytest.importorskip("PySide6")
+    command = [sys.executable, "-m", "ssmd", "tray", "--data-dir", str(tmp_path)]
+    env = {**os.environ, "DISPLAY": ":7777", "QT_QPA_PLATFORM": "xcb"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: the display ':7777' cannot be opened; in a terminal use: ssmd ps\n"
 
 
 def test_without_a_display(tmp_path: Path) -> None:

@@ -15,6 +15,10 @@ MARKDOWN = r"""async () => {
   const first = blocks[0];
   const began = performance.now();
   inline("*a ".repeat(50000) + "[".repeat(50000) + "a`".repeat(20000) + "_a".repeat(20000));
+  for (const far of [" ".repeat(57000), "\t ".repeat(28000)]) {
+    for (const line of [`# a${far}b`, `#${far}#${far}x`, "```" + far + "x`", `* * *${far}x`, `- ${far}x`]) read(line);
+  }
+  for (const mark of ["~", "`", "#", "-", "*", "_", "|"]) read(mark.repeat(57000) + "`");
   read("> ".repeat(20000) + "\n" + "- ".repeat(20000) + "\n|".repeat(20000));
   return {
     ms: performance.now() - began,
@@ -25,6 +29,10 @@ MARKDOWN = r"""async () => {
     addresses: ["javascript:1", "https://a.b", "mailto:a@b.c", "//x", "data:,x", "https://\0"].map(safeAddress),
     thoughts: [thoughts("<think>a</think>\nb"), thoughts("<think>a"), thoughts("b")],
     table: read("a | b\n--|:-:\n1 | 2")[0],
+    headings: ["# a", "#", "## b ##", "# c#", "#d", "# #", "#  e  #  "]
+      .map((line) => read(line)[0]).map(({type, text}) => type === "heading" ? text : type),
+    fences: ["~~~ js", "```js x", "```a`", "~~~~"]
+      .map((line) => read(line + "\ny")[0]).map(({type, language}) => language ?? type),
     nested: read("1. a\n\n   b\n2. c\n   - d"),
   };
 }"""
@@ -80,6 +88,8 @@ def test_markdown(window: Window) -> None:
         ["paragraph", "paragraph"],
         ["paragraph", "list"],
     ]
+    assert told["headings"] == ["a", "", "b", "c#", "paragraph", "", "e"]
+    assert told["fences"] == ["js", "js", "paragraph", ""]
     assert told["ms"] < 1000, "linear in the text"
 
 
