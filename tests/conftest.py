@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,11 @@ from ssmd.config import Settings
 
 if TYPE_CHECKING:
     from ssmd.sessions.store import Store
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as of what a script runs in the background: processes inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "artifacts"
