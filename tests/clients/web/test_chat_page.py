@@ -113,7 +113,8 @@ def test_two_windows_agree(window: Window, another: Callable[[str], Window]) -> 
     other.say("From the other one")
     other.answered(2)
     window.answered(2)
-    assert window.texts(".asked .typed") == other.texts(".asked .typed") == ["Seen by both", "From the other one"]
+    for each in (window, other):
+        each.soon(lambda each=each: each.texts(".asked .typed") == ["Seen by both", "From the other one"])  # type: ignore[misc]
 
 
 def test_another_client_is_seen(window: Window, served: DaemonProcess) -> None:
