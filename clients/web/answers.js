@@ -34,6 +34,11 @@ export class Answer {
     Object.assign(this, {session, parent, question, begun, request, fresh});
   }
 
+  /** Whether there is more than the question. */
+  get came() {
+    return Boolean(this.text) || this.state === "done";
+  }
+
   get over() {
     return !["waiting", "answering"].includes(this.state);
   }
@@ -162,7 +167,8 @@ export class Answer {
     if (leaving) return;
     if (!this.over) this.state = this.usage?.ssmd?.stopped || this.#stopping ? "stopped" : "done";
     for (const [key, answer] of running) if (answer === this) running.delete(key);
-    if (this.session) writeJson(`asked.${this.session}`, null);
+    if (/lost|failed/.test(this.state) && (this.text || !this.typed)) this.#remember(); // for the next page
+    else if (this.session) writeJson(`asked.${this.session}`, null);
     this.tell();
     if (this.session) changed(this.session, "answered");
   }
@@ -170,8 +176,8 @@ export class Answer {
   /** What a reload, or another window, cannot read anywhere else before the turn is stored. */
   #remember() {
     if (!this.session || !this.question) return;
-    const {id, parent, question, begun, fresh} = this;
-    writeJson(`asked.${this.session}`, {id, parent, question, begun, fresh, at: Date.now() / 1000});
+    const {id, parent, question, begun, fresh, text, error} = this;
+    writeJson(`asked.${this.session}`, {id, parent, question, begun, fresh, text, error, at: Date.now() / 1000});
   }
 }
 
@@ -185,6 +191,12 @@ export function answerIn(session) {
   answer.learn(row.id);
   answer.follow(row.id);
   return answer;
+}
+
+/** An answer that broke off, as the window that read it kept it; or null. */
+export function brokenIn(session) {
+  const kept = readJson(`asked.${session}`);
+  return kept?.error && kept.question ? Object.assign(new Answer({session}), kept, {state: "lost"}) : null;
 }
 
 /** Whether nothing of the session can be stored yet: it began with the answer that was under way when this was kept. */

@@ -22,7 +22,7 @@ export function Chat({id, at, count}) {
   const conversation = useRef(null);
   const known = conversation.current;
   if (!known || known.id !== id || known.count !== count || (at && at !== known.shownAt)) {
-    conversation.current = new Conversation(id, at, (got) => put(`/chat/${got}`));
+    conversation.current = new Conversation(id, at, (got) => put(got ? `/chat/${got}` : "/chat"));
     Object.assign(conversation.current, {count, shownAt: at});
   }
   const mine = conversation.current;
@@ -63,7 +63,7 @@ function Shown({mine}) {
     <//>
     <div class="foot">
       ${away && html`<p class="away" role="status">The daemon is away. What you type is kept.</p>`}
-      <${Composer} mine=${mine} session=${mine.id} busy=${mine.busy} stoppable=${mine.answer && !mine.answer.over} send=${(text) => does.say(text)} stop=${stop} />
+      <${Composer} mine=${mine} session=${mine.id} busy=${mine.busy} stoppable=${mine.answer && !mine.answer.over} followed=${mine.answer && !mine.answer.request && mine.answer.question?.at(-1).content} send=${(text) => does.say(text)} stop=${stop} />
     </div>
     <${Announcer} answer=${mine.busy ? mine.answer : null} />
   </div>`;
@@ -82,7 +82,7 @@ function menu(mine) {
 /** What the turns' buttons do; one object for a conversation, so that turns need not be drawn again. */
 function doing(mine) {
   const does = {
-    say: (text) => mine.say(text, does.asking()).catch(fail),
+    say: (text) => mine.say(text, does.asking()).catch((error) => (fail(error), false)),
     edit: (turn, text) => mine.again(turn, does.asking(), text).catch(fail),
     again: (turn) => void mine.again(turn, does.asking()).catch(fail),
     goOn: (turn) => void mine.goOn(turn, does.asking()).catch(fail),

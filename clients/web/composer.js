@@ -74,8 +74,9 @@ export function Options({system, setSystem}) {
   </section>`;
 }
 
-/** The field below the conversation. A draft is kept for each session while it is typed. */
-export function Composer({mine, session, busy, stoppable, send, stop}) {
+/** The field below the conversation. A draft is kept for each session while it is typed. followed: a question that
+ * is answered already, though the window that sent it went before it knew. */
+export function Composer({mine, session, busy, stoppable, followed, send, stop}) {
   const name = session ?? "new";
   const [text, setText] = useState(() => draftOf(name));
   const area = useRef(null);
@@ -93,6 +94,9 @@ export function Composer({mine, session, busy, stoppable, send, stop}) {
     addEventListener("pagehide", keep);
     return () => (keep(), removeEventListener("pagehide", keep));
   }, []);
+  useEffect(() => {
+    if (followed && text === followed) type("");
+  }, [followed]);
   useLayoutEffect(() => {
     area.current.style.height = "auto";
     area.current.style.height = `${Math.min(area.current.scrollHeight, 240)}px`;
@@ -104,13 +108,15 @@ export function Composer({mine, session, busy, stoppable, send, stop}) {
     keep.timer = setTimeout(keep, DRAFT_MS);
     waiting.current = keep;
   };
-  const go = () => {
+  const go = async () => {
     if (busy || !text.trim()) return;
-    send(text);
     clearTimeout(waiting.current?.timer);
     waiting.current = null;
     keepDraft(name, "");
     setText("");
+    if ((await send(text)) !== false || shown.current !== mine) return;
+    waiting.current?.();
+    setText(draftOf(mine.id ?? "new")); // it came to nothing, and is there again
   };
   const keys = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {

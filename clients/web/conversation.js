@@ -1,6 +1,7 @@
 // One conversation as the chat shows it: its session's turns, the way that is looked at, and the answer under way.
-import {Answer, answerIn, isFresh} from "./answers.js";
+import {Answer, answerIn, brokenIn, isFresh} from "./answers.js";
 import {ask} from "./api.js";
+import {sending} from "./kept.js";
 import {metrics} from "./live.js";
 import {fail} from "./notices.js";
 import {answerOf, askOf, grow, leafBelow, messagesOf, pathTo, systemOf, withSystem} from "./tree.js";
@@ -22,7 +23,7 @@ export class Conversation {
   #settling = false;
   #key;
 
-  /** id: of a session, null for one that is new. at: the turn to show. opened: called with the id it gets. */
+  /** id: of a session, null for one that is new. at: the turn to show. opened: called with the id it gets, or null. */
   constructor(id, at = null, opened = () => {}) {
     Object.assign(this, {id, at, opened});
     this.#key = id ?? `new-${Math.random()}`;
@@ -56,6 +57,10 @@ export class Conversation {
   async #first() {
     for (let i = 0; this.id && isFresh(this.id) && !metrics.value && i < 20; i++) await new Promise((go) => setTimeout(go, 50));
     await this.load();
+    const broken = this.id && !this.answer && brokenIn(this.id);
+    if (!broken || (broken.parent && !this.tree.byId.has(broken.parent))) return;
+    [this.answer, this.leaf, this.missing] = [broken, broken.parent, false];
+    this.tell();
   }
 
   get path() {
@@ -92,9 +97,16 @@ export class Conversation {
     this.tell();
   }
 
-  /** Says something on the way that is looked at. */
-  say(text, options) {
-    return this.#ask(this.path, [{role: "user", content: text}], options);
+  /** Says something on the way that is looked at. Returns false if it came to nothing: it is a draft again. */
+  async say(text, options) {
+    const taken = sending(this.id ?? "new", text);
+    try {
+      const broken = !this.busy && this.answer?.question && this.answer.text;
+      if (broken) this.leaf = this.#keepHere(this.answer).id;
+      return (await this.#ask(this.path, [{role: "user", content: text}], options, "", taken)).came;
+    } finally {
+      taken(false);
+    }
   }
 
   /** Asks a turn's question again, with other words if there are some: a branch beside it. */
@@ -131,7 +143,7 @@ export class Conversation {
     this.tell();
   }
 
-  async #ask(path, question, {model, system, sampling}, begun = "") {
+  async #ask(path, question, {model, system, sampling}, begun = "", taken = null) {
     if (this.busy) throw new Error("An answer is under way: stop it, or wait for its end.");
     const before = path.length ? messagesOf(path) : [];
     const all = [...before, ...question, ...(begun ? [{role: "assistant", content: begun}] : [])];
@@ -145,8 +157,10 @@ export class Conversation {
     this.leaf = parent;
     this.answer = new Answer({session: this.id, parent, question: shown, begun, request, fresh: !this.session});
     this.answer.before = new Set(this.tree.byId.keys());
+    this.answer.typed = Boolean(taken);
     const done = this.answer.begin(this.#key);
     const stop = this.answer.listen((answer) => {
+      if (answer.came) taken?.(true);
       if (answer.session && answer.session !== this.id) {
         this.id = this.#key = answer.session;
         this.opened(this.id);
@@ -157,6 +171,7 @@ export class Conversation {
     await done;
     stop();
     await this.#settle(answer);
+    return answer;
   }
 
   /** Takes on an answer that runs in this session, whoever asked. */
@@ -185,11 +200,23 @@ export class Conversation {
     const turn = found ?? (whole ? this.#keepHere(answer) : null);
     if (turn && answer.usage) this.costs.set(turn.id, answer.usage);
     if (turn && this.answer === answer) [this.leaf, this.answer] = [turn.id, null];
+    else if (answer.typed && !answer.came) this.#giveBack(answer);
     else if (this.answer === answer && answer.state !== "failed" && answer.state !== "lost") {
       [this.leaf, this.answer] = [this.session?.head ?? null, null]; // another client's
     }
     this.tell();
     changed(null);
+  }
+
+  /** The question is a draft again: no more of it is shown than why. */
+  #giveBack(answer) {
+    if (this.id && !this.session) {
+      [this.id, this.#key] = [null, `new-${Math.random()}`];
+      this.opened(null); // there is no such session
+    }
+    if (this.answer !== answer) return;
+    answer.question = [];
+    if (answer.state === "stopped") this.answer = null;
   }
 
   /** Takes over what another window kept of the question. */

@@ -48,8 +48,12 @@ export function writeJson(name, value) {
   return write(name, value === null ? null : JSON.stringify(value));
 }
 
+const sent = []; // {session, text} on their way: drafts for the next page, but not for this one
+const before = (session) => sent.map((one) => (one.session === session ? `${one.text}\n` : "")).join("");
+
 /** Keeps what is typed for a session; the oldest drafts make room. */
-export function keepDraft(session, text) {
+export function keepDraft(session, typed) {
+  const text = typed ? before(session) + typed : before(session).slice(0, -1);
   const order = readJson("drafts", []).filter((one) => one !== session);
   if (text) order.push(session);
   for (const old of order.splice(0, Math.max(0, order.length - MOST_DRAFTS))) write(`draft.${old}`, null);
@@ -57,4 +61,23 @@ export function keepDraft(session, text) {
   writeJson("drafts", order);
 }
 
-export const draftOf = (session) => read(`draft.${session}`) ?? "";
+export function draftOf(session) {
+  const kept = read(`draft.${session}`) ?? "";
+  const first = before(session);
+  return `${kept}\n`.startsWith(first) ? kept.slice(first.length) : kept;
+}
+
+/** Keeps a text as a draft while it is sent. Returns what ends that: called with true, it is a draft no more. */
+export function sending(session, text) {
+  const one = {session, text};
+  const typed = draftOf(session);
+  sent.push(one);
+  keepDraft(session, typed);
+  return (taken) => {
+    const at = sent.indexOf(one);
+    if (at < 0) return;
+    const rest = draftOf(session);
+    sent.splice(at, 1);
+    keepDraft(session, [!taken && text, rest].filter(Boolean).join("\n"));
+  };
+}
