@@ -34,7 +34,6 @@ export class Answer {
     Object.assign(this, {session, parent, question, begun, request, fresh});
   }
 
-  /** Whether there is more than the question. */
   get came() {
     return Boolean(this.text) || this.state === "done";
   }
@@ -92,11 +91,12 @@ export class Answer {
     Object.assign(this, {parent: asked.parent, question: asked.question, begun: asked.begun});
   }
 
-  /** Ends it; what was said is kept. Before it has an id, as soon as it has one. */
+  /** Ends it, as soon as it has an id; what was said is kept. */
   async stop() {
     this.#stopping = true;
-    const row = metrics.value?.running?.find((one) => one.session && one.session === this.session && one.id);
-    const id = this.id ?? row?.id;
+    let id;
+    const known = () => (id = this.id ?? metrics.value?.running?.find((one) => one.session && one.session === this.session)?.id);
+    await until(() => known() || this.over, 5000); // the metrics tell of what waits in the queue
     if (!id) return;
     try {
       await ask(`/ssmd/v1/requests/${id}/stop`, {method: "POST"});
@@ -160,14 +160,15 @@ export class Answer {
       }
     }
     this.state = error.status === 0 ? "lost" : error.code === "request_not_found" ? "gone" : "failed";
-    this.error = error.message;
+    this.removed = error.code === "session_not_found";
+    this.error = this.removed ? "This session is gone." : error.message;
   }
 
   #end() {
     if (leaving) return;
     if (!this.over) this.state = this.usage?.ssmd?.stopped || this.#stopping ? "stopped" : "done";
     for (const [key, answer] of running) if (answer === this) running.delete(key);
-    if (/lost|failed/.test(this.state) && (this.text || !this.typed)) this.#remember(); // for the next page
+    if (/lost|failed/.test(this.state) && (this.text || !this.typed)) this.#remember();
     else if (this.session) writeJson(`asked.${this.session}`, null);
     this.tell();
     if (this.session) changed(this.session, "answered");
@@ -193,10 +194,10 @@ export function answerIn(session) {
   return answer;
 }
 
-/** An answer that broke off, as the window that read it kept it; or null. */
+/** An answer that broke off, or null. */
 export function brokenIn(session) {
   const kept = readJson(`asked.${session}`);
-  return kept?.error && kept.question ? Object.assign(new Answer({session}), kept, {state: "lost"}) : null;
+  return kept?.error ? Object.assign(new Answer({session}), kept, {state: "lost"}) : null;
 }
 
 /** Whether nothing of the session can be stored yet: it began with the answer that was under way when this was kept. */

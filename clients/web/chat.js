@@ -4,6 +4,7 @@ import {Composer, ModelPicker, Options, modelFor, models, sampling} from "./comp
 import {Act, Empty, Menu} from "./controls.js";
 import {Conversation} from "./conversation.js";
 import {html, useEffect, useLayoutEffect, useMemo, useRef, useState} from "./html.js";
+import {draftOf, keepDraft} from "./kept.js";
 import {daemon, metrics} from "./live.js";
 import {fail} from "./notices.js";
 import {plain} from "./numbers.js";
@@ -63,7 +64,7 @@ function Shown({mine}) {
     <//>
     <div class="foot">
       ${away && html`<p class="away" role="status">The daemon is away. What you type is kept.</p>`}
-      <${Composer} mine=${mine} session=${mine.id} busy=${mine.busy} stoppable=${mine.answer && !mine.answer.over} followed=${mine.answer && !mine.answer.request && mine.answer.question?.at(-1).content} send=${(text) => does.say(text)} stop=${stop} />
+      <${Composer} mine=${mine} session=${mine.id} busy=${mine.busy} stoppable=${mine.answer && !mine.answer.over} followed=${!mine.answer?.request && mine.answer?.question?.at(-1).content} send=${(text) => does.say(text)} stop=${stop} />
     </div>
     <${Announcer} answer=${mine.busy ? mine.answer : null} />
   </div>`;
@@ -87,6 +88,11 @@ function doing(mine) {
     again: (turn) => void mine.again(turn, does.asking()).catch(fail),
     goOn: (turn) => void mine.goOn(turn, does.asking()).catch(fail),
     retry: () => mine.retry(does.asking()).catch(fail),
+    anew: () => {
+      const text = mine.answer.question.at(-1)?.content ?? draftOf(mine.id);
+      keepDraft("new", [draftOf("new"), text].filter(Boolean).join("\n"));
+      go("/chat");
+    },
     step: (turn, what, by) => {
       const forks = forksAt(mine.tree, turn);
       mine.show(forks[`${what}s`][forks[what] + by]);
@@ -140,7 +146,7 @@ function Flow({mine, does, children}) {
         return html`<${Turn} key=${turn.id} turn=${turn} fork=${`${a}/${asks.length}/${answer}/${answers.length}`} last=${last && !mine.answer}
           busy=${mine.busy && from + i >= path.length - FIRST_TURNS} usage=${mine.costOf(turn)} does=${does} />`;
       })}
-      ${mine.answer && html`<${Growing} key="growing" answer=${mine.answer} retry=${does.retry} />`}
+      ${mine.answer && html`<${Growing} key="growing" answer=${mine.answer} retry=${does.retry} anew=${does.anew} />`}
     </div>
   </div>`;
 }

@@ -74,8 +74,7 @@ export function Options({system, setSystem}) {
   </section>`;
 }
 
-/** The field below the conversation. A draft is kept for each session while it is typed. followed: a question that
- * is answered already, though the window that sent it went before it knew. */
+/** The field below the conversation. A draft is kept for each session while it is typed. */
 export function Composer({mine, session, busy, stoppable, followed, send, stop}) {
   const name = session ?? "new";
   const [text, setText] = useState(() => draftOf(name));
@@ -116,7 +115,7 @@ export function Composer({mine, session, busy, stoppable, followed, send, stop})
     setText("");
     if ((await send(text)) !== false || shown.current !== mine) return;
     waiting.current?.();
-    setText(draftOf(mine.id ?? "new")); // it came to nothing, and is there again
+    setText(draftOf(mine.id ?? "new"));
   };
   const keys = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {

@@ -23,7 +23,7 @@ export class Conversation {
   #settling = false;
   #key;
 
-  /** id: of a session, null for one that is new. at: the turn to show. opened: called with the id it gets, or null. */
+  /** id: of a session, null for one that is new. at: the turn to show. opened: called with the id it gets. */
   constructor(id, at = null, opened = () => {}) {
     Object.assign(this, {id, at, opened});
     this.#key = id ?? `new-${Math.random()}`;
@@ -89,7 +89,7 @@ export class Conversation {
       else if (atEnd || !this.tree.byId.has(this.leaf)) this.leaf = this.answer ? this.leaf : told.head;
       this.missing = false;
     } catch (error) {
-      if (error.status === 404) this.missing = true;
+      if (error.status === 404) this.missing = !this.answer;
       else if (error.status !== 0) fail(error);
     }
     this.loading = false;
@@ -97,12 +97,11 @@ export class Conversation {
     this.tell();
   }
 
-  /** Says something on the way that is looked at. Returns false if it came to nothing: it is a draft again. */
+  /** Says something on the way that is looked at. Returns false if nothing came: it is a draft again. */
   async say(text, options) {
     const taken = sending(this.id ?? "new", text);
     try {
-      const broken = !this.busy && this.answer?.question && this.answer.text;
-      if (broken) this.leaf = this.#keepHere(this.answer).id;
+      if (!this.busy && this.answer?.text) this.leaf = this.#keepHere(this.answer).id;
       return (await this.#ask(this.path, [{role: "user", content: text}], options, "", taken)).came;
     } finally {
       taken(false);
@@ -208,11 +207,10 @@ export class Conversation {
     changed(null);
   }
 
-  /** The question is a draft again: no more of it is shown than why. */
   #giveBack(answer) {
     if (this.id && !this.session) {
       [this.id, this.#key] = [null, `new-${Math.random()}`];
-      this.opened(null); // there is no such session
+      this.opened(null);
     }
     if (this.answer !== answer) return;
     answer.question = [];

@@ -48,7 +48,7 @@ export function writeJson(name, value) {
   return write(name, value === null ? null : JSON.stringify(value));
 }
 
-const sent = []; // {session, text} on their way: drafts for the next page, but not for this one
+const sent = []; // drafts for the next page only
 const before = (session) => sent.map((one) => (one.session === session ? `${one.text}\n` : "")).join("");
 
 /** Keeps what is typed for a session; the oldest drafts make room. */
@@ -67,7 +67,7 @@ export function draftOf(session) {
   return `${kept}\n`.startsWith(first) ? kept.slice(first.length) : kept;
 }
 
-/** Keeps a text as a draft while it is sent. Returns what ends that: called with true, it is a draft no more. */
+/** Keeps what is sent as a draft. Returns what ends that: called with true, it is none. */
 export function sending(session, text) {
   const one = {session, text};
   const typed = draftOf(session);

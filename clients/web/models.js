@@ -54,14 +54,14 @@ function Pulls({told, rows}) {
   const busy = (model, runtime) => pulls.find((row) => row.model === model && row.runtime === runtime && ["waiting", "running"].includes(row.state));
   const pull = (model, runtime) => () => ask("/ssmd/v1/pulls", {method: "POST", body: {model, runtime}}).then((row) => setOwn((all) => [...all.filter((one) => one.id !== row.id), row]));
   return html`<section aria-labelledby="pull"><h2 id="pull">To be had</h2>
-    ${pulls.length > 0 && html`<ul class="cards">${[...pulls].reverse().slice(0, 5).map((row) => html`<${Pull} key=${row.id} row=${row} />`)}</ul>`}
     ${catalog && !catalog.length && html`<p class="faint">This key may not pull models.</p>`}
     <ul class="cards">${(catalog ?? []).map((entry) => html`<li class="card offer" key=${entry.name}>
-      <span class="cover">${entry.name}</span><span class="about">${entry.family}</span>
+      <span class="cover">${entry.name}</span><span class="about">${entry.family} ${entry.runtimes.map((one) => busy(entry.name, one.runtime)?.state)}</span>
       <span class="ends">${entry.runtimes.map((one) => one.installed
         ? html`<${Pill}>${one.runtime}: installed<//>`
         : html`<${Act} icon="in" label=${one.runtime} aria-label=${`Pull ${entry.name} for ${one.runtime}`} title=${one.problem ?? "Pull"} shown=${true} kind="framed" disabled=${!one.usable || Boolean(busy(entry.name, one.runtime))} run=${pull(entry.name, one.runtime)} />`)}</span>
     </li>`)}</ul>
+    ${pulls.length > 0 && html`<ul class="cards">${[...pulls].reverse().slice(0, 5).map((row) => html`<${Pull} key=${row.id} row=${row} />`)}</ul>`}
   </section>`;
 }
 

@@ -102,7 +102,7 @@ function Exchange({turn, fork, last, busy, usage, does}) {
 }
 
 /** The answer under way, drawn whenever something of it comes. */
-export function Growing({answer, retry}) {
+export function Growing({answer, retry, anew}) {
   useChanges(answer);
   const broke = answer.state === "failed" || answer.state === "lost";
   const text = answer.begun + answer.text;
@@ -110,7 +110,7 @@ export function Growing({answer, retry}) {
     ${answer.question ? html`<${Asked} messages=${answer.question} />` : html`<p class="aside">Asked by another client.</p>`}
     <div class="said"><h2 class="hidden">Answer</h2>
       ${text ? html`<${Written} text=${text} grows=${true} />` : !broke && html`<p class="waiting"><span></span><span></span><span></span><span class="hidden">Waiting for the first token</span></p>`}
-      ${broke && html`<p class="broke" role="alert">${answer.error} ${answer.question?.length > 0 && html`<button class="link" onClick=${retry}>Try again</button>`}</p>`}
+      ${broke && html`<p class="broke" role="alert">${answer.error} ${answer.removed ? html`<button class="link" onClick=${anew}>Ask in a new chat</button>` : answer.question?.length > 0 && html`<button class="link" onClick=${retry}>Try again</button>`}</p>`}
     </div>
   </article>`;
 }

@@ -36,9 +36,11 @@ metrics.listen((now) => {
     for (const listener of [...listeners]) listener({kind: "changed", session});
   }
 });
+const all = () => listeners.forEach((listener) => listener({kind: "changed", back: true}));
+addEventListener("focus", all); // names are in no metrics
 daemon.listen((state) => {
-  if (state === "there") for (const listener of [...listeners]) listener({kind: "changed", session: null, back: true});
+  if (state === "there") all();
 });
 unlocked.listen(() => {
-  if (!locked.value) for (const listener of [...listeners]) listener({kind: "changed", session: null, back: true});
+  if (!locked.value) all();
 });

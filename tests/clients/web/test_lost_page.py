@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Iterator
@@ -38,14 +39,13 @@ def alone(browser: Any, own: DaemonProcess) -> Iterator[Window]:
     context.close()
 
 
-def begun(one: DaemonProcess) -> http.client.HTTPResponse:
-    """An answer that does not end before it is closed."""
-    connection = http.client.HTTPConnection("127.0.0.1", one.port, timeout=30)
-    body = {"model": "mamba", "messages": [{"role": "user", "content": "Takes a lane"}], "stream": True, **ENDLESS}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
-    response = connection.getresponse()
-    assert response.status == 200
-    return response
+def occupy(one: DaemonProcess) -> None:
+    """Begin an answer that goes on without a reader, and does not end."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", one.port, timeout=30)) as connection:
+        messages = [{"role": "user", "content": "Takes a lane"}]
+        body = {"model": "mamba", "messages": messages, "stream": True, "background": True, **ENDLESS}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        assert connection.getresponse().status == 200
 
 
 def in_box(window: Window, text: str) -> None:
@@ -97,14 +97,52 @@ def test_an_answer_that_broke_off_stays(alone: Window, own: DaemonProcess) -> No
 def test_a_question_stopped_in_the_queue_is_a_draft_again(alone: Window, own: DaemonProcess) -> None:
     alone.say("One")
     alone.answered(1)
-    taken = [begun(own) for _ in range(2)]  # there is a spare lane
+    occupy(own)
     alone.say("Waits in the queue")
     alone.page.wait_for_selector(".growing .waiting")
-    alone.soon(lambda: len(own.get("/ssmd/v1/metrics")[1]["running"]) == 3)
+    alone.soon(lambda: alone.session in [row["session"] for row in own.get("/ssmd/v1/metrics")[1]["running"]])
     alone.page.click("button[aria-label=Stop]")
     alone.page.wait_for_selector(".growing", state="detached")
     in_box(alone, "Waits in the queue")
     alone.page.reload()
     in_box(alone, "Waits in the queue")
-    for one in taken:
-        one.close()
+
+
+def test_a_session_that_was_removed_meanwhile_is_left_for_a_new_one(alone: Window, own: DaemonProcess) -> None:
+    alone.say("One")
+    alone.answered(1)
+    gone = alone.session
+    removed = alone.page.request.delete(f"{alone.url}/ssmd/v1/sessions/{gone}")
+    assert removed.ok
+    alone.say("Asked of no session")
+    alone.page.wait_for_selector("text=This session is gone")
+    alone.page.click("text=Ask in a new chat")
+    in_box(alone, "Asked of no session")
+    alone.page.press("#message", "Enter")
+    alone.answered(1)
+    assert alone.session not in ("", gone)
+
+
+def test_a_name_given_elsewhere_is_seen_on_focus(alone: Window) -> None:
+    alone.say("One")
+    alone.answered(1)
+    path = f"{alone.url}/ssmd/v1/sessions/{alone.session}"
+    assert alone.page.request.patch(path, data={"title": "Named elsewhere"}).ok
+    alone.page.evaluate("dispatchEvent(new Event('focus'))")
+    alone.page.wait_for_selector(".beside >> text=Named elsewhere", timeout=5000)
+
+
+def test_no_offer_moves_when_a_pull_begins(browser: Any, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    one = DaemonProcess(artifacts["mamba-f32"], tmp_path / "data", "--threads", "1")
+    one._environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
+    with one:
+        window = Window(browser.new_context(), f"http://127.0.0.1:{one.port}")
+        window.open("#/models")
+        offer = window.page.locator(".offer button:enabled").first
+        offer.wait_for(timeout=40_000)
+        name = f"button[aria-label='{offer.get_attribute('aria-label')}']"
+        where = window.page.evaluate("(name) => document.querySelector(name).getBoundingClientRect().top", name)
+        offer.click()
+        window.page.wait_for_selector(".pull")
+        assert window.page.evaluate("(n) => document.querySelector(n).getBoundingClientRect().top", name) == where
+        window.page.context.close()
