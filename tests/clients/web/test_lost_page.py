@@ -126,6 +126,7 @@ def test_a_session_that_was_removed_meanwhile_is_left_for_a_new_one(alone: Windo
 def test_a_name_given_elsewhere_is_seen_on_focus(alone: Window) -> None:
     alone.say("One")
     alone.answered(1)
+    alone.page.wait_for_timeout(2000)  # until the list has settled after the answer
     path = f"{alone.url}/ssmd/v1/sessions/{alone.session}"
     assert alone.page.request.patch(path, data={"title": "Named elsewhere"}).ok
     alone.page.evaluate("dispatchEvent(new Event('focus'))")
