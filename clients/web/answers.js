@@ -26,7 +26,6 @@ export class Answer {
   began = performance.now();
   #listeners = new Set();
   #stopping = false;
-  #leave = new AbortController();
 
   /** parent: the turn above it, ask: messages since that, null if they are not known; begun: what it goes on from.
    * fresh: its session begins with it. */
@@ -57,7 +56,7 @@ export class Answer {
     this.#remember();
     try {
       const body = {...this.request, stream: true, stream_options: {include_usage: true}, background: true};
-      const response = await open("/v1/chat/completions", {method: "POST", body, signal: this.#leave.signal});
+      const response = await open("/v1/chat/completions", {method: "POST", body});
       const session = response.headers.get("x-ssmd-session");
       if (session && session !== key) {
         running.delete(key);
@@ -95,8 +94,8 @@ export class Answer {
   async stop() {
     this.#stopping = true;
     let id;
-    const known = () => (id = this.id ?? metrics.value?.running?.find((one) => one.session && one.session === this.session)?.id);
-    await until(() => known() || this.over, 5000); // the metrics tell of what waits in the queue
+    const known = () => (id = this.id ?? metrics.value?.running?.find((one) => this.session && one.session === this.session)?.id);
+    await until(() => known() || this.over, 5000); // the metrics tell of what waits
     if (!id) return;
     try {
       await ask(`/ssmd/v1/requests/${id}/stop`, {method: "POST"});
@@ -106,7 +105,7 @@ export class Answer {
   }
 
   #opened(id) {
-    return open(`/ssmd/v1/requests/${id}/stream`, {signal: this.#leave.signal});
+    return open(`/ssmd/v1/requests/${id}/stream`);
   }
 
   async #read(response) {

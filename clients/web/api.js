@@ -18,16 +18,15 @@ export class ApiError extends Error {
 }
 
 /** Answers with a response whose status is good. Raises ApiError, and what fetch raises, with words for people. */
-export async function open(path, {method = "GET", body, raw, signal, keepalive = false, bearer = key} = {}) {
+export async function open(path, {method = "GET", body, raw, keepalive = false, bearer = key} = {}) {
   const headers = {};
   if (bearer) headers.authorization = `Bearer ${bearer}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   let response;
   try {
     const sent = body === undefined ? raw : JSON.stringify(body);
-    response = await fetch(path, {method, headers, body: sent, signal, keepalive, cache: "no-store"});
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
+    response = await fetch(path, {method, headers, body: sent, keepalive, cache: "no-store"});
+  } catch {
     throw new ApiError("The daemon does not answer.", 0, "away");
   }
   if (response.ok) return response;

@@ -10,7 +10,7 @@ const DRAFT_MS = 300;
 /** [name, what it is called, where it may lie, what it is if nothing is said]. */
 const KNOBS = [
   ["temperature", "Temperature", 0, 2, 0.1, "1"],
-  ["top_p", "Top p", 0.01, 1, 0.01, "1"],
+  ["top_p", "Top p", 0, 1, 0.01, "1"],
   ["top_k", "Top k", 0, 100000, 1, "all"],
   ["min_p", "Min p", 0, 1, 0.01, "0"],
   ["repetition_penalty", "Repetition penalty", 0.01, 100, 0.05, "1"],

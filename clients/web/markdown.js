@@ -86,7 +86,7 @@ function blockAt(lines, i, depth) {
   const fence = FENCE.exec(line);
   if (fence) return fenced(lines, i, fence);
   const heading = HEADING.exec(line);
-  if (heading) return [{type: "heading", level: heading[1].length, text: titled(heading[2] ?? "")}, i + 1];
+  if (heading) return [{type: "heading", level: heading[1].length, text: (heading[2] ?? "").trim().replace(/(^|[ \t])#+$/, "").trimEnd()}, i + 1];
   if (RULE.test(line)) return [{type: "rule"}, i + 1];
   if (depth < DEEPEST) {
     if (QUOTE.test(line)) return quoted(lines, i, depth);
@@ -94,14 +94,6 @@ function blockAt(lines, i, depth) {
   }
   if (line.includes("|") && CELLS.test(lines[i + 1] ?? "") && lines[i + 1].includes("-")) return table(lines, i);
   return paragraph(lines, i, depth);
-}
-
-/** A heading's text without spaces around it, and without the marks that may close it. By hand: a pattern for both looks again at every space. */
-function titled(given) {
-  const text = given.trim();
-  let end = text.length;
-  while (text[end - 1] === "#") end--;
-  return end === 0 || " \t".includes(text[end - 1]) ? text.slice(0, end).trimEnd() : text;
 }
 
 function fenced(lines, i, [, mark, language]) {
