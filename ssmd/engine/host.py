@@ -51,7 +51,7 @@ class Host:
     @property
     def budget(self) -> int | None:
         """Bytes that loaded models may take together; None: nothing is known of the memory here."""
-        return self._loader.budget
+        return self._loader.budget.nbytes
 
     def ready(self) -> None:
         """Note that the daemon answers: what fails from now on is told in the log."""
@@ -146,7 +146,7 @@ class Host:
             hosted.pinned = pinned
             if pinned and hosted.status == "loaded":  # it was to go for another one
                 hosted.leaving = False
-            self._loader.expire(hosted)
+            hosted.expire()
             self._loader.wake()
 
     def live(self) -> Live:
@@ -163,7 +163,7 @@ class Host:
         rows = [one.row(requests[id_]) for id_, one in there.items()]
         running = [row for mine in requests.values() for row in mine]
         used = sum(one.nbytes + one.busy_bytes for one in hosted.values() if one.is_loaded)
-        held = {"budget_bytes": self._loader.budget, "used_bytes": used}
+        held = {"budget_bytes": self.budget, "used_bytes": used}
         seen = {"resident_bytes": memory.resident(), "mapped_bytes": memory.mapped()}
         answering = any(row["phase"] != "loading" for row in running)
         return Live(self._state(answering), self.problem, rows, running, held | seen)
@@ -196,7 +196,7 @@ class Host:
         with self._loader.changed:
             self.draining = True
             for hosted in self._loader.wanted:  # which the loader takes out, one of them once it is loaded
-                self._loader.fail(hosted, unavailable("the server is shutting down", "shutting_down"))
+                hosted.fail(unavailable("the server is shutting down", "shutting_down"))
             self._loader.changed.notify_all()
         until = time.monotonic() + grace_s
         engines = self._loader.engines()

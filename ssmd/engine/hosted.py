@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,7 +13,6 @@ from typing import Any, Literal
 from ssmd.engine.engine import Engine
 from ssmd.engine.request import Rejected
 from ssmd.engine.shelf import Model
-from ssmd.machine.size import show_size
 
 TIMES_FILES = 2.0  # its files' bytes a model takes, lanes and workspaces with it: 1.8 to 2.0 were measured
 LEAST_BYTES = 32 << 20
@@ -109,6 +110,18 @@ class Hosted:
         engine = self.engine
         return 0 if engine is None else engine.busy_bytes
 
+    def expire(self) -> None:
+        """Say until when it stays, if nobody has it."""
+        free = self.is_loaded and not (self.leases or self.pinned or self.keep_alive_s == math.inf)
+        self.idle_until = time.time() + self.keep_alive_s if free else None
+
+    def fail(self, why: Rejected) -> None:
+        """Tell all who wait for it why they do not get it."""
+        while self.waiting:
+            future = self.waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(why)
+
     def requests(self) -> list[dict[str, Any]]:
         """How far each request is that its engine has, or that waits for it to be loaded, ready for JSON."""
         engine = self.engine
@@ -141,35 +154,6 @@ class Hosted:
             "idle_until": self.idle_until,
             "queue": {"waiting": waiting, "running": sum(row["phase"] not in ("waiting", "loading") for row in rows)},
         }
-
-
-class NoRoom(Exception):
-    """A model can never be loaded beside those that stay; the message says why."""
-
-
-def make_room(wanted: Hosted, loaded: Sequence[Hosted], budget: int) -> list[Hosted]:
-    """Those to let go so that there is room for one more, who answer nobody first, of these who were used last last.
-
-    Whether there can be room is decided by files: what was seen depends on how many it answered, and a model that was
-    loaded once would be refused for ever after. Raises NoRoom.
-    """
-    others = [one for one in loaded if one is not wanted]
-    pinned = sum(one.least for one in others if one.pinned)
-    if wanted.least + pinned > budget:
-        beside = f", of which pinned models hold {show_size(pinned)}" if pinned else ""
-        raise NoRoom(
-            f"it takes about {show_size(wanted.least)} of memory, and models may take {show_size(budget)}{beside}; "
-            "raise it with --memory-budget"
-        )
-    over = wanted.nbytes + sum(one.nbytes for one in others) - budget
-    chosen: list[Hosted] = []
-    for one in sorted(others, key=lambda one: (one.leases > 0, one.last_used or 0.0)):
-        if over <= 0:
-            break
-        if not one.pinned:
-            chosen.append(one)
-            over -= one.nbytes
-    return chosen
 
 
 def refused(asked: str, why: str, *, code: str, retry_after_s: int | None = None) -> Rejected:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -16,13 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
+from ssmd.engine.budget import Budget, NoRoom, in_the_way, make_room
 from ssmd.engine.engine import Engine
-from ssmd.engine.hosted import Hosted, Lease, NoRoom, Waiting, make_room, refused
+from ssmd.engine.hosted import Hosted, Lease, Waiting, refused
 from ssmd.engine.metrics import Metrics, ModelMetrics
 from ssmd.engine.request import Rejected
 from ssmd.engine.shelf import Model, Shelf, unusable
 from ssmd.machine import memory
-from ssmd.machine.size import show_size
 
 log = logging.getLogger(__name__)
 ROOM_S = 60.0  # for which a model waits until others that answer somebody can go
@@ -54,8 +53,7 @@ class Loader:
         self.hosted: dict[str, Hosted] = {}
         self.wanted: deque[Hosted] = deque()
         self.starting = True
-        self.budget = memory.available() if budget is None else budget
-        self._strict = budget is not None
+        self.budget = Budget(budget)
         self._shelf, self._metrics, self._keep_alive_s = shelf, metrics, keep_alive_s
         self._open, self._trial = open_, trial
         self._runtimes: set[str] = set()  # whose libraries are in this process
@@ -96,35 +94,19 @@ class Loader:
             assert hosted.engine is not None
             future.set_result(Lease(hosted.engine, hosted.model, partial(self._give_back, hosted)))
 
-    def expire(self, hosted: Hosted) -> None:
-        """Say until when a model stays that nobody has."""
-        free = hosted.is_loaded and not (hosted.leases or hosted.pinned or hosted.keep_alive_s == math.inf)
-        hosted.idle_until = time.time() + hosted.keep_alive_s if free else None
-
-    def fail(self, hosted: Hosted, why: Rejected) -> None:
-        """Tell all who wait for a model why they do not get it."""
-        while hosted.waiting:
-            future = hosted.waiting.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_exception(why)
-
     def room(self, mine: Hosted, nbytes: int) -> bool:
         """Whether answers of a model may take so many bytes more, beside what is loaded and, if it stays, what waits to
         be. From any thread.
         """
-        if self.budget is None:
-            return True
         with self.changed:
-            loaded = [h for h in self.hosted.values() if h.is_loaded]
-            held = sum(h.nbytes + h.busy_bytes for h in loaded)
-            coming = 0 if mine.leaving else sum(h.nbytes for h in self.wanted if h.tried and not h.is_loaded)
-            return held + coming + nbytes <= self.budget
+            coming = [] if mine.leaving else [h for h in self.wanted if h.tried and not h.is_loaded]
+            return self.budget.fits_answer(nbytes, self._loaded_ones(), coming)
 
     def _give_back(self, hosted: Hosted) -> None:
         with self.changed:
             hosted.leases -= 1
             hosted.last_used = time.time()
-            self.expire(hosted)
+            hosted.expire()
             if not hosted.leases:
                 self.wake()
 
@@ -159,7 +141,7 @@ class Loader:
     def _let_go(self) -> None:
         """Let go of what is to go, and answers nobody."""
         with self.changed:
-            loaded = [h for h in self.hosted.values() if h.is_loaded]
+            loaded = self._loaded_ones()
         for hosted in loaded:
             if not hosted.leaving and not hosted.model.is_current:
                 log.info("model %s was replaced or removed: it is let go when nobody asks it any more", hosted.model.id)
@@ -236,29 +218,17 @@ class Loader:
     def _make_room(self, hosted: Hosted, ahead: int) -> bool:
         """Whether there is room for a model now. ahead: bytes of those that wait for room before it, in whose way it is
         not to be. Raises Rejected."""
-        if self.budget is None:
+        if self.budget.nbytes is None:
             return True
         with self.changed:
-            loaded = [h for h in self.hosted.values() if h.is_loaded]
-            budget = self.budget
-            if not self._strict:
-                free = memory.available()
-                if free is not None:
-                    budget = min(budget, free + sum(h.nbytes + h.busy_bytes for h in loaded))
-                least = hosted.nbytes + sum(h.nbytes for h in loaded if h.pinned)
-                if budget < least:
-                    sizes = show_size(hosted.nbytes), show_size(budget)
-                    log.warning("model %s takes about %s of memory, and %s are free", hosted.model.id, *sizes)
-                    budget = least
+            loaded = self._loaded_ones()
+            budget = self.budget.for_model(hosted, loaded)
             try:
                 going = make_room(hosted, loaded, budget)
             except NoRoom as err:
                 raise refused(hosted.model.id, f"is not loaded: {err}", code="no_memory") from err
             late = time.monotonic() - hosted.wanted_at > ROOM_S
-            busy = [h.model.id for h in going if h.leases]
-            stay = {h.model.id: (h.nbytes, h.busy_bytes) for h in loaded if h is not hosted and h not in going}
-            if hosted.nbytes + sum(map(sum, stay.values())) > budget:
-                busy += [id_ for id_, (_, more) in stay.items() if more]  # some of their answers end first
+            busy = in_the_way(hosted, loaded, going, budget)
             if ahead:
                 beside = ahead + sum(h.nbytes for h in loaded if h.pinned)
                 if not (going or busy) and hosted.nbytes + beside <= budget:
@@ -332,7 +302,7 @@ class Loader:
             self._serve_next(hosted)
             while hosted.waiting:
                 self.hand_out(hosted, hosted.waiting.popleft())
-            self.expire(hosted)
+            hosted.expire()
             self._news = True
 
     def _failed(self, hosted: Hosted, why: Rejected) -> None:
@@ -344,7 +314,7 @@ class Loader:
             if why.code == "model_load_failed":  # the others cost nothing to find out again
                 hosted.failed_at = time.time()
                 self._shelf.avoid(hosted.model)
-            self.fail(hosted, why)
+            hosted.fail(why)
             self._news = True
 
     def _serve_next(self, hosted: Hosted) -> None:
@@ -358,6 +328,9 @@ class Loader:
         for other in self.hosted.values():
             if other is not hosted and other.status == "loaded" and other.model.is_current:
                 other.leaving = False
+
+    def _loaded_ones(self) -> list[Hosted]:
+        return [h for h in self.hosted.values() if h.is_loaded]
 
     def engines(self) -> list[Engine]:
         """List the engines of what is loaded. From any thread."""

@@ -368,7 +368,7 @@ def test_who_was_given_back_may_leave_and_be_stopped(models: Path) -> None:
 def test_what_has_no_room_is_told_who_has_it(models: Path) -> None:
     with several(models, memory_budget=80 << 20, pin=("llama",)) as one:
         assert one.row(LLAMA)["pinned"]
-        one.host._loader.budget = 40 << 20
+        one.host._loader.budget.nbytes = 40 << 20
         answer = one.chat("granite")
         assert (answer.status, answer.error["code"]) == (503, "no_memory")
         assert answer.headers["x-should-retry"] == "false"

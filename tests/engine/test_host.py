@@ -24,9 +24,10 @@ from several import GRANITE, LLAMA, OTHER, models_folder
 
 from ssmd.config import Settings
 from ssmd.engine import loader, shelf
+from ssmd.engine.budget import NoRoom, make_room
 from ssmd.engine.engine import Engine
 from ssmd.engine.host import Host
-from ssmd.engine.hosted import Hosted, Lease, NoRoom, make_room
+from ssmd.engine.hosted import Hosted, Lease
 from ssmd.engine.lanes import lane_bytes
 from ssmd.engine.opening import close_host, open_host
 from ssmd.engine.request import Rejected
@@ -256,6 +257,21 @@ def test_answers_take_no_more_memory_than_models_may(models: Path) -> None:
         assert most == 3, "one is a part of what the model takes"
         for n, one in enumerate(asked):
             assert one.answer().usage.completion_tokens == 60 * (1 + n)
+        lease.release()
+
+
+def test_a_budget_that_nobody_said_bounds_no_answers(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that takes more than was free is loaded alone; how many answers there is memory for was seen then."""
+    monkeypatch.setattr(memory, "available", lambda: 1 << 20)
+    with hosting(models) as host:
+        lease = lent(host, LLAMA)
+        asked = [
+            Asked(lease.engine, user(f"On {n}"), sampling=ENDLESS, max_tokens=200, client=f"client {n}")
+            for n in range(3)
+        ]
+        soon(lambda: lease.engine._worker.in_use == 3)
+        for one in asked:
+            assert one.answer().usage.completion_tokens == 200
         lease.release()
 
 
