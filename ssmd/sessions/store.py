@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, select
+from sqlalchemy import Connection, Engine
 
 from ssmd.model.state import Part, State, StateSpec
 from ssmd.sessions.domain import EVERYBODY, Domain
@@ -25,7 +25,7 @@ from ssmd.sessions.rows import (
     database,
     erasure,
     holding,
-    migrate,
+    opening,
     retention,
     room,
     search,
@@ -39,12 +39,9 @@ from ssmd.sessions.rows.checkpoints import Placed
 from ssmd.sessions.rows.encoded import Encoded
 from ssmd.sessions.rows.faults import DiskFull, disk_full
 from ssmd.sessions.rows.parts import read_parts
-from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, Turn
 from ssmd.text.messages import Message
-
-_COUNTED_WHEN_IDLE = 100  # sessions; some milliseconds each
 
 
 @dataclass(frozen=True)
@@ -76,27 +73,7 @@ class Store:
         busy_ms: how long to wait for another process that writes. quota: no commit leaves more bytes of checkpoints
         than these. A database of a newer version is refused untouched.
         """
-        try:
-            return Store._open(data_dir, busy_ms, quota)
-        except DiskFull:  # the log's index takes 32 kB
-            if not room.cut(data_dir, room.FOR_REMOVAL) and not room.cut(data_dir, 0):
-                raise
-            return Store._open(data_dir, busy_ms, quota)
-
-    @staticmethod
-    def _open(data_dir: Path, busy_ms: int, quota: int | None) -> Store:
-        file = data_dir / database.FILE
-        engine = database.open_database(data_dir, busy_ms=busy_ms)
-        try:
-            with database.reading(engine, file) as connection:
-                ready = migrate.current(connection) == migrate.HEAD
-            if not ready:
-                with database.migrating(engine, file) as connection:
-                    migrate.upgrade(connection, file)
-        except BaseException:
-            engine.dispose()
-            raise
-        return Store(engine, file, quota)
+        return Store(*opening.open_store(data_dir, busy_ms=busy_ms), quota)
 
     def of(self, domain: Domain) -> Store:
         """The store as a trust domain has it: sessions that it does not see are not there, and new ones are its own."""
@@ -357,15 +334,7 @@ class Store:
 
         Whether sessions are left to be counted.
         """
-        with self.reading() as connection:
-            unknown = select(session_table.c.id).where(session_table.c.own_nbytes.is_(None)).limit(1)
-            some = connection.execute(unknown).first() is not None
-        counted = 0
-        if some:
-            with database.writing(self._engine, self.file) as connection:
-                counted = holding.count_sizes(connection, at_most=_COUNTED_WHEN_IDLE)
-        self.room.for_words(lambda: database.settle(self._engine, self.file, idle=True))  # which lets the file grow
-        return counted == _COUNTED_WHEN_IDLE
+        return collecting.settle(self._engine, self.file, self.room)
 
     def count(self) -> tuple[int, int]:
         """Count the sessions, of all owners: (all, those that are pinned)."""
