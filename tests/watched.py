@@ -1,24 +1,16 @@
-"""What the tray is tested with: a daemon in a data directory, real or of a few lines, and what was seen of it."""
+"""What the tray is tested with: what a daemon says, and what was seen of it."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from serving import serving
-from starlette.applications import Starlette
-
 from ssmd import __version__
-from ssmd.daemon.discovery import Address, announce, withdraw
-from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd_tray.watching import Paces, Sight, Watch
 
-TOKEN = "t" * 43
 QUICK = Paces(
     generating=0.05,
     idle=0.2,
@@ -63,27 +55,6 @@ def metrics(state: str = "idle", **fields: Any) -> dict[str, Any]:
     found |= {"ttft_ms": SERIES, "tbt_ms": SERIES, "tokens_per_s": SERIES, "cached_share": {"last": 0.9, "p50": 0.5}}
     found |= {"stored_bytes": 1_000_000_000, "quota_bytes": 8_000_000_000, "queue": {"waiting": 0, "running": 0}}
     return {**found, **fields}
-
-
-@contextmanager
-def found_at(data: Path, url: str | None, version: str = __version__, socket: Path | None = None) -> Iterator[Address]:
-    """This process as the daemon of a data directory."""
-    data.mkdir(mode=0o700, exist_ok=True)
-    lock = DirectoryLock.take(data, "wait")
-    address = Address(url, socket, os.getpid(), version, time.time() - 100, TOKEN)
-    announce(data, address)
-    try:
-        yield address
-    finally:
-        withdraw(data)
-        lock.release()
-
-
-@contextmanager
-def standing_in(data: Path, app: Starlette, version: str = __version__) -> Iterator[str]:
-    """A server of a few lines in the place of a daemon."""
-    with serving(app) as served, found_at(data, served.url, version):
-        yield served.url
 
 
 class Seen:

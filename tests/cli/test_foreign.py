@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import commands
 import pexpect
 import pytest
-from serving import serving
+from standing import standing_in
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -19,12 +17,9 @@ from starlette.routing import Route
 from terminal import terminal
 from test_server import environment
 
-from ssmd import __version__
 from ssmd.cli.chat import stats_line
 from ssmd.cli.talk import Said, conversation
 from ssmd.daemon.answers import SESSIONS, fits
-from ssmd.daemon.discovery import Address, announce
-from ssmd.sessions.rows.lock import DirectoryLock
 
 BAD = "\x1b]0;x\x07\n\u202eerror: \x9b2J"
 TURN = {
@@ -59,14 +54,10 @@ class Daemon:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    data = tmp_path / "data"
-    data.mkdir(mode=0o700)
     one = Daemon(tmp_path)
-    lock = DirectoryLock.take(data, "wait")
-    with serving(Starlette(routes=[Route("/{path:path}", one.all, methods=["GET", "POST"])])) as served:
-        announce(data, Address(served.url, None, os.getpid(), __version__, time.time(), "t" * 43))
+    app = Starlette(routes=[Route("/{path:path}", one.all, methods=["GET", "POST"])])
+    with standing_in(tmp_path / "data", app):
         yield one
-    lock.release()
 
 
 @pytest.mark.parametrize("answer", [{}, [], {"data": [{}]}])

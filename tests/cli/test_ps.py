@@ -17,7 +17,7 @@ from typing import Any
 
 import commands
 import pytest
-from serving import serving
+from standing import TOKEN, standing_in
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -25,10 +25,7 @@ from starlette.routing import Route
 from test_server import environment
 
 from ssmd import __version__
-from ssmd.daemon.discovery import Address, announce
-from ssmd.sessions.rows.lock import DirectoryLock
 
-TOKEN = "t" * 43
 SERIES: dict[str, Any] = {"last": None, "p50": None, "p95": None, "n": 0, "recent": []}
 
 
@@ -88,14 +85,9 @@ class Daemon:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    data = tmp_path / "data"
-    data.mkdir(mode=0o700)
     one = Daemon(tmp_path)
-    lock = DirectoryLock.take(data, "wait")
-    with serving(Starlette(routes=[Route("/ssmd/v1/metrics", one.metrics)])) as served:
-        announce(data, Address(served.url, None, os.getpid(), __version__, time.time() - 7300, TOKEN))
+    with standing_in(tmp_path / "data", Starlette(routes=[Route("/ssmd/v1/metrics", one.metrics)]), age_s=7300):
         yield one
-    lock.release()
 
 
 def cells(line: str) -> list[str]:

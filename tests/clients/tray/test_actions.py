@@ -16,12 +16,12 @@ from conftest import TinyArtifacts
 from daemon import soon
 from noted import note_all
 from several import LLAMA, Several, models_folder, several
+from standing import found_at, standing_in
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from test_server import environment
-from watched import found_at, standing_in
 
 from ssmd.daemon.discovery import DaemonError, find, running
 from ssmd_tray import actions, starting

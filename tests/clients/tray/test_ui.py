@@ -13,12 +13,13 @@ from conftest import TinyArtifacts
 from desktop import Desktop, desktop, missing, started, tray_command
 from noted import note_all
 from several import GRANITE, LLAMA, Several, models_folder, several
+from standing import found_at, standing_in
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from test_server import running
-from watched import found_at, metrics, standing_in
+from watched import metrics
 
 from ssmd.daemon.discovery import find
 

@@ -19,12 +19,13 @@ from conftest import TinyArtifacts
 from daemon import Daemon, daemon, idle, soon
 from serving import serving
 from several import LONG
+from standing import TOKEN, found_at, standing_in
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from test_server import long_stream, running
-from watched import QUICK, TOKEN, Seen, found_at, metrics, standing_in
+from watched import QUICK, Seen, metrics
 
 from ssmd.config import Settings
 from ssmd.machine.privatesocket import listen_privately
