@@ -22,13 +22,13 @@ def main() -> int:
         cases = list(ElementTree.parse(report).iter("testcase"))
     steps: dict[tuple[str, str, str], list[str]] = {}
     for case in sorted(cases, key=lambda case: case.attrib["classname"]):
-        name, _, of = case.attrib["name"].removeprefix("test_").partition("[")
+        name, _, form = case.attrib["name"].removeprefix("test_").partition("[")
         file = case.attrib["classname"].rpartition(".")[2] + ".py"
         wrong = next((one.tag for one in case if one.tag in ("failure", "error", "skipped")), "passed")
-        steps.setdefault((file, name.replace("_", " "), wrong), []).append(of.removesuffix("]"))
+        steps.setdefault((file, name.replace("_", " "), wrong), []).append(form.removesuffix("]"))
     print("| file | step | |\n| --- | --- | --- |")
-    for (file, step, how), of in steps.items():
-        forms = f" ({', '.join(of)})" if any(of) else ""
+    for (file, step, how), taken in steps.items():
+        forms = f" ({', '.join(taken)})" if any(taken) else ""
         print(f"| `{file}` | {step}{forms} | {how} |")
     return ended
 
