@@ -37,6 +37,7 @@ from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Rejected, 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Again = Callable[[], Awaitable[None]]
+First = Callable[[], Awaitable[Event]]  # gives the first event of an answer
 
 
 _MOMENT = 3  # turns of the event loop after which it is known who sent a request and left
@@ -60,10 +61,9 @@ class Front:
             raw = await read_body(http)
             watcher = asyncio.create_task(delivery.watch(receive))
             asking, head, again = await self._begin(raw, http, delivery, held)
-            first = await _first(delivery, again)
-            answer = asking.answer(head)
+            first, answer = partial(_first, delivery, again), asking.answer(head)
             if asking.stream:
-                await self._stream(answer, head, first, delivery, send)
+                await self._stream(answer, head, first, delivery, send, at_once=asking.background)
             else:
                 whole = await _whole(answer, first, delivery)
                 await JSONResponse(whole, headers=head.headers)(scope, receive, send)
@@ -207,15 +207,21 @@ class Front:
         """Read a body, in a thread: a long conversation has megabytes. Raises Rejected, and what `go_on` raises."""
         return self._read(parse_object(raw, go_on))
 
-    async def _stream(self, answer: Answer, head: Head, event: Event, delivery: Delivery, send: Send) -> None:
-        """event: the first one."""
-        if isinstance(event, Failed):  # nothing was sent yet: a plain error response can still say it
-            raise event.error
+    async def _stream(
+        self, answer: Answer, head: Head, first: First, delivery: Delivery, send: Send, *, at_once: bool
+    ) -> None:
+        """at_once: begin before the first event, so that the client knows how the answer is called that goes on
+        without it.
+        """
         stream = sse.EventStream(send, self._stall_s)
-        await stream.open(head.headers)
+        if at_once:
+            await self._open(stream, answer, head)
+        event = await first()
+        if not at_once:
+            if isinstance(event, Failed):  # nothing was sent yet: a plain error response can still say it
+                raise event.error
+            await self._open(stream, answer, head)
         try:
-            for opening in answer.opening():
-                await stream.write(opening)
             while isinstance(event, Delta):
                 await stream.write(answer.delta(event))
                 event = await delivery.next()
@@ -232,6 +238,11 @@ class Front:
             await stream.write(answer.failure(INTERNAL))
         await stream.close()
 
+    async def _open(self, stream: sse.EventStream, answer: Answer, head: Head) -> None:
+        await stream.open(head.headers)
+        for opening in answer.opening():
+            await stream.write(opening)
+
 
 async def _first(delivery: Delivery, again: Again) -> Event:
     """The first event of an answer, whose request may have gone to more than one engine until then."""
@@ -244,9 +255,10 @@ async def _never() -> None:
     """Of an answer that no engine gives."""
 
 
-async def _whole(answer: Answer, event: Event, delivery: Delivery) -> Mapping[str, Any]:
-    """The whole answer, once it is complete. event: the first one. Raises Rejected if it broke off."""
+async def _whole(answer: Answer, first: First, delivery: Delivery) -> Mapping[str, Any]:
+    """The whole answer, once it is complete. Raises Rejected if it broke off."""
     deltas: dict[int, list[Delta]] = {}
+    event = await first()
     while isinstance(event, Delta):
         deltas.setdefault(event.index, []).append(event)
         event = await delivery.next()

@@ -341,6 +341,20 @@ def test_a_whole_answer_goes_on_too(day: Several) -> None:
     day.quiet()
 
 
+def test_in_the_background_it_is_named_while_it_waits(models: Path) -> None:
+    with several(models, max_running=1, pin=("llama",)) as one, one.asking("llama", max_tokens=450) as stream:
+        Reader(stream).until_text()
+        with one.asking("llama", "I wait", background=True) as waits, one.asking("llama", "I am cut off") as other:
+            named = Reader(waits)
+            assert named.next()
+            [row] = [row for row in running(one) if row["session"] == named.headers["x-ssmd-session"]]
+            assert (row["phase"], f"chatcmpl-{row['id']}") == ("waiting", named.id)
+            soon(lambda: len(running(one)) == 3)
+            one.host.shutdown(0)
+            assert named.rest().found[-1]["error"]["code"] == "shutting_down"
+            assert (named.done, Reader(other).status) == (False, 503)
+
+
 def test_in_the_background_it_goes_on_though_nobody_reads(models: Path) -> None:
     with several(models, stall_s=0.05) as one:
         for background, outcome in ((True, "ok"), (False, "cancelled")):

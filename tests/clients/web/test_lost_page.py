@@ -108,6 +108,32 @@ def test_a_question_stopped_in_the_queue_is_a_draft_again(alone: Window, own: Da
     in_box(alone, "Waits in the queue")
 
 
+def test_the_first_question_of_a_chat_stopped_in_the_queue_is_a_draft_again(alone: Window, own: DaemonProcess) -> None:
+    occupy(own)
+    alone.say("Waits in the queue")
+    alone.page.click("button[aria-label=Stop]")
+    alone.page.wait_for_selector(".growing", state="detached")
+    in_box(alone, "Waits in the queue")
+    assert len(own.get("/ssmd/v1/metrics")[1]["running"]) == 1
+    alone.page.reload()
+    in_box(alone, "Waits in the queue")
+    assert alone.session == ""
+
+
+def test_the_first_question_of_a_chat_waits_on_through_a_reload(alone: Window, own: DaemonProcess) -> None:
+    occupy(own)
+    [first] = own.get("/ssmd/v1/metrics")[1]["running"]
+    alone.say("Waits in the queue")
+    alone.soon(lambda: bool(alone.session))
+    alone.page.reload()
+    alone.page.wait_for_selector(".growing")
+    assert alone.texts(".asked .typed") == ["Waits in the queue"]
+    assert alone.page.request.post(f"{alone.url}/ssmd/v1/requests/{first['id']}/stop").ok
+    alone.answered(1)
+    assert alone.texts(".asked .typed") == ["Waits in the queue"]
+    assert alone.page.input_value("#message") == ""
+
+
 def test_a_session_that_was_removed_meanwhile_is_left_for_a_new_one(alone: Window, own: DaemonProcess) -> None:
     alone.say("One")
     alone.answered(1)
