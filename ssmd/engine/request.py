@@ -10,9 +10,10 @@ from ssmd.engine.sampling import SamplingParams
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.reply import ReplyKey
 from ssmd.text.messages import Message
+from ssmd.text.template import NOTHING_MORE, Given
 
 Resume = Literal["exact", "portable", "none"]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 LEAST_LOGPROB = -9999.0  # of a token that cannot come, as OpenAI writes it: JSON has no -Infinity
 
 
@@ -37,13 +38,21 @@ class Rejected(Exception):
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What an answer has to be, as llguidance reads it: Lark or JSON. param: of the request, where it is wrong."""
+
+    text: str
+    param: str
+
+
+@dataclass(frozen=True)
 class Request:
     """What a client asks. `messages` is always the whole conversation. `max_tokens` is per choice.
 
     truncate: leave the oldest out where there is no room for them. key: how to know it again. client: who asks; all
     clients that wait take turns. domain: what of the store is there for it, and whose a new session is.
     arrived: perf_counter when it came, before it was read; None: as it is submitted. load_ms: it waited for its model.
-    id: what its answer is called.
+    id: what its answer is called. given: what the template is told beside the messages. grammar: of the answer.
     """
 
     messages: tuple[Message, ...]
@@ -59,6 +68,8 @@ class Request:
     domain: Domain = EVERYBODY
     arrived: float | None = None
     load_ms: float = 0.0
+    given: Given = NOTHING_MORE
+    grammar: Grammar | None = None
     id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}", compare=False)
 
 
@@ -73,12 +84,29 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class CallDelta:
+    """More of a tool call. number: its place among the answer's calls, from 0. id, name: in its first delta, else "".
+    arguments: more of their JSON text.
+    """
+
+    number: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
 class Delta:
-    """New text of choice `index`. Never a half character, never a part of a stop string."""
+    """New text of choice `index`. Never a half character, never a part of a stop string.
+
+    reasoning: it is thought, not said. call: it is more of a tool call, and `text` is "".
+    """
 
     index: int
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: bool = False
+    call: CallDelta | None = None
 
 
 @dataclass(frozen=True)

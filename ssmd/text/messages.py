@@ -5,18 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Role = Literal["system", "developer", "user", "assistant"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant")
 THINK, THINK_END = "<think>", "</think>"  # around reasoning; some templates write the first one themselves
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call that an assistant makes. id: what its result names it by. arguments: JSON, as it was written."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Message:
-    """A message, normalised: null content is "", text parts are joined."""
+    """A message, normalised: null content is "", text parts are joined.
+
+    tool_calls: the assistant's. tool_call_id: of a tool's message, the call whose result it is.
+    """
 
     role: Role
     content: str
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The message as a template and the store see it; absent fields are left out."""

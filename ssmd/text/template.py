@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Protocol
@@ -51,6 +51,19 @@ class Rendered:
 
     text: str
     settled: Settled | None
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a template is told beside the messages. tools: as OpenAI's API has them, `{"type": "function", …}` each;
+    variables: more names for it, such as enable_thinking.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+NOTHING_MORE = Given()
 
 
 class Template(Protocol):
