@@ -11,6 +11,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.engine.dry import Dry
 from ssmd.engine.sampling import Sampler, SamplingParams
 
 LIMIT_US = 300.0
@@ -30,6 +31,10 @@ SETTINGS: dict[str, SamplingParams] = {
     "top_p=0.9, penalty of 8192": SamplingParams(top_p=0.9, repetition_penalty=1.1, repeat_last_n=-1, seed=0),
     "greedy, penalty of the last 64": SamplingParams(temperature=0.0, repetition_penalty=1.1),
     "top_p=0.9, frequency and presence": SamplingParams(top_p=0.9, frequency_penalty=0.1, presence_penalty=0.1, seed=0),
+    "typical_p=0.9": SamplingParams(typical_p=0.9, seed=0),
+    "typical_p=0.9, top_p=0.9": SamplingParams(typical_p=0.9, top_p=0.9, seed=0),
+    "min_p=0.05, XTC": SamplingParams(min_p=0.05, xtc_probability=0.5, seed=0),
+    "top_p=0.9, DRY over 8192": SamplingParams(top_p=0.9, dry=Dry(0.8), seed=0),
     "top_p=0.9, logprobs, top_logprobs=20": SamplingParams(top_p=0.9, logprobs=True, top_logprobs=20, seed=0),
 }
 

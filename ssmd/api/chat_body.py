@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from ssmd.api.body import Id, StrictModel, shown, validate
 from ssmd.api.messages import read_messages
+from ssmd.engine.dry import MAX_ALLOWED_LENGTH, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_DRY, Dry
 from ssmd.engine.repetition import EVERYTHING
 from ssmd.engine.request import Rejected, Request
 from ssmd.engine.sampling import LAST_N, MAX_FREQUENCY_PENALTY, MAX_PENALTY, MIN_PENALTY, SamplingParams
@@ -43,6 +44,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)]
 FrequencyPenalty = Annotated[float, Field(ge=-MAX_FREQUENCY_PENALTY, le=MAX_FREQUENCY_PENALTY)]
 ShortText = Annotated[str, Field(max_length=1000)]
@@ -84,9 +87,17 @@ class ChatBody(StrictModel):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Share | None = None
+    typical_p: Share | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=MAX_DRY)] | None = None
+    dry_base: Annotated[float, Field(ge=1, le=MAX_DRY)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=1, le=MAX_ALLOWED_LENGTH)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=EVERYTHING, le=MAX_INT)] | None = None
+    dry_sequence_breakers: Annotated[list[Breaker], Field(fail_fast=True, max_length=MAX_BREAKERS)] | None = None
     repetition_penalty: Penalty | None = None
     repeat_penalty: Penalty | None = None  # llama.cpp's and Ollama's name of it
     repeat_last_n: Annotated[int, Field(ge=EVERYTHING, le=MAX_INT)] | None = None
@@ -168,6 +179,10 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=body.top_k or 0,
             min_p=body.min_p or 0.0,
+            typical_p=1.0 if body.typical_p is None else body.typical_p,
+            xtc_probability=body.xtc_probability or 0.0,
+            xtc_threshold=0.1 if body.xtc_threshold is None else body.xtc_threshold,
+            dry=_dry(body),
             repetition_penalty=1.0 if penalty is None else penalty,
             repeat_last_n=LAST_N if body.repeat_last_n is None else body.repeat_last_n,
             frequency_penalty=body.frequency_penalty or 0.0,
@@ -189,6 +204,18 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
         store=body.store is not False,
         truncate=truncate if body.truncation is None else body.truncation == "auto",
     )
+
+
+def _dry(body: ChatBody) -> Dry | None:
+    if not body.dry_multiplier:
+        return None
+    asked: dict[str, Any] = {
+        "base": body.dry_base,
+        "allowed_length": body.dry_allowed_length,
+        "last_n": body.dry_penalty_last_n,
+        "breakers": None if body.dry_sequence_breakers is None else tuple(body.dry_sequence_breakers),
+    }
+    return Dry(body.dry_multiplier, **{name: value for name, value in asked.items() if value is not None})
 
 
 def _one_of(**named: Value | None) -> Value | None:

@@ -33,7 +33,9 @@ class Choice:
         self.cut = False  # text and tokens disagree: a stop string, or a control token inside the answer
         self.times: list[float] = []  # perf_counter at each sampled token
         self._budget = budget
-        self._sampler = Sampler(request.sampling, index=index, before=prompt.own)
+        dry = request.sampling.dry
+        breakers = () if dry is None else tokenizer.holding(dry.breakers)
+        self._sampler = Sampler(request.sampling, index=index, before=prompt.own, breakers=breakers)
         self._tokenizer = tokenizer
         self._stop_tokens = stops
         self._detokenizer = Detokenizer(tokenizer)

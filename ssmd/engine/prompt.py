@@ -111,6 +111,8 @@ class Planner:
             raise Rejected(
                 f"logit_bias names token {strangers[0]}, ids end at {self._vocabulary - 1}", param="logit_bias"
             )
+        if request.sampling.dry is not None:
+            self._tokenizer.holding(request.sampling.dry.breakers)  # here, as the worker must not wait for it
         if self._store is None and request.session is not None:
             raise _unknown(request.session)
         place, shown, found, cut = self._alone(request), None, None, 0

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.engine.dry import MAX_ALLOWED_LENGTH, MAX_BREAKERS, MAX_DRY, Dry, DryPenalty
+from ssmd.engine.filters import Filters, nearness
 from ssmd.engine.frequency import Frequency
 from ssmd.engine.repetition import EVERYTHING, Repetition
 
@@ -39,11 +41,12 @@ Ids = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1,
-    `frequency_penalty` 0 and `presence_penalty` 0 are off; `logit_bias` is added to raw logits.
+    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0, `typical_p` 1, `xtc_probability` 0,
+    `repetition_penalty` 1, `frequency_penalty` 0, `presence_penalty` 0 and no `dry` are off; `logit_bias` is added to
+    raw logits.
 
-    min_p: least probability, as a share of the likeliest token's. repeat_last_n: tokens of prompt and answer that the
-    penalty counts, 0 none, -1 all.
+    min_p: least probability, as a share of the likeliest token's. typical_p, xtc_probability, xtc_threshold: as in
+    filters.py. repeat_last_n: tokens of prompt and answer that the penalty counts, 0 none, -1 all.
 
     Raises ValueError naming the field and its value.
     """
@@ -52,10 +55,14 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     repetition_penalty: float = 1.0
     repeat_last_n: int = LAST_N
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    dry: Dry | None = None
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: bool = False
@@ -65,11 +72,14 @@ class SamplingParams:
         _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         _check_integer("top_k", self.top_k, 0, 2**31 - 1)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
+        for name in ("min_p", "typical_p", "xtc_probability", "xtc_threshold"):
+            _check_number(name, getattr(self, name), 0.0, 1.0)
         _check_number("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
         _check_integer("repeat_last_n", self.repeat_last_n, EVERYTHING, 2**31 - 1)
         for name in ("frequency_penalty", "presence_penalty"):
             _check_number(name, getattr(self, name), -MAX_FREQUENCY_PENALTY, MAX_FREQUENCY_PENALTY)
+        if self.dry is not None:
+            _check_dry(self.dry)
         _check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if self.seed is not None:
             _check_integer("seed", self.seed, -(2**63), 2**64 - 1)
@@ -85,9 +95,17 @@ class SamplingParams:
 
     def counted(self, length: int) -> int:
         """How many of the last ids of a prompt of so many have to be known."""
-        if self.repetition_penalty == 1.0:
-            return 0
-        return length if self.repeat_last_n == EVERYTHING else min(length, self.repeat_last_n)
+        windows = [] if self.repetition_penalty == 1.0 else [self.repeat_last_n]
+        if self.dry is not None:
+            windows.append(self.dry.last_n)
+        return length if EVERYTHING in windows else min(length, max(windows, default=0))
+
+    @property
+    def filters(self) -> Filters | None:
+        """What bounds the set of tokens to draw from, where that has to be known; None where a draw is enough."""
+        if self.typical_p >= 1.0 and not self.xtc_probability:
+            return None
+        return Filters(self.typical_p, self.top_p, self.min_p, self.xtc_probability, self.xtc_threshold)
 
 
 @dataclass(frozen=True)
@@ -102,21 +120,31 @@ class Sample:
 class Sampler:
     """Draws tokens for one choice of a request. The same prompt, seed, index and logits give the same tokens."""
 
-    def __init__(self, params: SamplingParams, *, index: int = 0, before: Sequence[int] | NDArray[Any] = ()) -> None:
-        """before: the prompt's ids, as many of the last at least as `params.counted` says."""
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        before: Sequence[int] | NDArray[Any] = (),
+        breakers: Collection[int] = (),
+    ) -> None:
+        """before: the prompt's ids, as many of the last at least as `params.counted` says. breakers: ids of DRY's."""
         self.params = params
-        self._penalties: list[Repetition | Frequency] = []  # in the order in which they come
+        self._filters = params.filters
+        self._penalties: list[Repetition | Frequency | DryPenalty] = []  # in the order in which they come
         if params.repetition_penalty != 1.0 and params.repeat_last_n:
             counted = np.asarray(before, np.int32)
             self._penalties.append(Repetition(params.repetition_penalty, params.repeat_last_n, counted))
         if params.frequency_penalty or params.presence_penalty:
             self._penalties.append(Frequency(params.frequency_penalty, params.presence_penalty))
+        if params.dry is not None and params.dry.multiplier and params.dry.last_n:
+            self._penalties.append(DryPenalty(params.dry, breakers, np.asarray(before, np.int32)))
         entropy = None if params.seed is None else [params.seed % 2**64, index]
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
         self._bias_ids: Ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
         self._bias: Floats = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
         self._vocabulary = 0
-        self._own = self._weights = self._rest = np.empty(0, np.float32)
+        self._own = self._weights = self._rest = self._keys = np.empty(0, np.float32)
         self._before = np.empty(0, np.bool_)
 
     def sample(self, logits: Floats) -> Sample:
@@ -136,6 +164,10 @@ class Sampler:
         total = 0.0  # of exp(logit - highest), once known
         if params.temperature < GREEDY_BELOW or params.top_p <= 0 or params.top_k == 1:
             token = int(rows.argmax())
+        elif self._filters is not None and self._filters.typical_alone and not 0 < params.top_k < self._vocabulary:
+            token = self._draw_typical(rows, highest)
+        elif self._filters is not None:
+            token = self._draw_filtered(self._filters, rows, maxima, highest)
         elif 0 < params.top_k < self._vocabulary:
             token = self._draw_sorted(*_largest(rows, maxima, params.top_k), highest)
         else:
@@ -199,11 +231,15 @@ class Sampler:
             sums = weights.sum(axis=0)
             columns = np.cumsum(sums, dtype=np.float64)
         token = self._pick(weights, sums, columns)
-        if self.params.top_p >= 1.0:
-            return token
+        return token if self.params.top_p >= 1.0 else self._within(token, None, weights, allowed)
+
+    def _within(self, token: int, keys: Floats | None, weights: Floats, allowed: float) -> int:
+        """A token as it is drawn, or others in its place until one is of those with the greatest keys (ties: lower id
+        first) whose predecessors' weights are less than `allowed`. keys (64, V/64): the weights themselves if None.
+        """
         spare, before = self._rest, self._before
         for draws in itertools.count(1):
-            flat = weights.reshape(-1)
+            flat = (weights if keys is None else keys).reshape(-1)
             np.greater_equal(flat[:token], flat[token], out=before[:token])
             np.greater(flat[token:], flat[token], out=before[token:])
             # Multiplying by a float mask is twice as fast as by a bool one.
@@ -215,12 +251,42 @@ class Sampler:
                 break
             if draws > 1 and np.count_nonzero(before) <= SORT_BELOW:
                 ids = np.flatnonzero(before)
-                values = flat[ids].astype(np.float64)
-                order = np.argsort(-values, kind="stable")
-                return self._pick_sorted(ids[order], values[order], allowed)
+                order = np.argsort(-flat[ids].astype(np.float64), kind="stable")
+                return self._pick_sorted(ids[order], weights.reshape(-1)[ids[order]].astype(np.float64), allowed)
             weights, spare = rest, weights
             token = self._pick(weights, sums, columns)
         return token
+
+    def _draw_typical(self, rows: Floats, highest: float) -> int:
+        """A token of the locally typical ones, as filters.py has them; by a draw from all, as in `_draw`."""
+        weights, sums = self._softmax(rows, highest, self.params.temperature)
+        keys = nearness(self._scaled(rows, highest), weights)
+        columns = np.cumsum(sums, dtype=np.float64)
+        token = self._pick(weights, sums, columns)
+        return self._within(token, keys, weights, self.params.typical_p * float(columns[-1]))
+
+    def _scaled(self, rows: Floats, highest: float) -> Floats:
+        """(logit - highest) / temperature, in a place of its own."""
+        if self._keys.size != rows.size:
+            self._keys = np.empty_like(rows)
+        scaled = np.subtract(rows, np.float32(highest), out=self._keys)
+        if self.params.temperature != 1.0:
+            scaled *= np.float32(1.0 / self.params.temperature)
+        return scaled
+
+    def _draw_filtered(self, filters: Filters, rows: Floats, maxima: Floats, highest: float) -> int:
+        """A token of those that the filters leave, with probability in proportion to its weight."""
+        if 0 < self.params.top_k < self._vocabulary:
+            ids, logits = _largest(rows, maxima, self.params.top_k)
+            scaled = (logits - np.float32(highest)) * np.float32(1.0 / self.params.temperature)
+            weights = np.exp(scaled)
+            filters.apply(scaled, weights, self._random)
+            mass = np.cumsum(weights, dtype=np.float64)
+            return int(ids[np.searchsorted(mass, self._random.random() * mass[-1], side="right")])
+        weights, _ = self._softmax(rows, highest, self.params.temperature)
+        filters.apply(self._scaled(rows, highest).reshape(-1), weights.reshape(-1), self._random)
+        sums = weights.sum(axis=0)
+        return self._pick(weights, sums, np.cumsum(sums, dtype=np.float64))
 
     def _draw_sorted(self, ids: Ids, logits: Floats, highest: float) -> int:
         """Draw as `_draw` does, from tokens that stand in order already, the most probable first."""
@@ -293,6 +359,17 @@ def _why_not(logits: Floats) -> str:
     if np.isposinf(logits).any():
         return "the model returned infinite logits: its computation overflowed"
     return "no token can be sampled: every logit is -inf"
+
+
+def _check_dry(dry: Dry) -> None:
+    _check_number("dry_multiplier", dry.multiplier, 0.0, MAX_DRY)
+    _check_number("dry_base", dry.base, 1.0, MAX_DRY)
+    _check_integer("dry_allowed_length", dry.allowed_length, 1, MAX_ALLOWED_LENGTH)
+    _check_integer("dry_penalty_last_n", dry.last_n, EVERYTHING, 2**31 - 1)
+    if len(dry.breakers) > MAX_BREAKERS or not all(dry.breakers):
+        raise ValueError(
+            f"dry_sequence_breakers holds {len(dry.breakers)} texts, 0 to {MAX_BREAKERS} are allowed, none empty"
+        )
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:

@@ -25,6 +25,7 @@ from ssmd.text.decoding import DecoderError, Decoding, read_decoder
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork, and one text needs none
 MAX_FILE_BYTES = 256 << 20
 MAX_WHOLE = 512 << 10  # characters that have to be encoded at once: each takes up to 400 bytes then
+MAX_HOLDING = 64  # answers of `holding` that are kept
 MAX_TOKEN = 4096  # characters; the longest in use have some hundreds
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")  # for digits, between which a text may be cut
 _PROBES = ("a", " a", "  a", "\na", "é", ".", "▁a", "1")
@@ -73,6 +74,7 @@ class Tokenizer:
         self._library = library
         self.decoding = decoding
         self._bytes: dict[int, bytes] = {}
+        self._holding: dict[tuple[str, ...], frozenset[int]] = {}
 
         # The library is told to take special tokens' text for plain text. Where a template wrote a control token, it
         # is replaced by a mark that the library knows as a token of its own; nobody can guess the marks.
@@ -259,6 +261,16 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """The text of a token; U+FFFD where it is only a part of a character."""
         return self.token_bytes(token).decode(errors="replace")
+
+    def holding(self, texts: tuple[str, ...]) -> frozenset[int]:
+        """The tokens in which one of these texts stands. Of some 0.1 s the first time, and known from then on."""
+        if texts not in self._holding:
+            if len(self._holding) >= MAX_HOLDING:
+                self._holding.clear()
+            wanted = [text.encode() for text in texts]
+            found = (t for t in range(self.vocabulary) if any(text in self.token_bytes(t) for text in wanted))
+            self._holding[texts] = frozenset(found)
+        return self._holding[texts]
 
     def is_control(self, token: int) -> bool:
         """Whether a token marks structure (or ends the answer) and is no part of the text."""

@@ -1,0 +1,138 @@
+"""typical_p against transformers' own, XTC against its definition, and both with top_p and min_p on sorted sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from distributions import SHAPES, chi_square_fits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ssmd.engine.filters import Filters
+from ssmd.engine.sampling import Sampler, SamplingParams
+
+Floats = NDArray[np.float32]
+Probabilities = NDArray[np.float64]
+
+
+def least_ref(keys: Probabilities, p: Probabilities, share: float) -> Probabilities:
+    """The probabilities of the tokens with the least keys up to that share, in a stable sort, normalised."""
+    order = np.argsort(keys, kind="stable")
+    before = np.concatenate([[0.0], np.cumsum(p[order])[:-1]])
+    kept = order[before < share]
+    only = np.zeros_like(p)
+    only[kept] = p[kept]
+    return np.asarray(only / only.sum())
+
+
+def filtered_ref(logits: Floats, params: SamplingParams) -> Probabilities:
+    """typical_p, top_p, min_p, XTC in this order, after temperature and top_k; everything is sorted, in float64."""
+    scaled = logits.astype(np.float64) / params.temperature
+    p = np.exp(scaled - scaled.max())
+    if params.top_k:
+        p[np.argsort(-scaled, kind="stable")[params.top_k :]] = 0
+    p /= p.sum()
+    if params.typical_p < 1:
+        surprise = -np.log(np.where(p > 0, p, 1.0))
+        entropy = (p * surprise).sum()
+        p = least_ref(np.where(p > 0, np.abs(surprise - entropy), np.inf), p, params.typical_p)
+    if params.top_p < 1:
+        p = least_ref(np.where(p > 0, -p, np.inf), p, params.top_p)
+    p[p < params.min_p * p.max()] = 0
+    p /= p.sum()
+    without = p.copy()
+    top = np.flatnonzero((p >= params.xtc_threshold) & (p > 0))
+    if params.xtc_threshold <= 0.5 and top.size > 1:
+        without[np.setdiff1d(top, top[np.flatnonzero(p[top] == p[top].min())[-1:]])] = 0
+    without *= params.xtc_probability / without.sum()
+    return np.asarray((1 - params.xtc_probability) * p + without)
+
+
+@pytest.mark.parametrize("mass", [0.05, 0.3, 0.9, 0.99])
+@pytest.mark.parametrize(("size", "width"), [(50, 3.0), (9000, 0.5), (9000, 4.0), (100_352, 2.0)])
+def test_the_typical_set_is_that_of_transformers(mass: float, size: int, width: float) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers.generation.logits_process import TypicalLogitsWarper
+
+    logits = np.random.default_rng(size).normal(0, width, size).astype(np.float32)
+    expected = (
+        TypicalLogitsWarper(mass)(torch.zeros(1, 1).long(), torch.from_numpy(logits.copy())[None])[0].numpy() > -np.inf
+    )
+    scaled = logits - logits.max()
+    weights = np.exp(scaled)
+    own = weights.copy()
+    Filters(mass, 1.0, 0.0, 0.0, 0.1).apply(scaled.copy(), own, np.random.default_rng(0))
+    differ = np.flatnonzero(expected != (own > 0))
+    assert differ.size <= 1  # whose surprise is at the edge, by rounding
+    assert np.array_equal(own[own > 0], weights[own > 0])
+    sampler = Sampler(SamplingParams(typical_p=mass, seed=3))
+    drawn = {sampler.sample(logits).token for _ in range(200)}
+    assert drawn <= {*np.flatnonzero(expected).tolist(), *differ.tolist()}
+
+
+PARAMS: list[dict[str, Any]] = [
+    {"typical_p": 0.9},
+    {"typical_p": 0.2, "temperature": 1.5},
+    {"typical_p": 0.6, "top_k": 20},
+    {"typical_p": 0.8, "top_p": 0.7},
+    {"typical_p": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 60},
+    {"typical_p": 0.5, "min_p": 0.1},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.02},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.1, "temperature": 0.7},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.0},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.6},
+    {"xtc_probability": 0.7, "xtc_threshold": 0.05, "top_p": 0.8, "min_p": 0.02},
+    {"xtc_probability": 0.7, "xtc_threshold": 0.05, "top_k": 8},
+]
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("fields", PARAMS, ids=str)
+def test_the_distribution_is_the_references(shape: str, fields: dict[str, Any]) -> None:
+    logits = SHAPES[shape]
+    if shape == "ties" and "typical_p" in fields:
+        logits = logits + np.random.default_rng(6).normal(0, 0.01, logits.size).astype(np.float32)
+    params = SamplingParams(**fields, seed=11)
+    sampler = Sampler(params)
+    tokens = np.array([sampler.sample(logits).token for _ in range(2500)])
+    assert chi_square_fits(np.bincount(tokens, minlength=logits.size), filtered_ref(logits, params))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.sampled_from([1, 2, 64, 2048, 2112, 8000, 8192]),
+    width=st.sampled_from([0.0, 0.01, 1.0, 8.0]),
+    share=st.sampled_from([0.0, 0.001, 0.4, 0.95, 1.0 - 1e-7]),
+    levels=st.sampled_from([0, 1, 10]),
+)
+def test_a_set_is_as_large_as_it_has_to_be_and_no_larger(
+    seed: int, size: int, width: float, share: float, levels: int
+) -> None:
+    logits = np.random.default_rng(seed).normal(0, width, size).astype(np.float32)
+    if levels:  # few different ones, so that many are equal
+        logits = (np.round(logits * levels) / levels).astype(np.float32)
+    scaled = logits - logits.max()
+    for field in ("typical_p", "top_p"):
+        values = {"typical_p": 1.0, "top_p": 1.0, field: share}
+        weights = np.exp(scaled)
+        total = weights.sum(dtype=np.float64)
+        Filters(values["typical_p"], values["top_p"], 0.0, 0.0, 0.1).apply(scaled.copy(), weights, _NONE)
+        kept = weights[weights > 0].astype(np.float64)
+        assert kept.size >= 1
+        assert kept.sum() >= (share - 1e-5) * total
+        assert kept.size == 1 or kept.sum() - kept.max() <= (share + 1e-5) * total
+
+
+def test_what_is_impossible_is_never_drawn() -> None:
+    logits = np.full(5000, -np.inf, np.float32)
+    logits[[7, 4000]] = 1.0, 0.5
+    for fields in PARAMS:
+        sampler = Sampler(SamplingParams(**fields, seed=1))
+        assert {sampler.sample(logits).token for _ in range(50)} <= {7, 4000}
+
+
+_NONE = np.random.default_rng(0)
