@@ -23,6 +23,7 @@ from ssmd.cli import (
     rm,
     run,
     serve,
+    service,
     session,
     session_keep,
     session_move,
@@ -68,6 +69,7 @@ session_keep.add_to(session.app)
 app.add_typer(session.app, name="session")
 app.add_typer(graph.app, name="graph", short_help="Stripped graphs: models without their weights.")
 app.add_typer(config.app, name="config")
+app.add_typer(service.app, name="service")
 
 
 def _version(asked: bool) -> None:

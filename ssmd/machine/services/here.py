@@ -1,0 +1,22 @@
+"""The manager of services of this computer."""
+
+from __future__ import annotations
+
+import sys
+
+from ssmd.machine.services.service import Manager
+
+
+def here(*, system: bool) -> Manager:
+    """The manager of this computer. system: of the machine, not of this user. Raises ServiceError."""
+    if sys.platform == "darwin":
+        from ssmd.machine.services.launchd import Launchd
+
+        return Launchd.here(system=system)
+    if sys.platform == "win32":
+        from ssmd.machine.services.windows import TaskScheduler
+
+        return TaskScheduler.here(system=system)
+    from ssmd.machine.services.systemd import Systemd
+
+    return Systemd.here(system=system)

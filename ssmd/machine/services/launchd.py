@@ -1,0 +1,99 @@
+"""A LaunchAgent of macOS, or (`system`) a LaunchDaemon. Nobody has run it on a Mac: its plist is read back, no more."""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssmd.machine.services.service import NOT_ROOT, Definition, ServiceError, Status, asked, removed, written
+
+LABEL = "io.ssmd.daemon"
+THROTTLE_S = 10  # between two starts
+
+
+@dataclass(frozen=True)
+class Launchd:
+    """launchctl for this user's login, or for the machine."""
+
+    file: Path
+    domain: str  # as launchctl calls it
+    output: Path
+    name: str = "launchd"
+
+    @staticmethod
+    def here(*, system: bool) -> Launchd:
+        """Raises ServiceError."""
+        user = getattr(os, "getuid", int)()
+        if not system:
+            home = Path.home()
+            agent = home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+            return Launchd(agent, f"gui/{user}", home / "Library" / "Logs" / "ssmd.log")
+        if user:
+            raise ServiceError(NOT_ROOT)
+        return Launchd(Path("/Library/LaunchDaemons") / f"{LABEL}.plist", "system", Path("/var/log/ssmd.log"))
+
+    @property
+    def when(self) -> str:
+        """When it starts."""
+        return "with the machine" if self.domain == "system" else "when you log in"
+
+    @property
+    def _target(self) -> str:
+        return f"{self.domain}/{LABEL}"
+
+    def text(self, definition: Definition) -> str:
+        """The property list: started at once, and again where it failed."""
+        said: dict[str, Any] = {
+            "Label": LABEL,
+            "ProgramArguments": list(definition.command),
+            "EnvironmentVariables": dict(sorted(definition.environment.items())),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": THROTTLE_S,
+            "ExitTimeOut": 30,
+            "Umask": 0o077,
+            "StandardErrorPath": str(self.output),
+        }
+        return plistlib.dumps(said).decode()
+
+    def install(self, definition: Definition) -> bool:
+        """Write the property list and load it; one that was loaded is loaded anew."""
+        new, before = written(self.file, self.text(definition)), self.status()
+        if not new and before.running:
+            return False
+        asked(["launchctl", "bootout", self._target], fails=False)
+        asked(["launchctl", "enable", self._target])
+        asked(["launchctl", "bootstrap", self.domain, str(self.file)])
+        return True
+
+    def uninstall(self) -> bool:
+        """Unload it, and remove the property list."""
+        asked(["launchctl", "bootout", self._target], fails=False)
+        return removed(self.file)
+
+    def status(self) -> Status:
+        """What launchd knows of it."""
+        shown = asked(["launchctl", "print", self._target], fails=False).stdout
+        state = re.search(r"^\s*state = (.+)$", shown, re.MULTILINE)
+        pid = re.search(r"^\s*pid = (\d+)$", shown, re.MULTILINE)
+        there = self.file.exists()
+        return Status(there, pid is not None, state[1] if state else "not loaded", int(pid[1]) if pid else None, there)
+
+    def start(self) -> None:
+        """Start it; one that was stopped is loaded first."""
+        if not asked(["launchctl", "print", self._target], fails=False).stdout:
+            asked(["launchctl", "bootstrap", self.domain, str(self.file)])
+        asked(["launchctl", "kickstart", self._target])
+
+    def stop(self) -> None:
+        """Unload it: launchd would start again what is killed."""
+        asked(["launchctl", "bootout", self._target])
+
+    def log(self, lines: int, *, follow: bool) -> Sequence[str]:
+        """What it wrote on stderr."""
+        return ["tail", "-n", str(lines), *(["-f"] if follow else []), str(self.output)]

@@ -1,0 +1,125 @@
+"""The daemon as a service of the system: what is started, and what a manager of services can do with it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+NAME = "ssmd"
+DESCRIPTION = "ssmd, inference daemon for state-space and hybrid language models"
+NOT_ROOT = "a service of the machine is installed by root: put sudo in front, or leave --system out"
+WAIT_S = 60.0  # for what a manager does; the daemon gives its answers 10 s when it is stopped
+
+
+class ServiceError(ValueError):
+    """The system's manager of services refused, or is not there; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What the service runs. command: its first word a path. environment: variables, none of them a secret."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Status:
+    """state: as the manager calls it; pid: of the daemon, None if it does not run; starts: whether with the machine, or
+    at login."""
+
+    installed: bool
+    running: bool
+    state: str
+    pid: int | None
+    starts: bool
+
+
+class Manager(Protocol):
+    """Systemd, launchd, or Windows' Task Scheduler. Every method raises ServiceError."""
+
+    @property
+    def name(self) -> str:
+        """Its name, for people."""
+
+    @property
+    def when(self) -> str:
+        """When the service starts, to follow that word."""
+
+    @property
+    def file(self) -> Path:
+        """Where the definition is kept."""
+
+    def text(self, definition: Definition) -> str:
+        """What is written to the file."""
+
+    def install(self, definition: Definition) -> bool:
+        """Write the definition, have it started with the machine or at login, and start it. False if all was there
+        already, and as it was."""
+
+    def uninstall(self) -> bool:
+        """Stop it and remove the definition; False if there was none."""
+
+    def status(self) -> Status:
+        """Look at it."""
+
+    def start(self) -> None:
+        """Start it, if it does not run."""
+
+    def stop(self) -> None:
+        """Stop it, as SIGTERM does."""
+
+    def log(self, lines: int, *, follow: bool) -> Sequence[str] | None:
+        """The command that shows what it wrote; None where only the daemon's own log has that."""
+
+
+def asked(command: Sequence[str], *, fails: bool = True) -> subprocess.CompletedProcess[str]:
+    """What a manager's own command answers. Raises ServiceError if it is missing, hangs, or (`fails`) says no."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=WAIT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError:
+        raise ServiceError(f"there is no {command[0]} here, so there are no services to install") from None
+    except subprocess.TimeoutExpired:
+        raise ServiceError(f"`{' '.join(command)}` does not end within {WAIT_S:.0f} s") from None
+    if fails and done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
+        raise ServiceError(f"`{' '.join(command)}` says: {' '.join(said)[:500]}")
+    return done
+
+
+def written(file: Path, text: str, *, encoding: str = "utf-8") -> bool:
+    """Write a definition, whole or not at all; False if it said that already. Raises ServiceError."""
+    data = text.encode(encoding)
+    try:
+        if file.is_file() and file.read_bytes() == data:
+            return False
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f".{file.name}-new")
+        new.write_bytes(data)
+        new.chmod(0o644)
+        new.replace(file)
+    except OSError as err:
+        raise ServiceError(f"{file} cannot be written: {err.strerror or err}") from err
+    return True
+
+
+def removed(file: Path) -> bool:
+    """Remove a definition; False if there was none. Raises ServiceError."""
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as err:
+        raise ServiceError(f"{file} cannot be removed: {err.strerror or err}") from err
+    return True

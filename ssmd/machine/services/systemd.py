@@ -1,0 +1,194 @@
+"""A unit of systemd: of this user, or (`system`) of the machine under a user of its own that systemd makes up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssmd.machine.services.service import (
+    DESCRIPTION,
+    NAME,
+    NOT_ROOT,
+    Definition,
+    ServiceError,
+    Status,
+    asked,
+    removed,
+    written,
+)
+
+UNIT = f"{NAME}.service"
+SYSTEM_DATA = f"/var/lib/{NAME}"
+# What a manager without rights of its own can set: no namespaces, which some distributions forbid to users.
+_USER = """\
+NoNewPrivileges=yes
+LockPersonality=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+RestrictNamespaces=yes
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX AF_NETLINK
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
+UMask=0077
+"""
+# Runtimes make machine code (no MemoryDenyWriteExecute) and open GPUs and NPUs (no PrivateDevices).
+_SYSTEM = (
+    _USER
+    + f"""\
+DynamicUser=yes
+StateDirectory={NAME}
+StateDirectoryMode=0700
+CacheDirectory={NAME}
+CapabilityBoundingSet=
+DevicePolicy=closed
+DeviceAllow=char-drm rw
+DeviceAllow=char-accel rw
+DeviceAllow=char-nvidia-frontend rw
+SupplementaryGroups={{groups}}
+PrivateTmp=yes
+ProtectSystem=strict
+ProtectHome={{home}}
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectProc=invisible
+RemoveIPC=yes
+"""
+)
+
+
+@dataclass(frozen=True)
+class Systemd:
+    """systemctl for this user, or for the machine."""
+
+    file: Path
+    system: bool
+    name: str = "systemd"
+
+    @staticmethod
+    def here(*, system: bool) -> Systemd:
+        """Raises ServiceError where no systemd can be asked."""
+        if system:
+            found = Systemd(Path("/etc/systemd/system") / UNIT, True)
+            if os.getuid():
+                raise ServiceError(NOT_ROOT)
+        else:
+            config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+            found = Systemd(config / "systemd" / "user" / UNIT, False)
+        state = asked([*found._systemctl, "is-system-running"], fails=False)
+        if state.stdout.strip() in ("", "offline", "unknown"):
+            said = " ".join(state.stderr.split())[:300] or state.stdout.strip()
+            whose = "of the machine" if system else "of this user"
+            raise ServiceError(f"no systemd {whose} can be asked here ({said}); start the daemon with: ssmd serve")
+        return found
+
+    @property
+    def when(self) -> str:
+        """When it starts."""
+        return "with the machine" if self.system else "when you log in"
+
+    @property
+    def _systemctl(self) -> list[str]:
+        return ["systemctl", "--no-pager"] if self.system else ["systemctl", "--user", "--no-pager"]
+
+    def text(self, definition: Definition) -> str:
+        """The unit."""
+        environment = dict(definition.environment)
+        if self.system:
+            environment = {"SSMD_DATA_DIR": SYSTEM_DATA, "SSMD_CACHE_DIR": f"/var/cache/{NAME}"} | environment
+        lines = [
+            "# Written by `ssmd service install`; changes of yours belong into `systemctl edit`.",
+            "[Unit]",
+            f"Description={DESCRIPTION}",
+            "StartLimitIntervalSec=300",
+            "StartLimitBurst=5",
+            "",
+            "[Service]",
+            "Type=exec",
+            f"ExecStart={' '.join(_quoted(word).replace('$', '$$') for word in definition.command)}",
+            *(f"Environment={_quoted(f'{name}={value}')}" for name, value in sorted(environment.items())),
+            "Restart=on-failure",
+            "RestartSec=2",
+            "RestartPreventExitStatus=2",
+            "TimeoutStopSec=30",
+            (_SYSTEM.format(home=_home(definition), groups=_groups()) if self.system else _USER).rstrip(),
+            "",
+            "[Install]",
+            f"WantedBy={'multi-user.target' if self.system else 'default.target'}",
+            "",
+        ]
+        return "\n".join(lines)
+
+    def install(self, definition: Definition) -> bool:
+        """Write the unit, enable and start it; a daemon that runs as another unit said is restarted."""
+        new = written(self.file, self.text(definition))
+        before = self.status()
+        if not new and before.running and before.starts:
+            return False
+        asked([*self._systemctl, "daemon-reload"])
+        asked([*self._systemctl, "enable", UNIT])
+        asked([*self._systemctl, "reset-failed", UNIT], fails=False)
+        asked([*self._systemctl, "restart" if new else "start", UNIT])
+        return True
+
+    def uninstall(self) -> bool:
+        """Stop it, and remove the unit."""
+        if not self.file.exists():
+            return False
+        asked([*self._systemctl, "disable", "--now", UNIT], fails=False)
+        removed(self.file)
+        asked([*self._systemctl, "daemon-reload"])
+        asked([*self._systemctl, "reset-failed", UNIT], fails=False)
+        return True
+
+    def status(self) -> Status:
+        """What systemd knows of the unit."""
+        names = ("LoadState", "ActiveState", "SubState", "Result", "MainPID", "UnitFileState")
+        shown = asked([*self._systemctl, "show", UNIT, f"--property={','.join(names)}"]).stdout
+        found = dict(line.partition("=")[::2] for line in shown.splitlines())
+        active, result = found.get("ActiveState", "unknown"), found.get("Result", "success")
+        state = f"{active} ({result if active == 'failed' else found.get('SubState', '')})"
+        pid = int(found.get("MainPID") or 0) or None
+        return Status(self.file.exists(), active == "active", state, pid, found.get("UnitFileState") == "enabled")
+
+    def start(self) -> None:
+        """Start the unit."""
+        asked([*self._systemctl, "reset-failed", UNIT], fails=False)
+        asked([*self._systemctl, "start", UNIT])
+
+    def stop(self) -> None:
+        """Stop the unit."""
+        asked([*self._systemctl, "stop", UNIT])
+
+    def log(self, lines: int, *, follow: bool) -> Sequence[str] | None:
+        """The journal's lines; None where no journal is kept."""
+        journal = ["journalctl", *([] if self.system else ["--user"]), "-u", UNIT, "--no-pager", "-n"]
+        if not asked([*journal, "1", "-q"], fails=False).stdout.strip():
+            return None
+        return [*journal, str(lines), *(["-f"] if follow else [])]
+
+
+def _home(definition: Definition) -> str:
+    """How much of people's home directories the service has to see."""
+    return "read-only" if definition.command[0].startswith(("/home/", "/root/", "/run/user/")) else "yes"
+
+
+def _groups() -> str:
+    """Those whose members may open GPUs and NPUs, as far as they are here: a unit with another one does not start."""
+    import grp
+
+    return " ".join(g.gr_name for g in grp.getgrall() if g.gr_name in ("render", "video"))
+
+
+def _quoted(word: str) -> str:
+    """A word as systemd reads it: no specifier in it is one."""
+    if any(c in word for c in "\n\r\0"):
+        raise ServiceError(f"{word!r} has a line end, which no unit can hold")
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{escaped}"'

@@ -1,0 +1,108 @@
+"""A task of Windows' Task Scheduler, at logon of this user, which takes no rights. Nobody has run this on Windows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+from xml.sax.saxutils import escape
+
+from ssmd.machine.services.service import DESCRIPTION, NAME, Definition, ServiceError, Status, asked, removed, written
+
+_XML = """\
+<?xml version="1.0" encoding="UTF-16"?>
+<Task version="1.2" xmlns="http://schemas.microsoft.com/windows/2004/02/mit/task">
+  <RegistrationInfo><Description>{description}</Description></RegistrationInfo>
+  <Triggers><LogonTrigger><Enabled>true</Enabled><UserId>{user}</UserId></LogonTrigger></Triggers>
+  <Principals>
+    <Principal id="Author">
+      <UserId>{user}</UserId><LogonType>InteractiveToken</LogonType><RunLevel>LeastPrivilege</RunLevel>
+    </Principal>
+  </Principals>
+  <Settings>
+    <MultipleInstancesPolicy>IgnoreNew</MultipleInstancesPolicy>
+    <DisallowStartIfOnBatteries>false</DisallowStartIfOnBatteries>
+    <StopIfGoingOnBatteries>false</StopIfGoingOnBatteries>
+    <ExecutionTimeLimit>PT0S</ExecutionTimeLimit>
+    <RestartOnFailure><Interval>PT1M</Interval><Count>5</Count></RestartOnFailure>
+  </Settings>
+  <Actions Context="Author">
+    <Exec><Command>{command}</Command><Arguments>{arguments}</Arguments></Exec>
+  </Actions>
+</Task>
+"""
+
+
+@dataclass(frozen=True)
+class TaskScheduler:
+    """schtasks for this user."""
+
+    file: Path
+    user: str
+    name: str = "the Task Scheduler"
+    when: str = "when you log on"
+
+    @staticmethod
+    def here(*, system: bool) -> TaskScheduler:
+        """Raises ServiceError."""
+        if system:
+            raise ServiceError("on Windows the daemon starts with a user's logon; leave --system out")
+        local = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        user = f"{os.environ.get('USERDOMAIN', '.')}\\{os.environ.get('USERNAME', '')}"
+        return TaskScheduler(local / NAME / "service.xml", user)
+
+    def text(self, definition: Definition) -> str:
+        """The task. A task has no variables of its own: those that differ are set by the Python that starts."""
+        python = PureWindowsPath(definition.command[0])
+        windowless = str(python.with_name("pythonw.exe")) if python.name.lower() == "python.exe" else str(python)
+        arguments = list(definition.command[1:])
+        if definition.environment:
+            values = "; ".join(f"os.environ[{k!r}] = {v!r}" for k, v in sorted(definition.environment.items()))
+            words = [arguments[1], *arguments[2:]]  # after -m
+            program = f"import os, runpy, sys; {values}; sys.argv = {words!r}; "
+            program += "runpy.run_module('ssmd', run_name='__main__')"
+            arguments = ["-c", program]
+        return _XML.format(
+            description=escape(DESCRIPTION),
+            user=escape(self.user),
+            command=escape(windowless),
+            arguments=escape(subprocess.list2cmdline(arguments)),
+        )
+
+    def install(self, definition: Definition) -> bool:
+        """Register the task, and run it."""
+        new, before = written(self.file, self.text(definition), encoding="utf-16"), self.status()
+        if not new and before.running:
+            return False
+        asked(["schtasks", "/Create", "/TN", NAME, "/XML", str(self.file), "/F"])
+        self.start()
+        return True
+
+    def uninstall(self) -> bool:
+        """End the task, and remove it."""
+        asked(["schtasks", "/End", "/TN", NAME], fails=False)
+        asked(["schtasks", "/Delete", "/TN", NAME, "/F"], fails=False)
+        return removed(self.file)
+
+    def status(self) -> Status:
+        """What the Task Scheduler knows; it tells no process."""
+        done = asked(["schtasks", "/Query", "/TN", NAME, "/FO", "CSV", "/NH"], fails=False)
+        row = next(iter(csv.reader(io.StringIO(done.stdout))), [])
+        there = done.returncode == 0 and len(row) >= 3
+        return Status(there, there and row[2] == "Running", row[2] if there else "not registered", None, there)
+
+    def start(self) -> None:
+        """Run the task."""
+        asked(["schtasks", "/Run", "/TN", NAME])
+
+    def stop(self) -> None:
+        """End the task; the command line asks the daemon itself first."""
+        asked(["schtasks", "/End", "/TN", NAME])
+
+    def log(self, lines: int, *, follow: bool) -> Sequence[str] | None:
+        """None: the daemon's own log has all there is."""
+        return None
