@@ -28,8 +28,9 @@ class Definition:
 
 @dataclass(frozen=True)
 class Status:
-    """state: as the manager calls it; pid: of the daemon, None if it does not run; starts: whether with the machine, or
-    at login."""
+    """How a service is. state: as the manager calls it; pid: of the daemon, None if it does not run; starts: whether
+    with the machine, or at login.
+    """
 
     installed: bool
     running: bool
