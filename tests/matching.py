@@ -58,7 +58,19 @@ def match(messages: Sequence[Message], stored: Iterable[Conversation], session: 
 
 def _continues(messages: Sequence[Message], stored: Conversation) -> bool:
     n = len(stored.messages)
-    return n < len(messages) and all(s.same_as(m) for s, m in zip(stored.messages, messages[:n], strict=True))
+    if n >= len(messages) or not all(s.same_as(m) for s, m in zip(stored.messages, messages[:n], strict=True)):
+        return False
+    return places(stored.messages) == places(messages[:n])
+
+
+def places(messages: Sequence[Message]) -> list[int | str | None]:
+    """Of each message whose result it is: the place of a call of the last answer, the id of another one."""
+    found: list[int | str | None] = []
+    calls: list[str] = []
+    for m in messages:
+        found.append(calls.index(m.tool_call_id) if m.tool_call_id in calls else m.tool_call_id)
+        calls = [c.id for c in m.tool_calls] if m.role == "assistant" else calls
+    return found
 
 
 def looked_up(store: Store, messages: Sequence[Message], session: str | None = None) -> Match:

@@ -16,9 +16,10 @@ import sqlalchemy as sa
 from alembic import op
 
 from ssmd.sessions.checkpoint import bound, prefix_keys
+from ssmd.sessions.items import items_of
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage, anchor, regrown
 from ssmd.sessions.match import Chain
-from ssmd.sessions.rows.growth import as_item, as_json, sealed
+from ssmd.sessions.rows.growth import as_json, sealed
 from ssmd.sessions.rows.turns import as_they_are, is_moment, is_unicode
 from ssmd.text.messages import Message
 
@@ -158,8 +159,7 @@ def _moved(connection: sa.Connection) -> Iterator[dict[str, Any]]:
         try:
             said = [Message.from_json(m) for m in (*json.loads(old.messages), json.loads(old.answer))]
             as_json(m.to_json() for m in said)
-            items = [as_item(old.id, i, m) for i, m in enumerate(said)]
-            asked, answered = as_json(items[:-1]), as_json(items[-1:])
+            asked, answered = map(as_json, items_of(old.id, said))
         except (ValueError, TypeError, AttributeError):
             said, sound = [Message("assistant", "")], False
             asked, answered = _as_it_is(old.messages), _as_it_is(old.answer)

@@ -4,6 +4,7 @@ A turn is continued by a request whose first messages are the turn's whole conve
 each the `same_as` the stored one. The deepest such turn wins, then a session that began here over an imported one,
 which may be a forged copy, then the session used last, then that session's head, then the turn written last.
 A final assistant message is one to be continued: it is input and matches no answer.
+Of tool calls names and arguments count, not ids: those only tell which call a result is of, by its place.
 Without a session id nothing but an echoed answer joins a request to a session: a system prompt or examples that two
 conversations have in common do not.
 
@@ -15,9 +16,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ssmd.text.messages import ROLES, THINK_END, Message, Role
+from ssmd.text.messages import ROLES, THINK_END, Message, Role, ToolCall
 
 _ROLES = {role: role.encode() for role in ROLES}
 
@@ -46,9 +47,11 @@ class Chain:
     said: bytes = bytes(32)
     whole: bytes = bytes(32)
 
-    def then(self, messages: Iterable[Message]) -> Chain:
-        """The chain of a conversation that goes on with these, the last of which is an answer."""
-        *_, last = ((self, 0), *_answers(messages, self))
+    def then(self, messages: Iterable[Message], calls: Sequence[ToolCall] = ()) -> Chain:
+        """The chain of a conversation that goes on with these, the last of which is an answer. calls: those of the
+        answer before them, whose results some may be.
+        """
+        *_, last = ((self, 0), *_answers(messages, self, calls))
         return last[0]
 
 
@@ -69,7 +72,7 @@ class Echo:
         return Echo([length for _, length in found], [chain for chain, _ in found])
 
 
-def _answers(messages: Iterable[Message], chain: Chain) -> Iterator[tuple[Chain, int]]:
+def _answers(messages: Iterable[Message], chain: Chain, calls: Sequence[ToolCall] = ()) -> Iterator[tuple[Chain, int]]:
     """The chain after each answer, and how many messages it is of."""
     said, whole = chain.said, chain.whole
     parts: list[bytes] = []
@@ -78,12 +81,16 @@ def _answers(messages: Iterable[Message], chain: Chain) -> Iterator[tuple[Chain,
         content, name = m.content, m.name
         if m.role != "assistant":
             part = _part(m.role, content, name)
+            if m.tool_call_id is not None:
+                part += _result_of(m.tool_call_id, calls)
             parts.append(part)
             if full is not None:
                 full.append(part)
             continue
         thinks = THINK_END in content
-        part = _part("assistant", m.said if thinks else content.strip(), name)
+        calls = m.tool_calls
+        called = b"".join(map(_called, calls))
+        part = _part("assistant", m.said if thinks else content.strip(), name) + called
         if thinks and full is None:
             full = parts.copy()
         parts.append(part)
@@ -92,7 +99,7 @@ def _answers(messages: Iterable[Message], chain: Chain) -> Iterator[tuple[Chain,
         if full is None:
             whole = said
         else:
-            full.append(_part("assistant", content.strip(), name) if thinks else part)
+            full.append(_part("assistant", content.strip(), name) + called if thinks else part)
             whole = _digest(whole, full)
             full = []
         yield Chain(said, whole), n
@@ -107,6 +114,25 @@ def _part(role: Role, text: str, name: str | None) -> bytes:
     return b"%b %d %d\n%b%b" % (_ROLES[role], len(named), len(raw), named, raw)
 
 
+def _called(call: ToolCall) -> bytes:
+    """A call in bytes, which follow those of its message. No role begins so."""
+    name, arguments = (text.encode("utf-8", "surrogatepass") for text in call.said)
+    return b"call %d %d\n%b%b" % (len(name), len(arguments), name, arguments)
+
+
+def _result_of(call: str, calls: Sequence[ToolCall]) -> bytes:
+    """Which of the last answer's calls a message is the result of, in bytes; by its id if that is of none of them."""
+    place = _place(call, calls)
+    if place is not None:
+        return b"of %d\n" % place
+    raw = call.encode("utf-8", "surrogatepass")
+    return b"of id %d\n%b" % (len(raw), raw)
+
+
+def _place(call: str, calls: Sequence[ToolCall]) -> int | None:
+    return next((i for i, c in enumerate(calls) if c.id == call), None)
+
+
 def _digest(before: bytes, parts: list[bytes]) -> bytes:
     return hashlib.blake2b(before + b"".join(parts), digest_size=32, person=b"ssmd.chain.2").digest()
 
@@ -114,9 +140,46 @@ def _digest(before: bytes, parts: list[bytes]) -> bytes:
 def continues(messages: Sequence[Message], stored: Sequence[Message]) -> bool:
     """Whether a request echoes a whole stored conversation, its answer last, and adds something to it."""
     n = len(stored)
-    return n < len(messages) and all(s.same_as(m) for s, m in zip(stored, messages[:n], strict=True))
+    if n >= len(messages) or not all(s.same_as(m) for s, m in zip(stored, messages[:n], strict=True)):
+        return False
+    return _results(stored) == _results(messages[:n])
+
+
+def _results(messages: Sequence[Message]) -> list[bytes]:
+    """Whose results there are, in order."""
+    found: list[bytes] = []
+    calls: Sequence[ToolCall] = ()
+    for m in messages:
+        if m.tool_call_id is not None:
+            found.append(_result_of(m.tool_call_id, calls))
+        calls = m.tool_calls if m.role == "assistant" else calls
+    return found
 
 
 def known(stored: Sequence[Message], echoes: Sequence[Message]) -> tuple[Message, ...]:
-    """Stored messages in place of their echoes, but for those that leave reasoning out."""
-    return tuple(s if s.content.strip() == m.content.strip() else m for s, m in zip(stored, echoes, strict=True))
+    """Stored messages in place of their echoes, but without reasoning where those leave it out."""
+    return tuple(_known(s, m) for s, m in zip(stored, echoes, strict=True))
+
+
+def _known(stored: Message, echo: Message) -> Message:
+    if stored.content.strip() == echo.content.strip():
+        return stored
+    return replace(echo, tool_calls=stored.tool_calls) if stored.tool_calls else echo
+
+
+def with_ids_of(answer: Message, messages: Sequence[Message], length: int) -> tuple[Message, ...]:
+    """A request's messages with the ids that the calls of a stored answer have, which ends what the first `length` of
+    them echo: in the echo of that answer, and in the results that follow it.
+    """
+    echo = messages[length - 1] if length else None
+    ids = [c.id for c in answer.tool_calls]
+    if echo is None or len(ids) != len(echo.tool_calls) or ids == [c.id for c in echo.tool_calls]:
+        return tuple(messages)
+    after = list(messages[length:])
+    for i, m in enumerate(after):
+        if m.role == "assistant":
+            break
+        place = None if m.tool_call_id is None else _place(m.tool_call_id, echo.tool_calls)
+        if place is not None:
+            after[i] = replace(m, tool_call_id=ids[place])
+    return (*messages[: length - 1], replace(echo, tool_calls=answer.tool_calls), *after)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ssmd.text.arguments import canonical
+
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant")
+ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
 THINK, THINK_END = "<think>", "</think>"  # around reasoning; some templates write the first one themselves
 
 
@@ -17,6 +19,23 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The call as OpenAI's API has it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> ToolCall:
+        """Reads what `to_json` wrote. Raises ValueError on anything else."""
+        match fields:
+            case {"id": str(id_), "function": {"name": str(name), "arguments": str(arguments)}}:
+                return ToolCall(id_, name, arguments)
+        raise ValueError(f"not a tool call: {fields!r}")
+
+    @property
+    def said(self) -> tuple[str, str]:
+        """What is called with what, however it is written. An id is only a name for it."""
+        return self.name, canonical(self.arguments)
 
 
 @dataclass(frozen=True)
@@ -33,19 +52,36 @@ class Message:
     tool_call_id: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The message as a template and the store see it; absent fields are left out."""
+        """The message as OpenAI's API has it; absent fields are left out."""
         fields: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.name is not None:
             fields["name"] = self.name
+        if self.tool_calls:
+            fields["tool_calls"] = [call.to_json() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
         return fields
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Message:
         """Reads what `to_json` wrote. Raises ValueError on anything else."""
         role, content, name = fields.get("role"), fields.get("content"), fields.get("name")
-        if role not in ROLES or not isinstance(content, str) or not (name is None or isinstance(name, str)):
+        calls, call = fields.get("tool_calls", ()), fields.get("tool_call_id")
+        named = all(one is None or isinstance(one, str) for one in (name, call))
+        fits = (role == "assistant" or not calls) and (call is None) == (role != "tool")
+        if role not in ROLES or not isinstance(content, str) or not named or not fits:
             raise ValueError(f"not a stored message: {fields!r}")
-        return Message(role, content, name)
+        return Message(role, content, name, tuple(map(ToolCall.from_json, calls)), call)
+
+    @property
+    def words(self) -> list[str]:
+        """What it says: its content, and what it calls with what."""
+        return [self.content, *(text for call in self.tool_calls for text in (call.name, call.arguments))]
+
+    @property
+    def texts(self) -> list[str]:
+        """All texts in it that come from outside."""
+        return [*self.words, self.name or "", self.tool_call_id or "", *(call.id for call in self.tool_calls)]
 
     @property
     def said(self) -> str:
@@ -64,9 +100,15 @@ class Message:
     def same_as(self, echo: Message) -> bool:
         """Whether a client's echo means this message.
 
-        Spaces around an assistant's text do not count. An echo may leave the reasoning out, but not change it.
+        Spaces around an assistant's text do not count, nor how the arguments of its calls are written, nor what ids
+        they have: whose result a tool's message is, messages tell together (sessions/match.py). An echo may leave the
+        reasoning out, but not change it.
         """
         if self.role != echo.role or self.name != echo.name or self.said != echo.said:
+            return False
+        if self.tool_calls != echo.tool_calls and [c.said for c in self.tool_calls] != [
+            c.said for c in echo.tool_calls
+        ]:
             return False
         if self.role != "assistant" or self.content.strip() == echo.content.strip():
             return True

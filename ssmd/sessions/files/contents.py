@@ -25,7 +25,6 @@ from ssmd.sessions.line import NOTHING, SILENCE, Ids, Line, Passage, regrown
 from ssmd.sessions.rows.encoded import Encoded, encode
 from ssmd.sessions.rows.turns import check_unicode, to_micros
 from ssmd.sessions.turn import NewTurn, StoreError
-from ssmd.text.messages import Message
 
 _MAX_PARTS = 64  # turns above one of format 1 that its ids may be a part of
 MAX_REBUILT_BYTES = 256 << 20  # ids and text of all turns of format 1, which may share any part of their parent's
@@ -117,7 +116,10 @@ def _turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[NewT
                 raise reader.error(f"its turns unfold to more than {MAX_REBUILT_BYTES} bytes")
         if entry.prompt_tokens > len(ids) > 0:
             raise reader.error(f"turn {entry.id!r} has a longer prompt than ids")
-        *messages, answer = (Message(m.role, m.content, m.name) for m in entry.said)
+        try:
+            messages, [answer] = entry.said
+        except ValueError as err:
+            raise reader.error(f"turn {entry.id!r}: {err}") from err
         if answer.role != "assistant":
             raise reader.error(f"turn {entry.id!r} is answered by the {answer.role}")
         cut = entry.cut if isinstance(entry, TurnEntry) else 0

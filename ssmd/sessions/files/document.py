@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from ssmd.model.strict import Strict
+from ssmd.sessions.items import messages_of
 from ssmd.sessions.turn import ID_PATTERN, title_problem
+from ssmd.text.messages import Message
 
 FORMAT: Literal[2] = 2
 MAX_TURNS = 10_000
@@ -44,11 +47,40 @@ class MessageEntry(Strict):
     name: str | None = None
 
 
-class ItemEntry(MessageEntry):
-    """One thing that was said. id: of its own, also over HTTP."""
+class SaidEntry(MessageEntry):
+    """A message among the items. id: of its own, also over HTTP."""
 
     id: Id
     type: Literal["message"]
+
+
+class CallEntry(Strict):
+    """A call that the assistant's message before it makes. arguments: JSON, or what a cut answer left of it."""
+
+    id: Id
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputEntry(Strict):
+    """The result of a call."""
+
+    id: Id
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+    name: str | None = None
+
+
+ItemEntry = Annotated[SaidEntry | CallEntry | OutputEntry, Field(discriminator="type")]
+_ITEMS: TypeAdapter[list[ItemEntry]] = TypeAdapter(list[ItemEntry])
+
+
+def as_entries(items: Sequence[dict[str, Any]]) -> list[ItemEntry]:
+    """Items as a file has them. Raises ValidationError."""
+    return _ITEMS.validate_python(items)
 
 
 class AnyTurnEntry(Strict):
@@ -72,11 +104,13 @@ class TurnEntry(AnyTurnEntry):
     stem: Id | None
     cut: Count = 0
     items: Annotated[list[ItemEntry], Field(fail_fast=True, max_length=100_000)]
-    answer: Annotated[list[ItemEntry], Field(fail_fast=True, min_length=1, max_length=1)]
+    answer: Annotated[list[ItemEntry], Field(fail_fast=True, min_length=1, max_length=100_000)]
 
     @property
-    def said(self) -> list[MessageEntry]:
-        return [*self.items, *self.answer]
+    def said(self) -> tuple[Sequence[Message], Sequence[Message]]:
+        """The messages of the input, and those of the answer. Raises ValueError."""
+        items, answer = ([item.model_dump() for item in said] for said in (self.items, self.answer))
+        return messages_of(items), messages_of(answer)
 
 
 class FirstTurnEntry(AnyTurnEntry):
@@ -90,8 +124,12 @@ class FirstTurnEntry(AnyTurnEntry):
     text_shared: Count
 
     @property
-    def said(self) -> list[MessageEntry]:
-        return [*self.messages, self.answer]
+    def said(self) -> tuple[Sequence[Message], Sequence[Message]]:
+        """The messages of the input, and that of the answer."""
+        messages, answer = (
+            [Message(m.role, m.content, m.name) for m in said] for said in (self.messages, [self.answer])
+        )
+        return messages, answer
 
 
 class TensorEntry(Strict):

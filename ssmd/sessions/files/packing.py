@@ -19,16 +19,16 @@ from ssmd.sessions.files.document import (
     MAX_CHECKPOINTS,
     CheckpointEntry,
     Document,
-    ItemEntry,
     RowsEntry,
     SessionEntry,
     TensorEntry,
     TurnEntry,
+    as_entries,
 )
 from ssmd.sessions.files.sessionfile import SessionFileWriter, dtype_name
+from ssmd.sessions.items import items_of
 from ssmd.sessions.line import Ids
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import growth
 from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.checkpoints import Stored
 from ssmd.sessions.rows.sessions import default_title
@@ -219,7 +219,7 @@ def _turn_entries(tree: Sequence[Turn], lineage: str) -> tuple[list[TurnEntry], 
     entries, tails = [], []
     for turn in tree:
         ours = turn.lineage == lineage
-        items = [growth.as_item(turn.id, i, m) for i, m in enumerate(turn.conversation)]
+        items, answer = items_of(turn.id, turn.conversation)
         tails.append(turn.ids.own if ours else _NO_IDS)
         entries.append(
             TurnEntry(
@@ -227,8 +227,8 @@ def _turn_entries(tree: Sequence[Turn], lineage: str) -> tuple[list[TurnEntry], 
                 parent=turn.parent,
                 stem=turn.stem if ours else None,
                 cut=turn.cut if ours else 0,
-                items=[ItemEntry.model_validate(item) for item in items[:-1]],
-                answer=[ItemEntry.model_validate(items[-1])],
+                items=as_entries(items),
+                answer=as_entries(answer),
                 text=turn.text.own if ours else "",
                 prompt_tokens=turn.prompt_tokens if ours else 0,
                 finish=turn.finish,

@@ -71,7 +71,7 @@ def _name(row: Any) -> str:
 def _told(row: Any, above: Told | None, said: tuple[Message, ...], found: Findings) -> None:
     """A turn whose messages can be read: is the rest right too?"""
     depth, length = (above.depth + 1, above.length) if above else (0, 0)
-    chain = (above.chain if above else Chain()).then(said)
+    chain = above.chain.then(said, above.said[-1].tool_calls) if above else Chain().then(said)
     length += len(said)
     try:
         sound = seal(row._mapping) == row.checksum and is_text(row.owner)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -11,6 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, insert, select, update
 
+from ssmd.sessions.items import items_of
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage
 from ssmd.sessions.match import Chain
 from ssmd.sessions.rows import tree
@@ -105,10 +105,10 @@ def _inherits(connection: Connection, session_id: str, turn_id: str) -> bool:
 
 def _row(turn: NewTurn, above: Turn | None, path: _Path, lineage: str) -> tuple[dict[str, Any], Turn]:
     """The row of a new turn, and the turn as those below it see it."""
-    chain = (above.chain if above else Chain()).then(turn.conversation)
+    chain = above.chain.then(turn.conversation, above.answer.tool_calls) if above else Chain().then(turn.conversation)
     depth, length = (above.depth + 1, above.length) if above else (0, 0)
     length += len(turn.conversation)
-    items = [as_item(turn.id, i, m) for i, m in enumerate(turn.conversation)]
+    items, answer = items_of(turn.id, turn.conversation)
     row: dict[str, Any] = {
         "id": turn.id,
         "session": turn.session,
@@ -118,8 +118,8 @@ def _row(turn: NewTurn, above: Turn | None, path: _Path, lineage: str) -> tuple[
         "length": length,
         "chain": chain.said,
         "whole": chain.whole,
-        "items": as_json(items[:-1]),
-        "answer": as_json(items[-1:]),
+        "items": as_json(items),
+        "answer": as_json(answer),
         "lineage": lineage,
         "cut": turn.cut,
         "finish": turn.finish,
@@ -179,12 +179,6 @@ def sealed(row: Mapping[str, Any]) -> dict[str, Any]:
     return whole | {"checksum": seal(whole)}
 
 
-def as_item(turn_id: str, index: int, message: Message) -> dict[str, Any]:
-    """A message as it is stored: an item with an id of its own, which follows from its place."""
-    name = hashlib.blake2b(f"{turn_id} {index}".encode(), digest_size=12).hexdigest()
-    return {"id": f"item_{name}", "type": "message", **message.to_json()}
-
-
 def as_json(items: Iterable[Mapping[str, Any]]) -> bytes:
     """Items as they are stored."""
     return json.dumps(list(items), ensure_ascii=False, separators=(",", ":")).encode()
@@ -221,8 +215,8 @@ def restate(connection: Connection, turn_id: str, said: Sequence[Message], *, ke
     with as_they_are(connection):
         row = connection.execute(_ONE, {"turn": turn_id}).one()
     above = _Path(connection).of(row.parent) if row.parent is not None else None
-    chain = (above.chain if above else Chain()).then(said)
-    items = [as_item(turn_id, i, m) for i, m in enumerate(said)]
+    chain = above.chain.then(said, above.answer.tool_calls) if above else Chain().then(said)
+    items, answer = items_of(turn_id, said)
     changed = {} if keep else _grown(_Path(connection), None, NOTHING, SILENCE, "", 0, None)
     changed |= {
         "root": above.root if above else turn_id,
@@ -230,8 +224,8 @@ def restate(connection: Connection, turn_id: str, said: Sequence[Message], *, ke
         "length": (above.length if above else 0) + len(said),
         "chain": chain.said,
         "whole": chain.whole,
-        "items": as_json(items[:-1]),
-        "answer": as_json(items[-1:]),
+        "items": as_json(items),
+        "answer": as_json(answer),
         "owner": row.owner if is_unicode(row.owner) else "",
         "lineage": row.lineage if is_unicode(row.lineage) else None,
         "cut": row.cut if keep else 0,

@@ -111,7 +111,7 @@ def _look(connection: Connection, where: Any, missing: dict[str, set[str]], sess
                 given, answered = said_in(items, answer)
             except (ValueError, TypeError, AttributeError, KeyError):
                 continue  # what was altered
-            said = "\n".join(message.content for message in (*given, answered)).lower()
+            said = "\n".join(text for message in (*given, answered) for text in message.words).lower()
             left.difference_update([word for word in left if word in said])
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 from sqlalchemy import Connection, bindparam, exists, select
 
+from ssmd.sessions.items import messages_of
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage
 from ssmd.sessions.match import Chain
 from ssmd.sessions.rows import tree
@@ -193,10 +194,10 @@ def _unsound(row: Any, messages: tuple[Message, ...], answer: Message) -> Turn:
 
 def said_in(items: bytes, answer: bytes) -> tuple[tuple[Message, ...], Message]:
     """The messages of a turn. Raises ValueError and the like if they cannot be read."""
-    given, answered = json.loads(items), json.loads(answer)
+    given, answered = messages_of(json.loads(items)), messages_of(json.loads(answer))
     if len(answered) != 1:
-        raise ValueError("an answer of several items is of a newer version")
-    return tuple(Message.from_json(item) for item in given), Message.from_json(answered[0])
+        raise ValueError("an answer of several messages is of a newer version")
+    return given, answered[0]
 
 
 def is_leaf(connection: Connection, turn_id: str) -> bool:
@@ -208,7 +209,7 @@ def is_leaf(connection: Connection, turn_id: str) -> bool:
 
 def check_unicode(turn: NewTurn) -> None:
     """Check that all texts of the turn can be written as UTF-8. Raises StoreError."""
-    for text in (turn.text.own, *(t for m in turn.conversation for t in (m.content, m.name or ""))):
+    for text in (turn.text.own, *(t for m in turn.conversation for t in m.texts)):
         try:
             text.encode()
         except UnicodeEncodeError as err:

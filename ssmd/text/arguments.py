@@ -1,0 +1,41 @@
+"""The arguments of a tool call: JSON in a text, as models and clients write it, or what a cut answer left of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic_core import from_json
+
+MAX_DEPTH = 48  # of what a template is given as an object; deeper ones it is given as the text that they are
+_LARGE = 1e300
+
+
+def read_arguments(text: str) -> dict[str, Any] | None:
+    """The object that arguments are, which templates expect; None if they are none. Nothing at all is no arguments."""
+    value = _parsed(text)
+    return value if isinstance(value, dict) and _is_plain(value, MAX_DEPTH) else None
+
+
+def canonical(text: str) -> str:
+    """One text for all that say the same: spaces, the order of names and escapes do not count."""
+    value = _parsed(text)
+    return text if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _parsed(text: str) -> Any:
+    """What JSON says; None of what is none, has halves of surrogate pairs in it, or is null."""
+    if not text.strip():
+        return {}
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except (ValueError, TypeError):
+        return None
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Whether a template can write it as JSON again: numbers of common sizes, nested at most so deep."""
+    if isinstance(value, dict | list):
+        parts = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(_is_plain(part, depth - 1) for part in parts)
+    return not isinstance(value, int | float) or abs(value) < _LARGE
