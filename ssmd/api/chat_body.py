@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from ssmd.api.body import Id, StrictModel, shown, validate
 from ssmd.api.messages import read_messages
+from ssmd.api.tools import read_given
 from ssmd.engine.dry import MAX_ALLOWED_LENGTH, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_DRY, Dry
 from ssmd.engine.repetition import EVERYTHING
 from ssmd.engine.request import Rejected, Request
@@ -28,17 +29,14 @@ Value = TypeVar("Value", int, float)
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None, "none", "auto"),
-    "functions": (None, []),
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "prompt_cache_options": (None, {}),
     "prompt_cache_retention": (None,),
-    "reasoning_effort": (None, "none"),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
@@ -120,6 +118,12 @@ class ChatBody(StrictModel):
     truncation: Literal["auto", "disabled"] | None = None
     keep_alive: Seconds | None = None  # of the model, from the end of this request
     background: bool | None = None
+    # For the chat template, see tools.py.
+    tools: Any = None
+    functions: Any = None
+    chat_template_kwargs: Any = None
+    enable_thinking: Any = None
+    reasoning_effort: Any = None
     # Accepted and without effect: they are for the books of whoever runs a hosted service.
     metadata: Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)] | None = None
     prompt_cache_key: ShortText | None = None
@@ -203,6 +207,7 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
         session=body.session,
         store=body.store is not False,
         truncate=truncate if body.truncation is None else body.truncation == "auto",
+        given=read_given(vars(body)),
     )
 
 

@@ -219,7 +219,8 @@ class _Kept(Kept):
 
     def rerender(self) -> None:
         if self._info is not None:
-            self._by._rerenderer.add(self._info, self._turns, self._asked.request.domain)
+            request = self._asked.request
+            self._by._rerenderer.add(self._info, self._turns, request.domain, request.given)
 
 
 def _turn(info: SessionInfo, prompt: Prompt, choice: Choice, escaped: str) -> NewTurn:

@@ -19,7 +19,7 @@ from ssmd.model.artifact import Manifest
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Found, Scope
 from ssmd.sessions.line import NOTHING, Line, Passage
-from ssmd.sessions.match import known
+from ssmd.sessions.match import known, with_ids_of
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import (
@@ -33,7 +33,7 @@ from ssmd.sessions.turn import (
     without,
 )
 from ssmd.text.messages import Message
-from ssmd.text.template import Template
+from ssmd.text.template import Given, Template
 from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -120,6 +120,9 @@ class Planner:
             try:
                 with self._store.of(request.domain).snapshot() as stored:
                     place = self._place(request, stored)
+                    if place.turn is not None:
+                        messages = with_ids_of(place.turn.answer, request.messages, place.length)
+                        request = replace(request, messages=messages)
                     cut = place.turn.cut if request.truncate and place.turn is not None else 0
                     shown = self._show(request, place, cut, stored)
                     if (more := self._more_cut(request, place, cut, shown)) > cut:
@@ -137,7 +140,7 @@ class Planner:
 
     def _reread(self, request: Request, place: _Place, cut: int) -> Shown:
         """What the model is to read, from the request's words alone."""
-        return self._renderer.whole(without(request.messages, cut), self._now(place))
+        return self._renderer.whole(without(request.messages, cut), self._now(place), request.given)
 
     def _prompt(self, request: Request, place: _Place, cut: int, shown: Shown, found: Found | None) -> Prompt:
         if not len(shown.ids):
@@ -224,7 +227,7 @@ class Planner:
             return self._reread(request, place, cut)
         new = messages[place.length :]
         if place.stored is None and turn.cut == cut:
-            shown = self._renderer.after(turn, without(messages, cut)[0], new, now)
+            shown = self._renderer.after(turn, without(messages, cut)[0], new, now, request.given)
             if shown is not None:
                 return shown
         said = place.stored
@@ -233,7 +236,7 @@ class Planner:
             said = conversation(path) if _is_whole(path) else None
         if said is not None:
             messages = (*known(said, messages[: place.length]), *new)
-        return self._renderer.whole(without(messages, cut), now, turn, stored.above)
+        return self._renderer.whole(without(messages, cut), now, request.given, turn, stored.above)
 
     def _found(
         self, request: Request, place: _Place, cut: int, shown: Shown, stored: Snapshot
@@ -270,28 +273,32 @@ class Planner:
             return 0
         head = request.messages[: system_prompt(request.messages)]
         clock = now if self._renderer.tells_time else None
-        beginning, tokens = self._beginning(head, clock, request.domain.owner)
+        beginning, tokens = self._beginning(head, request.given, clock, request.domain.owner)
         fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(shown.ids) - 1 and shown.text.own.startswith(beginning)
         return len(tokens) if fits and np.array_equal(shown.ids.own[: len(tokens)], tokens.own) else 0
 
-    def _render_beginning(self, head: tuple[Message, ...], now: datetime | None, owner: str) -> tuple[str, Line]:
-        """What every conversation under this system prompt begins with, up to the last control token, and its ids.
+    def _render_beginning(
+        self, head: tuple[Message, ...], given: Given, now: datetime | None, owner: str
+    ) -> tuple[str, Line]:
+        """What every conversation under this system prompt, with these tools and variables, begins with, up to the last
+        control token, and its ids.
 
         owner: who asks: nobody is to tell by the time it takes that another one asked before.
         """
         try:
-            text = self._renderer.beginning(head, now or datetime.now(UTC))
+            text = self._renderer.beginning(head, now or datetime.now(UTC), given)
         except Rejected:
             return "", NOTHING
         return text, self._renderer.encode(text)
 
-    def settled(self, stored: Snapshot, turn: Turn, info: SessionInfo) -> tuple[Shown, bool] | None:
+    def settled(self, stored: Snapshot, turn: Turn, info: SessionInfo, given: Given) -> tuple[Shown, bool] | None:
         """What every request begins with that goes on from a stored turn, and whether the turn's own text does so.
+        given: what it was asked with.
 
         None if the template has no such text. Raises StoreError.
         """
         try:
-            text = self._renderer.rest(turn, stored.first(turn), info.clock) if not turn.cut else None
+            text = self._renderer.rest(turn, stored.first(turn), info.clock, given) if not turn.cut else None
             if text is not None:
                 agrees = self._renderer.agrees(text, turn)
                 if agrees or turn.stem is None or self._renderer.apart(stored.turn(turn.stem), turn):
@@ -301,7 +308,7 @@ class Planner:
             path = stored.path(turn.id)
             if not _is_whole(path):
                 return None
-            whole = self._renderer.end(without(conversation(path), turn.cut), info.clock)
+            whole = self._renderer.end(without(conversation(path), turn.cut), info.clock, given)
         except Rejected:
             return None
         shown = self._renderer.ids_of(whole, turn, stored.above)

@@ -19,7 +19,8 @@ from ssmd.model.artifact import Manifest
 from ssmd.sessions.line import Ids, Line, Passage
 from ssmd.sessions.turn import Settled, Turn
 from ssmd.text.messages import Message
-from ssmd.text.template import Rendered, Template, TemplateError
+from ssmd.text.telling import Telling, Told
+from ssmd.text.template import NOTHING_MORE, Given, Rendered, Template, TemplateError
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 _VERSION = 1  # of what is made of messages before a template sees them
@@ -49,7 +50,7 @@ class Renderer:
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer
         self._template = template
-        self._knows_developer = "developer" in template.source  # else it is what OpenAI made of it: a system message
+        self._telling = Telling(template.source, tokenizer.escape)
         parts = (
             _VERSION,
             manifest.files["tokenizer.json"].sha256,
@@ -63,16 +64,14 @@ class Renderer:
         """Whether what is rendered may depend on the clock."""
         return "strftime_now" in self._template.source
 
-    def render(self, messages: Sequence[Message], now: datetime) -> Rendered:
+    def render(self, messages: Sequence[Message], now: datetime, given: Given = NOTHING_MORE) -> Rendered:
         """The whole text. Raises Rejected if the template refuses the messages."""
+        told = self._telling.told(given)
+        shown, added = self._telling.conversation(messages, told)
         try:
-            return self._template.render_settled([self._shown(m) for m in messages], now=now)
+            return _without(self._template.render_settled(shown, now=now, given=told.given), added)
         except TemplateError as err:
             raise _refusal(err) from err
-
-    def _shown(self, message: Message) -> Message:
-        role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        return replace(message, role=role, content=self._tokenizer.escape(message.content))
 
     @staticmethod
     @contextmanager
@@ -102,15 +101,20 @@ class Renderer:
         return ids
 
     def whole(
-        self, messages: Sequence[Message], now: datetime, turn: Turn | None = None, above: Above | None = None
+        self,
+        messages: Sequence[Message],
+        now: datetime,
+        given: Given = NOTHING_MORE,
+        turn: Turn | None = None,
+        above: Above | None = None,
     ) -> Shown:
         """All of a conversation, with stored ids for the deepest turn whose text it continues.
 
         Generated text need not tokenise back into the ids that were sampled: those are what the state saw. turn: the
         one that it continues. Raises Rejected.
         """
-        rendered = self.render(messages, now)
-        return replace(self.ids_of(rendered.text, turn, above), settled=self._settled(rendered, 0))
+        rendered = self.render(messages, now, given)
+        return replace(self.ids_of(rendered.text, turn, above), settled=self._settled(rendered, 0, given))
 
     def ids_of(self, text: str, turn: Turn | None, above: Above | None) -> Shown:
         """A whole text with its ids: stored ones for the deepest turn that it goes on from, beginning at `turn`."""
@@ -133,13 +137,15 @@ class Renderer:
             return False
         return self._tokenizer.ends_at_control(text, end)
 
-    def after(self, turn: Turn, first: Message, new: Sequence[Message], now: datetime) -> Shown | None:
+    def after(
+        self, turn: Turn, first: Message, new: Sequence[Message], now: datetime, given: Given = NOTHING_MORE
+    ) -> Shown | None:
         """The end of a conversation that goes on from a turn: the turn's own text and what these messages add to it.
 
         first: of the conversation. None where the template is not known to have left alone what it wrote before, or the
         text does not go on from the turn's.
         """
-        rendered = self._after(turn, first, new, now)
+        rendered = self._after(turn, first, new, now, given)
         if rendered is None:
             return None
         text, base = rendered.text, turn.text.start
@@ -147,40 +153,56 @@ class Renderer:
         if not text.startswith(turn.text.own) or not self._tokenizer.ends_at_control(text, end):
             return None
         ids = turn.ids.then(self.ids(text[end:]))
-        return Shown(Passage(text, base, turn.text.before), ids, turn.stem, self._settled(rendered, base))
+        return Shown(Passage(text, base, turn.text.before), ids, turn.stem, self._settled(rendered, base, given))
 
-    def _after(self, turn: Turn, first: Message, new: Sequence[Message], now: datetime) -> Rendered | None:
+    def _after(
+        self, turn: Turn, first: Message, new: Sequence[Message], now: datetime, given: Given
+    ) -> Rendered | None:
         """What is rendered from the beginning of the turn's own text on; `settled` counts from there."""
-        settled = turn.settled
-        if settled is None or settled.template != self._identity or turn.lineage != self._lineage or not turn.sound:
+        settled, told = turn.settled, self._telling.told(given)
+        if (
+            settled is None
+            or settled.template != self._identified(told)
+            or turn.lineage != self._lineage
+            or not turn.sound
+        ):
             return None
         own = turn.length - turn.cut - len(turn.conversation)  # messages shown before those of the turn
         base = settled.characters - turn.text.start
         if not 0 <= base <= len(turn.text.own) or settled.messages < max(own, 1) or first.role == "assistant":
             return None
         tail = [*turn.conversation[settled.messages - own :], *new]
-        shown = [self._shown(m) for m in tail]
+        shown = [self._telling.message(m) for m in tail]
+        begins, added = self._telling.first(first, told)
+        skipped = settled.messages + added
         try:
-            rendered = self._template.render_after(self._shown(first), settled.messages, shown, now=now)
+            found = self._template.render_after(begins, skipped, shown, now=now, given=told.given)
         except TemplateError as err:
             raise _refusal(err) from err
-        if rendered is None:
+        if found is None:
             return None
+        rendered = _without(found, added)
         moved = rendered.settled and replace(rendered.settled, characters=rendered.settled.characters + base)
         return Rendered(turn.text.own[:base] + rendered.text, moved)
 
-    def _settled(self, rendered: Rendered, base: int) -> Settled | None:
+    def _settled(self, rendered: Rendered, base: int, given: Given) -> Settled | None:
         found = rendered.settled
-        return None if found is None else Settled(found.messages, found.characters + base, self._identity)
+        if found is None:
+            return None
+        return Settled(found.messages, found.characters + base, self._identified(self._telling.told(given)))
 
-    def beginning(self, messages: Sequence[Message], now: datetime) -> str:
+    def _identified(self, told: Told) -> str:
+        """What a text is proven to stay with: what renders it, with the tools and the variables that it renders."""
+        return hashlib.sha256((self._identity + told.key).encode()).hexdigest() if told.key else self._identity
+
+    def beginning(self, messages: Sequence[Message], now: datetime, given: Given = NOTHING_MORE) -> str:
         """What is rendered for these messages whatever the user says next, up to the last control token."""
-        a, b = (self.render([*messages, Message("user", probe)], now).text for probe in ("a", "b"))
+        a, b = (self.render([*messages, Message("user", probe)], now, given).text for probe in ("a", "b"))
         return a[: self._tokenizer.last_cut(a, _common(a, b))]
 
-    def end(self, messages: Sequence[Message], now: datetime) -> str:
+    def end(self, messages: Sequence[Message], now: datetime, given: Given = NOTHING_MORE) -> str:
         """What every request begins with that goes on from these messages, as `rest`."""
-        a, b = (self.render([*messages, Message("user", probe)], now) for probe in ("a", "b"))
+        a, b = (self.render([*messages, probe], now, given) for probe in _probes(messages[-1]))
         return a.text[: self._end(a, b)]
 
     def _end(self, a: Rendered, b: Rendered) -> int:
@@ -190,9 +212,9 @@ class Renderer:
         common = _common(a.text, b.text)
         return self._tokenizer.last_cut(a.text, common if a.settled is None else min(common, a.settled.characters))
 
-    def rest(self, turn: Turn, first: Message, now: datetime) -> Passage | None:
+    def rest(self, turn: Turn, first: Message, now: datetime, given: Given = NOTHING_MORE) -> Passage | None:
         """What every request begins with that goes on from a turn, from where its own text begins; None if unknown."""
-        a, b = (self._after(turn, first, [Message("user", probe)], now) for probe in ("a", "b"))
+        a, b = (self._after(turn, first, [probe], now, given) for probe in _probes(turn.answer))
         if a is None or b is None or turn.settled is None or turn.settled.characters <= turn.text.start:
             return None
         return Passage(a.text[: self._end(a, b)], turn.text.start, turn.text.before)
@@ -207,6 +229,22 @@ class Renderer:
         """Whether the ids of a turn's own text do not depend on the text of its stem, which stands before it."""
         before = stem.text.own
         return bool(before) and self._tokenizer.ends_at_control(before + turn.text.own, len(before))
+
+
+def _without(rendered: Rendered, added: int) -> Rendered:
+    """The rendering of a conversation that had so many messages added in front, which are not counted."""
+    settled = rendered.settled
+    if settled is None or not added:
+        return rendered
+    messages = settled.messages - added
+    return replace(rendered, settled=replace(settled, messages=messages) if messages > 0 else None)
+
+
+def _probes(answer: Message) -> Iterator[Message]:
+    """Two messages that may come next: the user's, or the result of a call."""
+    call = answer.tool_calls[0].id if answer.tool_calls else None
+    for content in ("a", "b"):
+        yield Message("user", content) if call is None else Message("tool", content, tool_call_id=call)
 
 
 def _refusal(err: TemplateError) -> Rejected:

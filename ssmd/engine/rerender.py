@@ -25,6 +25,7 @@ from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Passage
 from ssmd.sessions.turn import SessionInfo, StoreError
+from ssmd.text.template import NOTHING_MORE, Given
 
 log = logging.getLogger(__name__)
 BUCKET = 64  # tokens that a request may have to wait for
@@ -36,13 +37,14 @@ MAX_TRIES = 3  # each request that comes meanwhile costs one
 class _Turn:
     """A turn to read once more. cut: its text and its tokens disagree, so that no state of its end was kept.
 
-    domain: of who asked for it.
+    domain: of who asked for it. given: with what; it is known until the daemon ends, as is what waits here.
     """
 
     id: str
     session: SessionInfo
     cut: bool
     domain: Domain
+    given: Given
     tries: int = 0
 
 
@@ -80,10 +82,10 @@ class Rerenderer:
         self._plan: _Plan | None = None
         self._handle: Handle = None
 
-    def add(self, session: SessionInfo, turns: Sequence[Choice], domain: Domain) -> None:
+    def add(self, session: SessionInfo, turns: Sequence[Choice], domain: Domain, given: Given = NOTHING_MORE) -> None:
         """Look after the turns of a request that were stored: those that these choices became."""
         with self._lock:
-            self._waiting.extend(_Turn(choice.turn, session, choice.cut, domain) for choice in turns)
+            self._waiting.extend(_Turn(choice.turn, session, choice.cut, domain, given) for choice in turns)
         self._wake()
 
     @property
@@ -157,7 +159,7 @@ class Rerenderer:
             with self._store.of(turn.domain).snapshot() as stored:
                 if not stored.is_leaf(turn.id):  # was continued already
                     return None
-                settled = self._planner.settled(stored, stored.turn(turn.id), turn.session)
+                settled = self._planner.settled(stored, stored.turn(turn.id), turn.session, turn.given)
                 if settled is None:
                     return None
                 shown, agrees = settled

@@ -22,7 +22,16 @@ from numpy.typing import NDArray
 from ssmd.machine.child import Child, ChildError, Packet
 from ssmd.model.artifact import Artifact, SpecialTokens
 from ssmd.text.messages import Message
-from ssmd.text.template import MAX_SOURCE, ChatTemplate, Rendered, Settled, Template, TemplateError
+from ssmd.text.template import (
+    MAX_SOURCE,
+    NOTHING_MORE,
+    ChatTemplate,
+    Given,
+    Rendered,
+    Settled,
+    Template,
+    TemplateError,
+)
 from ssmd.text.tokenizer import Reader, Tokenizer, TokenizerError, tokenizer_bytes
 
 MODULE = "ssmd.text.confined"
@@ -132,24 +141,29 @@ class TemplateApart:
         self.source = source
         self._child = child
 
-    def render(self, messages: Sequence[Message], *, now: datetime, generate: bool = True) -> str:
+    def render(
+        self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: Given = NOTHING_MORE
+    ) -> str:
         """Render, as ChatTemplate.render does."""
-        return _text(self._asked({"do": "render", "generate": generate}, messages, now))
+        return _text(self._asked({"do": "render", "generate": generate}, messages, now, given))
 
-    def render_settled(self, messages: Sequence[Message], *, now: datetime) -> Rendered:
+    def render_settled(self, messages: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE) -> Rendered:
         """Render, and tell what stays, as ChatTemplate.render_settled does."""
-        rendered = _rendered(self._asked({"do": "settled"}, messages, now), len(messages))
+        rendered = _rendered(self._asked({"do": "settled"}, messages, now, given), len(messages))
         if rendered is None:
             raise TemplateError("the chat template says nothing")
         return rendered
 
-    def render_after(self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime) -> Rendered | None:
+    def render_after(
+        self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE
+    ) -> Rendered | None:
         """Render from a message on, as ChatTemplate.render_after does; a process that was ended is a TemplateError."""
         asked = {"do": "after", "skipped": skipped}
-        return _rendered(self._asked(asked, [first, *tail], now), skipped + len(tail))
+        return _rendered(self._asked(asked, [first, *tail], now, given), skipped + len(tail))
 
-    def _asked(self, fields: dict[str, Any], messages: Sequence[Message], now: datetime) -> Packet:
-        body = encoded(json.dumps([m.to_json() for m in messages], ensure_ascii=False))
+    def _asked(self, fields: dict[str, Any], messages: Sequence[Message], now: datetime, given: Given) -> Packet:
+        asked = {"messages": [m.to_json() for m in messages], "tools": given.tools, "variables": given.variables}
+        body = encoded(json.dumps(asked, ensure_ascii=False))
         try:
             return _checked(self._child.ask(Packet({**fields, "now": now.isoformat()}, body), RENDER_S))
         except ChildError as err:

@@ -17,7 +17,7 @@ from ssmd.machine.confinement import allow_processor, confine, end_with
 from ssmd.model.artifact import SpecialTokens
 from ssmd.text.apart import ERRORS, decoded, encoded, json_of
 from ssmd.text.messages import Message
-from ssmd.text.template import ChatTemplate, Rendered
+from ssmd.text.template import ChatTemplate, Given, Rendered
 from ssmd.text.tokenizer import Tokenizer
 
 _SHOWN = 2000  # characters of an error
@@ -55,22 +55,29 @@ class Work:
 
     def _render(self, fields: Fields, body: bytes) -> Packet:
         assert self.template is not None
-        said = [Message(**m) for m in json_of(body)]
-        return Packet({}, encoded(self.template.render(said, now=_now(fields), generate=fields["generate"])))
+        said, given = _asked(body)
+        text = self.template.render(said, now=_now(fields), generate=fields["generate"], given=given)
+        return Packet({}, encoded(text))
 
     def _settled(self, fields: Fields, body: bytes) -> Packet:
         assert self.template is not None
-        said = [Message(**m) for m in json_of(body)]
-        return _told(self.template.render_settled(said, now=_now(fields)))
+        said, given = _asked(body)
+        return _told(self.template.render_settled(said, now=_now(fields), given=given))
 
     def _after(self, fields: Fields, body: bytes) -> Packet:
         assert self.template is not None
-        first, *tail = (Message(**m) for m in json_of(body))
-        return _told(self.template.render_after(first, fields["skipped"], tail, now=_now(fields)))
+        (first, *tail), given = _asked(body)
+        return _told(self.template.render_after(first, fields["skipped"], tail, now=_now(fields), given=given))
 
     def _read(self, fields: Fields, body: bytes) -> Packet:
         assert self.tokenizer is not None
         return Packet({}, self.tokenizer.read(decoded(body)).astype("<i4").tobytes())
+
+
+def _asked(body: bytes) -> tuple[list[Message], Given]:
+    asked = json_of(body)
+    said = [Message.from_json(m) for m in asked["messages"]]
+    return said, Given(tuple(asked["tools"]), asked["variables"])
 
 
 def _now(fields: Fields) -> datetime:

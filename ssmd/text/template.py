@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import jinja2
 
 from ssmd.model.artifact import SpecialTokens
+from ssmd.text.arguments import read_arguments
 from ssmd.text.jinja.appending import AppendingSandbox, Flow, Said
 from ssmd.text.jinja.meter import MAX_DEPTH, Meter
 from ssmd.text.jinja.sandbox import Offered, Sandbox
@@ -24,7 +26,7 @@ _HERE = "\U0010fff8here\U0010fff8"
 # A width in front of a directive ("%999999999d") would be obeyed by the C library.
 _DATE_WIDTH = re.compile(r"(?<!%)(?:%%)*%[^A-Za-z%]*\d")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # what clients call it; the first is what templates read
-_OWN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
+OWN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 
 _sandbox = Sandbox()
 _appending = AppendingSandbox()
@@ -53,14 +55,25 @@ class Rendered:
     settled: Settled | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Given:
     """What a template is told beside the messages. tools: as OpenAI's API has them, `{"type": "function", …}` each;
-    variables: more names for it, such as enable_thinking.
+    variables: more names for it, such as enable_thinking. All of it is JSON. Two are equal if they are written alike.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def text(self) -> str:
+        """Both as JSON. The order of names is kept: templates write them as they stand."""
+        return json.dumps([self.tools, self.variables])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Given) and (self is other or self.text == other.text)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
 
 NOTHING_MORE = Given()
@@ -71,13 +84,17 @@ class Template(Protocol):
 
     source: str
 
-    def render(self, messages: Sequence[Message], *, now: datetime, generate: bool = True) -> str:
+    def render(
+        self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: Given = NOTHING_MORE
+    ) -> str:
         """Render, as ChatTemplate.render does."""
 
-    def render_settled(self, messages: Sequence[Message], *, now: datetime) -> Rendered:
+    def render_settled(self, messages: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE) -> Rendered:
         """Render, and tell what stays, as ChatTemplate.render_settled does."""
 
-    def render_after(self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime) -> Rendered | None:
+    def render_after(
+        self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE
+    ) -> Rendered | None:
         """Render from a message on, as ChatTemplate.render_after does; a process that was ended is a TemplateError."""
 
 
@@ -96,43 +113,53 @@ class ChatTemplate:
         self.source = source
         self._special = {f"{name}_token": text for name, text in special.model_dump().items() if text is not None}
 
-    def render(self, messages: Sequence[Message], *, now: datetime, generate: bool = True) -> str:
+    def render(
+        self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: Given = NOTHING_MORE
+    ) -> str:
         """The text for `messages`, with the generation prompt if `generate`.
 
         If then the last message is the assistant's, it is continued: the text ends right after its content.
         `now` is the clock that the template sees. Raises TemplateError.
         """
         if not generate or not messages or messages[-1].role != "assistant":
-            return self.render_json([m.to_json() for m in messages], now=now, generate=generate)
-        text = self.render_json(_marked(messages), now=now, generate=False)
+            return self._whole([_shown(m) for m in messages], now, generate, given)
+        text = self._whole(_marked(messages), now, False, given)
         return _begun(text, messages[-1].content)
 
-    def render_settled(self, messages: Sequence[Message], *, now: datetime) -> Rendered:
-        """The text of `render`, and how much of it stays when the conversation goes on. Raises TemplateError."""
-        done = self._append(messages[0], 0, messages, now) if len(messages) > 1 else None
-        return done or Rendered(self.render(messages, now=now), None)
+    def _whole(self, shown: Sequence[Mapping[str, Any]], now: datetime, generate: bool, given: Given) -> str:
+        tools, variables = given.tools or None, given.variables
+        return self.render_json(shown, now=now, generate=generate, tools=tools, variables=variables)
 
-    def render_after(self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime) -> Rendered | None:
+    def render_settled(self, messages: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE) -> Rendered:
+        """The text of `render`, and how much of it stays when the conversation goes on. Raises TemplateError."""
+        done = self._append(messages[0], 0, messages, now, given) if len(messages) > 1 else None
+        return done or Rendered(self.render(messages, now=now, given=given), None)
+
+    def render_after(
+        self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE
+    ) -> Rendered | None:
         """The text of `render` from a message on, without what stands before: as if that were rendered, too.
 
-        `first` is the conversation's first message, `tail` those from number `skipped` on. The ones before, and `now`,
-        must be those of a rendering that was settled there. None if the template is not known to allow it, or
+        `first` is the conversation's first message, `tail` those from number `skipped` on. The ones before, `now` and
+        `given` must be those of a rendering that was settled there. None if the template is not known to allow it, or
         refuses: then all must be rendered. The text's `settled` counts characters from the text's own beginning.
         """
-        return self._append(first, skipped, tail, now)
+        return self._append(first, skipped, tail, now, given)
 
-    def _append(self, first: Message, skipped: int, tail: Sequence[Message], now: datetime) -> Rendered | None:
+    def _append(
+        self, first: Message, skipped: int, tail: Sequence[Message], now: datetime, given: Given
+    ) -> Rendered | None:
         template = self._appended
         if template is None:
             return None
         last, generate = tail[-1], tail[-1].role != "assistant"
-        shown = [m.to_json() for m in tail] if generate else _marked(tail)
-        meter = Meter(_characters(shown) + len(first.content), len(shown))
-        flow = Flow(shown[0] if not skipped else first.to_json(), skipped, shown, meter)
+        shown = [_shown(m) for m in tail] if generate else _marked(tail)
+        beside = {"tools": list(given.tools) or None, "documents": None, **self._named(given.variables)}
+        meter = Meter(_characters(shown) + len(first.content) + _characters(beside), len(shown))
+        flow = Flow(shown[0] if not skipped else _shown(first), skipped, shown, meter)
         _appending.flow = flow
         try:
-            given = {"messages": Said(flow), "tools": None, "documents": None, **self._special}
-            whole = _run(_appending, template, given, _own(now, generate), meter)
+            whole = _run(_appending, template, {"messages": Said(flow), **beside}, _own(now, generate), meter)
             at = flow.begins if skipped and flow.begins is not None else 0
             text = whole[at:] if generate else _begun(whole[at:], last.content)
         except TemplateError:
@@ -170,12 +197,16 @@ class ChatTemplate:
         more names for the template, such as enable_thinking. Nothing is continued. Raises TemplateError, also where
         something given is not JSON.
         """
-        more = {**self._special, **(variables or {})}
-        if taken := [name for name in _OWN if name in more]:
-            raise TemplateError(f"{taken[0]} is no variable to be given: the chat template has its own")
+        more = self._named(variables or {})
         shown = [_named({k: v for k, v in message.items() if v is not None}) for message in messages]
         given = {"messages": shown, "tools": tools, "documents": documents, **more}
         return _run(_sandbox, self._template, given, _own(now, generate), Meter(_characters(given), len(messages)))
+
+    def _named(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Variables, and special tokens by their names. Raises TemplateError."""
+        if taken := [name for name in OWN if name in variables]:
+            raise TemplateError(f"{taken[0]} is no variable to be given: the chat template has its own")
+        return {**self._special, **variables}
 
 
 def _own(now: datetime, generate: bool) -> dict[str, Any]:
@@ -203,7 +234,17 @@ def _run(sandbox: Sandbox, template: jinja2.Template, given: dict[str, Any], own
 def _marked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages of which the last, the assistant's, is to be continued: a mark stands behind its content."""
     *before, last = messages
-    return [*(m.to_json() for m in before), {**last.to_json(), "content": f"{last.content}{_HERE} "}]
+    return [*map(_shown, before), {**_shown(last), "content": f"{last.content}{_HERE} "}]
+
+
+def _shown(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: arguments as the object that they are."""
+    fields = message.to_json()
+    for call in fields.get("tool_calls", ()):
+        arguments = read_arguments(call["function"]["arguments"])
+        if arguments is not None:
+            call["function"]["arguments"] = arguments
+    return fields
 
 
 def _begun(text: str, content: str) -> str:

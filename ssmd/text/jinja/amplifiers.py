@@ -27,6 +27,9 @@ FILTER_NAMES = (
     "sort", "string", "sum", "title", "trim", "truncate", "unique", "upper", "urlencode", "wordcount",
 )
 # fmt: on
+# What stands for a control token's text (text/controls.py) must be there when it is made that text again. Behind a
+# backslash that is escaped itself it is text.
+_PRIVATE = re.compile(r"\\\\|\\u(db[c-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
 _PARENTHESES = re.compile(r"[()]")
 _PERCENT_WIDTHS = re.compile(r"[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
 
@@ -153,7 +156,14 @@ class Amplifiers:
             raise TooMuch(f"tojson: indent is more than {MAX_INDENT}")
         pair = None if separators is None else (str(separators[0])[:16], str(separators[1])[:16])
         self._meter().fits(self._meter().size(x))
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
+        text = json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
+        return _PRIVATE.sub(_unescaped, text) if ensure_ascii else text
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    if found[1] is None:
+        return found[0]
+    return (int(found[1], 16).to_bytes(2, "big") + int(found[2], 16).to_bytes(2, "big")).decode("utf-16-be")
 
 
 def _closing(text: str, at: int) -> int:

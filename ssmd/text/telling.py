@@ -1,0 +1,121 @@
+"""What a template is shown of messages, tools and variables: no control token's text is one in it, wherever it stands.
+
+What comes from outside is hostile, a tool's result most of all. Where a template knows no tools all of them is told in
+words (hermes.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ssmd.text import hermes
+from ssmd.text.arguments import read_arguments
+from ssmd.text.messages import Message, ToolCall
+from ssmd.text.template import Given
+
+_KEPT = 32  # requests' tools that are at hand as they are shown
+_UNSHOWN = ("strict",)  # of a function: for the server, not for the model
+_NINE = re.compile(r"[A-Za-z0-9]{9}")  # the ids that Mistral's templates want
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a request's tools and variables come to. given: what the template is given of them. system: what its system
+    prompt says of tools, where it knows none. key: tells both from others; "" if both are empty.
+    """
+
+    given: Given
+    system: str
+    key: str
+
+
+class Telling:
+    """Shows one template its messages. Thread-safe."""
+
+    def __init__(self, source: str, escape: Callable[[str], str]) -> None:
+        """source: the template's. escape: makes control tokens' text inert."""
+        self._escape = escape
+        self._knows_developer = "developer" in source  # else it is what OpenAI made of it: a system message
+        self.knows_tools = re.search(r"\btools\b", source) is not None
+        self._wants_nine = "length 9" in source
+        self._names = frozenset(re.findall(r"\w+", source))
+        self.told = lru_cache(maxsize=_KEPT)(self._told)
+
+    def _told(self, given: Given) -> Told:
+        """What the template is shown of tools and variables. Those that it does not name are not: nothing is made of
+        them.
+        """
+        tools = tuple(_shown(tool) for tool in given.tools)
+        variables = {name: value for name, value in given.variables.items() if name in self._names}
+        system = self._escape(hermes.system_prompt(tools)) if tools and not self.knows_tools else ""
+        shown = Given(self._inert(tools) if self.knows_tools else (), self._inert(variables))
+        if not (system or shown.tools or shown.variables):
+            return Told(shown, "", "")
+        return Told(shown, system, hashlib.sha256(json.dumps([shown.text, system]).encode()).hexdigest())
+
+    def conversation(self, messages: Sequence[Message], told: Told) -> tuple[list[Message], int]:
+        """A conversation as the template is shown it, and how many messages stand in front of it that nobody said."""
+        shown = [self.message(m) for m in messages]
+        if not told.system:
+            return shown, 0
+        first, added = self.first(messages[0], told)
+        return [first, *(shown if added else shown[1:])], added
+
+    def first(self, message: Message, told: Told) -> tuple[Message, int]:
+        """The first message of a conversation that begins with this one, and whether it stands in front of it."""
+        shown = self.message(message)
+        if not told.system:
+            return shown, 0
+        if shown.role not in ("system", "developer"):
+            return Message("system", told.system), 1
+        return replace(shown, content=f"{shown.content}\n\n{told.system}" if shown.content else told.system), 0
+
+    def message(self, message: Message) -> Message:
+        """A message as the template is shown it."""
+        if not self.knows_tools:
+            message = hermes.in_words(message)
+        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        escape = self._escape
+        name = message.name and escape(message.name)
+        if not message.tool_calls and message.tool_call_id is None:
+            return Message(role, escape(message.content), name)
+        calls = tuple(self._call(call) for call in message.tool_calls)
+        result_of = None if message.tool_call_id is None else self._id(message.tool_call_id)
+        return Message(role, escape(message.content), name, calls, result_of)
+
+    def _call(self, call: ToolCall) -> ToolCall:
+        arguments = read_arguments(call.arguments)
+        if arguments is None:
+            inert = self._escape(call.arguments)
+        else:  # a token's text may be spelt with JSON's escapes
+            inert = json.dumps(self._inert(arguments), ensure_ascii=False)
+        return ToolCall(self._id(call.id), self._escape(call.name), inert)
+
+    def _id(self, id_: str) -> str:
+        if self._wants_nine and not _NINE.fullmatch(id_):
+            return hashlib.sha256(id_.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+        return self._escape(id_)
+
+    def _inert(self, value: Any) -> Any:
+        """A JSON value of which no text is a control token's, nor a name."""
+        if isinstance(value, str):
+            return self._escape(value)
+        if isinstance(value, Mapping):
+            return {self._escape(name): self._inert(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._inert(one) for one in value)
+        return value
+
+
+def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool without what is not for the model."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not any(name in function for name in _UNSHOWN):
+        return tool
+    return {**tool, "function": {name: value for name, value in function.items() if name not in _UNSHOWN}}
