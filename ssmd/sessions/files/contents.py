@@ -117,9 +117,12 @@ def _turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[NewT
         if entry.prompt_tokens > len(ids) > 0:
             raise reader.error(f"turn {entry.id!r} has a longer prompt than ids")
         try:
-            messages, [answer] = entry.said
+            messages, answers = entry.said
         except ValueError as err:
             raise reader.error(f"turn {entry.id!r}: {err}") from err
+        if len(answers) != 1:
+            raise reader.error(f"turn {entry.id!r} has an answer of {len(answers)} messages")
+        [answer] = answers
         if answer.role != "assistant":
             raise reader.error(f"turn {entry.id!r} is answered by the {answer.role}")
         cut = entry.cut if isinstance(entry, TurnEntry) else 0

@@ -480,7 +480,7 @@ def _double(*path: Any) -> Callable[[Any], None]:
         (_set("turns", 1, "items", 0, "content", None), "content"),
         (_set("turns", 1, "items", 0, "image", "x"), "image"),
         (_set("turns", 1, "items", 0, "type", "call"), "type"),
-        (_set("turns", 1, "items", 0, "id", "a/b"), "items.0.id"),
+        (_set("turns", 1, "items", 0, "id", "a/b"), "items.0.message.id"),
         (_set("turns", 1, "answer", 0, "role", "user"), "answered by the user"),
         (_set("turns", 1, "answer", []), "answer"),
         (_double("turns", 1, "answer"), "answer"),
