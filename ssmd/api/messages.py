@@ -11,6 +11,7 @@ from ssmd.engine.request import Rejected
 from ssmd.text.messages import ROLES, THINK, THINK_END, Message, Role, ToolCall
 
 MAX_CALLS = 64  # of a message
+MAX_IGNORED = 64  # names that are told
 MAX_CALL_CHARS = 256  # of a call's name, and of its id
 _KNOWN: dict[str, Role] = {role: role for role in ROLES if role != "tool"}
 _FIELDS = {"role", "content", "name"}
@@ -74,7 +75,8 @@ class _Reader:
                 if entry.get(key) not in _NOTHING:
                     _wrong(f"{where}.{key}", f"cannot be of a message of role {role!r}", entry[key])
             return Message(role, self._content(entry.get("content"), role, f"{where}.content"), name)
-        content = self._content(entry.get("content"), role, f"{where}.content") or _refusal(entry, where)
+        refusal = _refusal(entry, where)
+        content = self._content(entry.get("content"), role, f"{where}.content") or refusal
         for key in ("reasoning_content", "reasoning"):
             content = _with_reasoning(entry.get(key), content, f"{where}.{key}")
         return Message(role, content, name, self._made(entry, where))
@@ -86,7 +88,11 @@ class _Reader:
                 continue
             if key in _CONTENT:
                 _not_built(f"{where}.{key}")
-            self._ignored.add(f"messages.{shown(key)[1:-1]}")
+            self._leave("messages", key)
+
+    def _leave(self, of: str, key: str) -> None:
+        if len(self._ignored) < MAX_IGNORED:
+            self._ignored.add(f"{of}.{shown(key)[1:-1]}")
 
     def _made(self, entry: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
         """The calls of an assistant's message."""
@@ -141,11 +147,9 @@ class _Reader:
         kind = part["type"]
         if kind not in ("text", "refusal"):
             _not_built(where, f"content of type {shown(kind)}")
-        self._ignored |= {
-            f"messages.content.{shown(key)[1:-1]}"
-            for key, value in part.items()
-            if key not in ("type", kind) and value not in _NOTHING
-        }
+        for key, value in part.items():
+            if key not in ("type", kind) and value not in _NOTHING:
+                self._leave("messages.content", key)
         text = part.get(kind)
         if not isinstance(text, str):
             _wrong(f"{where}.{kind}", "must be a string", text)

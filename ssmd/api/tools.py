@@ -46,7 +46,7 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
         _wrong(where, "must be an object with type and function", tool)
     kind = tool.get("type", "function")
     if kind != "function":
-        what = f"{where}: tools of type {shown(kind)} are not supported, functions are"
+        what = f"{where}.type: tools of type {shown(kind)} are not supported, functions are"
         raise Rejected(what, code="unsupported_parameter", param=f"{where}.type")
     function = tool.get("function")
     if not isinstance(function, dict):
