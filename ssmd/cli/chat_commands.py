@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ssmd.cli.session import plain
-from ssmd.cli.turn_tree import Node, drawn, whole_id, words
+from ssmd.cli.turn_tree import Node, drawn, said_by, whole_id, words
 from ssmd.machine.spelling import meant, nearest
 from ssmd.text.messages import Message
 
@@ -100,7 +100,7 @@ def _tree(chat: Chat, argument: str) -> None:
     nodes = []
     for turn in found["turns"]:
         *asked, answer = turn["messages"]
-        said = Message.from_json(answer).said
+        said = said_by(Message.from_json(answer))
         finish, complete = plain(turn["finish_reason"]), turn["complete"]
         nodes.append(Node(turn["id"], turn["parent"], tuple(asked), said, finish, complete))
     for line in drawn(nodes, found["head"]):

@@ -17,6 +17,7 @@ from ssmd.cli import completion, options
 if TYPE_CHECKING:
     from ssmd.sessions.store import Store
     from ssmd.sessions.turn import Session, Turn
+    from ssmd.text.messages import Message
 
 app = typer.Typer(help="The conversations kept here.", no_args_is_help=True)
 SHOWN = 100  # sessions of a list
@@ -114,9 +115,9 @@ def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
     typer.echo(f"{session.id}  {model}  {len(path)} turns{branches}{imported}{owner}, {_size(session.nbytes)}")
     for turn in path:
         for message in turn.messages:
-            typer.echo(f"\n{message.role}: {plain(message.content, lines=True)}")
+            typer.echo(f"\n{message.role}: {_shown(message)}")
         cut = "" if turn.complete else "  [cut off]"
-        typer.echo(f"\n{turn.answer.role}: {plain(turn.answer.content, lines=True)}{cut}")
+        typer.echo(f"\n{turn.answer.role}: {_shown(turn.answer)}{cut}")
 
 
 @app.command("rename")
@@ -153,6 +154,12 @@ def remove(
                 typer.echo(f"removed {session_id}")
     if as_json:
         typer.echo(json.dumps({"removed": list(dict.fromkeys(session_ids))}))
+
+
+def _shown(message: Message) -> str:
+    """What a message says, and what it calls, a line each."""
+    calls = [f"  calls {plain(call.name)}({plain(call.arguments)})" for call in message.tool_calls]
+    return "\n".join([plain(message.content, lines=True), *calls])
 
 
 def _summary(session: Session) -> dict[str, Any]:

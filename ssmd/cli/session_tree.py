@@ -9,7 +9,7 @@ import typer
 
 from ssmd.cli import options
 from ssmd.cli.session import Id, _summary, _turn, open_store, plain
-from ssmd.cli.turn_tree import Node, drawn, short_ids, whole_id
+from ssmd.cli.turn_tree import Node, drawn, said_by, short_ids, whole_id
 
 
 def tree(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
@@ -24,7 +24,8 @@ def tree(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
         typer.echo(json.dumps(_summary(session) | {"tree": told}, indent=1, ensure_ascii=False))
         return
     nodes = [
-        Node(t.id, t.parent, tuple(m.to_json() for m in t.messages), t.answer.said, t.finish, t.complete) for t in turns
+        Node(t.id, t.parent, tuple(m.to_json() for m in t.messages), said_by(t.answer), t.finish, t.complete)
+        for t in turns
     ]
     fork = f", forked at {short_ids([t.id for t in turns])[session.base]}" if session.base else ""
     lines = drawn(nodes, session.head, kept)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssmd.cli.session import plain
+
+if TYPE_CHECKING:
+    from ssmd.text.messages import Message
 
 _WORDS = 40  # characters of each text that are shown
 _SHORT_ID = 13  # as turn_0123abcd
@@ -38,6 +41,12 @@ def drawn(nodes: Sequence[Node], head: str, kept: Collection[str] = ()) -> Itera
     for rails, one in _railed(nodes):
         marks = ("*" if one.id == head else "-") + ("+" if one.id in kept else " ")
         yield f"{rails}{marks} {short[one.id]}  {_said(one)}"
+
+
+def said_by(answer: Message) -> str:
+    """What an assistant said, and what it calls with what."""
+    calls = [f"calls {call.name}({call.arguments})" for call in answer.tool_calls]
+    return " ".join([*([answer.said] if answer.said else []), *calls])
 
 
 def _railed(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:

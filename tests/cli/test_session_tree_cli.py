@@ -11,6 +11,7 @@ from cli.test_session_cli import Ssmd
 from keeping import Chat, user
 
 from ssmd.sessions.store import Store
+from ssmd.text.messages import Message, ToolCall
 
 
 @pytest.fixture
@@ -44,6 +45,24 @@ def test_tree(ssmd: Ssmd, chat: Chat) -> None:
         "| `--+ turn_ccccccccc  user: less  assistant: fine  [stop]",
         "`-*  turn_ddddddddd  user: another beginning  assistant: n  [cancelled, incomplete]",
     ]
+
+
+def test_calls_and_results_are_shown(ssmd: Ssmd, chat: Chat) -> None:
+    call = ToolCall("call_1", "weather", '{"city": "B\x1bonn"}')
+    made, _ = chat.make("turn_eeeeeeeeeeee", None, [user("How is it?")], "")
+    chat.store.commit([replace(made, answer=Message("assistant", "", tool_calls=(call,)))], session=chat.info)
+    chat.remember(made, None)
+    result = Message("tool", "It rains.", tool_call_id="call_1")
+    told, _ = chat.make("turn_ffffffffffff", "turn_eeeeeeeeeeee", [result], "Rain.")
+    chat.store.commit([told], session=chat.info)
+    lines = ssmd("tree", "ses_1").stdout.splitlines()[-2:]
+    assert lines[0].endswith('user: How is it?  assistant: calls weather({"city": "B\ufffdonn"})  [stop]')
+    assert lines[1].endswith("tool: It rains.  assistant: Rain.  [stop]")
+    shown = ssmd("show", "ses_1").stdout
+    assert 'assistant: \n  calls weather({"city": "B\ufffdonn"})\n\ntool: It rains.\n\nassistant: Rain.\n' in shown
+    tree = ssmd.json("tree", "ses_1")["tree"]
+    assert tree[-2]["answer"]["tool_calls"] == [call.to_json()]
+    assert tree[-1]["messages"] == [{"role": "tool", "content": "It rains.", "tool_call_id": "call_1"}]
 
 
 def test_tree_as_json(ssmd: Ssmd, chat: Chat) -> None:
