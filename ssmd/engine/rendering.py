@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
+from functools import cached_property
 
 from ssmd.engine.request import Rejected
 from ssmd.model.artifact import Manifest
@@ -50,7 +51,7 @@ class Renderer:
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer
         self._template = template
-        self._telling = Telling(template.source, tokenizer.escape)
+        self._telling = Telling(template.source, tokenizer.escape, lambda: self._takes_system)
         parts = (
             _VERSION,
             manifest.files["tokenizer.json"].sha256,
@@ -71,7 +72,19 @@ class Renderer:
         try:
             return _without(self._template.render_settled(shown, now=now, given=told.given), added)
         except TemplateError as err:
+            together = self._telling.alternating(messages, told)
+            if len(together) < len(shown):
+                with suppress(TemplateError):
+                    return Rendered(self._template.render(together, now=now, given=told.given), None)
             raise _refusal(err) from err
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        try:
+            self._template.render([Message("system", "a"), Message("user", "b")], now=datetime.now(UTC))
+        except TemplateError:
+            return False
+        return True
 
     @staticmethod
     @contextmanager

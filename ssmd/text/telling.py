@@ -38,9 +38,13 @@ class Told:
 class Telling:
     """Shows one template its messages. Thread-safe."""
 
-    def __init__(self, source: str, escape: Callable[[str], str]) -> None:
-        """source: the template's. escape: makes control tokens' text inert."""
-        self._escape = escape
+    def __init__(
+        self, source: str, escape: Callable[[str], str], takes_system: Callable[[], bool] = lambda: True
+    ) -> None:
+        """source: the template's. escape: makes control tokens' text inert. takes_system: whether it renders a system
+        prompt; asked where it knows no tools.
+        """
+        self._escape, self._takes_system = escape, takes_system
         self._knows_developer = "developer" in source  # else it is what OpenAI made of it: a system message
         self.knows_tools = re.search(r"\btools\b", source) is not None
         self._wants_nine = "length 9" in source
@@ -72,9 +76,27 @@ class Telling:
         shown = self.message(message)
         if not told.system:
             return shown, 0
-        if shown.role not in ("system", "developer"):
-            return Message("system", told.system), 1
-        return replace(shown, content=f"{shown.content}\n\n{told.system}" if shown.content else told.system), 0
+        if shown.role in ("system", "developer"):
+            return replace(shown, content=f"{shown.content}\n\n{told.system}" if shown.content else told.system), 0
+        if shown.role == "user" and not self._takes_system():
+            return replace(shown, content=f"{told.system}\n\n{shown.content}"), 0
+        return Message("system", told.system), 1
+
+    def alternating(self, messages: Sequence[Message], told: Told) -> list[Message]:
+        """A conversation for a template whose roles have to alternate: results in words are one user's message with
+        those beside them, and with what the user says then.
+        """
+        shown, added = self.conversation(messages, told)
+        found = shown[:added]
+        after_result = False
+        for message, one in zip(messages, shown[added:], strict=True):
+            is_result = message.role == "tool"
+            if found and found[-1].role == one.role == "user" and (is_result or after_result):
+                found[-1] = replace(one, content=f"{found[-1].content}\n{one.content}")
+            else:
+                found.append(one)
+            after_result = is_result
+        return found
 
     def message(self, message: Message) -> Message:
         """A message as the template is shown it."""

@@ -24,7 +24,7 @@ from keeping import whole as whole_of
 
 from ssmd.engine.engine import Engine
 from ssmd.engine.prompt import Prompt
-from ssmd.engine.request import Request
+from ssmd.engine.request import Rejected, Request
 from ssmd.model.artifact import Artifact, SpecialTokens
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.store import Store
@@ -209,6 +209,25 @@ def test_what_comes_after_calls_is_their_results(loaded: tuple[Artifact, Program
         whole = engine._planner._renderer.render(said, NOW, WEATHER).text
         assert '"name": "weather"' in text[text.rindex("<|im_start|>assistant") :]
         assert whole.startswith(text)
+
+
+def test_a_template_that_takes_neither_system_prompt_nor_two_messages_of_a_user(
+    loaded: tuple[Artifact, Program], tmp_path: Path
+) -> None:
+    made = Message("assistant", "", tool_calls=(ToolCall("a", "weather", "{}"), ToolCall("b", "weather", "{}")))
+    talk = (user("Hi."), made, Message("tool", "r1", tool_call_id="a"), Message("tool", "r2", tool_call_id="b"))
+    with engine_with((TEMPLATES / "mistral.jinja").read_text(), loaded, tmp_path) as (engine, _):
+        answer = answer_of(engine, talk, given=WEATHER, sampling=endless(loaded))
+        more = (*talk, Message("assistant", answer.text), user("So?"))
+        text = engine._planner._renderer.render(more, NOW, WEATHER).text
+        assert text.startswith("<|im_start|>[INST] # Tools")
+        assert "</tool_call>\n\n" not in text
+        results = "<tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response>"
+        assert f"[INST] {results} [/INST]" in text
+        again = answer_of(engine, more, given=WEATHER)
+        assert again.usage.cached_tokens >= answer.usage.prompt_tokens
+        with pytest.raises(Rejected, match="must alternate"):
+            plan(engine, user("a"), user("b"))
 
 
 # The text that only grows
