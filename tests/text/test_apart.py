@@ -25,8 +25,8 @@ from ssmd.machine import memory
 from ssmd.machine.child import Child, ChildError, Packet
 from ssmd.model.artifact import Artifact, SpecialTokens
 from ssmd.text.apart import MEMORY, MODULE, TemplateApart, TextReader, Texts, open_texts, opened
-from ssmd.text.messages import Message
-from ssmd.text.template import ChatTemplate, TemplateError
+from ssmd.text.messages import Message, ToolCall
+from ssmd.text.template import ChatTemplate, Given, TemplateError
 from ssmd.text.tokenizer import TokenizerError
 
 SPECIAL = SpecialTokens(bos="<s>", eos="</s>")
@@ -51,6 +51,15 @@ def of(template: ChatTemplate | Any, what: str, *given: Any, **named: Any) -> An
         return str(err)
 
 
+TOOL = {"type": "function", "function": {"name": "add", "description": "“a”", "parameters": {"type": "object"}}}
+KNOW_TOOLS = ("granite4", "hermes", "lfm2", "llama31", "mistral-tools", "qwen3")
+CALLED = [
+    Message("user", "1 + 2?"),
+    Message("assistant", "", tool_calls=(ToolCall("abcdef123", "add", '{"a": 1.5, "ö": [null]}'),)),
+    Message("tool", "3", tool_call_id="abcdef123"),
+]
+
+
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_every_text_is_the_one_of_this_process(name: str, vocabulary: Path) -> None:
     here = ChatTemplate(TEMPLATES[name], SPECIAL)
@@ -65,6 +74,12 @@ def test_every_text_is_the_one_of_this_process(name: str, vocabulary: Path) -> N
         if not isinstance(found, str) and (settled := found.settled) is not None:
             given = (LONGER[0], settled.messages, LONGER[settled.messages :])
             assert of(there, "render_after", *given) == of(here, "render_after", *given)
+        tools = {"given": Given((TOOL,), {"enable_thinking": False, "x": "é"})}
+        assert of(here, "render", CALLED, **tools) != of(here, "render", CALLED) or name not in KNOW_TOOLS
+        for what in ("render", "render_settled"):
+            assert of(there, what, CALLED, **tools) == of(here, what, CALLED, **tools)
+        after = (CALLED[0], 1, CALLED[1:])
+        assert of(there, "render_after", *after, **tools) == of(here, "render_after", *after, **tools)
 
 
 @pytest.fixture(scope="module")
