@@ -150,6 +150,9 @@ class Settings(BaseSettings):
         description="a conversation that outgrows the model's context is refused, or (auto) its oldest turns are left "
         "out; a request may say so itself",
     )
+    strict: bool = Field(
+        False, description="fields of requests that ssmd does not know are refused, not ignored and named"
+    )
     offline: bool = Field(False, description="fetch nothing, whatever is missing; HF_HUB_OFFLINE=1 asks for the same")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
 

@@ -68,7 +68,7 @@ def create_app(
     pulling, page = Pulls(settings.models_dir, settings.data_dir, offline=settings.offline), Page.read()
     routes = [
         *page.routes(),
-        *chat.routes(host, under_way, stall_s, truncate=settings.truncation == "auto"),
+        *chat.routes(host, under_way, stall_s, truncate=settings.truncation == "auto", strict=settings.strict),
         *requests.routes(under_way, stall_s),
         *models.routes(host),
         *health.routes(host),

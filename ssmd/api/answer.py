@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ssmd.api.fields import HEADER as IGNORED
 from ssmd.api.idempotency import REPLAYED
 from ssmd.engine.request import Delta, FinishReason, Rejected, Request, TokenLogprob, Usage, label
 from ssmd.engine.shelf import Model
@@ -14,13 +15,16 @@ from ssmd.engine.shelf import Model
 
 @dataclass(frozen=True)
 class Head:
-    """What is known of an answer before its first event. created: seconds since 1970. key: the name of its key."""
+    """What is known of an answer before its first event. created: seconds since 1970. key: the name of its key.
+    ignored: fields of its request, as Fields names them.
+    """
 
     id: str
     created: int
     session: str | None
     key: str = ""
     replayed: bool = False
+    ignored: tuple[str, ...] = ()
     cancel: Callable[[], None] = lambda: None
 
     @property
@@ -32,7 +36,8 @@ class Head:
     def headers(self) -> dict[str, str]:
         """What ssmd says of the answer in its header, in any protocol."""
         session = {} if self.session is None else {"x-ssmd-session": self.session}
-        return session | ({REPLAYED: "true"} if self.replayed else {})
+        ignored = {IGNORED: ", ".join(self.ignored)} if self.ignored else {}
+        return session | ignored | ({REPLAYED: "true"} if self.replayed else {})
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Answer(ABC):
 class Asking:
     """A body that was read. stream: answer by events. answer: how, once the head is known. followed: the same for who
     follows it. keep_alive_s: how long the model is to stay, None: as it does. background: go on when the client leaves.
+    ignored: fields of it, as Fields names them.
     """
 
     model: Model
@@ -81,12 +87,21 @@ class Asking:
     followed: Callable[[Head], Answer]
     keep_alive_s: float | None = None
     background: bool = False
+    ignored: tuple[str, ...] = ()
+
+    def headed(self, head: Head) -> Head:
+        """A head that says what of the body is ignored."""
+        return replace(head, ignored=self.ignored)
+
+    def follow(self, head: Head) -> Answer:
+        """How who follows it is answered, who is told that too."""
+        return self.followed(self.headed(head))
 
 
 Read = Callable[[dict[str, Any]], Asking]  # of a protocol: takes a body's fields; in a thread; raises Rejected
 
 
-def own_usage(usage: Usage) -> dict[str, Any]:
+def own_usage(usage: Usage, ignored: Sequence[str] = ()) -> dict[str, Any]:
     """What ssmd says of an answer beyond the counts of tokens, in any protocol; times in ms."""
     return {
         "session": usage.session,
@@ -103,4 +118,5 @@ def own_usage(usage: Usage) -> dict[str, Any]:
         "shared_ms": round(usage.shared_ms, 3),
         "context_left": usage.context_left,
         "cut_messages": usage.cut_messages,
+        **({"ignored": list(ignored)} if ignored else {}),
     }

@@ -10,22 +10,27 @@ from starlette.routing import Route
 
 from ssmd.api import sse
 from ssmd.api.answer import Answer, Asking, Head, WholeChoice, own_usage
-from ssmd.api.chat_body import read_chat, to_request
+from ssmd.api.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
 from ssmd.api.errors import error_body
+from ssmd.api.fields import Fields
 from ssmd.api.front import Front
 from ssmd.api.under_way import UnderWay
 from ssmd.engine.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Rejected, TokenLogprob, Usage
 
 
-def routes(host: Host, under_way: UnderWay, stall_s: float, *, truncate: bool = False) -> list[Route]:
-    """The endpoint, for `server.create_app`. truncate: as the setting `truncation` has it."""
-    front = Front(host, partial(_read, host, truncate), under_way, stall_s)
+def routes(
+    host: Host, under_way: UnderWay, stall_s: float, *, truncate: bool = False, strict: bool = False
+) -> list[Route]:
+    """The endpoint, for `server.create_app`. truncate: as the setting `truncation` has it. strict: the setting."""
+    fields = Fields(ChatBody, NOT_BUILT, strict=strict)
+    front = Front(host, partial(_read, host, fields, truncate), under_way, stall_s)
     return [Route("/v1/chat/completions", front, methods=["POST"])]
 
 
-def _read(host: Host, truncate: bool, fields: dict[str, Any]) -> Asking:
+def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -> Asking:
     """What a body asks for. Raises Rejected."""
+    fields, ignored = sorting.sort(fields)
     body = read_chat(fields)
     model = host.shelf.find(body.model)
     request = to_request(body, model.manifest.vocabulary, truncate=truncate)
@@ -39,6 +44,7 @@ def _read(host: Host, truncate: bool, fields: dict[str, Any]) -> Asking:
         followed=partial(written, stream=True, include_usage=True),
         keep_alive_s=body.keep_alive,
         background=bool(body.background),
+        ignored=ignored,
     )
 
 
@@ -47,7 +53,7 @@ class ChatAnswer(Answer):
 
     def __init__(self, model: str, build: str, choices: int, head: Head, *, stream: bool, include_usage: bool) -> None:
         """model: as the client calls it."""
-        self._choices, self._include_usage = choices, include_usage
+        self._choices, self._include_usage, self._ignored = choices, include_usage, head.ignored
         self._envelope: dict[str, Any] = {
             "id": f"chatcmpl-{head.id}",
             "object": "chat.completion.chunk" if stream else "chat.completion",
@@ -68,7 +74,7 @@ class ChatAnswer(Answer):
             }
             for i, choice in enumerate(choices)
         ]
-        return {**self._envelope, "choices": written, "usage": _usage(usage)}
+        return {**self._envelope, "choices": written, "usage": _usage(usage, self._ignored)}
 
     def opening(self) -> Iterator[bytes]:
         for i in range(self._choices):
@@ -81,7 +87,7 @@ class ChatAnswer(Answer):
         for i, reason in enumerate(finish_reasons):
             yield self._chunk(i, {}, finish_reason=reason)
         if self._include_usage:
-            yield sse.encode({**self._envelope, "choices": [], "usage": _usage(usage)})
+            yield sse.encode({**self._envelope, "choices": [], "usage": _usage(usage, self._ignored)})
         yield sse.DONE
 
     def failure(self, error: Rejected) -> bytes:
@@ -114,11 +120,11 @@ def _token(token: str, utf8: bytes, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": max(float(logprob), LEAST_LOGPROB), "bytes": list(utf8)}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage, ignored: Sequence[str]) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "ssmd": own_usage(usage),
+        "ssmd": own_usage(usage, ignored),
     }

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, field_validator
 
 from ssmd.api.body import Id, StrictModel, shown, validate
+from ssmd.api.fields import OTHERS
 from ssmd.api.messages import read_messages
 from ssmd.api.tools import read_given
 from ssmd.engine.dry import MAX_ALLOWED_LENGTH, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_DRY, Dry
@@ -33,17 +34,16 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "moderation": (None,),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
-    "prompt_cache_options": (None, {}),
-    "prompt_cache_retention": (None,),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),
-    "verbosity": (None, "medium"),
     "web_search_options": (None,),
+    **OTHERS,
 }
 
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Limit = Annotated[Count, BeforeValidator(lambda value: MAX_INT if value == -1 and type(value) is int else value)]
 Penalty = Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)]
 FrequencyPenalty = Annotated[float, Field(ge=-MAX_FREQUENCY_PENALTY, le=MAX_FREQUENCY_PENALTY)]
 ShortText = Annotated[str, Field(max_length=1000)]
@@ -67,14 +67,6 @@ _FIRST_TEXT = BeforeValidator(partial(_first_wrong, lambda v: isinstance(v, str)
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-    @field_validator("include_obfuscation")
-    @classmethod
-    def _obfuscation_is_not_built(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("obfuscation is not supported")
-        return value
 
 
 class ChatBody(StrictModel):
@@ -82,11 +74,12 @@ class ChatBody(StrictModel):
     messages: Any
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    n_predict: Limit | None = None  # llama.cpp's name of it
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None  # -1, vLLM's, and 0: all
     min_p: Share | None = None
     typical_p: Share | None = None
     xtc_probability: Share | None = None
@@ -167,13 +160,15 @@ def read_chat(fields: dict[str, Any]) -> ChatBody:
 
 def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Request:
     """What the engine is asked. `vocabulary`: number of token ids. `truncate`: if it does not say. Raises Rejected."""
-    if body.stream_options is not None and not body.stream:
+    if body.include_usage and not body.stream:
         raise Rejected(
             "stream_options is only possible with stream: true", code="invalid_value", param="stream_options"
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise Rejected("top_logprobs is only possible with logprobs: true", code="invalid_value", param="top_logprobs")
-    limit = _one_of(max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens)
+    limit = _one_of(
+        max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens, n_predict=body.n_predict
+    )
     penalty = _one_of(repetition_penalty=body.repetition_penalty, repeat_penalty=body.repeat_penalty)
     messages = read_messages(body.messages)
     bias = _logit_bias(body.logit_bias or {}, vocabulary)
@@ -181,7 +176,7 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
         sampling = SamplingParams(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or 0,
+            top_k=max(0, body.top_k or 0),
             min_p=body.min_p or 0.0,
             typical_p=1.0 if body.typical_p is None else body.typical_p,
             xtc_probability=body.xtc_probability or 0.0,

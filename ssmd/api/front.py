@@ -61,6 +61,7 @@ class Front:
             raw = await read_body(http)
             watcher = asyncio.create_task(delivery.watch(receive))
             asking, head, again = await self._begin(raw, http, delivery, held)
+            head = asking.headed(head)
             first, answer = partial(_first, delivery, again), asking.answer(head)
             if asking.stream:
                 await self._stream(answer, head, first, delivery, send, at_once=asking.background)
@@ -133,7 +134,7 @@ class Front:
                         other = await read(lambda: self._look_at(raw, delivery.check))
                         if other.model is asking.model:
                             raise
-                        asking, answering.followed = other, other.followed  # the name means another one now
+                        asking, answering.followed = other, other.follow  # the name means another one now
                 held.callback(lease.release)
                 mine = replace(answering.request, load_ms=(time.perf_counter() - asked) * 1e3)
                 submit = partial(lease.engine.submit, recallable=not asking.background)
@@ -147,7 +148,7 @@ class Front:
 
         async def submit(request: Request) -> tuple[Asking, Head, Again]:
             lost = partial(self._host.metrics.request_failed, CANCELLED, caller.name)
-            answering = self._under_way.enter(Answering(request, delivery, asking.followed, lost))
+            answering = self._under_way.enter(Answering(request, delivery, asking.follow, lost))
             asked = time.perf_counter()
             await engage(answering, asked)
 

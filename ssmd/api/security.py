@@ -43,6 +43,7 @@ FREE_BYTES = 64 << 10
 RETRY_AFTER_S = 5
 # On every answer: nothing is anything else than its content-type says, and no other site's page may embed it.
 _ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
+_EXPOSED = b"x-request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after"
 _READING = ("GET", "HEAD")
 _ENDING = Rejected("the server is shutting down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
@@ -113,7 +114,10 @@ class Security:
         if readable:
             identity += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
-                (b"access-control-expose-headers", b"x-request-id, x-ssmd-session, idempotent-replayed, retry-after"),
+                (
+                    b"access-control-expose-headers",
+                    b"x-request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after",
+                ),
                 (b"vary", b"origin"),
             ]
 

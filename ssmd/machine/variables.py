@@ -14,7 +14,6 @@ OTHERS = {  # and what they mean, as docs/configuration.md has it
     "SSMD_CACHE_DIR": "what runtimes keep for a quicker next load; default: the platform's cache folder of ssmd",
     "SSMD_WGPU_WRAPPED": "`1`: wgpu records through wgpu-py, which says at which call something is wrong "
     "([wgpu.md](wgpu.md))",
-    "SSMD_STRICT": "reserved: nothing reads it yet",
 }
 # Those of settings, in their order, for who has no time to import them: pydantic takes longer than to ask a daemon.
 SETTINGS = tuple(
@@ -24,7 +23,7 @@ SETTINGS = tuple(
         *("API_KEY", "API_KEYS_FILE", "SHARE_SESSIONS", "ALLOWED_HOSTS", "ALLOWED_ORIGINS"),
         *("THREADS", "RUNTIME", "DEVICE", "MAX_RUNNING", "MAX_QUEUE"),
         *("MAX_BODY_BYTES", "QUOTA", "KEEP_ALIVE", "MEMORY_BUDGET", "PRELOAD"),
-        *("PIN", "TRUNCATION", "OFFLINE", "LOG_LEVEL"),
+        *("PIN", "TRUNCATION", "STRICT", "OFFLINE", "LOG_LEVEL"),
     )
 )
 OF_TESTS = frozenset(  # and of benchmarks, which run what reads settings

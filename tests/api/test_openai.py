@@ -75,7 +75,7 @@ def test_errors_are_typed(tiny: Daemon) -> None:
         (tiny.body("x " * 3000), "BadRequestError", "context_length_exceeded", "messages"),
         (tiny.body("x " * 3000, stream=True), "BadRequestError", "context_length_exceeded", "messages"),
         (tiny.body(extra_body={"session": "unknown"}), "NotFoundError", "session_not_found", "session"),
-        (tiny.body(extra_body={"surprise": 1}), "BadRequestError", "unknown_parameter", "surprise"),
+        (tiny.body(extra_body={"mirostat": 2}), "BadRequestError", "unsupported_parameter", "mirostat"),
     ]
     raised = openai("failures", tiny.url, [body for body, *_ in cases])
     for (_, kind, code, param), found in zip(cases, raised, strict=True):
