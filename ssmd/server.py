@@ -19,7 +19,20 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ssmd import __version__
-from ssmd.api import chat, connections, health, metrics, models, pulls, requests, runtimes, sessions, stop, tickets
+from ssmd.api import (
+    chat,
+    completions,
+    connections,
+    health,
+    metrics,
+    models,
+    pulls,
+    requests,
+    runtimes,
+    sessions,
+    stop,
+    tickets,
+)
 from ssmd.api.keys import Keys
 from ssmd.api.page import Page
 from ssmd.api.runtimes import Runtimes
@@ -69,6 +82,7 @@ def create_app(
     routes = [
         *page.routes(),
         *chat.routes(host, under_way, stall_s, truncate=settings.truncation == "auto", strict=settings.strict),
+        *completions.routes(host, under_way, stall_s, strict=settings.strict),
         *requests.routes(under_way, stall_s),
         *models.routes(host),
         *health.routes(host),

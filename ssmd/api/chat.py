@@ -23,7 +23,7 @@ def routes(
     host: Host, under_way: UnderWay, stall_s: float, *, truncate: bool = False, strict: bool = False
 ) -> list[Route]:
     """The endpoint, for `server.create_app`. truncate: as the setting `truncation` has it. strict: the setting."""
-    fields = Fields(ChatBody, NOT_BUILT, strict=strict)
+    fields = Fields(ChatBody.model_fields, NOT_BUILT, strict=strict)
     front = Front(host, partial(_read, host, fields, truncate), under_way, stall_s)
     return [Route("/v1/chat/completions", front, methods=["POST"])]
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from ssmd.api.body import StrictModel
 
 log = logging.getLogger(__name__)
@@ -78,12 +80,12 @@ OTHERS: Neutral = {**LLAMA_CPP, **VLLM, **OLLAMA}
 class Fields:
     """Sorts the fields of an endpoint's bodies. strict: nothing is left aside but what asks for nothing."""
 
-    def __init__(self, model: type[StrictModel], refused: Neutral, *, strict: bool = False) -> None:
-        """refused: what is not built and changes the answer; the endpoint refuses it by name."""
-        self._nested = {
-            name: nested for name, field in model.model_fields.items() if (nested := _nested(field.annotation))
-        }
-        self._known, self._refused, self._strict = model.model_fields.keys() | refused.keys(), refused, strict
+    def __init__(self, read: Mapping[str, FieldInfo], refused: Neutral, *, strict: bool = False) -> None:
+        """read: the fields of its model. refused: what is not built and changes the answer; the endpoint refuses it by
+        name.
+        """
+        self._nested = {name: nested for name, field in read.items() if (nested := _nested(field.annotation))}
+        self._known, self._refused, self._strict = read.keys() | refused.keys(), refused, strict
         self._logged: set[str] = set()
         self._lock = threading.Lock()
 

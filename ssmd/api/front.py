@@ -137,7 +137,7 @@ class Front:
                         asking, answering.followed = other, other.follow  # the name means another one now
                 held.callback(lease.release)
                 mine = replace(answering.request, load_ms=(time.perf_counter() - asked) * 1e3)
-                submit = partial(lease.engine.submit, recallable=not asking.background)
+                submit = partial(lease.engine.submit_all, recallable=not asking.background)
                 answering.begin(await read(lambda: submit(mine, delivery, delivery.check)))
             except Stopped:
                 self._host.metrics.request_failed(STOPPED, caller.name)

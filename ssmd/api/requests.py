@@ -73,7 +73,7 @@ async def _follow(
     """Write what there is and what comes, to the end. Raises Stalled."""
     for opening in answer.opening():
         await stream.write(opening)
-    told = [0] * found.request.n  # characters of each choice
+    told = [0] * found.request.choices  # characters of each choice
     while not left.done():
         news.clear()
         end = found.end  # before the text: of what is over nothing comes later

@@ -12,9 +12,10 @@ from ssmd.api.delivery import Delivery
 from ssmd.api.errors import INTERNAL
 from ssmd.engine.generation import Generation
 from ssmd.engine.request import Done, Event, Failed, FinishReason, Rejected, Request, Usage
+from ssmd.engine.several import Several
 from ssmd.sessions.domain import Domain
 
-_PREFIX = "chatcmpl-"  # of an id as the answer has it
+_PREFIXES = ("chatcmpl-", "cmpl-")  # of an id as the answer has it
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class Answering:
     delivery: Delivery
     followed: Callable[[Head], Answer]
     lost: Callable[[], None]
-    generation: Generation | None = None
+    generation: Generation | Several | None = None
     stopped: bool = False
 
     @property
@@ -51,7 +52,7 @@ class Answering:
         """Its last event, once it is over."""
         return self.delivery.last.result() if self.delivery.last.done() else None
 
-    def begin(self, generation: Generation) -> None:
+    def begin(self, generation: Generation | Several) -> None:
         """Note that the engine has it."""
         self.generation = generation
         if self.stopped:
@@ -86,7 +87,7 @@ class Answering:
         """Tell its client that it was stopped before the engine had it."""
         usage = Usage.of_nothing(self.request.session, load_ms)
         stop: FinishReason = "stop"
-        self.delivery.put(Done((stop,) * self.request.n, usage))
+        self.delivery.put(Done((stop,) * self.request.choices, usage))
 
     def fail(self, error: Rejected) -> None:
         """Tell those who follow that the engine never had it."""
@@ -109,7 +110,8 @@ class UnderWay:
 
     def find(self, id_: str, domain: Domain) -> Answering:
         """The one of that id, if the domain sees it. Raises Rejected."""
-        found = self._answers.get(id_.removeprefix(_PREFIX))
+        bare = next((id_.removeprefix(one) for one in _PREFIXES if id_.startswith(one)), id_)
+        found = self._answers.get(bare)
         if found is None or not domain.has(found.request.domain.owner):
             raise Rejected(
                 f"no request {shown(id_)} is under way; what was said is in its session, if it was kept",

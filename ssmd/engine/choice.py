@@ -38,7 +38,7 @@ class Choice:
         self._sampler = Sampler(request.sampling, index=index, before=prompt.own, breakers=breakers)
         self._tokenizer = tokenizer
         self._stop_tokens = stops
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, begun=request.raw is not None)
         self._stop_strings = StopStrings(request.stop) if request.stop else None
         self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
         self.logprobs: list[TokenLogprob] = []  # of those sent

@@ -19,7 +19,9 @@ from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
 from ssmd.engine.prompt import Planner
 from ssmd.engine.queue import Queue
+from ssmd.engine.raw import RawPlanner, echoing
 from ssmd.engine.request import Event, Recalled, Rejected, Request
+from ssmd.engine.several import Several
 from ssmd.engine.turns import Turns
 from ssmd.engine.warmup import WarmUp, once
 from ssmd.engine.worker import Worker
@@ -64,6 +66,7 @@ class Engine:
         tokenizer = self._texts.tokenizer
         store = None if writer is None else writer.store
         self._planner = Planner(manifest, program, tokenizer, self._texts.template, store)
+        self._raw = RawPlanner(self._planner.scope, program, tokenizer, store)
         self._queue = Queue(max_queue)
         self._persistence: Persistence | KeepsNothing = KeepsNothing(program)
         if writer is not None:
@@ -129,15 +132,40 @@ class Engine:
         started = time.perf_counter() if request.arrived is None else request.arrived
         self.check(request.client)
         try:
-            prompt = self._planner.plan(request, go_on)
+            plan = self._planner.plan if request.raw is None else self._raw.plan
+            prompt = plan(request, go_on)
         except Rejected:
             if self.draining:  # which ended what it was prepared in
                 self.check(request.client)
             raise
+        if request.echo:
+            deliver = echoing(deliver, self._raw.text(request), request.n)
         asked = Asked(request, prompt, deliver, started, recallable)
         generation = Generation(asked, self._persistence.begin(asked), self._queue.leave)
         self._queue.put(generation)
         return generation
+
+    def submit_all(
+        self,
+        request: Request,
+        deliver: Callable[[Event], None],
+        go_on: Callable[[], None] = lambda: None,
+        *,
+        recallable: bool = False,
+    ) -> Generation | Several:
+        """As `submit`, also for several raw prompts, each of which is a generation of its own."""
+        if request.more:
+            return Several.begin(request, deliver, lambda one, taken: self.submit(one, taken, go_on))
+        return self.submit(request, deliver, go_on, recallable=recallable)
+
+    @property
+    def words(self) -> RawPlanner:
+        """Text to ids and back, as prompts are read."""
+        return self._raw
+
+    def rendered(self, request: Request) -> str:
+        """What the template makes of a request's messages. Raises Rejected."""
+        return self._planner.text(request)
 
     def recall(self) -> None:
         """Give back what waits for a lane, as far as who asked takes it back: others come first."""

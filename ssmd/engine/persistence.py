@@ -91,7 +91,7 @@ class Persistence:
 
     def begin(self, asked: Asked) -> Kept:
         """What is kept of a request: nothing yet. From any thread."""
-        return _Kept(self, asked)
+        return _Kept(self, asked) if asked.request.raw is None else _KeptPrefix(self, asked)
 
     def warm_up(self, tokens: int) -> Steps:
         """Take up the conversation that was used last, as its user may soon, feed it so many tokens and let go of it.
@@ -182,9 +182,12 @@ class _Kept(Kept):
         """A handle's state, for `keep`. turn: whose end it is; None for all of the request."""
         if self._info is None:
             return None
+        return self._saved(handle, kind, ids, turn, self._info.owner)
+
+    def _saved(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None, owner: str) -> NewCheckpoint:
         parent, since = self._parent
         state = self._by._program.save(handle, since=since)
-        return NewCheckpoint(kind, ids, state, parent, self._origin, turn, self._info.owner)
+        return NewCheckpoint(kind, ids, state, parent, self._origin, turn, owner)
 
     def keep(self, checkpoint: NewCheckpoint | None) -> None:
         if checkpoint is None:
@@ -221,6 +224,24 @@ class _Kept(Kept):
         if self._info is not None:
             request = self._asked.request
             self._by._rerenderer.add(self._info, self._turns, request.domain, request.given)
+
+
+class _KeptPrefix(_Kept):
+    """What is kept of a raw prompt: its state, for prompts that begin with it, and no turn."""
+
+    def _save(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None = None) -> NewCheckpoint | None:
+        request = self._asked.request
+        return self._saved(handle, kind, ids, turn, request.domain.owner) if request.store else None
+
+    def end(self, choice: Choice) -> None:
+        """Keep nothing: what is sampled of a prompt is rarely its next prompt."""
+
+    def commit(self, choices: Sequence[Choice], done: Done, then: Callable[[bool], None]) -> None:
+        found = self._prompt.found
+        if self._asked.request.store:
+            self._by._writer.keep(self._checkpoints, None if found is None else found.id)
+        self._checkpoints, self._parent = [], (None, 0)
+        then(False)
 
 
 def _turn(info: SessionInfo, prompt: Prompt, choice: Choice, escaped: str) -> NewTurn:

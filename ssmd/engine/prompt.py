@@ -105,6 +105,10 @@ class Planner:
         with self._renderer.while_wanted(go_on):
             return self._plan(request)
 
+    def text(self, request: Request) -> str:
+        """What the template makes of a request's messages, as plain text. Raises Rejected."""
+        return self._tokenizer.unescape(self._reread(request, self._alone(request), 0).text.own)
+
     def _plan(self, request: Request) -> Prompt:
         strangers = [t for t in request.sampling.logit_bias if t >= self._vocabulary]
         if strangers:

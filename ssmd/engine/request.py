@@ -14,6 +14,7 @@ from ssmd.text.template import NOTHING_MORE, Given
 
 Resume = Literal["exact", "portable", "none"]
 FinishReason = Literal["stop", "length", "tool_calls"]
+Raw = str | tuple[int, ...]  # a prompt that no template makes
 LEAST_LOGPROB = -9999.0  # of a token that cannot come, as OpenAI writes it: JSON has no -Infinity
 
 
@@ -49,6 +50,9 @@ class Grammar:
 class Request:
     """What a client asks. `messages` is always the whole conversation. `max_tokens` is per choice.
 
+    raw: the prompt as it is, text or ids, in place of messages; more: further ones, whose choices are numbered on.
+    echo: each choice begins with its prompt.
+
     truncate: leave the oldest out where there is no room for them. key: how to know it again. client: who asks; all
     clients that wait take turns. domain: what of the store is there for it, and whose a new session is.
     arrived: perf_counter when it came, before it was read; None: as it is submitted. load_ms: it waited for its model.
@@ -70,7 +74,15 @@ class Request:
     load_ms: float = 0.0
     given: Given = NOTHING_MORE
     grammar: Grammar | None = None
+    raw: Raw | None = None
+    more: tuple[Raw, ...] = ()
+    echo: bool = False
     id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}", compare=False)
+
+    @property
+    def choices(self) -> int:
+        """How many answers are asked for, of all its prompts."""
+        return self.n * (1 + len(self.more))
 
 
 @dataclass(frozen=True)

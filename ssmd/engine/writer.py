@@ -159,6 +159,29 @@ class Writer:
         timer.start()
         self._work.put(work)
 
+    def keep(self, checkpoints: Sequence[Pending], used: int | None) -> None:
+        """Write states to which no turn comes, for prompts that begin alike. used: the id of the one they grew from.
+
+        They stay for LOOSE_S after they were used last, and take a share of the quota at most.
+        """
+
+        def work() -> None:
+            self._forget(checkpoints)
+            self._unsettled = True
+            try:
+                for pending in checkpoints:
+                    if pending.encoded is not None:
+                        placed = self.store.keep(pending.encoded)
+                        if placed.nbytes:
+                            self._metrics.checkpoint(placed.nbytes, pending.ms)
+                self.store.bound_loose(used, keep=self._ahead)
+            except StoreError as err:
+                log.warning("the state of a prompt is not kept: %s", err)
+                return
+            self._metrics.stored_bytes(self.store.bytes_stored(), self.store.quota)
+
+        self._work.put(work)
+
     def abandon(self, checkpoints: Sequence[Pending]) -> None:
         """Forget checkpoints to which no turn comes."""
         self._work.put(lambda: self._forget(checkpoints))

@@ -25,6 +25,7 @@ from ssmd.sessions.rows import (
     database,
     erasure,
     holding,
+    loose,
     opening,
     retention,
     room,
@@ -172,6 +173,16 @@ class Store:
             if loose:  # states tell what was said
                 erasure.owe(connection)
         return len(loose)
+
+    def bound_loose(self, used: int | None = None, *, keep: Collection[int] = ()) -> int:
+        """Let checkpoints go that no turn links to, the one used longest ago first, as far as they take more than their
+        share of the quota. Returns how many. used: one that was just gone on from. keep: as for `sweep`.
+        """
+        with database.writing(self._engine, self.file) as connection:
+            gone = loose.bound(connection, self.quota, used, keep)
+            if gone:
+                erasure.owe(connection)
+        return gone
 
     def drop_damaged(self, checkpoint_id: int, spec: StateSpec) -> int:
         """Remove a checkpoint that cannot be read, and all that stand on what is damaged of it. Returns how many."""

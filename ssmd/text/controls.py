@@ -51,6 +51,7 @@ class Controls:
         self._sentinel_of = {text: chr(FIRST_SENTINEL + i) for i, text in enumerate(sorted(self.special.values()))}
         self._text_of = {sentinel: text for text, sentinel in self._sentinel_of.items()}
         reserved = f"[{chr(FIRST_SENTINEL)}-{chr(FIRST_SENTINEL + MAX_CONTROLS)}{QUOTE}{FRAME}]"
+        self._reserved = re.compile(reserved)
         self._to_escape = re.compile("|".join([reserved, *_longest(sorted(set(self.special.values())))]))
         self._to_unescape = re.compile(f"{QUOTE}(.?)|{reserved}", re.DOTALL)
         self._passes = [
@@ -69,6 +70,10 @@ class Controls:
         return self._replaced(
             self._to_unescape, text, lambda m: m[1] if m[1] is not None else self._text_of.get(m[0], m[0])
         )
+
+    def quote(self, text: str) -> str:
+        """Quote the characters that `escape` uses, where a text has them of its own: `parts` gives them back."""
+        return self._reserved.sub(lambda m: QUOTE + m[0], text)
 
     def _replaced(self, pattern: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
         parts, at = [], 0

@@ -10,12 +10,13 @@ from ssmd.text.tokenizer import Tokenizer
 class Detokenizer:
     """The text of one answer, token by token: whole characters only, O(1) a token. Control tokens are left out."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, begun: bool = False) -> None:
+        """begun: the text goes on from another one, whose end is not its beginning."""
         self._tokenizer = tokenizer
         self._decoding = tokenizer.decoding
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._first = True
-        self._strip = self._decoding.strip[1]
+        self._first = not begun
+        self._strip = 0 if begun else self._decoding.strip[1]
 
     def push(self, token: int) -> str:
         """The text that is complete with this token, or "" while a character is unfinished."""

@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from ssmd.text.beginning import read_beginning
 from ssmd.text.controls import FRAME, Controls, ControlsError
 from ssmd.text.cutting import PIECE, pieces, places
 from ssmd.text.decoding import DecoderError, Decoding, read_decoder
@@ -50,7 +51,8 @@ class Reader:
 class Tokenizer:
     """A model's tokenizer, made by `open`. Safe to use from several threads.
 
-    start_matters: whether text is read differently at the very start than after a control token.
+    start_matters: whether text is read differently at the very start than after a control token. beginning: ids that
+    the file puts before every text; templates write them themselves.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class Tokenizer:
         self._structure = {*self._special, *stop_tokens}
         self._library = library
         self.decoding = decoding
+        processor = library.post_processor
+        self.beginning = read_beginning(None if processor is None else processor.__getstate__())
         self._bytes: dict[int, bytes] = {}
         self._holding: dict[tuple[str, ...], frozenset[int]] = {}
 
@@ -134,6 +138,10 @@ class Tokenizer:
     def unescape(self, text: str) -> str:
         """Turn an escaped text into the plain one again; `unescape(escape(text)) == text`."""
         return self._controls.unescape(text)
+
+    def quote(self, text: str) -> str:
+        """Make plain what a text has of the characters that `escape` uses; control tokens' text in it counts."""
+        return self._controls.quote(text)
 
     def encode(self, rendered: str) -> list[int]:
         """Ids of rendered template text, no BOS added, as `ids`."""

@@ -161,6 +161,6 @@ def test_a_repeated_and_a_followed_answer_say_it_too(artifact: Path, tmp_path: P
 
 
 def test_what_is_read_is_what_was_sent_but_for_what_is_ignored() -> None:
-    sorting = Fields(ChatBody, NOT_BUILT)
+    sorting = Fields(ChatBody.model_fields, NOT_BUILT)
     raw = b'{"model": "tiny", "messages": [], "tools": [], "cache_prompt": true, "best_of": 2, "x": null}'
     assert sorting.sort(parse_object(raw)) == ({"model": "tiny", "messages": [], "best_of": 2}, ("cache_prompt",))

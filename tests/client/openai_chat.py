@@ -38,6 +38,16 @@ def stream(url: str, arguments: dict[str, Any]) -> Any:
     return {"chunks": chunks, "times": times, "headers": headers}
 
 
+def completions(url: str, arguments: dict[str, Any]) -> Any:
+    """Completions of several prompts, whole and streamed."""
+    whole = client(url).completions.create(**arguments)
+    streamed = [""] * len(whole.choices)
+    for chunk in client(url).completions.create(stream=True, **arguments):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    return {"whole": whole.to_dict(), "streamed": streamed}
+
+
 def helper(url: str, arguments: dict[str, Any]) -> Any:
     """The SDK's accumulating helper, which checks the order and completeness of what comes."""
     with client(url).chat.completions.stream(**arguments) as received:
@@ -153,7 +163,21 @@ def retried(url: str, arguments: dict[str, Any]) -> Any:
 
 SCENARIOS: dict[str, Callable[[str, Any], Any]] = {
     f.__name__: f
-    for f in (whole, stream, helper, failures, broken_stream, leave, together, models, key, retried, said, at_socket)
+    for f in (
+        whole,
+        stream,
+        completions,
+        helper,
+        failures,
+        broken_stream,
+        leave,
+        together,
+        models,
+        key,
+        retried,
+        said,
+        at_socket,
+    )
 }
 
 if __name__ == "__main__":

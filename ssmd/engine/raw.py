@@ -1,0 +1,145 @@
+"""Prompts that no template makes: text or ids as a client sends them, and the states that their beginnings left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from ssmd.engine.prompt import Prompt
+from ssmd.engine.request import Delta, Done, Event, Rejected, Request
+from ssmd.runtime.protocol import Program
+from ssmd.sessions.checkpoint import Found, Scope
+from ssmd.sessions.line import Ids, Line, Passage, as_ids
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
+from ssmd.text.detokenizer import Detokenizer
+from ssmd.text.tokenizer import Tokenizer, TokenizerError
+
+log = logging.getLogger(__name__)
+PARAM = "prompt"
+
+
+class RawPlanner:
+    """Plans raw prompts for one program. They belong to no session: nothing is kept of them but states. Thread-safe."""
+
+    def __init__(self, scope: Scope, program: Program, tokenizer: Tokenizer, store: Store | None) -> None:
+        self._scope, self._tokenizer, self._store = scope, tokenizer, store
+        self._context, self._vocabulary = program.context, program.vocabulary
+
+    def plan(self, request: Request, go_on: Callable[[], None] = lambda: None) -> Prompt:
+        """What a request feeds and which state it starts from. Raises Rejected, and what `go_on` raises."""
+        strangers = [t for t in request.sampling.logit_bias if t >= self._vocabulary]
+        if strangers:
+            raise Rejected(
+                f"logit_bias names token {strangers[0]}, ids end at {self._vocabulary - 1}", param="logit_bias"
+            )
+        raw = request.raw
+        given = self.ids(raw, go_on=go_on) if isinstance(raw, str) else self.checked(raw or ())
+        if not len(given):
+            raise Rejected("the prompt is empty, and so is what the model would go on from", param=PARAM)
+        if self._context is not None and len(given) >= self._context:
+            raise Rejected(
+                f"this model's context is {self._context} tokens and the prompt comes to {len(given)} or more; "
+                "shorten it",
+                code="context_length_exceeded",
+                param=PARAM,
+            )
+        ids = Line(given)
+        return self._prompt(ids, self._found(request, ids))
+
+    def ids(
+        self,
+        text: str,
+        *,
+        begin: bool = True,
+        controls: bool = True,
+        go_on: Callable[[], None] = lambda: None,
+    ) -> Ids:
+        """The ids of a text. begin: with what the tokenizer puts before one. controls: control tokens' text counts as
+        those. Raises Rejected.
+        """
+        tokenizer = self._tokenizer
+        try:
+            ids = tokenizer.ids(tokenizer.quote(text) if controls else tokenizer.escape(text), self._context, go_on)
+        except TokenizerError as err:
+            raise Rejected(f"the model's tokenizer refuses this text: {err}", param=PARAM) from err
+        before = tokenizer.beginning if begin else ()
+        if tuple(ids[: len(before)].tolist()) != before:  # which a text may have written itself
+            ids = as_ids([*before, *ids.tolist()])
+        return self.checked(ids)
+
+    def checked(self, ids: Sequence[int] | Ids, param: str = PARAM) -> Ids:
+        """The ids, all of them the model's. Raises Rejected."""
+        try:
+            found = as_ids(ids)
+        except (ValueError, OverflowError):
+            found = None
+        if found is None or (len(found) and int(found.max()) >= self._vocabulary):
+            raise Rejected(
+                f"{param} has a token that this model has not; ids go from 0 to {self._vocabulary - 1}",
+                code="invalid_value",
+                param=param,
+            )
+        return found
+
+    def written(self, ids: Sequence[int]) -> str:
+        """The text of ids; control tokens by their names."""
+        detokenizer, parts = Detokenizer(self._tokenizer), list[str]()
+        for token in ids:
+            if self._tokenizer.is_control(token):
+                parts += [detokenizer.flush(), self._tokenizer.token_text(token)]
+            else:
+                parts.append(detokenizer.push(token))
+        return "".join([*parts, detokenizer.flush()])
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token."""
+        return self._tokenizer.token_bytes(token)
+
+    def text(self, request: Request) -> str:
+        """What a request's prompt says."""
+        raw = request.raw
+        return raw if isinstance(raw, str) else self.written(raw or ())
+
+    def _found(self, request: Request, ids: Line) -> Found | None:
+        if self._store is None:
+            return None
+        try:
+            with self._store.of(request.domain).snapshot() as stored:
+                return stored.resume(self._scope, ids)[0]
+        except StoreError as err:
+            log.error("the session store cannot be read, the prompt is read whole: %s", err)
+            return None
+
+    def _prompt(self, ids: Line, found: Found | None) -> Prompt:
+        return Prompt(
+            text=Passage(""),
+            ids=ids,
+            stem=None,
+            settled=None,
+            system=0,
+            info=None,
+            parent=None,
+            new=(),
+            begun="",
+            found=found,
+            cut=0,
+            heard={},
+            reread=lambda: self._prompt(ids, None),
+        )
+
+
+def echoing(deliver: Callable[[Event], None], text: str, choices: int) -> Callable[[Event], None]:
+    """What delivers a generation's events, with the prompt's text before that of each choice."""
+    silent = set(range(choices))
+
+    def deliver_after(event: Event) -> None:
+        if isinstance(event, Delta) and event.index in silent:
+            silent.discard(event.index)
+            deliver(Delta(event.index, text))
+        elif isinstance(event, Done):
+            for index in sorted(silent):
+                deliver(Delta(index, text))
+        deliver(event)
+
+    return deliver_after

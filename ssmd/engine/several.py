@@ -1,0 +1,106 @@
+"""Several raw prompts of one request: a generation for each, and one stream of events with all their choices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ssmd.engine.generation import Asked, Generation
+from ssmd.engine.request import Delta, Done, Event, Failed, FinishReason, Request, Resume
+
+Submit = Callable[[Request, Callable[[Event], None]], Generation]
+_RESUMES: tuple[Resume, ...] = ("none", "portable", "exact")
+
+
+class Several:
+    """As a Generation to who submitted the request. They run together as far as there are lanes."""
+
+    recalled = False  # none of them is given back: the others may have begun
+
+    def __init__(self, request: Request, deliver: Callable[[Event], None]) -> None:
+        self._n, self._deliver = request.n, deliver
+        self._left = 1 + len(request.more)
+        self._ends: list[Done | None] = [None] * self._left
+        self._lock = threading.Lock()
+        self._over = False
+        self.generations: list[Generation] = []
+
+    @staticmethod
+    def begin(request: Request, deliver: Callable[[Event], None], submit: Submit) -> Several:
+        """Submit a generation for each prompt. Raises what `submit` raises; then none goes on."""
+        several = Several(request, deliver)
+        try:
+            for i, raw in enumerate((request.raw, *request.more)):
+                one = replace(request, raw=raw, more=(), key=None, id=request.id if not i else f"{request.id}_{i}")
+                several.generations.append(submit(one, several._taker(i)))
+        except BaseException:
+            several._over = True
+            several.cancel()
+            raise
+        return several
+
+    @property
+    def asked(self) -> Asked:
+        """What was asked first."""
+        return self.generations[0].asked
+
+    @property
+    def texts(self) -> Sequence[str]:
+        """What was sent of each choice so far; from any thread."""
+        found: list[str] = []
+        for one in tuple(self.generations):
+            found += (one.texts + [""] * self._n)[: self._n]
+        return found
+
+    def cancel(self) -> None:
+        """Stop generating. Idempotent, from any thread."""
+        for one in tuple(self.generations):
+            one.cancel()
+
+    def stop(self) -> None:
+        """Cancel it for who may end it, while its client waits for the end."""
+        for one in tuple(self.generations):
+            one.stop()
+
+    def _taker(self, number: int) -> Callable[[Event], None]:
+        def take(event: Event) -> None:
+            if isinstance(event, Delta):
+                if not self._over:
+                    self._deliver(replace(event, index=number * self._n + event.index))
+                return
+            with self._lock:
+                if self._over:
+                    return
+                if isinstance(event, Done):
+                    self._ends[number] = event
+                    self._left -= 1
+                self._over = not isinstance(event, Done) or not self._left
+            if isinstance(event, Failed):
+                self.cancel()
+                self._deliver(event)
+            elif self._over:
+                self._deliver(_together([end for end in self._ends if end is not None]))
+
+        return take
+
+
+def _together(ends: Sequence[Done]) -> Done:
+    """The end of all. Tokens are added up; the worst is told of how they began, and the longest of what it took."""
+    usages = [end.usage for end in ends]
+    rooms = [usage.context_left for usage in usages if usage.context_left is not None]
+    gaps = [usage.tbt_ms for usage in usages if usage.tbt_ms is not None]
+    slowest = max(usages, key=lambda usage: usage.ttft_ms)
+    reasons: tuple[FinishReason, ...] = tuple(reason for end in ends for reason in end.finish_reasons)
+    usage = replace(
+        slowest,
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+        resume=min((usage.resume for usage in usages), key=_RESUMES.index),
+        stored=all(usage.stored for usage in usages),
+        tbt_ms=sum(gaps) / len(gaps) if gaps else None,
+        context_left=min(rooms) if rooms else None,
+        stopped=any(usage.stopped for usage in usages),
+    )
+    return Done(reasons, usage)
