@@ -32,6 +32,8 @@ from ssmd.api import (
     sessions,
     stop,
     tickets,
+    unserved,
+    words,
 )
 from ssmd.api.keys import Keys
 from ssmd.api.page import Page
@@ -83,6 +85,8 @@ def create_app(
         *page.routes(),
         *chat.routes(host, under_way, stall_s, truncate=settings.truncation == "auto", strict=settings.strict),
         *completions.routes(host, under_way, stall_s, strict=settings.strict),
+        *words.routes(host, strict=settings.strict),
+        *unserved.routes(),
         *requests.routes(under_way, stall_s),
         *models.routes(host),
         *health.routes(host),

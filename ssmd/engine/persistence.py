@@ -237,11 +237,12 @@ class _KeptPrefix(_Kept):
         """Keep nothing: what is sampled of a prompt is rarely its next prompt."""
 
     def commit(self, choices: Sequence[Choice], done: Done, then: Callable[[bool], None]) -> None:
-        found = self._prompt.found
-        if self._asked.request.store:
-            self._by._writer.keep(self._checkpoints, None if found is None else found.id)
+        found, kept = self._prompt.found, self._checkpoints
         self._checkpoints, self._parent = [], (None, 0)
-        then(False)
+        if self._asked.request.store and (kept or found is not None):
+            self._by._writer.keep(kept, None if found is None else found.id, partial(then, False))
+        else:
+            then(False)
 
 
 def _turn(info: SessionInfo, prompt: Prompt, choice: Choice, escaped: str) -> NewTurn:

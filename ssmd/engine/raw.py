@@ -34,7 +34,7 @@ class RawPlanner:
                 f"logit_bias names token {strangers[0]}, ids end at {self._vocabulary - 1}", param="logit_bias"
             )
         raw = request.raw
-        given = self.ids(raw, go_on=go_on) if isinstance(raw, str) else self.checked(raw or ())
+        given = self.ids(raw, at_most=self._context, go_on=go_on) if isinstance(raw, str) else self.checked(raw or ())
         if not len(given):
             raise Rejected("the prompt is empty, and so is what the model would go on from", param=PARAM)
         if self._context is not None and len(given) >= self._context:
@@ -53,20 +53,22 @@ class RawPlanner:
         *,
         begin: bool = True,
         controls: bool = True,
+        param: str = PARAM,
+        at_most: int | None = None,
         go_on: Callable[[], None] = lambda: None,
     ) -> Ids:
         """The ids of a text. begin: with what the tokenizer puts before one. controls: control tokens' text counts as
-        those. Raises Rejected.
+        those. param: what the text is called. at_most: of more than so many the first ones are enough. Raises Rejected.
         """
         tokenizer = self._tokenizer
         try:
-            ids = tokenizer.ids(tokenizer.quote(text) if controls else tokenizer.escape(text), self._context, go_on)
+            ids = tokenizer.ids(tokenizer.quote(text) if controls else tokenizer.escape(text), at_most, go_on)
         except TokenizerError as err:
-            raise Rejected(f"the model's tokenizer refuses this text: {err}", param=PARAM) from err
+            raise Rejected(f"the model's tokenizer refuses this text: {err}", param=param) from err
         before = tokenizer.beginning if begin else ()
         if tuple(ids[: len(before)].tolist()) != before:  # which a text may have written itself
             ids = as_ids([*before, *ids.tolist()])
-        return self.checked(ids)
+        return self.checked(ids, param)
 
     def checked(self, ids: Sequence[int] | Ids, param: str = PARAM) -> Ids:
         """The ids, all of them the model's. Raises Rejected."""

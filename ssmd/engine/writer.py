@@ -159,11 +159,18 @@ class Writer:
         timer.start()
         self._work.put(work)
 
-    def keep(self, checkpoints: Sequence[Pending], used: int | None) -> None:
-        """Write states to which no turn comes, for prompts that begin alike. used: the id of the one they grew from.
+    def keep(self, checkpoints: Sequence[Pending], used: int | None, then: Callable[[], None]) -> None:
+        """Write states to which no turn comes, for prompts that begin alike, then call `then`, once: at the latest
+        after COMMIT_PATIENCE_S. used: the id of the one they grew from.
 
         They stay for LOOSE_S after they were used last, and take a share of the quota at most.
         """
+        told = threading.Semaphore()
+
+        def tell() -> None:
+            if told.acquire(blocking=False):
+                timer.cancel()
+                then()
 
         def work() -> None:
             self._forget(checkpoints)
@@ -177,9 +184,14 @@ class Writer:
                 self.store.bound_loose(used, keep=self._ahead)
             except StoreError as err:
                 log.warning("the state of a prompt is not kept: %s", err)
-                return
+            finally:
+                tell()
+            self._garbage = True
             self._metrics.stored_bytes(self.store.bytes_stored(), self.store.quota)
 
+        timer = threading.Timer(COMMIT_PATIENCE_S, tell)
+        timer.daemon = True
+        timer.start()
         self._work.put(work)
 
     def abandon(self, checkpoints: Sequence[Pending]) -> None:

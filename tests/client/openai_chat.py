@@ -48,6 +48,15 @@ def completions(url: str, arguments: dict[str, Any]) -> Any:
     return {"whole": whole.to_dict(), "streamed": streamed}
 
 
+def embeddings(url: str, arguments: dict[str, Any]) -> Any:
+    """What is raised when embeddings are asked for."""
+    try:
+        client(url).embeddings.create(**arguments)
+    except openai.APIStatusError as err:
+        return {"class": type(err).__name__, "code": err.code}
+    return None
+
+
 def helper(url: str, arguments: dict[str, Any]) -> Any:
     """The SDK's accumulating helper, which checks the order and completeness of what comes."""
     with client(url).chat.completions.stream(**arguments) as received:
@@ -167,6 +176,7 @@ SCENARIOS: dict[str, Callable[[str, Any], Any]] = {
         whole,
         stream,
         completions,
+        embeddings,
         helper,
         failures,
         broken_stream,
