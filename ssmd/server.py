@@ -26,6 +26,7 @@ from ssmd.api import (
     health,
     metrics,
     models,
+    openapi,
     pulls,
     requests,
     runtimes,
@@ -94,10 +95,11 @@ def create_app(
         *runtimes.routes(usable),
         *pulls.routes(host, pulling, usable),
         *sessions.routes(host, store),
+        *openapi.routes(),
         *stop.routes(end),
         *tickets.routes(keys),
     ]
-    rules = Rules.of(settings, keys, sessions.BODY_LIMITS, page.paths)
+    rules = Rules.of(settings, keys, sessions.BODY_LIMITS, page.paths | openapi.PATHS)
     return guarded(routes, rules)
 
 

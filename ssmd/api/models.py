@@ -17,7 +17,7 @@ from ssmd.model.artifact import MANIFEST
 ROOT = "/ssmd/v1/models"
 
 
-class _Changes(StrictModel):
+class Changes(StrictModel):
     """What of a model can be set."""
 
     pinned: bool
@@ -54,7 +54,7 @@ class _Models:
 
     async def change(self, request: Request) -> JSONResponse:
         model = await self._find(request)
-        changes = validate(_Changes, parse_object(await read_body(request)))
+        changes = validate(Changes, parse_object(await read_body(request)))
         self._host.pin(model, changes.pinned)
         return JSONResponse(self._host.row(model))
 

@@ -28,7 +28,7 @@ PACKS = "wgpu"  # takes the weights of any model as they are
 _UNITS = {"npu": "openvino"}
 
 
-class _Wanted(StrictModel):
+class Wanted(StrictModel):
     model: Annotated[str, Field(min_length=1, max_length=200)]
     runtime: Annotated[str, Field(min_length=1, max_length=64)] | None = None
 
@@ -38,7 +38,7 @@ def routes(host: Host, pulls: Pulls, runtimes: Runtimes) -> list[Route]:
         return JSONResponse({"object": "list", "data": rows(pulls)})
 
     async def begin(request: Request) -> JSONResponse:
-        wanted = validate(_Wanted, parse_object(await read_body(request)))
+        wanted = validate(Wanted, parse_object(await read_body(request)))
         await asyncio.to_thread(_check, wanted)
         try:
             row = pulls.begin(wanted.model, wanted.runtime)
@@ -79,7 +79,7 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"error": None if row["error"] is None else without_paths(row["error"])}
 
 
-def _check(wanted: _Wanted) -> None:
+def _check(wanted: Wanted) -> None:
     """Check that this is a model that ssmd knows, and a runtime that it can be made for. Raises Rejected."""
     names = catalog.names()
     if wanted.model not in names:

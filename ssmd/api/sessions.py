@@ -53,7 +53,7 @@ def routes(host: Host, store: Store | None) -> list[Route]:
     ]
 
 
-class _ForkBody(StrictModel):
+class ForkBody(StrictModel):
     turn: Id | None = None
 
 
@@ -66,7 +66,7 @@ class _Page(StrictModel):
     search: Annotated[str, Field(max_length=MAX_SEARCH)] = ""
 
 
-class _Changes(StrictModel):
+class Changes(StrictModel):
     """What of a session can be set. title: null for the one that it would have of itself."""
 
     pinned: bool = False
@@ -116,7 +116,7 @@ class _Sessions:
     async def change(self, request: Request) -> JSONResponse:
         store, wanted = self._store(request), _session_id(request)
         raw = await read_body(request)
-        changes = await self._ask(request, lambda: validate(_Changes, parse_object(raw)), len(raw))
+        changes = await self._ask(request, lambda: validate(Changes, parse_object(raw)), len(raw))
         if not changes.model_fields_set:
             raise Rejected("pinned or title is required", code="missing_required_parameter", param="pinned")
 
@@ -139,7 +139,7 @@ class _Sessions:
         """Fork a session. The body may be left out: then the fork begins at the head."""
         store, wanted = self._store(request), _session_id(request)
         raw = await read_body(request)
-        asked = await self._ask(request, lambda: validate(_ForkBody, parse_object(raw) if raw else {}), len(raw))
+        asked = await self._ask(request, lambda: validate(ForkBody, parse_object(raw) if raw else {}), len(raw))
         session = await self._ask(request, lambda: store.fork(wanted, asked.turn))
         return JSONResponse(_entry(session), 201)
 

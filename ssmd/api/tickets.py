@@ -19,7 +19,7 @@ REDEEM = f"{ROOT}/redeem"
 _SECRET = {"cache-control": "no-store"}
 
 
-class _Redeemed(StrictModel):
+class Redeemed(StrictModel):
     ticket: Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -31,7 +31,7 @@ def routes(keys: Keys) -> list[Route]:
         return JSONResponse({"ticket": ticket, "expires_in": int(TICKET_S)}, headers=_SECRET)
 
     async def redeem(request: Request) -> JSONResponse:
-        asked = validate(_Redeemed, parse_object(await read_body(request)))
+        asked = validate(Redeemed, parse_object(await read_body(request)))
         made = keys.redeem(asked.ticket)
         if made is None:
             raise Rejected(

@@ -52,7 +52,7 @@ def routes(host: Host, *, strict: bool = False) -> list[Route]:
 class _Words:
     def __init__(self, host: Host, *, strict: bool) -> None:
         self._host = host
-        self._fields = {
+        self._fields: dict[type[StrictModel], Fields] = {
             model: Fields(model.model_fields, NOT_BUILT if model is ChatBody else {}, strict=strict)
             for model in (TokenizeBody, DetokenizeBody, ChatBody)
         }

@@ -153,7 +153,7 @@ class Engine:
         *,
         recallable: bool = False,
     ) -> Generation | Several:
-        """As `submit`, also for several raw prompts, each of which is a generation of its own."""
+        """Submit what may have several raw prompts, each of which is then a generation of its own; else as `submit`."""
         if request.more:
             return Several.begin(request, deliver, lambda one, taken: self.submit(one, taken, go_on))
         return self.submit(request, deliver, go_on, recallable=recallable)

@@ -14,7 +14,7 @@ _RESUMES: tuple[Resume, ...] = ("none", "portable", "exact")
 
 
 class Several:
-    """As a Generation to who submitted the request. They run together as far as there are lanes."""
+    """Generations that are one to who submitted them. They run together as far as there are lanes."""
 
     recalled = False  # none of them is given back: the others may have begun
 

@@ -1,0 +1,74 @@
+"""Asks a running daemon what its own document says that it takes, and more: schemathesis over /openapi.json.
+
+    pip install schemathesis        # into an environment of its own
+    ssmd serve smollm2 &
+    python benchmarks/fuzz_interface.py http://127.0.0.1:7763 smollm2 --schemathesis /path/to/schemathesis
+
+It fails on a status that is not in the document, on a 5xx, and on an answer of another shape or type. What ends the
+daemon, fetches models or never ends is left out. Answers are short, and the model is one that there is, else all would
+be 404.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+LEFT_OUT = ("/ssmd/v1/stop", "/ssmd/v1/metrics/stream", "/ssmd/v1/requests/{id}/stream")
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+LONGEST = 4  # tokens
+
+
+def narrowed(document: dict[str, Any], model: str) -> dict[str, Any]:
+    """The document with a model that there is, and answers that take no time."""
+    paths = {path: methods for path, methods in document["paths"].items() if path not in LEFT_OUT}
+    paths["/ssmd/v1/pulls"].pop("post")
+    for methods in paths.values():
+        for operation in methods.values():
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                properties = content["schema"].get("properties", {})
+                for name in properties.keys() & {"max_tokens", "max_completion_tokens", "n_predict"}:
+                    properties[name] = {"type": "integer", "minimum": 1, "maximum": LONGEST}
+                if "max_tokens" in properties:
+                    content["schema"]["required"] = [*content["schema"].get("required", []), "max_tokens"]
+                if "model" in properties:
+                    properties["model"] = {"enum": [model]}
+                if "prompt" in properties:
+                    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 300}, "minItems": 1}
+                    properties["prompt"] = {"anyOf": [{"type": "string", "minLength": 1}, ids]}
+                properties.pop("keep_alive", None)  # 0 would have the model loaded for each request
+            for parameter in operation.get("parameters", []):
+                if parameter["name"] == "model":
+                    parameter["schema"] = {"enum": [model, "gpt-2"]}
+    paths.pop("/ssmd/v1/models/{model}/unload")
+    return document | {"paths": paths}
+
+
+def main() -> int:
+    """Run it. The exit status is schemathesis's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("model")
+    parser.add_argument("--schemathesis", default="schemathesis")
+    parser.add_argument("--examples", type=int, default=100, help="cases of each route and phase")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    with urllib.request.urlopen(f"{given.url}/openapi.json", timeout=60) as answer:
+        document = narrowed(json.load(answer), given.model)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "openapi.json"
+        file.write_text(json.dumps(document), "utf-8")
+        asked = [given.schemathesis, "run", str(file), "--url", given.url, "--checks", CHECKS]
+        asked += ["--max-examples", str(given.examples), "--seed", str(given.seed), "--request-timeout", "60"]
+        asked += ["--continue-on-failure", "--no-color"]
+        return subprocess.run(asked, cwd=folder, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""What answers look like, for the document that describes them; they are written by the modules of their endpoints."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Shape(BaseModel):
+    """An object that may have more than what is named."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class ErrorDetail(Shape):
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str
+
+
+class Error(Shape):
+    error: ErrorDetail
+
+
+class Cached(Shape):
+    cached_tokens: int
+
+
+class OwnUsage(Shape):
+    session: str | None
+    resume: Literal["exact", "portable", "none"]
+    stored: bool
+    stopped: bool
+    ttft_ms: float
+    tbt_ms: float | None
+    context_left: int | None
+    ignored: list[str] = []
+
+
+class Usage(Shape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: Cached
+    ssmd: OwnUsage
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatMessage(Shape):
+    role: Literal["assistant"]
+    content: str | None
+
+
+class ChatChoice(Shape):
+    index: int
+    message: ChatMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Shape):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionChoice(Shape):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+
+
+class Completion(Shape):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Model(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    context_length: int | None = None
+    max_model_len: int | None = None
+
+
+class Models(Shape):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Rows(Shape):
+    """A list of objects that docs/ describes."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+
+
+class LoadedModel(Shape):
+    id: str
+    name: str
+    state: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+    pinned: bool
+    problem: str | None
+
+
+class Tokens(Shape):
+    tokens: list[int] | list[dict[str, Any]]
+
+
+class Content(Shape):
+    content: str
+
+
+class Prompt(Shape):
+    prompt: str
+
+
+class Health(Shape):
+    status: Literal["ok", "degraded", "shutting_down"]
+    model: str | None
+    runtime: str | None
+    version: str
+
+
+class Metrics(Shape):
+    version: str
+    pid: int
+    running: list[dict[str, Any]]
+    recent: list[dict[str, Any]]
+    models: list[dict[str, Any]]
+
+
+class Session(Shape):
+    id: str
+    object: Literal["session"]
+    title: str | None
+    model: str
+    created: int
+    last_used: int
+    head: str
+    turn_count: int
+    bytes: int
+    pinned: bool
+    imported: bool
+
+
+class SessionTurns(Session):
+    turns: list[dict[str, Any]]
+
+
+class Sessions(Shape):
+    object: Literal["list"]
+    data: list[Session]
+    has_more: bool
+
+
+class Deleted(Shape):
+    id: str
+    object: Literal["session.deleted"]
+    deleted: Literal[True]
+
+
+class Stopped(Shape):
+    id: str
+    object: Literal["request.stopped"]
+
+
+class Pull(Shape):
+    id: str
+    model: str
+    state: str
+
+
+class Ticket(Shape):
+    ticket: str
+    expires_in: int
+
+
+class Key(Shape):
+    key: str
+    expires_in: int
+
+
+class Ending(Shape):
+    status: Literal["shutting_down"]

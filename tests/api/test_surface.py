@@ -1,0 +1,173 @@
+"""The declared surface against the app: every route is in the document, and what it says of each comes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from conftest import TinyArtifacts
+from daemon import Daemon, daemon
+from keyfile import bearer
+from serving import Answer
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from ssmd.api import unserved
+from ssmd.api.openapi import described
+from ssmd.api.security import Security
+from ssmd.api.surface import OPERATIONS, Operation
+from ssmd.config import Settings
+from ssmd.server import create_app
+
+KEY = "somebody-has-this-one"
+MODEL_OF = {"{model}": "llama", "{session}": "ses_none", "{id}": "none", "{file}": "index.html"}
+# Which statuses whoever asks can bring about anywhere, and how.
+PROVOKED: dict[int, tuple[dict[str, str], str]] = {
+    400: ({"content-length": "5", "transfer-encoding": "chunked"}, "invalid_content_length"),
+    401: ({"authorization": "Bearer nothing-of-the-kind"}, "invalid_api_key"),
+    403: ({"host": "elsewhere.example"}, "host_not_allowed"),
+    413: ({"content-length": str(1 << 40)}, "body_too_large"),
+    415: ({"content-type": "text/plain"}, "unsupported_media_type"),
+}
+ROWS = sorted(OPERATIONS.items())
+IDS = [f"{method} {path}" for (method, path), _ in ROWS]
+
+
+@pytest.fixture(scope="module")
+def tiny(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    settings = Settings(api_key=KEY, offline=True)
+    with daemon(artifacts["llama-f32"], tmp_path_factory.mktemp("data"), settings=settings) as one:
+        yield one
+
+
+def at(path: str) -> str:
+    for name, value in MODEL_OF.items():
+        path = path.replace(name, value)
+    return path
+
+
+def ask(one: Daemon, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+    return one.served.ask(method, at(path), body, {**bearer(KEY), **headers})
+
+
+def test_every_route_is_in_the_document_and_every_one_there_is_a_route(tiny: Daemon) -> None:
+    app = create_app(tiny.host, Settings())
+    assert isinstance(app, Security)
+    assert isinstance(app._app, Starlette)
+    found = set()
+    for route in app._app.routes:
+        assert isinstance(route, Route)
+        path = "/page/{file}" if route.path.startswith("/page/") else route.path_format
+        found |= {(method, path) for method in (route.methods or ()) if method != "HEAD"}
+    assert found == OPERATIONS.keys()
+    paths = ask(tiny, "GET", "/openapi.json").json["paths"]
+    assert {(method.upper(), path) for path, methods in paths.items() for method in methods} == found
+
+
+@pytest.mark.parametrize(("row", "operation"), ROWS, ids=IDS)
+def test_what_a_route_may_answer_is_what_it_answers(row: tuple[str, str], operation: Operation, tiny: Daemon) -> None:
+    method, path = row
+    for status, (headers, code) in PROVOKED.items():
+        if status not in operation.bad and path.endswith(("/stream", "/unload")):
+            continue  # it would answer, and not end, or end what others here ask
+        body = b"{}" if status == 415 else None
+        answer = ask(tiny, method, path, body, **headers)
+        if status in operation.bad:
+            assert (answer.status, answer.error["code"]) == (status, code)
+        else:
+            assert answer.status != status, (answer.status, answer.body)
+    if 404 in operation.bad:
+        unknown = path.replace("{model}", "gpt-2").replace("{file}", "none")
+        unknown += "?after=ses_none" if path.endswith("/sessions") else ""
+        answer = ask(tiny, method, unknown, _asking(row, "gpt-2"))
+        assert (answer.status in (400, 404), answer.status in operation.bad) == (True, True), answer.body
+    if operation.body is not None and not operation.body.optional:
+        answer = ask(tiny, method, path, b"[]")
+        assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+
+
+def _asking(row: tuple[str, str], model: str) -> Any:
+    """A body of a route that names a model."""
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+        "/apply-template": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/completions": {"prompt": "x", "max_tokens": 1},
+        "/tokenize": {"content": "x"},
+        "/detokenize": {"tokens": [1]},
+    }
+    found = bodies.get(row[1])
+    return found if found is None else {"model": model, **found}
+
+
+def _good(row: tuple[str, str]) -> bool:
+    """Whether asking is enough to be answered: nothing has to be there, nothing ends or is fetched for it."""
+    method, path = row
+    needs = ("{session}", "{id}", "/import", "/redeem", "/stop", "/pulls", "/stream", "/unload")
+    return method != "PATCH" and (not any(part in path for part in needs) or row == ("GET", "/ssmd/v1/pulls"))
+
+
+@pytest.mark.parametrize(
+    ("row", "operation"),
+    [r for r in ROWS if _good(r[0])],
+    ids=[i for (r, _), i in zip(ROWS, IDS, strict=True) if _good(r)],
+)
+def test_what_a_route_answers_has_its_declared_shape(row: tuple[str, str], operation: Operation, tiny: Daemon) -> None:
+    answer = ask(tiny, *row, _asking(row, "llama") or ({} if row[1] in unserved.WHY else None))
+    assert answer.status == operation.good, answer.body
+    if isinstance(operation.answer, tuple):
+        assert operation.answer == ("*/*",) or answer.headers["content-type"] in operation.answer
+    else:
+        operation.answer.model_validate(answer.json, strict=True)
+
+
+def test_the_document_holds_together() -> None:
+    """Every reference leads somewhere, and no status is there that no route may answer."""
+    document = json.loads(json.dumps(described()))
+    refs: list[str] = []
+    walk(document, lambda one: refs.append(one["$ref"]) if isinstance(one.get("$ref"), str) else None)
+    assert refs
+    for ref in refs:
+        at_: Any = document
+        for part in ref.removeprefix("#/").split("/"):
+            at_ = at_[part]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            one = OPERATIONS[method.upper(), path]
+            assert {int(status) for status in operation["responses"]} == {one.good, *one.bad}
+    ids = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
+    assert len(ids) == len(set(ids)) == len(OPERATIONS)
+
+
+def walk(value: Any, see: Callable[[dict[str, Any]], None]) -> None:
+    if isinstance(value, dict):
+        see(value)
+        for one in value.values():
+            walk(one, see)
+    elif isinstance(value, list):
+        for one in value:
+            walk(one, see)
+
+
+def test_the_page_runs_nothing_and_fetches_nothing(tiny: Daemon) -> None:
+    answer = tiny.served.ask("GET", "/docs")  # without a key
+    assert answer.status == tiny.served.ask("GET", "/openapi.json").status == 200
+    html = answer.body.decode()
+    assert "<script" not in html
+    assert not re.search(r"(?:src|href)=\"(?!#|/openapi\.json\")", html)
+    assert re.match(r"default-src 'none'; style-src 'sha256-[^']+'; ", answer.headers["content-security-policy"])
+    for _, path in OPERATIONS:
+        assert path in html
+    for anchor in re.findall(r'href="#([^"]+)"', html):
+        assert f'id="{anchor}"' in html
+
+
+def test_a_start_does_not_import_what_describes_it() -> None:
+    late = ("fastapi", "ssmd.api.surface", "ssmd.api.shapes", "ssmd.api.reference")
+    code = f"import sys, ssmd.server; print([m for m in {late} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
