@@ -6,6 +6,7 @@ import secrets
 import time
 from typing import Literal
 
+from ssmd.engine.grammar import Guide
 from ssmd.engine.request import Delta, FinishReason, Request, TokenLogprob
 from ssmd.engine.sampling import Sample, Sampler
 from ssmd.runtime.protocol import Handle, Logits
@@ -21,13 +22,23 @@ class Choice:
     """Sampler, detokenizer and stop strings of choice `index`; they run in the worker, before a token is fed."""
 
     def __init__(
-        self, request: Request, index: int, budget: int, tokenizer: Tokenizer, stops: frozenset[int], prompt: Line
+        self,
+        request: Request,
+        index: int,
+        budget: int,
+        tokenizer: Tokenizer,
+        stops: frozenset[int],
+        prompt: Line,
+        guide: Guide | None = None,
     ) -> None:
-        """prompt: its ids, of which those that a penalty counts are at hand."""
+        """prompt: its ids, of which those that a penalty counts are at hand. guide: its own, of what it may say."""
         self.index = index
         self.turn = f"turn_{secrets.token_hex(12)}"
         self.handle: Handle = None
-        self.tokens: list[int] = []  # sampled and part of the text; the last one may not have been fed
+        self.tokens: list[
+            int
+        ] = []  # part of the text; the last one may not have been fed, nor those that follow from a
+        self.ahead = 0  # grammar, which are so many after the next one to be fed
         self.text = ""
         self.end: End | None = None
         self.cut = False  # text and tokens disagree: a stop string, or a control token inside the answer
@@ -38,6 +49,7 @@ class Choice:
         self._sampler = Sampler(request.sampling, index=index, before=prompt.own, breakers=breakers)
         self._tokenizer = tokenizer
         self._stop_tokens = stops
+        self._guide = guide
         self._detokenizer = Detokenizer(tokenizer, begun=request.raw is not None)
         self._stop_strings = StopStrings(request.stop) if request.stop else None
         self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
@@ -45,21 +57,30 @@ class Choice:
 
     def take(self, logits: Logits) -> Delta | None:
         """Sample from `logits` [vocab]; the delta to send, if any. Sets `end` when this choice is over."""
-        sample = self._sampler.sample(logits)
+        guide = self._guide
+        sample = self._sampler.sample(logits, None if guide is None else guide.mask())
         self.times.append(time.perf_counter())
         if sample.token in self._stop_tokens:
             return self._finish("stop")
-        self.tokens.append(sample.token)
-        if self._tokenizer.is_control(sample.token):
-            self.cut = True
         if sample.logprob is not None:
             self._held.append(self._logprob(sample, sample.logprob))
-        text, hit = self._scan(self._detokenizer.push(sample.token))
+        text, hit = self._say(sample.token)
+        if guide is not None and not hit:
+            more, hit = self._follow(guide, sample.token)
+            text += more
         if hit:
             return self._cut_off(text)
+        if guide is not None and guide.ended:
+            return self._finish("stop", text)
         if len(self.tokens) >= self._budget:
             return self._finish("length", text)
         return self._delta(text)
+
+    def fed(self, count: int) -> bool:
+        """Note that so many of `unfed` were fed; whether the logits after them are for `take`."""
+        rest = self.ahead + 1 - count
+        self.ahead = max(0, rest - 1)
+        return rest == 0
 
     def cancel(self) -> None:
         """Stop here: what was sent is the answer; tokens whose text was held back disagree with it."""
@@ -69,7 +90,35 @@ class Choice:
 
     @property
     def next_token(self) -> int:
-        return self.tokens[-1]
+        return self.tokens[-1 - self.ahead]
+
+    @property
+    def unfed(self) -> list[int]:
+        """The tokens to be fed, before the next one is drawn: more than one where a grammar left no choice."""
+        return self.tokens[-1 - self.ahead :]
+
+    def _say(self, token: int) -> tuple[str, bool]:
+        """Add a token; the text that is complete with it, and whether that reaches a stop string."""
+        self.tokens.append(token)
+        if self._tokenizer.is_control(token):
+            self.cut = True
+        return self._scan(self._detokenizer.push(token))
+
+    def _follow(self, guide: Guide, token: int) -> tuple[str, bool]:
+        """Say what is bound to follow a token, as `_say`. Nothing where log-probabilities are asked for: only what is
+        drawn has them.
+        """
+        room = 0 if self._sampler.params.logprobs else self._budget - len(self.tokens)
+        text = ""
+        for forced in guide.take(token, room):
+            self._sampler.skip(forced)
+            self.times.append(self.times[-1])
+            more, hit = self._say(forced)
+            text += more
+            if hit:
+                return text, True
+            self.ahead += 1
+        return text, False
 
     def _finish(self, end: End, text: str = "") -> Delta | None:
         rest, hit = self._held_back()

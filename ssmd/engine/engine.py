@@ -15,6 +15,7 @@ from typing import Any
 
 from ssmd.engine.feeding import BUCKET_WHILE_OTHERS_DECODE
 from ssmd.engine.generation import Asked, Generation
+from ssmd.engine.grammar import Grammars
 from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
 from ssmd.engine.prompt import Planner
@@ -73,6 +74,7 @@ class Engine:
             wake = self._queue.wake
             self._persistence = Persistence(writer, program, self._planner, tokenizer, build=manifest.build, wake=wake)
         stops = frozenset(manifest.stop_tokens)
+        self._grammars = Grammars(tokenizer, stops, program.vocabulary)
         self._lane_bytes = lane_bytes
         self._worker = Worker(
             program,
@@ -131,6 +133,7 @@ class Engine:
         """
         started = time.perf_counter() if request.arrived is None else request.arrived
         self.check(request.client)
+        guide = None if request.grammar is None else self._grammars.read(request.grammar)
         try:
             plan = self._planner.plan if request.raw is None else self._raw.plan
             prompt = plan(request, go_on)
@@ -140,7 +143,7 @@ class Engine:
             raise
         if request.echo:
             deliver = echoing(deliver, self._raw.text(request), request.n)
-        asked = Asked(request, prompt, deliver, started, recallable)
+        asked = Asked(request, prompt, deliver, started, recallable, guide)
         generation = Generation(asked, self._persistence.begin(asked), self._queue.leave)
         self._queue.put(generation)
         return generation

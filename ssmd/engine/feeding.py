@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 
+from ssmd.engine.choice import Choice
 from ssmd.engine.generation import Generation
 from ssmd.runtime import buckets
-from ssmd.runtime.protocol import Program
+from ssmd.runtime.protocol import Logits, Program
 
 BUCKET_WHILE_OTHERS_DECODE = 64
+FORCED_BESIDE_OTHERS = 12  # tokens in a row: fewer take longer in a piece of their own than in the others' steps
 
 
 def feed(g: Generation, program: Program, *, others: bool) -> None:
@@ -42,6 +44,22 @@ def feed(g: Generation, program: Program, *, others: bool) -> None:
         cost += piece
         g.kept.prefilled(p.handle, p.position)
     p.prefill_ms += (time.perf_counter() - started) * 1e3
+
+
+def feed_forced(choice: Choice, program: Program, *, others: bool) -> Logits | None:
+    """Feed the next piece of what a grammar left no choice of; the logits [vocab] after its last token, None before.
+
+    `others`: as `feed`; without them all pieces are fed.
+    """
+    limit = BUCKET_WHILE_OTHERS_DECODE if others else None
+    while True:
+        unfed = choice.unfed
+        n = buckets.plan(len(unfed), program.buckets, limit)[0]
+        logits = program.prefill(choice.handle, unfed[:n])
+        if choice.fed(n):
+            return logits
+        if others:
+            return None
 
 
 def is_read(g: Generation) -> bool:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ssmd.engine.choice import Choice
+from ssmd.engine.grammar import Guide
 from ssmd.engine.metrics import CANCELLED, STOPPED, ModelMetrics
 from ssmd.engine.prompt import Prompt
 from ssmd.engine.request import Done, Event, FinishReason, Rejected, Request, Resume, Usage, label
@@ -21,8 +22,8 @@ class Asked:
     """What was asked, and where the answer goes.
 
     deliver: takes deltas, then one Done or Failed; from the engine's threads. started: perf_counter when it came;
-    planned: when it was known what to feed. recallable: who asked takes it back while it waits. created: seconds since
-    1970.
+    planned: when it was known what to feed. recallable: who asked takes it back while it waits. guide: of what each
+    choice may say. created: seconds since 1970.
     """
 
     request: Request
@@ -30,6 +31,7 @@ class Asked:
     deliver: Callable[[Event], None]
     started: float
     recallable: bool = False
+    guide: Guide | None = None
     planned: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
 

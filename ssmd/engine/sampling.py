@@ -144,25 +144,41 @@ class Sampler:
         self._bias_ids: Ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
         self._bias: Floats = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
         self._vocabulary = 0
-        self._own = self._weights = self._rest = self._keys = np.empty(0, np.float32)
+        self._own = self._weights = self._rest = self._keys = self._masked = np.empty(0, np.float32)
         self._before = np.empty(0, np.bool_)
 
-    def sample(self, logits: Floats) -> Sample:
-        """Choose from float32 logits [V], which stay as they are. Raises ValueError if no token can be chosen."""
-        sample = self._sample(logits)
+    def sample(self, logits: Floats, mask: Floats | None = None) -> Sample:
+        """Choose from float32 logits [V], which stay as they are. Raises ValueError if no token can be chosen.
+
+        mask: [V], 0 for each token that may be chosen, else -inf. Log-probabilities are of the logits without it.
+        """
+        sample = self._sample(logits, mask)
         for penalty in self._penalties:
             penalty.add(sample.token)
         return sample
 
-    def _sample(self, logits: Floats) -> Sample:
-        rows = self._prepare(logits)  # (64, V/64)
+    def skip(self, token: int) -> None:
+        """Count a token that nobody had to choose, as no other could come. What is drawn next is what it would be."""
+        for penalty in self._penalties:
+            penalty.add(token)
+        if not self._is_greedy:
+            self._random.random()
+
+    @property
+    def _is_greedy(self) -> bool:
+        params = self.params
+        return params.temperature < GREEDY_BELOW or params.top_p <= 0 or params.top_k == 1
+
+    def _sample(self, logits: Floats, mask: Floats | None) -> Sample:
+        prepared = self._prepare(logits)  # (64, V/64)
+        rows = prepared if mask is None else self._only(prepared, mask)
         maxima = rows.max(axis=0)  # (V/64)
         highest = float(maxima.max())
         if not math.isfinite(highest):
             raise ValueError(_why_not(logits))
         params = self.params
         total = 0.0  # of exp(logit - highest), once known
-        if params.temperature < GREEDY_BELOW or params.top_p <= 0 or params.top_k == 1:
+        if self._is_greedy:
             token = int(rows.argmax())
         elif self._filters is not None and self._filters.typical_alone and not 0 < params.top_k < self._vocabulary:
             token = self._draw_typical(rows, highest)
@@ -177,6 +193,9 @@ class Sampler:
             token = self._draw(weights, sums)
         if not params.logprobs:
             return Sample(token, None, ())
+        if rows is not prepared:
+            rows, maxima, total = prepared, prepared.max(axis=0), 0.0
+            highest = float(maxima.max())
         if not total:
             total = float(self._softmax(rows, highest, 1.0)[1].sum(dtype=np.float64))
         shift = highest + math.log(total)
@@ -206,6 +225,14 @@ class Sampler:
                 penalty.penalize(self._own)
             return self._own.reshape(ROWS, -1)
         return logits.reshape(ROWS, -1)
+
+    def _only(self, rows: Floats, mask: Floats) -> Floats:
+        """The logits (64, V/64) of those that may be chosen, -inf for the others."""
+        if self._masked.size != rows.size:
+            self._masked = np.full(rows.size, -np.inf, np.float32)
+        with np.errstate(invalid="ignore"):  # an infinite logit: what is no number is refused
+            np.add(rows.reshape(-1)[: mask.size], mask, out=self._masked[: mask.size])
+        return self._masked.reshape(ROWS, -1)
 
     def _softmax(self, rows: Floats, highest: float, temperature: float) -> tuple[Floats, Floats]:
         """Unnormalised probabilities exp((logit - highest) / temperature), and their sums over columns."""

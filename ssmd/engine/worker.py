@@ -7,15 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 
 from ssmd.engine.choice import Choice
-from ssmd.engine.feeding import feed, is_read
+from ssmd.engine.feeding import FORCED_BESIDE_OTHERS, feed, feed_forced, is_read
 from ssmd.engine.generation import Generation
 from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
 from ssmd.engine.queue import Queue, unavailable
 from ssmd.engine.request import Done, Event, Failed, Rejected
-from ssmd.engine.sharing import Shares
+from ssmd.engine.sharing import Open, Shares
 from ssmd.engine.turns import Turns
 from ssmd.engine.warmup import WarmUp
 from ssmd.runtime.protocol import Logits, Program, StateLost
@@ -220,7 +221,8 @@ class Worker:
                 break
             room = None if self._program.context is None else self._program.context - len(g.prompt.ids)
             budget = request.max_tokens if room is None else min(request.max_tokens, room)
-            choice = Choice(request, len(p.choices), budget, self._tokenizer, self._stop_tokens, g.prompt.ids)
+            guide = g.asked.guide and g.asked.guide.copy()
+            choice = Choice(request, len(p.choices), budget, self._tokenizer, self._stop_tokens, g.prompt.ids, guide)
             last = choice.index == request.n - 1
             choice.handle = p.handle if last else self._program.clone(p.handle)
             if last:
@@ -233,6 +235,8 @@ class Worker:
         """A token for open choices of these, in one step with the last token of the prompt that is `joining`."""
         running = [g for g in generations if g in self.running]
         open_ = [(g, c) for g in running for c in g.progress.choices if c.end is None]
+        if any(choice.ahead for _, choice in open_):
+            open_ = self._feed_forced(open_, running)
         unended = self._shares.choices(open_, beside=int(joining is not None))
         handles = [choice.handle for _, choice in unended]
         tokens = [choice.next_token for _, choice in unended]
@@ -245,13 +249,33 @@ class Worker:
             with self._turns:
                 rows = self._program.decode(handles, tokens)
             for (g, choice), row in zip(unended, rows, strict=False):
-                self._guarded([g], partial(self._take, g, choice, row))
+                if choice.fed(1):
+                    self._guarded([g], partial(self._take, g, choice, row))
             if joining is not None:
                 self._guarded([joining], partial(self._begin_answer, joining, rows[-1], saved, started))
         for g in running:
             if g in self.running:
                 self._open_choices(g)
         self._count()
+
+    def _feed_forced(self, open_: Sequence[Open], running: Sequence[Generation]) -> list[Open]:
+        """Feed a piece of what a grammar left one of these choices no choice of, if that is quicker than steps; those
+        that are open then. The one comes first that waits longest.
+        """
+        others = len(open_) > 1 or self._turns.others_busy(self)
+        least = FORCED_BESIDE_OTHERS if others else 1
+        g, choice = min((one for one in open_ if one[1].ahead), key=lambda one: one[1].times[-1])
+        if choice.ahead >= least and self._shares.may_read(g, running, False):
+            started = time.perf_counter()
+            self._guarded([g], partial(self._feed_run, g, choice, others))
+            self._shares.spend(g, time.perf_counter() - started)
+        return [(g, c) for g, c in open_ if g in self.running and c.end is None]
+
+    def _feed_run(self, g: Generation, choice: Choice, others: bool) -> None:
+        with self._turns:
+            logits = feed_forced(choice, self._program, others=others)
+        if logits is not None:
+            self._take(g, choice, logits)
 
     def _count(self) -> None:
         """Count the tokens of this step that are not counted yet."""
@@ -261,11 +285,11 @@ class Worker:
 
     def _take(self, g: Generation, choice: Choice, logits: Logits) -> None:
         before, times = len(choice.tokens), choice.times
+        known = len(times)
         delta = choice.take(logits)
         self._new += len(choice.tokens) - before
-        if len(times) > 1:
-            self._gaps.append((times[-1] - times[-2]) * 1e3)
-        elif choice.index == 0:
+        self._gaps += [(b - a) * 1e3 for a, b in pairwise(times[max(0, known - 1) :])]
+        if not known and choice.index == 0:
             g.count_first_token(self._metrics)
         if delta is not None:
             self._send(g, delta)

@@ -96,6 +96,11 @@ class Tokenizer:
         self._reader = reader
         self.start_matters = self._probe_start() if reader is None else reader.start_matters
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether texts are read in another process."""
+        return self._reader is not None
+
     @staticmethod
     def open(
         path: Path,

@@ -1,0 +1,220 @@
+"""Grammars of answers: read by llguidance against a model's own tokenizer, and followed by each choice as it is said.
+
+llguidance keeps a parser; of every token of the vocabulary it tells whether the answer may go on with it. That takes
+tens of microseconds, or milliseconds for what is hard, and is done in a thread while the device computes the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssmd.engine.request import Grammar, Rejected
+from ssmd.engine.schema_place import place_of
+from ssmd.text.tokenizer import Tokenizer, TokenizerError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+log = logging.getLogger(__name__)
+MAX_BYTES = 256 << 10  # of a grammar; a schema of 1,000 properties has a tenth of it
+FORCED_LEAST = 5  # tokens in a row that can be nothing else, from which on feeding them at once is quicker than steps
+_SHOWN = 300  # characters of what llguidance says
+_THREADS = 2
+_MARK = b"\xff"  # before the name of a token that is none of the text, as llguidance wants it
+
+Floats = NDArray[np.float32]
+
+
+class Grammars:
+    """Reads grammars for one model. Used from many threads. Nothing is imported or made before the first grammar."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_tokens: Collection[int], vocabulary: int) -> None:
+        """vocabulary: of the model's logits, which may be padded."""
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._stop_tokens = sorted(stop_tokens) or [vocabulary]  # one that cannot be drawn, where there is none
+        self._making = threading.Lock()
+
+    def read(self, grammar: Grammar) -> Guide:
+        """What an answer is to follow, from its beginning on; `Guide.copy` for each choice. Raises Rejected."""
+        from llguidance import LLMatcher
+
+        if (size := len(grammar.text.encode())) > MAX_BYTES:
+            said = f"{grammar.param} comes to a grammar of {size} bytes, at most {MAX_BYTES} are possible"
+            raise Rejected(said, code="invalid_value", param=grammar.param)
+        with self._making:
+            known, threads = self._known, self._threads
+        matcher = LLMatcher(known, _led(grammar.text, self._lead), log_level=0, limits=_limits())
+        guide = Guide(matcher, threads, self._vocabulary)
+        if not matcher.is_error():
+            matcher.compute_ff_tokens()  # a grammar that goes on for ever shows here
+        if matcher.is_error() or not guide.goes_on:
+            why = _said(matcher) or "no answer is possible: nothing of this model's vocabulary begins one"
+            place, what = place_of(grammar, why)
+            code = "unsupported_schema" if what else "invalid_value"
+            raise Rejected(f"{place}: {why}", code=code, param=place)
+        return guide
+
+    @cached_property
+    def _lead(self) -> str:
+        """What the first token of an answer has in front, and its text has not."""
+        decoding = self._tokenizer.decoding
+        return decoding.separator.decode() or (" " if decoding.first_drops or decoding.strip[1] else "")
+
+    @cached_property
+    def _known(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        size = max(self._vocabulary, self._stop_tokens[-1] + 1)
+        vocabulary = _Vocabulary(self._tokenizer, self._stop_tokens, size)
+        # It takes anything that is like its own TokenizerWrapper.
+        return LLTokenizer(vocabulary, n_vocab=size, eos_token=self._stop_tokens)  # type: ignore[arg-type]
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_THREADS, "ssmd-masks")  # they end with the last reference to it
+
+
+class Guide:
+    """What a choice may say next. By the worker alone, but for `read`."""
+
+    def __init__(self, matcher: LLMatcher, threads: ThreadPoolExecutor, vocabulary: int, first: Floats | None = None):
+        """first: what may be the first token, if that is known."""
+        self.ended = False  # the grammar allows no more tokens but one that stops
+        self._matcher, self._threads = matcher, threads
+        self._vocabulary = vocabulary
+        self._making: Future[None] | None = None
+        if first is None:
+            self._mask = np.empty((0, 8), np.float32)
+            self._make()
+        else:
+            self._mask = first.copy()
+
+    def copy(self) -> Guide:
+        """The same, for another choice; before any token was taken."""
+        return Guide(self._matcher.deep_copy(), self._threads, self._vocabulary, self._mask)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether any token may come."""
+        return bool((self.mask() == 0).any())
+
+    def mask(self) -> Floats:
+        """What is added to the logits [V]: 0 for each token that may come, else -inf. Raises Rejected."""
+        if self._making is not None:
+            self._making.result()
+            self._making = None
+            if self._matcher.is_error():
+                raise self._failed()
+        return self._mask.reshape(-1)[: self._vocabulary]
+
+    def take(self, token: int, room: int = 0) -> list[int]:
+        """Go on from a token that may come, and begin with the next mask; the tokens that are bound to follow.
+
+        Those are taken too: at most `room`, and none if they are too few to be fed at once. Raises Rejected.
+        """
+        matcher, forced = self._matcher, list[int]()
+        matcher.consume_token(token)
+        if room >= FORCED_LEAST and not matcher.is_stopped():
+            forced = matcher.compute_ff_tokens()[:room]
+            if len(forced) < FORCED_LEAST:
+                forced = []
+            elif not matcher.consume_tokens(forced):
+                raise self._failed()
+        if matcher.is_error():
+            raise self._failed()
+        self.ended = matcher.is_stopped()
+        if not self.ended:
+            self._making = self._threads.submit(self._make)
+        return forced
+
+    def _make(self) -> None:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._mask.shape[0] != bits.size:
+            self._mask = np.empty((bits.size, 8), np.float32)
+        np.take(_BITS, bits, axis=0, out=self._mask)
+
+    def _failed(self) -> Rejected:
+        said = f"the grammar of the answer cannot be followed any further: {_said(self._matcher)}"
+        return Rejected(said, status=500, code="grammar_failed")
+
+
+class _Vocabulary:
+    """A model's tokens as llguidance asks for them."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, stop_tokens: Collection[int], vocabulary: int) -> None:
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self.special_token_ids = [token for token in range(vocabulary) if tokenizer.is_control(token)]
+        self.tokens = [self._bytes(token) for token in range(vocabulary)]
+        self.eos_token_id = next(iter(stop_tokens))
+
+    def _bytes(self, token: int) -> bytes:
+        data = self._tokenizer.token_bytes(token)
+        if self._tokenizer.is_control(token):
+            return _MARK + data
+        return self._tokenizer.decoding.separator + data if data else b""
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The ids of a text that is bound to come, if they stand for it wherever it stands; else none, and any tokens
+        that spell it may come. It must not raise: whatever it is called from cannot go on then.
+        """
+        data = text if isinstance(text, bytes) else text.encode(errors="replace")
+        if self._tokenizer.is_apart:  # another process would be asked, for every mask
+            return []
+        try:
+            ids = self._tokenizer.encode(self._tokenizer.escape(data.decode()))
+        except (TokenizerError, UnicodeDecodeError):
+            return []
+        if any(token >= self._vocabulary for token in ids) or b"".join(map(self._bytes, ids)) != data:
+            return []
+        return ids
+
+
+def _bits() -> Floats:
+    """By byte, what is added to the logits of the eight tokens that it tells of [256, 8]."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(bits, np.float32(0), np.float32(-np.inf)).astype(np.float32)
+
+
+_BITS = _bits()
+
+
+def _limits() -> LLParserLimits:
+    """Bounds of time and memory: a hundred milliseconds to read a grammar, some for a mask; beyond that it fails."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=1000,
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def _led(text: str, lead: str) -> str:
+    """A grammar whose answers begin with `lead` besides."""
+    import json
+
+    if not lead:
+        return text
+    inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+    start = {"lark_grammar": f"start: {json.dumps(lead)} @answer"}
+    return json.dumps({"grammars": [start, {**inner[0], "name": "answer"}, *inner[1:]]})
+
+
+def _said(matcher: LLMatcher) -> str:
+    """What llguidance says is wrong."""
+    return matcher.get_error().replace("<non-verbose/>", "").strip()[:_SHOWN]
