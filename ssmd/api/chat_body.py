@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from ssmd.api.body import Id, StrictModel, shown, validate
 from ssmd.api.fields import OTHERS
 from ssmd.api.messages import read_messages
+from ssmd.api.structured import Structured, grammar_of
 from ssmd.api.tools import read_given
 from ssmd.engine.dry import MAX_ALLOWED_LENGTH, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_DRY, Dry
 from ssmd.engine.repetition import EVERYTHING
@@ -34,7 +35,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "moderation": (None,),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
-    "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),
     "web_search_options": (None,),
     **OTHERS,
@@ -69,7 +69,7 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-class ChatBody(StrictModel):
+class ChatBody(Structured):
     model: Annotated[str, Field(min_length=1, max_length=4096)]
     messages: Any
     stream: bool | None = None
@@ -203,6 +203,7 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
         store=body.store is not False,
         truncate=truncate if body.truncation is None else body.truncation == "auto",
         given=read_given(vars(body)),
+        grammar=grammar_of(body),
     )
 
 

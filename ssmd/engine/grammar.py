@@ -6,25 +6,25 @@ tens of microseconds, or milliseconds for what is hard, and is done in a thread 
 
 from __future__ import annotations
 
-import logging
+import json
 import threading
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.engine.request import Grammar, Rejected
-from ssmd.engine.schema_place import place_of
+from ssmd.engine.schema import check_size, place_of
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-log = logging.getLogger(__name__)
 MAX_BYTES = 256 << 10  # of a grammar; a schema of 1,000 properties has a tenth of it
+MAX_FORCED = 5000  # tokens that an answer may be bound to begin with
 FORCED_LEAST = 5  # tokens in a row that can be nothing else, from which on feeding them at once is quicker than steps
 _SHOWN = 300  # characters of what llguidance says
 _THREADS = 2
@@ -49,17 +49,18 @@ class Grammars:
         if (size := len(grammar.text.encode())) > MAX_BYTES:
             said = f"{grammar.param} comes to a grammar of {size} bytes, at most {MAX_BYTES} are possible"
             raise Rejected(said, code="invalid_value", param=grammar.param)
+        schema = _schema_of(grammar.text)
+        check_size(schema, grammar.param)
         with self._making:
             known, threads = self._known, self._threads
         matcher = LLMatcher(known, _led(grammar.text, self._lead), log_level=0, limits=_limits())
         guide = Guide(matcher, threads, self._vocabulary)
-        if not matcher.is_error():
-            matcher.compute_ff_tokens()  # a grammar that goes on for ever shows here
-        if matcher.is_error() or not guide.goes_on:
-            why = _said(matcher) or "no answer is possible: nothing of this model's vocabulary begins one"
-            place, what = place_of(grammar, why)
-            code = "unsupported_schema" if what else "invalid_value"
-            raise Rejected(f"{place}: {why}", code=code, param=place)
+        endless = not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED
+        if endless or matcher.is_error() or not guide.goes_on:
+            why = _said(matcher) or "no answer is possible: it would never end, or this model's vocabulary has none"
+            param = grammar.param + ("" if schema is None else place_of(schema, why))
+            code = "invalid_value" if schema is None else "unsupported_schema"
+            raise Rejected(f"{param}: {why}", code=code, param=param)
         return guide
 
     @cached_property
@@ -165,19 +166,39 @@ class _Vocabulary:
         return self._tokenizer.decoding.separator + data if data else b""
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The ids of a text that is bound to come, if they stand for it wherever it stands; else none, and any tokens
-        that spell it may come. It must not raise: whatever it is called from cannot go on then.
+        """The ids of a text that is bound to come: the tokenizer's, if they stand for it wherever it stands.
+
+        It must not raise: whatever it is called from cannot go on then.
         """
         data = text if isinstance(text, bytes) else text.encode(errors="replace")
-        if self._tokenizer.is_apart:  # another process would be asked, for every mask
-            return []
-        try:
-            ids = self._tokenizer.encode(self._tokenizer.escape(data.decode()))
-        except (TokenizerError, UnicodeDecodeError):
-            return []
-        if any(token >= self._vocabulary for token in ids) or b"".join(map(self._bytes, ids)) != data:
-            return []
+        if not self._tokenizer.is_apart:  # else another process would be asked, for every mask
+            try:
+                ids = self._tokenizer.encode(self._tokenizer.escape(data.decode()))
+            except (TokenizerError, UnicodeDecodeError):
+                ids = []
+            if all(token < len(self.tokens) for token in ids) and b"".join(map(self.tokens.__getitem__, ids)) == data:
+                return ids
+        return self._longest(data)
+
+    def _longest(self, data: bytes) -> list[int]:
+        """Ids that spell a text, each the longest that fits; as far as there are any."""
+        ids, at = list[int](), 0
+        while at < len(data):
+            ends = range(min(len(data), at + self._longest_bytes), at, -1)
+            token = next((self._by_bytes[data[at:end]] for end in ends if data[at:end] in self._by_bytes), None)
+            if token is None:
+                break
+            ids.append(token)
+            at += len(self.tokens[token])
         return ids
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        return {data: token for token, data in reversed([*enumerate(self.tokens)]) if data}
+
+    @cached_property
+    def _longest_bytes(self) -> int:
+        return max(map(len, self.tokens), default=0)
 
 
 def _bits() -> Floats:
@@ -206,13 +227,16 @@ def _limits() -> LLParserLimits:
 
 def _led(text: str, lead: str) -> str:
     """A grammar whose answers begin with `lead` besides."""
-    import json
-
     if not lead:
         return text
     inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
     start = {"lark_grammar": f"start: {json.dumps(lead)} @answer"}
     return json.dumps({"grammars": [start, {**inner[0], "name": "answer"}, *inner[1:]]})
+
+
+def _schema_of(text: str) -> Any:
+    """The JSON schema that a grammar is of, None if it is of none."""
+    return json.loads(text)["grammars"][0].get("json_schema") if text.startswith("{") else None
 
 
 def _said(matcher: LLMatcher) -> str:
