@@ -94,7 +94,6 @@ def test_what_is_not_built_is_refused_by_name_unless_it_asks_for_nothing(name: s
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"frequency_penalty": 2.1}, "frequency_penalty"),
         ({"presence_penalty": -2.1}, "presence_penalty"),
