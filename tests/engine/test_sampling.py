@@ -237,3 +237,63 @@ def test_a_bias_outside_the_vocabulary_and_wrong_arrays_are_refused() -> None:
 def test_nonsense_is_refused_by_field(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
+
+
+def masked(logits: Floats, allowed: NDArray[np.bool_]) -> Floats:
+    """What a mask is to the sampler."""
+    return np.where(allowed, np.float32(0), np.float32(-np.inf)).astype(np.float32)
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_a_mask_is_as_if_the_others_were_not_there(shape: str, params: dict[str, Any]) -> None:
+    """The same draws as from a row that has -inf for them, whose distribution is held against the reference above."""
+    logits = SHAPES[shape]
+    for seed, share in enumerate((0.005, 0.3, 0.97)):
+        allowed = np.random.default_rng(seed).random(logits.size) < share
+        allowed[np.flatnonzero(np.isfinite(logits))[seed]] = True
+        asked = SamplingParams(**{**params, "seed": seed})
+        sampler, plain = Sampler(asked), Sampler(asked)
+        cut = np.where(allowed, logits, np.float32(-np.inf)).astype(np.float32)
+        for _ in range(40):
+            token = sampler.sample(logits, masked(logits, allowed)).token
+            assert allowed[token]
+            assert token == plain.sample(cut).token
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}])
+def test_log_probabilities_are_of_the_logits_without_the_mask(sampling: dict[str, Any]) -> None:
+    logits = SHAPES["peaked"]
+    allowed = np.zeros(logits.size, np.bool_)
+    allowed[[7, 11, 500]] = True
+    sample = Sampler(SamplingParams(logprobs=True, top_logprobs=5, seed=1, **sampling)).sample(
+        logits, masked(logits, allowed)
+    )
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
+    assert sample.token in (7, 11, 500)
+    assert sample.logprob == pytest.approx(exact[sample.token], abs=1e-4)
+    assert [token for token, _ in sample.top] == np.argsort(-logits, kind="stable")[:5].tolist()
+    assert [logprob for _, logprob in sample.top] == pytest.approx(np.sort(exact)[::-1][:5].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 1}])
+def test_what_is_skipped_leaves_the_draws_after_it_as_they_are(sampling: dict[str, Any]) -> None:
+    logits = SHAPES["flat"]
+    asked = SamplingParams(seed=2, frequency_penalty=1.0, repetition_penalty=1.5, **sampling)
+    drawn, skipped = Sampler(asked), Sampler(asked)
+    only = np.arange(logits.size) == 9
+    assert drawn.sample(logits, masked(logits, only)).token == 9
+    skipped.skip(9)
+    assert [drawn.sample(logits).token for _ in range(20)] == [skipped.sample(logits).token for _ in range(20)]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_damaged_row_is_told_under_a_mask_too() -> None:
+    logits = SHAPES["flat"].copy()
+    allowed = np.arange(logits.size) < 5
+    for value, said in ((np.nan, "not a number"), (np.inf, "infinite")):
+        logits[200] = value
+        with pytest.raises(ValueError, match=said):
+            Sampler(SamplingParams()).sample(logits, masked(logits, allowed))
+    with pytest.raises(ValueError, match="no token can be sampled"):
+        Sampler(SamplingParams()).sample(SHAPES["flat"], masked(logits, np.zeros(logits.size, np.bool_)))
