@@ -183,7 +183,14 @@ def test_forced_tokens_are_fed_at_once_and_are_those_that_would_be_drawn(
 def test_streams_of_several_choices_beside_free_answers(tiny: Daemon) -> None:
     alone = whole_text(tiny.chat("free", store=False, max_tokens=60))
     with ThreadPoolExecutor(6) as pool:
-        asked = {"temperature": 1, "seed": 5, "stream": True, "store": False, "max_tokens": 300, "logit_bias": None}
+        asked: dict[str, Any] = {
+            "temperature": 1,
+            "seed": 5,
+            "stream": True,
+            "store": False,
+            "max_tokens": 300,
+            "logit_bias": None,
+        }
         bound = [pool.submit(tiny.chat, response_format=format_of(CITY), n=2, **asked) for _ in range(3)]
         free = [pool.submit(tiny.chat, "free", store=False, max_tokens=60) for _ in range(2)]
         for one in bound:

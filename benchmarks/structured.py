@@ -1,0 +1,142 @@
+"""What a schema costs a token, and what is saved where it leaves no choice: an engine's own steps, in turn in one run.
+
+    benchmarks/structured.py [MODEL…]     artifacts' names or paths; default: smollm2 granite-4.0-h-350m
+
+Time between tokens: an answer of some hundred tokens, free and held to a schema whose strings are the model's to say,
+at the same place after the same prompt. Forced tokens: an answer to a schema of long names, as tools have it, with
+what is forced fed at once and with every token drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from daemon_process import conditions
+
+from ssmd.api.structured import of_schema
+from ssmd.config import Settings
+from ssmd.engine import grammar
+from ssmd.engine.engine import Engine
+from ssmd.engine.metrics import Metrics
+from ssmd.engine.request import Delta, Done, Event, Failed, Request
+from ssmd.engine.sampling import SamplingParams
+from ssmd.installed import resolve
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.protocol import get_runtime
+from ssmd.text.messages import Message
+
+ROUNDS = 7
+TOKENS = 120
+QUESTION = Message("user", "Where is the ferry to the northern islands, and when does it leave today?")
+STRINGS: dict[str, Any] = {"type": "array", "items": {"type": "string", "minLength": 400}, "minItems": 9}
+NAMES = ("departure_time_of_the_ferry", "name_of_the_harbour_in_town", "number_of_passengers_on_board", "is_it_late")
+TOOL: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "function_to_be_called_next": {"const": "look_up_the_timetable_of_the_ferry_company"},
+        **{name: {"enum": [f"the_first_of_the_{name}", f"no_{name}_was_given"]} for name in NAMES},
+    },
+    "required": ["function_to_be_called_next", *NAMES],
+    "additionalProperties": False,
+}
+
+
+def times_of(engine: Engine, schema: dict[str, Any] | None, seed: int) -> tuple[list[float], float]:
+    """When each token was known, in ms, and how long the whole answer took after the first."""
+    ended, error = threading.Event(), list[Failed]()
+
+    def deliver(event: Event) -> None:
+        if isinstance(event, Failed):
+            error.append(event)
+        if not isinstance(event, Delta):
+            assert isinstance(event, Done | Failed)
+            ended.set()
+
+    stops = {token: -100.0 for token in engine.artifact.manifest.stop_tokens}
+    sampling = SamplingParams(temperature=0.7, top_p=0.95, seed=seed, logit_bias=stops)
+    asked = None if schema is None else of_schema(schema, "response_format")
+    request = Request((QUESTION,), sampling, TOKENS, store=False, grammar=asked)
+    generation = engine.submit(request, deliver)
+    ended.wait()
+    if error:
+        raise error[0].error
+    times = [moment * 1e3 for moment in generation.progress.choices[0].times]
+    return times, times[-1] - times[0]
+
+
+def gaps_of(times: Sequence[float]) -> tuple[list[float], list[tuple[int, float]]]:
+    """The times between drawn tokens, and of each run of tokens that was fed at once how many and how long."""
+    drawn, runs, behind = [], [], 0
+    for before, now in pairwise(times):
+        if now == before:
+            behind += 1
+        elif behind:
+            runs.append((behind + 1, now - before))
+            behind = 0
+        else:
+            drawn.append(now - before)
+    return drawn, runs
+
+
+def measure(artifact: Artifact, rounds: int) -> tuple[str, str]:
+    """A row of each table."""
+    program = get_runtime(artifact.manifest.runtime).load(artifact)
+    engine = Engine(artifact, program, None, metrics=Metrics().of(artifact.manifest.name))
+    engine.start()
+    free, bound, drawn, at_once, one_by_one = (list[float]() for _ in range(5))
+    forced: list[tuple[int, float]] = []
+    try:
+        for schema in (None, STRINGS, TOOL):  # makes all that is made once
+            times_of(engine, schema, 0)
+        for i in range(rounds):
+            free.append(statistics.median(gaps_of(times_of(engine, None, i)[0])[0]))
+            bound.append(statistics.median(gaps_of(times_of(engine, STRINGS, i)[0])[0]))
+            times, whole = times_of(engine, TOOL, i)
+            at_once.append(whole)
+            forced += gaps_of(times)[1]
+            with patch.object(grammar, "FORCED_LEAST", 1 << 30):
+                times, whole = times_of(engine, TOOL, i)
+            one_by_one.append(whole)
+            drawn.append(statistics.median(gaps_of(times)[0]))
+    finally:
+        engine.shutdown()
+        program.close()
+    name = f"{artifact.manifest.name} {artifact.manifest.runtime}"
+    a, b = statistics.median(free), statistics.median(bound)
+    ratio = statistics.median(y / x for x, y in zip(free, bound, strict=True))
+    first = f"| {name} | {program.vocabulary:,} | {a:.2f} | {b:.2f} | {ratio:.3f} |"
+    count, took = sum(n for n, _ in forced), sum(ms for _, ms in forced)
+    each, step = took / count, statistics.median(drawn)
+    x, y = statistics.median(at_once), statistics.median(one_by_one)
+    second = f"| {name} | {count / len(forced):.1f} | {each:.2f} | {step:.2f} | {step / each:.1f} | {x:.0f} | {y:.0f} |"
+    return first, second
+
+
+def main(names: Sequence[str], rounds: int = ROUNDS) -> None:
+    settings = Settings()
+    print(f"# structured: {conditions()}; medians of {rounds} rounds")
+    rows = []
+    for name in names:
+        path = Path(name) if Path(name).exists() else resolve(name, settings.models_dir, "auto")
+        rows.append(measure(Artifact.open(path), rounds))
+    print("| model | vocabulary | TBT free, ms | TBT with a schema, ms | ratio |\n| --- | --- | --- | --- | --- |")
+    print("\n".join(first for first, _ in rows))
+    heads = ("model", "tokens in a run", "ms each", "drawn, ms each", "times as fast", "whole answer, ms", "drawn, ms")
+    print(f"\n| {' | '.join(heads)} |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("\n".join(second for _, second in rows))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["smollm2", "granite-4.0-h-350m"])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    said = parser.parse_args()
+    main(said.models, said.rounds)
