@@ -21,6 +21,7 @@ import rendering
 import sampling
 import speculation
 import store_scale
+import structured
 import tiny
 from conftest import TinyArtifacts
 from llama_library import Library, LibraryError, Llama
@@ -28,6 +29,7 @@ from prompt_lookup import Step, steps
 
 import clients
 import runtimes
+from ssmd.engine.grammar import FORCED_LEAST
 from ssmd.model import smollm2
 from ssmd_wgpu.device import adapters
 
@@ -152,6 +154,13 @@ def test_speculation(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str
     gains = re.findall(r"^\| (chat|code|rewrite) .*\| ([\d.]+) \(([\d.]+)\) \|$", printed, re.MULTILINE)
     assert {kind for kind, _, _ in gains} == {"chat", "code", "rewrite"}
     assert all(float(of_all) >= float(worst) > 0 for _, of_all, worst in gains)
+
+
+def test_structured(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:
+    structured.main([str(artifacts["granite-int8"])], rounds=1)
+    costs, runs = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| granite"))
+    assert all(float(cell.replace(",", "")) > 0 for line in (costs, runs) for cell in line.split("|")[2:-1])
+    assert float(runs.split("|")[2]) > FORCED_LEAST
 
 
 def test_store_scale(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
