@@ -1,0 +1,93 @@
+"""How a model writes tool calls, as its chat template's source tells: the markers, and the notation between them."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from ssmd.text.calls.body import Body, Several
+from ssmd.text.calls.json_object import JsonObject
+from ssmd.text.calls.named import ARGS, CALL_ID, Named
+from ssmd.text.calls.pythonic import Pythonic
+
+Names = Collection[str]
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Format:
+    """A notation of calls. Markers may be control tokens or plain text.
+
+    openings: markers that calls begin with, the usual one first. bodies: by its first character (two of them where one
+    does not tell), what reads what follows; "" is for all others. closing: "" if there is none. inner: markers within.
+    bare: a call may also begin without a marker, with the answer itself. id_length: of the ids that templates ask for.
+    """
+
+    name: str
+    openings: tuple[str, ...]
+    bodies: dict[str, Callable[[Names], Body]]
+    closing: str = ""
+    inner: tuple[str, ...] = ()
+    bare: bool = False
+    prefix: str = "call_"
+    id_length: int = 24
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*self.openings, *([self.closing] if self.closing else []), *self.inner)
+
+    def new_id(self) -> str:
+        """An id for a call, as OpenAI's clients know them, or as the template will have it."""
+        return self.prefix + "".join(secrets.choice(_LETTERS) for _ in range(self.id_length))
+
+
+def _object(names: Names) -> Body:
+    return JsonObject()
+
+
+def _list(names: Names) -> Body:
+    return Several(JsonObject, "[", ",", "]")
+
+
+def _known(names: Names) -> Body:
+    # Nothing marks these, and an answer may be JSON that is no call.
+    return Several(lambda: JsonObject(names), between=";")
+
+
+HERMES = Format("hermes", ("<tool_call>",), {"[": _list, "": _object}, "</tool_call>")
+NEMOTRON = Format("nemotron", ("<TOOLCALL>",), {"[": _list, "": _object}, "</TOOLCALL>")
+GRANITE_3 = Format("granite 3", ("<|tool_call|>", "<tool_call>"), {"[": _list, "": _object})
+LFM2 = Format(
+    "lfm2",
+    ("<|tool_call_start|>",),
+    {"[{": _list, "[": lambda names: Several(Pythonic, "[", ",", "]"), "": _object},
+    "<|tool_call_end|>",
+)
+LLAMA_3 = Format("llama 3", ("<|python_tag|>",), {"": _known}, bare=True)
+MISTRAL = Format(
+    "mistral",
+    ("[TOOL_CALLS]",),
+    {"[": _list, "{": _object, "": lambda names: Named()},
+    inner=(CALL_ID, ARGS),
+    prefix="",
+    id_length=9,
+)
+FORMATS = (HERMES, NEMOTRON, GRANITE_3, LFM2, LLAMA_3, MISTRAL)
+# What only templates of that kind have in them; the first that is there tells.
+_SIGNS = (
+    ("[TOOL_CALLS]", MISTRAL),
+    ("<|tool_call_start|>", LFM2),
+    ("<|tool_list_start|>", LFM2),
+    ("<|tool_call|>", GRANITE_3),
+    ("<TOOLCALL>", NEMOTRON),
+    ("<tool_call>", HERMES),
+    ("<|python_tag|>", LLAMA_3),
+    ('"parameters": ', LLAMA_3),
+)
+
+
+def format_of(source: str) -> Format:
+    """The format that a chat template's source tells of. One that knows no tools has them told as Hermes does."""
+    return next((found for sign, found in _SIGNS if sign in source), HERMES)

@@ -1,0 +1,140 @@
+"""Reasoning at the beginning of an answer, in <think>…</think>, told from what is said after it as both come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from ssmd.text.markers import first, may_become
+from ssmd.text.messages import THINK, THINK_END
+
+
+class Reasoning:
+    """One answer's. Spaces around what is thought are not told. state: `over` when all that comes is said.
+
+    opened: the prompt ends within it already. controls: the markers that are control tokens, which come by `mark`.
+    """
+
+    def __init__(self, *, opened: bool = False, controls: Collection[str] = ()) -> None:
+        self.state: Literal["start", "thinking", "after", "over"] = "start"
+        self._opened = opened
+        self._begins = () if THINK in controls else (THINK,)
+        self._ends = () if THINK_END in controls else (THINK_END,)
+        self._raw: list[str] = []
+        self._spaces: list[str] = []  # that may be followed by more of it
+        self._held = ""  # what may become a marker
+        self._told = False
+
+    @property
+    def raw(self) -> str:
+        """All that came of it so far, as it was written, with its markers."""
+        return "".join(self._raw)
+
+    @property
+    def holds(self) -> bool:
+        """Whether something came that was not told yet."""
+        return bool(self._held or self._spaces)
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Take in text: (what is thought, what is said)."""
+        thought = ""
+        if self.state == "start":
+            text = self._start(text)
+        if self.state == "thinking":
+            thought, text = self._think(text)
+        if self.state == "after":
+            rest = text.lstrip()
+            self._raw.append(text[: len(text) - len(rest)])
+            text = rest
+            if rest:
+                self.state = "over"
+        return thought, text
+
+    def mark(self, marker: str) -> tuple[str, str] | None:
+        """Take in a control token by its text, as `push`; None: it is no marker here."""
+        if marker == THINK and self.state == "start" and not self._held:
+            self._open(marker)
+            return "", ""
+        if marker == THINK_END and (self.state == "thinking" or (self.state == "start" and self._opened)):
+            held, self._held = self._held, ""
+            thought = self._more(held)
+            self._close(marker)
+            return thought, ""
+        return None
+
+    def end(self) -> tuple[str, str]:
+        """Nothing more comes: (what is thought, what is said) of what was held back."""
+        held, self._held = self._held, ""
+        if self.state == "start" and not self._opened:
+            self.state = "over"
+            said = "".join(self._spaces) + held
+            self._spaces.clear()
+            return "", said
+        thought = self._more(held) if held else ""
+        self._keep_spaces()
+        return thought, ""
+
+    def _start(self, text: str) -> str:
+        if not self._held:
+            rest = text.lstrip()
+            self._spaces.append(text[: len(text) - len(rest)])
+            text = rest
+        text, self._held = self._held + text, ""
+        for marker in self._begins:
+            if text.startswith(marker):
+                self._open(marker)
+                return text[len(marker) :]
+            if marker.startswith(text):
+                self._held = text
+                return ""
+        if not text:
+            return ""
+        if self._opened:
+            self._keep_spaces()
+            self.state = "thinking"
+            return text
+        self.state = "over"
+        text = "".join([*self._spaces, text])
+        self._spaces.clear()
+        return text
+
+    def _think(self, text: str) -> tuple[str, str]:
+        text, self._held = self._held + text, ""
+        at, marker = first(text, self._ends)
+        if not marker:
+            at -= may_become(text, self._ends)
+            self._held = text[at:]
+            return self._more(text[:at]), ""
+        thought = self._more(text[:at])
+        self._close(marker)
+        return thought, text[at + len(marker) :]
+
+    def _more(self, text: str) -> str:
+        """Take in some of it, and tell it up to its last word."""
+        if not self._told:
+            rest = text.lstrip()
+            self._raw.append(text[: len(text) - len(rest)])
+            text, self._told = rest, bool(rest)
+        words = text.rstrip()
+        thought = ""
+        if words:
+            thought = "".join([*self._spaces, words])
+            self._raw.append(thought)
+            self._spaces.clear()
+        if len(words) < len(text):
+            self._spaces.append(text[len(words) :])
+        return thought
+
+    def _open(self, marker: str) -> None:
+        self._keep_spaces()
+        self._raw.append(marker)
+        self.state = "thinking"
+
+    def _close(self, marker: str) -> None:
+        self._keep_spaces()
+        self._raw.append(marker)
+        self.state = "after"
+
+    def _keep_spaces(self) -> None:
+        self._raw += self._spaces
+        self._spaces.clear()

@@ -1,0 +1,53 @@
+"""An answer read as it comes, and what it comes to: parts joined, whatever the pieces were."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from ssmd.text.answer import AnswerReader
+from ssmd.text.calls.formats import Format
+from ssmd.text.calls.parts import Arguments, Begun, Ended, Part, Said, Thought
+
+TOOLS = ("f", "g", "get_weather")
+
+
+@dataclass
+class Read:
+    """What an answer comes to. calls: (name, arguments, whether they are whole)."""
+
+    said: str = ""
+    thought: str = ""
+    calls: list[tuple[str, str, bool | None]] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)  # of kinds, none twice in a row
+    content: str = ""
+    _arguments: list[str] = field(default_factory=list, compare=False)
+
+    def take(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            kind = type(part).__name__
+            if isinstance(part, Said):
+                self.said += part.text
+            elif isinstance(part, Thought):
+                self.thought += part.text
+            elif isinstance(part, Begun):
+                self.calls.append((part.name, "", None))
+                self._arguments = []
+            elif isinstance(part, Arguments):
+                self._arguments.append(part.text)
+            elif isinstance(part, Ended):
+                self.calls[-1] = (self.calls[-1][0], "".join(self._arguments), part.whole)
+            if self.order[-1:] != [kind]:
+                self.order.append(kind)
+
+
+def read(format_: Format | None, pieces: Iterable[str], controls: Collection[str] = (), thinking: bool = False) -> Read:
+    """What is made of pieces of text; one that is among the controls comes as a control token."""
+    reader, found = AnswerReader(format_, TOOLS, thinking=thinking, controls=controls), Read()
+    for piece in pieces:
+        parts = reader.mark(piece) if piece in controls else reader.push(piece)
+        assert parts is not None, f"{piece} is no marker here"
+        found.take(parts)
+    found.take(reader.end())
+    found.content = reader.content
+    return found
