@@ -134,8 +134,8 @@ def main(names: Sequence[str], rounds: int = ROUNDS) -> None:
     print(f"| {' | '.join(heads)} |")
     print("| --- | --- | --- | --- | --- | --- |")
     print("\n".join(first for first, _ in rows))
-    heads = ("model", "tokens in a run", "ms each", "drawn, ms each", "times as fast", "whole answer, ms", "drawn, ms")
-    print(f"\n| {' | '.join(heads)} |")
+    more = ("model", "tokens in a run", "ms each", "drawn, ms each", "times as fast", "whole answer, ms", "drawn, ms")
+    print(f"\n| {' | '.join(more)} |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     print("\n".join(second for _, second in rows))
 

@@ -18,7 +18,7 @@ from ssmd.config import Settings
 from ssmd.engine.host import Host
 from ssmd.engine.persistence import Persistence
 from ssmd.model.artifact import Artifact
-from ssmd.runtime.protocol import get_runtime
+from ssmd.runtime.protocol import Program, get_runtime
 from ssmd.server import create_app
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Turn
@@ -64,10 +64,11 @@ def daemon(
     stall_s: float = 30.0,
     busy_ms: int = 2000,
     settings: Settings | None = None,
+    as_program: Callable[[Program], Any] = lambda program: program,
 ) -> Iterator[Daemon]:
-    """`data_dir` None keeps nothing. settings: who is answered."""
+    """`data_dir` None keeps nothing. settings: who is answered. as_program: what stands before the real one."""
     artifact = Artifact.open(path)
-    program = get_runtime(artifact.manifest.runtime).load(artifact, threads=1)
+    program = as_program(get_runtime(artifact.manifest.runtime).load(artifact, threads=1))
     store = None if data_dir is None else Store.open(data_dir, busy_ms=busy_ms)
     engine = OwnEngine(artifact, program, store, max_running=max_running, max_queue=max_queue)
     engine.start()

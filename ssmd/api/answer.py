@@ -9,8 +9,10 @@ from typing import Any
 
 from ssmd.api.fields import HEADER as IGNORED
 from ssmd.api.idempotency import REPLAYED
+from ssmd.engine.deltas import calls_of
 from ssmd.engine.request import Delta, FinishReason, Rejected, Request, TokenLogprob, Usage, label
 from ssmd.engine.shelf import Model
+from ssmd.text.messages import ToolCall
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,16 @@ class WholeChoice:
     text: str
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    @staticmethod
+    def of(deltas: Sequence[Delta], finish_reason: FinishReason) -> WholeChoice:
+        """What the deltas of a choice come to."""
+        said = "".join(delta.text for delta in deltas if not delta.reasoning)
+        thought = "".join(delta.text for delta in deltas if delta.reasoning)
+        logprobs = tuple(entry for delta in deltas for entry in delta.logprobs)
+        return WholeChoice(said, logprobs, finish_reason, thought, calls_of(deltas))
 
 
 class Answer(ABC):
@@ -62,7 +74,7 @@ class Answer(ABC):
 
     @abstractmethod
     def delta(self, delta: Delta) -> bytes:
-        """The event of new text."""
+        """The event of a delta: new text, or more of a call."""
 
     @abstractmethod
     def ending(self, finish_reasons: Sequence[FinishReason], usage: Usage) -> Iterable[bytes]:

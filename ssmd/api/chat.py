@@ -68,7 +68,7 @@ class ChatAnswer(Answer):
         written = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": _message(choice),
                 "logprobs": _logprobs(choice.logprobs),
                 "finish_reason": choice.finish_reason,
             }
@@ -81,7 +81,7 @@ class ChatAnswer(Answer):
             yield self._chunk(i, {"role": "assistant", "content": "", "refusal": None})
 
     def delta(self, delta: Delta) -> bytes:
-        return self._chunk(delta.index, {"content": delta.text}, logprobs=delta.logprobs)
+        return self._chunk(delta.index, _delta(delta), logprobs=delta.logprobs)
 
     def ending(self, finish_reasons: Sequence[FinishReason], usage: Usage) -> Iterator[bytes]:
         for i, reason in enumerate(finish_reasons):
@@ -103,6 +103,29 @@ class ChatAnswer(Answer):
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": _logprobs(logprobs), "finish_reason": finish_reason}
         return sse.encode({**self._envelope, "choices": [choice]})
+
+
+def _message(choice: WholeChoice) -> dict[str, Any]:
+    """An assistant's message. Beside calls a content that is empty is null, as OpenAI has it."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    return message
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    call = delta.call
+    if call is None:
+        return {"reasoning_content" if delta.reasoning else "content": delta.text}
+    function = {"name": call.name, "arguments": call.arguments} if call.name else {"arguments": call.arguments}
+    begins = {"id": call.id, "type": "function"} if call.name else {}
+    return {"tool_calls": [{"index": call.number, **begins, "function": function}]}
 
 
 def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from ssmd.api.body import Id, StrictModel, shown, validate
 from ssmd.api.fields import OTHERS
 from ssmd.api.messages import read_messages
 from ssmd.api.structured import Structured, grammar_of
+from ssmd.api.tool_choice import read_tool_choice
 from ssmd.api.tools import read_given
 from ssmd.engine.dry import MAX_ALLOWED_LENGTH, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_DRY, Dry
 from ssmd.engine.repetition import EVERYTHING
@@ -33,9 +34,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
     "moderation": (None,),
-    "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
-    "tool_choice": (None, "none", "auto"),
     "web_search_options": (None,),
     **OTHERS,
 }
@@ -113,6 +112,8 @@ class ChatBody(Structured):
     background: bool | None = None
     # For the chat template, see tools.py.
     tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
     functions: Any = None
     chat_template_kwargs: Any = None
     enable_thinking: Any = None
@@ -171,6 +172,7 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
     )
     penalty = _one_of(repetition_penalty=body.repetition_penalty, repeat_penalty=body.repeat_penalty)
     messages = read_messages(body.messages)
+    given = read_given(vars(body))
     bias = _logit_bias(body.logit_bias or {}, vocabulary)
     try:
         sampling = SamplingParams(
@@ -202,8 +204,9 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
         session=body.session,
         store=body.store is not False,
         truncate=truncate if body.truncation is None else body.truncation == "auto",
-        given=read_given(vars(body)),
+        given=given,
         grammar=grammar_of(body),
+        tool_choice=read_tool_choice(body.tool_choice, body.parallel_tool_calls, given.tools),
     )
 
 

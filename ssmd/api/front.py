@@ -266,11 +266,7 @@ async def _whole(answer: Answer, first: First, delivery: Delivery) -> Mapping[st
     if isinstance(event, Failed):
         raise event.error
     assert isinstance(event, Done)
-    choices = []
-    for i, reason in enumerate(event.finish_reasons):
-        mine = deltas.get(i, [])
-        logprobs = tuple(entry for delta in mine for entry in delta.logprobs)
-        choices.append(WholeChoice("".join(delta.text for delta in mine), logprobs, reason))
+    choices = [WholeChoice.of(deltas.get(i, []), reason) for i, reason in enumerate(event.finish_reasons)]
     return answer.whole(choices, event.usage)
 
 

@@ -14,7 +14,8 @@ from ssmd.api import sse
 from ssmd.api.answer import Answer
 from ssmd.api.keys import caller_of
 from ssmd.api.under_way import Answering, UnderWay
-from ssmd.engine.request import Delta, Done, Failed
+from ssmd.engine.deltas import joined
+from ssmd.engine.request import Done, Failed
 
 log = logging.getLogger(__name__)
 ROOT = "/ssmd/v1/requests"
@@ -34,8 +35,8 @@ def routes(under_way: UnderWay, stall_s: float) -> list[Route]:
 
 
 class _Follow:
-    """The ASGI app of an answer's second stream. It reads the text that the engine keeps anyway: nothing waits for who
-    follows, and who is slow gets more of it at a time.
+    """The ASGI app of an answer's second stream. It reads the deltas that the engine keeps anyway: nothing waits for
+    who follows, and who is slow gets more of it at a time.
     """
 
     def __init__(self, under_way: UnderWay, stall_s: float) -> None:
@@ -73,14 +74,15 @@ async def _follow(
     """Write what there is and what comes, to the end. Raises Stalled."""
     for opening in answer.opening():
         await stream.write(opening)
-    told = [0] * found.request.choices  # characters of each choice
+    told = [0] * found.request.choices  # deltas of each choice
     while not left.done():
         news.clear()
-        end = found.end  # before the text: of what is over nothing comes later
-        for i, text in enumerate(found.texts):
-            if len(text) > told[i]:
-                await stream.write(answer.delta(Delta(i, text[told[i] :])))
-                told[i] = len(text)
+        end = found.end  # before the rest: of what is over nothing comes later
+        for i, deltas in enumerate(found.deltas):
+            new = deltas[told[i] :]
+            told[i] += len(new)
+            for delta in joined(new):
+                await stream.write(answer.delta(delta))
         if isinstance(end, Done):
             for ending in answer.ending(end.finish_reasons, end.usage):
                 await stream.write(ending)

@@ -11,7 +11,7 @@ from ssmd.api.body import shown
 from ssmd.api.delivery import Delivery
 from ssmd.api.errors import INTERNAL
 from ssmd.engine.generation import Generation
-from ssmd.engine.request import Done, Event, Failed, FinishReason, Rejected, Request, Usage
+from ssmd.engine.request import Delta, Done, Event, Failed, FinishReason, Rejected, Request, Usage
 from ssmd.engine.several import Several
 from ssmd.sessions.domain import Domain
 
@@ -43,9 +43,9 @@ class Answering:
         return Head(asked.id, asked.created, asked.session, owner, cancel=self.cancel)
 
     @property
-    def texts(self) -> Sequence[str]:
-        """What was said of each choice so far: the engine's own, which grows meanwhile."""
-        return () if self.generation is None else self.generation.texts
+    def deltas(self) -> Sequence[Sequence[Delta]]:
+        """What was sent of each choice so far: the engine's own, which grows meanwhile."""
+        return () if self.generation is None else self.generation.deltas
 
     @property
     def end(self) -> Event | None:

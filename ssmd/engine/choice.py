@@ -1,17 +1,22 @@
-"""One of the n choices of a request while it decodes: from a row of logits to text that may be sent."""
+"""One of the n choices of a request while it decodes: from a row of logits to what may be sent."""
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Literal
 
+from ssmd.engine.calling import Calling
 from ssmd.engine.grammar import Guide
-from ssmd.engine.request import Delta, FinishReason, Request, TokenLogprob
+from ssmd.engine.prompt import Prompt
+from ssmd.engine.request import CallDelta, Delta, FinishReason, Request, TokenLogprob
 from ssmd.engine.sampling import Sample, Sampler
 from ssmd.runtime.protocol import Handle, Logits
-from ssmd.sessions.line import Line
+from ssmd.text.calls.parts import Arguments, Begun, Part, Said, Thought
 from ssmd.text.detokenizer import Detokenizer
+from ssmd.text.messages import ToolCall
 from ssmd.text.stops import StopStrings
 from ssmd.text.tokenizer import Tokenizer
 
@@ -19,7 +24,7 @@ End = FinishReason | Literal["cancelled"]
 
 
 class Choice:
-    """Sampler, detokenizer and stop strings of choice `index`; they run in the worker, before a token is fed."""
+    """What turns logits into tokens, and those into deltas, for choice `index`: in the worker, before one is fed."""
 
     def __init__(
         self,
@@ -28,35 +33,40 @@ class Choice:
         budget: int,
         tokenizer: Tokenizer,
         stops: frozenset[int],
-        prompt: Line,
+        prompt: Prompt,
+        calling: Calling,
         guide: Guide | None = None,
     ) -> None:
-        """prompt: its ids, of which those that a penalty counts are at hand. guide: its own, of what it may say."""
+        """prompt: of its ids those that a penalty counts are at hand. guide: its own, of what it may say."""
         self.index = index
         self.turn = f"turn_{secrets.token_hex(12)}"
         self.handle: Handle = None
-        self.tokens: list[
-            int
-        ] = []  # part of the text; the last one may not have been fed, nor those that follow from a
-        self.ahead = 0  # grammar, which are so many after the next one to be fed
-        self.text = ""
+        # Part of the text. The last one may not have been fed, nor those that follow from a grammar.
+        self.tokens: list[int] = []
+        self.ahead = 0  # that are to be fed after the next one
+        self.deltas: list[Delta] = []  # those sent
         self.end: End | None = None
         self.cut = False  # text and tokens disagree: a stop string, or a control token inside the answer
         self.times: list[float] = []  # perf_counter at each sampled token
+        self._request = request
         self._budget = budget
         dry = request.sampling.dry
         breakers = () if dry is None else tokenizer.holding(dry.breakers)
-        self._sampler = Sampler(request.sampling, index=index, before=prompt.own, breakers=breakers)
+        self._sampler = Sampler(request.sampling, index=index, before=prompt.ids.own, breakers=breakers)
         self._tokenizer = tokenizer
         self._stop_tokens = stops
         self._guide = guide
         self._detokenizer = Detokenizer(tokenizer, begun=request.raw is not None)
         self._stop_strings = StopStrings(request.stop) if request.stop else None
+        self._calling = calling
+        self._reader = calling.reader(request, prompt)
+        self._read: list[tuple[str, bool]] = []  # texts, and whether they are markers that came as control tokens
         self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
-        self.logprobs: list[TokenLogprob] = []  # of those sent
+        self._spoke = True  # before this token
+        self._calls: list[tuple[str, str, list[str]]] = []  # id, name, arguments
 
-    def take(self, logits: Logits) -> Delta | None:
-        """Sample from `logits` [vocab]; the delta to send, if any. Sets `end` when this choice is over."""
+    def take(self, logits: Logits) -> Sequence[Delta]:
+        """Sample from `logits` [vocab]; what is to be sent. Sets `end` when this choice is over."""
         guide = self._guide
         sample = self._sampler.sample(logits, None if guide is None else guide.mask())
         self.times.append(time.perf_counter())
@@ -64,17 +74,17 @@ class Choice:
             return self._finish("stop")
         if sample.logprob is not None:
             self._held.append(self._logprob(sample, sample.logprob))
-        text, hit = self._say(sample.token)
+        parts, hit = self._say(sample.token)
         if guide is not None and not hit:
             more, hit = self._follow(guide, sample.token)
-            text += more
+            parts = [*parts, *more]
         if hit:
-            return self._cut_off(text)
-        if guide is not None and guide.ended:
-            return self._finish("stop", text)
+            return self._cut_off(parts)
+        if (guide is not None and guide.ended) or (self._reader.calls_over and self._one_call):
+            return self._finish("stop", parts)
         if len(self.tokens) >= self._budget:
-            return self._finish("length", text)
-        return self._delta(text)
+            return self._finish("length", parts)
+        return self._deltas(parts)
 
     def fed(self, count: int) -> bool:
         """Note that so many of `unfed` were fed; whether the logits after them are for `take`."""
@@ -86,7 +96,7 @@ class Choice:
         """Stop here: what was sent is the answer; tokens whose text was held back disagree with it."""
         if self.end is None:
             self.end = "cancelled"
-            self.cut = self.cut or bool(self._held_back()[0])
+            self.cut = self.cut or bool(self._held_back()[0]) or self._reader.holds
 
     @property
     def next_token(self) -> int:
@@ -97,40 +107,92 @@ class Choice:
         """The tokens to be fed, before the next one is drawn: more than one where a grammar left no choice."""
         return self.tokens[-1 - self.ahead :]
 
-    def _say(self, token: int) -> tuple[str, bool]:
-        """Add a token; the text that is complete with it, and whether that reaches a stop string."""
-        self.tokens.append(token)
-        if self._tokenizer.is_control(token):
-            self.cut = True
-        return self._scan(self._detokenizer.push(token))
+    @property
+    def text(self) -> str:
+        """What was sent, but for the calls: reasoning is there as it was written."""
+        return self._reader.content
 
-    def _follow(self, guide: Guide, token: int) -> tuple[str, bool]:
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls that were sent, each as far as it came."""
+        return tuple(ToolCall(id_, name, "".join(arguments)) for id_, name, arguments in self._calls)
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Those sent."""
+        return [entry for delta in self.deltas for entry in delta.logprobs]
+
+    @property
+    def rendered(self) -> str:
+        """What the tokens stand for, escaped as a template would write it; only where nothing is `cut`."""
+        parts = []
+        for marks, texts in groupby(self._read, key=lambda read: read[1]):
+            text = "".join(text for text, _ in texts)
+            parts.append(text if marks else self._tokenizer.escape(text))
+        return "".join(parts)
+
+    @property
+    def _one_call(self) -> bool:
+        return not self._request.tool_choice.parallel or self._request.tool_choice.name is not None
+
+    def _say(self, token: int) -> tuple[list[Part], bool]:
+        """Add a token; what is told with it, and whether that reaches a stop string."""
+        self.tokens.append(token)
+        if not self._tokenizer.is_control(token):
+            text, hit = self._scan(self._detokenizer.push(token))
+            return self._push(text), hit
+        marker = self._tokenizer.token_text(token)
+        if marker in self._calling.controls:
+            text, hit = self._held_back()  # no stop string reaches over a marker
+            parts = self._push(text)
+            if hit:
+                return parts, True
+            more = self._reader.mark(marker)
+            if more is not None:
+                self._read.append((marker, True))
+                return [*parts, *more], False
+            self.cut = True
+            return parts, False
+        self.cut = True
+        return [], False
+
+    def _follow(self, guide: Guide, token: int) -> tuple[list[Part], bool]:
         """Say what is bound to follow a token, as `_say`. Nothing where log-probabilities are asked for: only what is
         drawn has them.
         """
         room = 0 if self._sampler.params.logprobs else self._budget - len(self.tokens)
-        text = ""
+        parts: list[Part] = []
         for forced in guide.take(token, room):
             self._sampler.skip(forced)
             self.times.append(self.times[-1])
             more, hit = self._say(forced)
-            text += more
+            parts += more
             if hit:
-                return text, True
+                return parts, True
             self.ahead += 1
-        return text, False
+        return parts, False
 
-    def _finish(self, end: End, text: str = "") -> Delta | None:
+    def _push(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        self._read.append((text, False))
+        return self._reader.push(text)
+
+    def _finish(self, end: FinishReason, parts: Sequence[Part] = ()) -> Sequence[Delta]:
         rest, hit = self._held_back()
+        told = [*parts, *self._push(rest)]
         if hit:
-            return self._cut_off(text + rest)
-        self.end = end
-        return self._delta(text + rest)
+            return self._cut_off(told)
+        told += self._reader.end()
+        called = end == "stop" and self._reader.called and self._request.tool_choice.name is None
+        self.end = "tool_calls" if called else end
+        return self._deltas(told)
 
-    def _cut_off(self, text: str) -> Delta | None:
-        self.end, self.cut = "stop", True
+    def _cut_off(self, parts: Sequence[Part]) -> Sequence[Delta]:
+        told = [*parts, *self._reader.end()]
+        self.end, self.cut = "tool_calls" if self._reader.called else "stop", True
         self._held.clear()  # of tokens that reach into the stop string
-        return self._delta(text)
+        return self._deltas(told)
 
     def _held_back(self) -> tuple[str, bool]:
         """Text not sent yet, and whether a stop string cuts it."""
@@ -142,13 +204,35 @@ class Choice:
     def _scan(self, text: str) -> tuple[str, bool]:
         return (text, False) if self._stop_strings is None else self._stop_strings.push(text)
 
-    def _delta(self, text: str) -> Delta | None:
-        if not text and not (self._held and self.end):
-            return None
-        self.text += text
-        logprobs, self._held = tuple(self._held), []
-        self.logprobs += logprobs
-        return Delta(self.index, text, logprobs)
+    def _deltas(self, parts: Sequence[Part]) -> Sequence[Delta]:
+        """Parts as they are sent. Log-probabilities go with what is said, those of other tokens are dropped."""
+        deltas = [delta for part in parts if (delta := self._delta(part)) is not None]
+        spoke, self._spoke = self._spoke, self._reader.speaks
+        if not (spoke and self._spoke):  # a marker's last token, say
+            self._held.clear()
+        if self._held and self.end and not self._reader.calls_over:
+            deltas.append(Delta(self.index, "", self._logprobs()))
+        self.deltas += deltas
+        return deltas
+
+    def _delta(self, part: Part) -> Delta | None:
+        if isinstance(part, Said):
+            return Delta(self.index, part.text, self._logprobs())
+        self._held.clear()
+        if isinstance(part, Thought):
+            return Delta(self.index, part.text, reasoning=True)
+        if isinstance(part, Begun):
+            call = CallDelta(len(self._calls), self._calling.format.new_id(), part.name)
+            self._calls.append((call.id, call.name, []))
+            return Delta(self.index, "", call=call)
+        if isinstance(part, Arguments):
+            self._calls[-1][2].append(part.text)
+            return Delta(self.index, "", call=CallDelta(len(self._calls) - 1, arguments=part.text))
+        return None
+
+    def _logprobs(self) -> tuple[TokenLogprob, ...]:
+        held, self._held = tuple(self._held), []
+        return held
 
     def _logprob(self, sample: Sample, logprob: float) -> TokenLogprob:
         name, utf8 = self._tokenizer.token_text, self._tokenizer.token_bytes

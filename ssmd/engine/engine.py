@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ssmd.engine.calling import Calling
 from ssmd.engine.feeding import BUCKET_WHILE_OTHERS_DECODE
 from ssmd.engine.generation import Asked, Generation
 from ssmd.engine.grammar import Grammars
@@ -65,6 +66,7 @@ class Engine:
         self.device = device or manifest.device_class
         self._texts = opened(artifact, apart=False) if texts is None else texts
         tokenizer = self._texts.tokenizer
+        self._calling = Calling(self._texts.template.source, tokenizer)
         store = None if writer is None else writer.store
         self._planner = Planner(manifest, program, tokenizer, self._texts.template, store)
         self._raw = RawPlanner(self._planner.scope, program, tokenizer, store)
@@ -82,6 +84,7 @@ class Engine:
             self._persistence,
             metrics,
             tokenizer,
+            self._calling,
             stops,
             max_running,
             spare_lanes,
@@ -133,7 +136,6 @@ class Engine:
         """
         started = time.perf_counter() if request.arrived is None else request.arrived
         self.check(request.client)
-        guide = None if request.grammar is None else self._grammars.read(request.grammar)
         try:
             plan = self._planner.plan if request.raw is None else self._raw.plan
             prompt = plan(request, go_on)
@@ -141,6 +143,8 @@ class Engine:
             if self.draining:  # which ended what it was prepared in
                 self.check(request.client)
             raise
+        request = self._calling.forced(request, prompt)
+        guide = None if request.grammar is None else self._grammars.read(request.grammar)
         if request.echo:
             deliver = echoing(deliver, self._raw.text(request), request.n)
         asked = Asked(request, prompt, deliver, started, recallable, guide)

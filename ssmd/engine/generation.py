@@ -12,7 +12,7 @@ from ssmd.engine.choice import Choice
 from ssmd.engine.grammar import Guide
 from ssmd.engine.metrics import CANCELLED, STOPPED, ModelMetrics
 from ssmd.engine.prompt import Prompt
-from ssmd.engine.request import Done, Event, FinishReason, Rejected, Request, Resume, Usage, label
+from ssmd.engine.request import Delta, Done, Event, FinishReason, Rejected, Request, Resume, Usage, label
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.checkpoint import NewCheckpoint
 
@@ -157,16 +157,16 @@ class Generation:
         self.cancel()
 
     @property
-    def texts(self) -> list[str]:
-        """What was sent of each choice that has begun; from any thread."""
-        return [choice.text for choice in tuple(self.progress.choices)]
+    def deltas(self) -> list[list[Delta]]:
+        """What was sent of each choice that has begun: lists that grow meanwhile; from any thread."""
+        return [choice.deltas for choice in tuple(self.progress.choices)]
 
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
         """Why each choice ended, one that was cut off, or never begun, counted as `stop`."""
         ends = [choice.end for choice in self.progress.choices]
         ends += [None] * (self.asked.request.n - len(ends))
-        return tuple("length" if end == "length" else "stop" for end in ends)
+        return tuple("stop" if end is None or end == "cancelled" else end for end in ends)
 
     @property
     def broke_off(self) -> bool:

@@ -209,12 +209,12 @@ class _Kept(Kept):
 
     def commit(self, choices: Sequence[Choice], done: Done, then: Callable[[bool], None]) -> None:
         # Those that were cut before they had a text become no turns.
-        self._turns = [choice for choice in choices if choice.text or choice.end != "cancelled"]
+        self._turns = [choice for choice in choices if choice.text or choice.calls or choice.end != "cancelled"]
         if self._info is None or not self._turns:
             self._by._writer.abandon(self._checkpoints)
             then(False)
             return
-        turns = [_turn(self._info, self._prompt, c, self._by._tokenizer.escape(c.text)) for c in self._turns]
+        turns = [_turn(self._info, self._prompt, choice) for choice in self._turns]
         key = self._asked.request.key
         reply = None if key is None else replay.keep(self._asked, self._turns, done, key)
         self._by._writer.commit(self._info, turns, tuple(self._checkpoints), then, reply, self._prompt.heard)
@@ -245,8 +245,8 @@ class _KeptPrefix(_Kept):
             then(False)
 
 
-def _turn(info: SessionInfo, prompt: Prompt, choice: Choice, escaped: str) -> NewTurn:
-    """The turn that a choice answered. `escaped` is its text as a template would see it.
+def _turn(info: SessionInfo, prompt: Prompt, choice: Choice) -> NewTurn:
+    """The turn that a choice answered.
 
     Where text and tokens disagree (`choice.cut`), what is known of both ends with the prompt.
     """
@@ -255,10 +255,10 @@ def _turn(info: SessionInfo, prompt: Prompt, choice: Choice, escaped: str) -> Ne
         session=info.id,
         parent=prompt.parent,
         messages=prompt.new,
-        answer=Message("assistant", prompt.begun + choice.text),
+        answer=Message("assistant", prompt.begun + choice.text, tool_calls=choice.calls),
         ids=prompt.ids if choice.cut else prompt.ids.then(choice.tokens),
         prompt_tokens=len(prompt.ids),
-        text=prompt.text if choice.cut else prompt.text.then(escaped),
+        text=prompt.text if choice.cut else prompt.text.then(choice.rendered),
         finish=choice.end or "cancelled",
         complete=choice.end != "cancelled",
         created_at=datetime.now(UTC),

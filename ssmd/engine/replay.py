@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple
 from typing import Any
 
 from ssmd.engine.choice import Choice
+from ssmd.engine.deltas import joined
 from ssmd.engine.generation import Asked
-from ssmd.engine.request import LEAST_LOGPROB, Delta, Done, Event, TokenLogprob, Usage
+from ssmd.engine.request import LEAST_LOGPROB, CallDelta, Delta, Done, Event, TokenLogprob, Usage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 
 
@@ -22,6 +23,7 @@ def keep(asked: Asked, choices: Sequence[Choice], done: Done, key: ReplyKey) -> 
             "finish_reasons": done.finish_reasons,
             "usage": asdict(done.usage),
             "logprobs": [[_to_json(entry) for entry in choice.logprobs] for choice in choices],
+            "said": [_said(choice) for choice in choices],
         }
     return NewReply(key, complete, answer)
 
@@ -30,8 +32,31 @@ def events(reply: Reply) -> list[Event]:
     """List the events that the engine would deliver for a complete reply."""
     answer = reply.answer
     given = zip(reply.texts, answer["logprobs"], strict=True)
-    deltas = [Delta(i, text[answer["begun"] :], tuple(map(_from_json, p))) for i, (text, p) in enumerate(given)]
+    plain = [Delta(i, text[answer["begun"] :], tuple(map(_from_json, p))) for i, (text, p) in enumerate(given)]
+    told = answer.get("said", [None] * len(plain))  # an earlier version knew nothing but text
+    deltas = [delta for said, one in zip(told, plain, strict=True) for delta in _deltas(said, one)]
     return [*deltas, Done(tuple(answer["finish_reasons"]), Usage(**answer["usage"]))]
+
+
+def _said(choice: Choice) -> list[Any] | None:
+    """How an answer came: its reasoning, what was said, and its calls, in their order; None where all was said."""
+    if all(delta.call is None and not delta.reasoning for delta in choice.deltas):
+        return None
+    return [
+        [delta.text, delta.reasoning, None if delta.call is None else astuple(delta.call)]
+        for delta in joined(choice.deltas)
+    ]
+
+
+def _deltas(said: Sequence[Any] | None, whole: Delta) -> Iterator[Delta]:
+    """The deltas of a choice. Log-probabilities come with the first that is said, or at the end."""
+    logprobs = whole.logprobs
+    for text, reasoning, call in said or [[whole.text, False, None]]:
+        mine = logprobs if call is None and not reasoning else ()
+        logprobs = () if mine else logprobs
+        yield Delta(whole.index, text, mine, reasoning, None if call is None else CallDelta(*call))
+    if logprobs:
+        yield Delta(whole.index, "", logprobs)
 
 
 def _to_json(entry: TokenLogprob) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Literal
 from ssmd.engine.sampling import SamplingParams
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.reply import ReplyKey
+from ssmd.text.calls.tool_choice import AUTO, ToolChoice
 from ssmd.text.messages import Message
 from ssmd.text.template import NOTHING_MORE, Given
 
@@ -57,6 +58,7 @@ class Request:
     clients that wait take turns. domain: what of the store is there for it, and whose a new session is.
     arrived: perf_counter when it came, before it was read; None: as it is submitted. load_ms: it waited for its model.
     id: what its answer is called. given: what the template is told beside the messages. grammar: of the answer.
+    tool_choice: of the tools that are given.
     """
 
     messages: tuple[Message, ...]
@@ -77,6 +79,7 @@ class Request:
     raw: Raw | None = None
     more: tuple[Raw, ...] = ()
     echo: bool = False
+    tool_choice: ToolChoice = AUTO
     id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}", compare=False)
 
     @property

@@ -46,11 +46,12 @@ class Several:
         return self.generations[0].asked
 
     @property
-    def texts(self) -> Sequence[str]:
-        """What was sent of each choice so far; from any thread."""
-        found: list[str] = []
+    def deltas(self) -> list[list[Delta]]:
+        """What was sent of each choice so far: lists that grow meanwhile; from any thread."""
+        found: list[list[Delta]] = []
         for one in tuple(self.generations):
-            found += (one.texts + [""] * self._n)[: self._n]
+            mine = one.deltas
+            found += (mine + [[] for _ in range(self._n)])[: self._n]
         return found
 
     def cancel(self) -> None:

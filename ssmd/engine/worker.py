@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
+from ssmd.engine.calling import Calling
 from ssmd.engine.choice import Choice
 from ssmd.engine.feeding import FORCED_BESIDE_OTHERS, feed, feed_forced, is_read
 from ssmd.engine.generation import Generation
@@ -36,6 +37,7 @@ class Worker:
         persistence: Persistence | KeepsNothing,
         metrics: ModelMetrics,
         tokenizer: Tokenizer,
+        calling: Calling,
         stop_tokens: frozenset[int],
         max_running: int,
         spare_lanes: int,
@@ -50,7 +52,7 @@ class Worker:
         self._queue = queue
         self._persistence = persistence
         self._metrics = metrics
-        self._tokenizer = tokenizer
+        self._tokenizer, self._calling = tokenizer, calling
         self._stop_tokens = stop_tokens
         self._max_running = max_running
         self._shares = Shares(max_running, spare_lanes, getattr(program, "step_cost", float))
@@ -222,7 +224,8 @@ class Worker:
             room = None if self._program.context is None else self._program.context - len(g.prompt.ids)
             budget = request.max_tokens if room is None else min(request.max_tokens, room)
             guide = g.asked.guide and g.asked.guide.copy()
-            choice = Choice(request, len(p.choices), budget, self._tokenizer, self._stop_tokens, g.prompt.ids, guide)
+            index, texts = len(p.choices), (self._tokenizer, self._stop_tokens)
+            choice = Choice(request, index, budget, *texts, g.prompt, self._calling, guide)
             last = choice.index == request.n - 1
             choice.handle = p.handle if last else self._program.clone(p.handle)
             if last:
@@ -286,12 +289,12 @@ class Worker:
     def _take(self, g: Generation, choice: Choice, logits: Logits) -> None:
         before, times = len(choice.tokens), choice.times
         known = len(times)
-        delta = choice.take(logits)
+        deltas = choice.take(logits)
         self._new += len(choice.tokens) - before
         self._gaps += [(b - a) * 1e3 for a, b in pairwise(times[max(0, known - 1) :])]
         if not known and choice.index == 0:
             g.count_first_token(self._metrics)
-        if delta is not None:
+        for delta in deltas:
             self._send(g, delta)
         if choice.end is not None:
             self._close_choice(g, choice)

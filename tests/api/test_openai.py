@@ -71,7 +71,7 @@ def test_errors_are_typed(tiny: Daemon) -> None:
             "unsupported_parameter",
             "messages[0].content[0]",
         ),
-        (tiny.body(tools=[{"type": "function"}]), "BadRequestError", "invalid_value", "tools[0].function"),
+        (tiny.body(prediction={"type": "content"}), "BadRequestError", "unsupported_parameter", "prediction"),
         (tiny.body("x " * 3000), "BadRequestError", "context_length_exceeded", "messages"),
         (tiny.body("x " * 3000, stream=True), "BadRequestError", "context_length_exceeded", "messages"),
         (tiny.body(extra_body={"session": "unknown"}), "NotFoundError", "session_not_found", "session"),

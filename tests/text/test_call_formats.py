@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 from reading import read
 
-from ssmd.text.calls.formats import FORMATS, GRANITE_3, HERMES, LFM2, LLAMA_3, MISTRAL, NEMOTRON, Format, format_of
+from ssmd.text.calls.formats import (
+    FORMATS,
+    GRANITE_3,
+    HERMES,
+    LFM2,
+    LLAMA_3,
+    MISTRAL,
+    MISTRAL_11,
+    NEMOTRON,
+    Format,
+    format_of,
+)
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 # Of each published template the lines that tell what its model was trained to write.
@@ -24,7 +35,7 @@ PUBLISHED = {
     "Llama 3.1": (LLAMA_3, """{{- "<|python_tag|>" + tool_call.name + ".call(" }} {{- '"parameters": ' }}"""),
     "Llama 3.2": (LLAMA_3, """{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}"""),
     "Mistral 7B 0.3": (MISTRAL, '{{- "[TOOL_CALLS] [" }}'),
-    "Mistral Small 3.2": (MISTRAL, '{{- "[TOOL_CALLS]" + name + "[ARGS]" + arguments }}'),
+    "Mistral Small 3.2": (MISTRAL_11, '{{- "[TOOL_CALLS]" + name + "[ARGS]" + arguments }}'),
     "Nemotron Nano 2": (NEMOTRON, """{{- '<TOOLCALL>[{{"name": "tool_name1", "arguments": "tool_args1"}}, ' -}}"""),
     "none": (HERMES, "{{ message['content'] }}"),
 }
@@ -241,4 +252,4 @@ def test_ids_are_what_clients_and_templates_know(format_: Format) -> None:
         plain = id_.removeprefix("call_")
         assert plain.isascii()
         assert plain.isalnum()
-        assert len(plain) == (9 if format_ is MISTRAL else 24)
+        assert len(plain) == (9 if format_ in (MISTRAL, MISTRAL_11) else 24)

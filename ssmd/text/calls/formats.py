@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 from ssmd.text.calls.body import Body, Several
 from ssmd.text.calls.json_object import JsonObject
@@ -14,6 +15,22 @@ from ssmd.text.calls.pythonic import Pythonic
 
 Names = Collection[str]
 _LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a format's calls are written where they are forced: as its templates write them, their arguments in JSON.
+
+    opening, closing: around all. before, middle, after: around the name and the arguments of one. between: two of them.
+    """
+
+    before: str
+    middle: str
+    after: str = ""
+    between: str = ""
+    opening: str = ""
+    closing: str = ""
+    several: bool = True
 
 
 @dataclass(frozen=True)
@@ -27,7 +44,8 @@ class Format:
 
     name: str
     openings: tuple[str, ...]
-    bodies: dict[str, Callable[[Names], Body]]
+    bodies: Mapping[str, Callable[[Names], Body]]
+    written: Written
     closing: str = ""
     inner: tuple[str, ...] = ()
     bare: bool = False
@@ -56,27 +74,56 @@ def _known(names: Names) -> Body:
     return Several(lambda: JsonObject(names), between=";")
 
 
-HERMES = Format("hermes", ("<tool_call>",), {"[": _list, "": _object}, "</tool_call>")
-NEMOTRON = Format("nemotron", ("<TOOLCALL>",), {"[": _list, "": _object}, "</TOOLCALL>")
-GRANITE_3 = Format("granite 3", ("<|tool_call|>", "<tool_call>"), {"[": _list, "": _object})
+_pythonic = partial(Several, Pythonic, "[", ",", "]")
+_OBJECT = Written('{"name": "', '", "arguments": ', "}", ", ")
+HERMES = Format(
+    "hermes",
+    ("<tool_call>",),
+    {"[": _list, "": _object},
+    Written('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n"),
+    "</tool_call>",
+)
+NEMOTRON = Format(
+    "nemotron",
+    ("<TOOLCALL>",),
+    {"[": _list, "": _object},
+    replace(_OBJECT, opening="<TOOLCALL>[", closing="]</TOOLCALL>"),
+    "</TOOLCALL>",
+)
+GRANITE_3 = Format(
+    "granite 3",
+    ("<|tool_call|>", "<tool_call>"),
+    {"[": _list, "": _object},
+    replace(_OBJECT, opening="<|tool_call|>[", closing="]"),
+)
 LFM2 = Format(
     "lfm2",
     ("<|tool_call_start|>",),
-    {"[{": _list, "[": lambda names: Several(Pythonic, "[", ",", "]"), "": _object},
+    {"[{": _list, "[": lambda names: _pythonic(), "": _object},
+    replace(_OBJECT, opening="<|tool_call_start|>[", closing="]<|tool_call_end|>"),
     "<|tool_call_end|>",
 )
-LLAMA_3 = Format("llama 3", ("<|python_tag|>",), {"": _known}, bare=True)
+LLAMA_3 = Format(
+    "llama 3",
+    ("<|python_tag|>",),
+    {"": _known},
+    Written('{"name": "', '", "parameters": ', "}", several=False),  # its templates refuse more than one
+    bare=True,
+)
 MISTRAL = Format(
     "mistral",
     ("[TOOL_CALLS]",),
     {"[": _list, "{": _object, "": lambda names: Named()},
+    replace(_OBJECT, opening="[TOOL_CALLS] [", closing="]"),
     inner=(CALL_ID, ARGS),
     prefix="",
     id_length=9,
 )
-FORMATS = (HERMES, NEMOTRON, GRANITE_3, LFM2, LLAMA_3, MISTRAL)
+MISTRAL_11 = replace(MISTRAL, name="mistral 11", written=Written("[TOOL_CALLS]", ARGS))
+FORMATS = (HERMES, NEMOTRON, GRANITE_3, LFM2, LLAMA_3, MISTRAL, MISTRAL_11)
 # What only templates of that kind have in them; the first that is there tells.
 _SIGNS = (
+    (ARGS, MISTRAL_11),
     ("[TOOL_CALLS]", MISTRAL),
     ("<|tool_call_start|>", LFM2),
     ("<|tool_list_start|>", LFM2),

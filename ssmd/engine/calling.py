@@ -1,0 +1,66 @@
+"""How one model's answers are read, and what an answer has to be that must call a tool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from ssmd.engine.prompt import Prompt
+from ssmd.engine.request import Grammar, Request
+from ssmd.text.answer import AnswerReader
+from ssmd.text.calls.forced import forced
+from ssmd.text.calls.formats import format_of
+from ssmd.text.messages import THINK, THINK_END
+from ssmd.text.tokenizer import Tokenizer
+
+_AT_THE_END = 64  # characters of a prompt
+
+
+class Calling:
+    """Reads the answers of a model whose chat template has this source. Used from many threads."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
+        self.format = format_of(source)
+        self._reasons = THINK in source
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def controls(self) -> Mapping[str, int]:
+        """The markers that are control tokens of this model, and their ids."""
+        known = self._tokenizer
+        ids = ((m, t) for m in (*self.format.markers, THINK, THINK_END) for t in known.encode(m) if known.is_control(t))
+        return {marker: token for marker, token in ids if known.token_text(token) == marker}
+
+    def reader(self, request: Request, prompt: Prompt) -> AnswerReader:
+        """What reads one answer to a request. Calls are looked for where it gives tools that may be called."""
+        calls = self.format if request.given.tools and request.tool_choice.mode != "none" else None
+        names = () if calls is None else tool_names(request.given.tools)
+        raw = request.raw is not None  # whoever writes the prompt reads the answer
+        begun, thinking = raw or bool(prompt.begun.strip()), not raw and _thinks(prompt)
+        return AnswerReader(calls, names, thinking=thinking, begun=begun, controls=self.controls)
+
+    def forced(self, request: Request, prompt: Prompt) -> Request:
+        """The request, with the grammar of a call if the answer has to be one: whatever else it was to be."""
+        choice, tools = request.tool_choice, request.given.tools
+        if choice.mode != "required":
+            return request
+        if choice.name is not None:
+            tools = tuple(tool for tool in tools if tool["function"]["name"] == choice.name)
+        thought = "" if _thinks(prompt) else THINK if self._reasons and not prompt.begun.strip() else None
+        text = forced(self.format, tools, several=choice.parallel, thought=thought, controls=self.controls)
+        return replace(request, grammar=Grammar(text, "tools"))
+
+
+def tool_names(tools: tuple[Mapping[str, Any], ...]) -> frozenset[str]:
+    """What the functions among these tools are called."""
+    return frozenset(str(tool["function"]["name"]) for tool in tools if tool.get("type") == "function")
+
+
+def _thinks(prompt: Prompt) -> bool:
+    """Whether a prompt ends within the reasoning: its template, or a text that is continued, has begun it."""
+    begun = prompt.begun.lstrip()
+    if begun:
+        return begun.startswith(THINK) and THINK_END not in begun
+    return prompt.text.own[-_AT_THE_END:].rstrip().endswith(THINK)

@@ -1,0 +1,74 @@
+"""The grammar of an answer that must be tool calls, as llguidance reads it: arguments are valid by their schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ssmd.text.calls.formats import Format
+from ssmd.text.markers import first
+from ssmd.text.messages import THINK_END
+
+# As templates write JSON: then an answer is rendered as it was generated, and its state can be gone on from.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY = r"(.|\n)*"
+
+
+def forced(
+    format_: Format,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    several: bool,
+    thought: str | None,
+    controls: Mapping[str, int],
+) -> str:
+    """Calls of these tools in Lark, one or `several`.
+
+    thought: what reasoning begins with that may stand before them, "" where the prompt has begun it and it must end;
+    None: none may. controls: the ids of markers that are control tokens.
+    """
+    written = format_.written
+    rules = []
+    before = ""
+    if thought is not None:
+        before = "thought SPACES" if thought == "" else "(thought SPACES)?"
+        rules += _thought(thought, controls)
+    more = f" ({_text(written.between, controls)} call)*" if several and written.several else ""
+    start = [before, _text(written.opening, controls), f"call{more}", _text(written.closing, controls)]
+    rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}")
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
+        head = _text(written.before + name + written.middle, controls)
+        tail = _text(written.after, controls)
+        rules.append(f"call{i}: {head} arguments{i} {tail}".rstrip())
+        rules.append(f"arguments{i}: %json {json.dumps(_schema(function.get('parameters')))}")
+    return "\n".join([f"start: {' '.join(filter(None, start))}", *rules]) + "\n"
+
+
+def _schema(parameters: Any) -> dict[str, Any]:
+    """The schema of arguments, which are an object whatever it says. A tool without parameters has none."""
+    schema = parameters if isinstance(parameters, dict) and parameters else _NO_ARGUMENTS
+    return {"type": "object", **schema, "x-guidance": _SPACING}
+
+
+def _thought(begins: str, controls: Mapping[str, int]) -> list[str]:
+    if THINK_END in controls:
+        opening = f"<[{controls[begins]}]> " if begins in controls else f"{json.dumps(begins)} " if begins else ""
+        return [f"thought: {opening}/{_ANY}/ <[{controls[THINK_END]}]>", r"SPACES: /\s{0,2}/"]
+    return [f"thought[lazy]: /{begins}{_ANY}<\\/think>/", r"SPACES: /\s{0,2}/"]
+
+
+def _text(text: str, controls: Mapping[str, int]) -> str:
+    """A text in Lark, with the control tokens in it as tokens."""
+    parts = []
+    while text:
+        at, marker = first(text, controls)
+        if at:
+            parts.append(json.dumps(text[:at], ensure_ascii=False))
+        if marker:
+            parts.append(f"<[{controls[marker]}]>")
+        text = text[at + len(marker) :]
+    return " ".join(parts)

@@ -1,0 +1,260 @@
+"""Tool calls and reasoning in answers: whole and streamed, followed, given again and kept."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import TinyArtifacts
+from daemon import CHAT, Daemon, chunks, daemon, quiet, text_of
+from openai_client import openai
+from saying import Saying
+from serving import Answer
+
+STOP = 2  # <|im_end|> of the tiny model
+PARIS = '{"city": "Paris"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
+SECOND = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "f"}},
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with daemon(artifacts["granite-int8"], tmp_path_factory.mktemp("data"), as_program=Saying) as one:
+        yield one
+
+
+def scripted(one: Daemon, *texts: str, ends: bool = True) -> None:
+    """Have the model say these, one after each prompt."""
+    program, tokenizer = one.engine.program, one.engine._texts.tokenizer
+    assert isinstance(program, Saying)
+    program.say(*([*tokenizer.encode(text), *([STOP] if ends else [])] for text in texts))
+
+
+def ask(one: Daemon, said: str, content: str = "What about Paris?", *, ends: bool = True, **fields: Any) -> Answer:
+    scripted(one, said, ends=ends)
+    return one.chat(content, **{"tools": TOOLS, "max_tokens": 300, "logit_bias": {}, **fields})
+
+
+def choice_of(answer: Answer) -> dict[str, Any]:
+    assert answer.status == 200, answer.body
+    return dict(answer.json["choices"][0])
+
+
+def calls_of(found: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
+    """The tool calls of a stream, put together as OpenAI's clients do."""
+    calls: list[dict[str, Any]] = []
+    for chunk in found:
+        for choice in chunk["choices"]:
+            for delta in choice["delta"].get("tool_calls", []) if choice["index"] == index else ():
+                if delta["index"] == len(calls):
+                    assert delta["function"]["name"]
+                    assert delta["function"]["arguments"] == ""
+                    calls.append(json.loads(json.dumps(delta)))
+                else:
+                    assert set(delta) == {"index", "function"}
+                    calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+    return calls
+
+
+def test_a_call_whole(tiny: Daemon) -> None:
+    choice = choice_of(ask(tiny, CALL))
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["message"]["content"] is None
+    assert call["id"].startswith("call_")
+    assert len(call["id"]) == 29
+    assert call == {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": PARIS},
+    }
+
+
+def test_several_calls_and_text_before_them(tiny: Daemon) -> None:
+    choice = choice_of(ask(tiny, f"Let me look.\n{CALL}\n{SECOND}"))
+    assert choice["message"]["content"] == "Let me look."
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather", "f"]
+    assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 2
+    one = choice_of(ask(tiny, f"Let me look.\n{CALL}\n{SECOND}", parallel_tool_calls=False))
+    assert [call["function"]["name"] for call in one["message"]["tool_calls"]] == ["get_weather"]
+    assert one["finish_reason"] == "tool_calls"
+
+
+def test_a_call_streamed(tiny: Daemon) -> None:
+    scripted(tiny, f"<think>\nParis, then.\n</think>\n\nI look.\n{CALL}\n{SECOND}")
+    body = tiny.body(stream=True, tools=TOOLS, max_tokens=300, logit_bias={})
+    found = chunks(tiny.served.ask("POST", CHAT, body))
+    deltas = [chunk["choices"][0]["delta"] for chunk in found]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Paris, then."
+    assert text_of(found) == "I look."
+    calls = calls_of(found)
+    assert [(call["index"], call["type"], call["function"]) for call in calls] == [
+        (0, "function", {"name": "get_weather", "arguments": PARIS}),
+        (1, "function", {"name": "f", "arguments": "{}"}),
+    ]
+    assert sum("tool_calls" in delta for delta in deltas) > 6, "the arguments come bit by bit"
+    assert found[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_the_openai_client_puts_a_stream_together(tiny: Daemon) -> None:
+    scripted(tiny, f"I look.\n{CALL}\n{SECOND}")
+    result = openai("helper", tiny.url, tiny.body(tools=TOOLS, max_tokens=300, logit_bias={}))
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= set(result["kinds"])
+    choice = result["completion"]["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look."
+    functions = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert [(one["name"], one["arguments"]) for one in functions] == [("get_weather", PARIS), ("f", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("said", "fields"),
+    [
+        (CALL, {"tools": None}),
+        (CALL, {"tools": []}),
+        (CALL, {"tool_choice": "none"}),
+        ("<tool_call>\n{'name': 'f'}\n</tool_call>", {}),
+        ("Write <tool_call> first.", {}),
+        ("<tool_call>", {}),
+    ],
+)
+def test_what_is_no_call_is_content(tiny: Daemon, said: str, fields: dict[str, Any]) -> None:
+    choice = choice_of(ask(tiny, said, **fields))
+    assert choice["message"] == {"role": "assistant", "content": said, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_call_that_max_tokens_cuts(tiny: Daemon) -> None:
+    choice = choice_of(ask(tiny, CALL, max_tokens=54))
+    assert choice["finish_reason"] == "length"
+    (call,) = choice["message"]["tool_calls"]
+    arguments = call["function"]["arguments"]
+    assert arguments
+    assert PARIS.startswith(arguments)
+    assert arguments != PARIS
+
+
+def test_a_stop_string_cuts_calls_too(tiny: Daemon) -> None:
+    choice = choice_of(ask(tiny, CALL, stop=["Par"]))
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_reasoning_is_told_apart(tiny: Daemon, opened: bool) -> None:
+    """Where a text that is continued has begun it, too."""
+    said = "Hm. Or not.\n</think>\n\nYes."
+    asked = [{"role": "user", "content": "Is it?"}]
+    if opened:
+        asked.append({"role": "assistant", "content": "<think>\nWell."})
+    else:
+        said = f"<think>\n{said}"
+    choice = choice_of(ask(tiny, said, messages=asked))
+    assert choice["message"]["reasoning_content"] == "Hm. Or not."
+    assert choice["message"]["content"] == "Yes."
+
+
+def test_reasoning_without_end_is_no_content(tiny: Daemon) -> None:
+    choice = choice_of(ask(tiny, "<think>\nOn and on", max_tokens=10, tools=None))
+    assert choice["message"]["content"] == ""
+    assert "<think>\nOn and on".startswith("<think>\n" + choice["message"]["reasoning_content"])
+    assert choice["finish_reason"] == "length"
+
+
+def test_log_probabilities_are_of_what_is_said(tiny: Daemon) -> None:
+    choice = choice_of(ask(tiny, f"<think>\nSo.\n</think>\n\nI look.\n{CALL}", logprobs=True))
+    tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert "".join(tokens).strip() == "I look."
+    plain = choice_of(ask(tiny, "I look.", logprobs=True, tools=None))
+    assert "".join(entry["token"] for entry in plain["logprobs"]["content"]) == "I look."
+
+
+def test_each_of_several_answers_has_its_calls(tiny: Daemon) -> None:
+    answer = ask(tiny, CALL, n=3)
+    choices = answer.json["choices"]
+    assert [choice["message"]["tool_calls"][0]["function"]["arguments"] for choice in choices] == [PARIS] * 3
+    assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 3
+
+
+def test_the_turn_keeps_calls_and_reasoning(tiny: Daemon) -> None:
+    answer = ask(tiny, f"<think>\nSo.\n</think>\n\nI look.\n{CALL}")
+    turn = tiny.turns(answer.json["usage"]["ssmd"]["session"])[-1]
+    (call,) = choice_of(answer)["message"]["tool_calls"]
+    assert turn.answer.content == "<think>\nSo.\n</think>\n\nI look."
+    assert [(one.id, one.name, one.arguments) for one in turn.answer.tool_calls] == [(call["id"], "get_weather", PARIS)]
+    assert turn.finish == "tool_calls"
+    assert turn.complete
+    quiet(tiny)
+
+
+def test_the_same_again(tiny: Daemon) -> None:
+    said = f"<think>\nSo.\n</think>\n\nI look.\n{CALL}\n{SECOND}"
+    scripted(tiny, said, "Something else.")
+    body = tiny.body("again", tools=TOOLS, max_tokens=300, logit_bias={}, logprobs=True, n=2)
+    key = {"Idempotency-Key": "calls"}
+    first, again = (tiny.served.ask("POST", CHAT, body, key) for _ in range(2))
+    assert again.headers["idempotent-replayed"] == "true"
+    assert again.json == first.json
+    assert len(first.json["choices"][0]["message"]["tool_calls"]) == 2
+    streamed = {"Idempotency-Key": "streamed"}
+    scripted(tiny, said, "Something else.")
+    live, given = (chunks(tiny.served.ask("POST", CHAT, {**body, "n": 1, "stream": True}, streamed)) for _ in range(2))
+    assert calls_of(given) == calls_of(live)
+    assert text_of(given) == text_of(live) == "I look."
+    assert given[-1] == live[-1]
+
+
+def test_who_follows_hears_of_calls_and_reasoning(tiny: Daemon) -> None:
+    scripted(tiny, f"<think>\nSo.\n</think>\n\nI look.\n{CALL}\n{SECOND}", ends=False)
+    body = tiny.body("slowly", tools=TOOLS, max_tokens=400, stream=True, background=True)
+    told: list[list[dict[str, Any]]] = []
+    begun = threading.Event()
+
+    def follow() -> None:
+        begun.wait(30)
+        (id_,) = [row["id"] for row in tiny.engine.rows()] or [""]
+        told.append(chunks(tiny.served.ask("GET", f"/ssmd/v1/requests/{id_}/stream")))
+
+    one = threading.Thread(target=follow)
+    one.start()
+    line = tiny.served.connect(b"")
+    raw = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}"
+    line.sendall(head.encode() + b"\r\n\r\n" + raw)
+    while b"get_weather" not in line.recv(1 << 16):
+        pass
+    begun.set()
+    one.join(60)
+    line.close()
+    (found,) = told
+    assert [call["function"] for call in calls_of(found)][:2] == [
+        {"name": "get_weather", "arguments": PARIS},
+        {"name": "f", "arguments": "{}"},
+    ]
+    deltas = [chunk["choices"][0]["delta"] for chunk in found if chunk["choices"]]
+    assert [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta] == ["So."]
+    assert text_of(found).startswith("I look.")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "perhaps"}, "tool_choice"),
+        ({"tool_choice": 1}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused(tiny: Daemon, fields: dict[str, Any], param: str) -> None:
+    answer = tiny.chat(**{"tools": TOOLS, **fields})
+    assert (answer.status, answer.error["param"]) == (400, param)
