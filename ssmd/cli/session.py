@@ -158,8 +158,9 @@ def remove(
 
 def _shown(message: Message) -> str:
     """What a message says, and what it calls, a line each."""
-    calls = [f"  calls {plain(call.name)}({plain(call.arguments)})" for call in message.tool_calls]
-    return "\n".join([plain(message.content, lines=True), *calls])
+    calls = [f"calls {plain(call.name)}({plain(call.arguments)})" for call in message.tool_calls]
+    said = [plain(message.content, lines=True)] if message.content or not calls else []
+    return "\n".join([*said, *calls])
 
 
 def _summary(session: Session) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def test_calls_and_results_are_shown(ssmd: Ssmd, chat: Chat) -> None:
     assert lines[0].endswith('user: How is it?  assistant: calls weather({"city": "B\ufffdonn"})  [stop]')
     assert lines[1].endswith("tool: It rains.  assistant: Rain.  [stop]")
     shown = ssmd("show", "ses_1").stdout
-    assert 'assistant: \n  calls weather({"city": "B\ufffdonn"})\n\ntool: It rains.\n\nassistant: Rain.\n' in shown
+    assert 'assistant: calls weather({"city": "B\ufffdonn"})\n\ntool: It rains.\n\nassistant: Rain.\n' in shown
     tree = ssmd.json("tree", "ses_1")["tree"]
     assert tree[-2]["answer"]["tool_calls"] == [call.to_json()]
     assert tree[-1]["messages"] == [{"role": "tool", "content": "It rains.", "tool_call_id": "call_1"}]
