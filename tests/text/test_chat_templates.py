@@ -24,6 +24,7 @@ from ssmd.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 MODELS = ("granite4", "qwen3", "falcon-h1", "lfm2", "smollm2")
+MORE = ("llama31", "hermes", "mistral-tools")  # of other ways to write tools and calls
 SPECIAL = SpecialTokens(bos="<|endoftext|>", eos="<|im_end|>")
 Fields = dict[str, Any]
 
@@ -161,7 +162,7 @@ WHOLE: list[Fields] = [
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *MORE])
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=messages, asked=asked)
 @example(messages=WHOLE, asked={"add_generation_prompt": True, "tools": [TOOL, TOOL]})
