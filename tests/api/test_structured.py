@@ -180,6 +180,51 @@ def test_forced_tokens_are_fed_at_once_and_are_those_that_would_be_drawn(
     assert all(entry["logprob"] < 0 for entry in entries)  # of what the model thinks, whatever it may say
 
 
+def test_forced_tokens_leave_draws_and_penalties_as_they_would_be(tiny: Daemon) -> None:
+    if tiny.engine.artifact.manifest.quantization != "f32":
+        pytest.skip("int8 rounds by what is in a call, so a close draw falls otherwise")
+    asked = {"temperature": 1, "seed": 7, "frequency_penalty": 2, "response_format": format_of(CITY), "store": False}
+    assert ask(tiny, **asked)[0] == ask(tiny, logprobs=True, **asked)[0]
+
+
+def test_what_is_fed_is_the_answer_in_its_order(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of forced tokens that are too short for a piece of their own beside others, and longer ones."""
+    program, fed = tiny.engine.program, dict[int, list[int]]()
+    decode, prefill = program.decode, program.prefill
+    kept: list[Handle] = []  # so that no other has its number
+
+    def note(handle: Handle, tokens: Sequence[int]) -> None:
+        kept.append(handle)
+        fed.setdefault(id(handle), []).extend(tokens)
+
+    def decoded(handles: Sequence[Handle], tokens: Sequence[int]) -> Logits:
+        for handle, token in zip(handles, tokens, strict=True):
+            note(handle, [token])
+        return decode(handles, tokens)
+
+    def prefilled(handle: Handle, tokens: Sequence[int]) -> Logits:
+        note(handle, tokens)
+        return prefill(handle, tokens)
+
+    quiet(tiny)
+    monkeypatch.setattr(program, "decode", decoded)
+    monkeypatch.setattr(program, "prefill", prefilled)
+    short = {"type": "object", "properties": {name: {"type": "boolean"} for name in ("qxvzkwj", "jwkzvxq", "zzqqjjx")}}
+    schema = {**short, "required": [*short["properties"]], "additionalProperties": False}
+    asked: dict[str, Any] = {"max_tokens": 300, "logit_bias": None, "temperature": 1}
+    with ThreadPoolExecutor(4) as pool:
+        answers = [
+            pool.submit(tiny.chat, f"Fed? {i}", response_format=format_of(CITY if i == 3 else schema), seed=i, **asked)
+            for i in range(4)
+        ]
+    for one in answers:
+        usage = one.result().json["usage"]
+        [turn] = tiny.turns(usage["ssmd"]["session"])
+        ids = turn.ids.own.tolist()
+        new = ids[usage["prompt_tokens_details"]["cached_tokens"] :]
+        assert [tokens for tokens in fed.values() if len(tokens) > 20 and new[: len(tokens)] == tokens], (new, fed)
+
+
 def test_streams_of_several_choices_beside_free_answers(tiny: Daemon) -> None:
     alone = whole_text(tiny.chat("free", store=False, max_tokens=60))
     with ThreadPoolExecutor(6) as pool:

@@ -86,6 +86,13 @@ def test_a_choice_is_one_of_them(name: str) -> None:
     assert len(texts) > 1
 
 
+@pytest.mark.parametrize("name", ["byte-level", "qwen", "byte fallback"])
+def test_a_space_at_the_beginning_is_said(name: str) -> None:
+    """Also where a decoder takes one away there."""
+    choices = {" the dog", " fox", "fox"}
+    assert {said(name, of_choice(sorted(choices), "guided_choice"), seed) for seed in range(30)} == choices
+
+
 @pytest.mark.parametrize("name", ["byte-level", "qwen", "byte fallback", "byte-level, prefix space"])
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=schemas(), seed=st.integers(0, 3), forced=st.booleans())
