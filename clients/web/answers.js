@@ -1,4 +1,4 @@
-// Answers that are under way: asked here, or followed after a reload, or beside another window that asked.
+// Answers under way: asked here, or followed after a reload, or beside another window.
 import {ApiError, ask, open} from "./api.js";
 import {readEvents} from "./events.js";
 import {read, readJson, writeJson} from "./kept.js";
@@ -6,18 +6,19 @@ import {daemon, metrics} from "./live.js";
 import {changed} from "./windows.js";
 
 const ASKED_S = 24 * 3600;
-/** By session, or by what the page calls a session that has no id yet. */
+/** By session, or by what the page calls one without an id. */
 const running = new Map();
-/** Ids that this window has read: the metrics may tell of one for a moment after its end. */
+/** Ids that this window has read: the metrics tell of one a moment longer. */
 const seen = new Set();
 let leaving = false; // the page goes: what breaks off now goes on in the daemon, and the next page follows it
 addEventListener("pagehide", () => (leaving = true));
 addEventListener("pageshow", () => (leaving = false));
 
-/** One answer. state: "waiting" (nothing came yet), "answering", "done", "stopped", "failed", "lost" (its
- * daemon went), or "gone" (it was over before it could be followed). */
+/** One answer. state: "waiting", "answering", "done", "stopped", "failed", "lost" (its daemon went), or "gone" (over before
+ * it could be followed). */
 export class Answer {
-  text = "";
+  text = ""; // as a turn keeps it: reasoning in <think>
+  calls = [];
   state = "waiting";
   id = null;
   usage = null;
@@ -34,7 +35,7 @@ export class Answer {
   }
 
   get came() {
-    return Boolean(this.text) || this.state === "done";
+    return Boolean(this.text || this.calls.length) || this.state === "done";
   }
 
   get over() {
@@ -83,7 +84,7 @@ export class Answer {
     this.#end();
   }
 
-  /** Takes over what another window, or this one before a reload, kept of the question. */
+  /** Takes over what another window, or this one, kept of the question. */
   learn(id = this.id) {
     const asked = readJson(`asked.${this.session}`);
     if (this.question || !asked?.question || (asked.id && asked.id !== id)) return;
@@ -111,6 +112,8 @@ export class Answer {
   async #read(response) {
     let ended = false;
     this.text = "";
+    this.calls = [];
+    this.thinks = /^\s*<think>(?![^]*<\/think>)/.test(this.begun);
     const take = (events) => {
       for (const event of events) {
         if (event === "[DONE]") ended = true;
@@ -137,16 +140,21 @@ export class Answer {
     }
     for (const choice of chunk.choices) {
       if (choice.index !== 0) continue;
-      if (choice.delta.content) {
-        this.text += choice.delta.content;
-        this.state = "answering";
+      const {content, reasoning_content: thought, tool_calls: calls = []} = choice.delta;
+      if (thought) this.text += (this.thinks ? "" : "<think>\n") + thought;
+      if (content) this.text += (this.thinks ? "\n</think>\n\n" : "") + content;
+      if (thought || content) this.thinks = Boolean(thought);
+      for (const {index, function: more} of calls) {
+        const one = (this.calls[index] ??= {function: {name: more.name, arguments: ""}});
+        one.function.arguments += more.arguments;
       }
+      if (this.text || this.calls.length) this.state = "answering";
       if (choice.finish_reason) this.finish = choice.finish_reason;
     }
     if (chunk.usage) this.usage = chunk.usage;
   }
 
-  /** The connection is gone: where the daemon still answers, the rest is to be had. */
+  /** The connection is gone: a daemon that still answers has the rest. */
   async #broke(error) {
     if (this.over || leaving) return;
     if (this.id && error.status === 0) {
@@ -173,7 +181,7 @@ export class Answer {
     if (this.session) changed(this.session, "answered");
   }
 
-  /** What a reload, or another window, cannot read anywhere else before the turn is stored. */
+  /** What a reload, or another window, cannot read elsewhere before the turn is stored. */
   #remember() {
     if (!this.session || !this.question) return;
     const {id, parent, question, begun, fresh, text, error} = this;
@@ -181,11 +189,11 @@ export class Answer {
   }
 }
 
-/** The answer under way in a session: one that this window reads, or that it begins to follow as the metrics tell of it. */
+/** The answer under way in a session: one that this window reads, or begins to follow. */
 export function answerIn(session) {
   if (!session) return null;
   if (running.has(session)) return running.get(session);
-  const row = metrics.value?.running?.find((one) => one.session === session && one.id && !seen.has(one.id));
+  const row = metrics.value?.running?.find(({session: of, id}) => of === session && id && !seen.has(id));
   if (!row) return null;
   const answer = new Answer({session});
   answer.learn(row.id);
@@ -199,10 +207,10 @@ export function brokenIn(session) {
   return kept?.error ? Object.assign(new Answer({session}), kept, {state: "lost"}) : null;
 }
 
-/** Whether nothing of the session can be stored yet: it began with the answer that was under way when this was kept. */
+/** Whether nothing of the session can be stored yet: it began with the answer under way. */
 export const isFresh = (session) => Boolean(readJson(`asked.${session}`)?.fresh);
 
-/** Forgets what was asked long ago by windows that did not see the end. */
+/** Forgets what windows asked long ago that did not see the end. */
 export function forgetOld() {
   try {
     for (const name of Object.keys(localStorage)) {

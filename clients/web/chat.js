@@ -80,7 +80,7 @@ function menu(mine) {
   ];
 }
 
-/** What the turns' buttons do; one object for a conversation, so that turns need not be drawn again. */
+/** What the turns' buttons do; one object, so that turns need not be drawn again. */
 function doing(mine) {
   const does = {
     say: (text) => mine.say(text, does.asking()).catch((error) => (fail(error), false)),
@@ -105,7 +105,7 @@ function doing(mine) {
   return does;
 }
 
-/** The turns, the youngest first drawn; it goes along with its end as long as one is there. */
+/** The turns, the youngest drawn first; it goes along with its end while one is there. */
 function Flow({mine, does, children}) {
   const box = useRef(null);
   const inner = useRef(null);

@@ -34,7 +34,7 @@ metrics.listen((now) => {
   installed = seen;
 });
 
-/** The model that answers if none is chosen: the session's, the one chosen last, one that is loaded, any. */
+/** The model if none is chosen: the session's, the one chosen last, a loaded one, any. */
 export function modelFor(session, chosen) {
   const there = models.value;
   const loaded = metrics.value?.models.find((row) => row.state === "loaded");

@@ -20,7 +20,7 @@ const PATHS = {
   in: "M12 4v11M7 11l5 4 5-4M5 20h14",
   bin: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
   find: "M11 11m-6 0a6 6 0 1 0 12 0a6 6 0 1 0-12 0M16 16l4 4",
-  more: "M5 12m-.8 0a.8.8 0 1 0 1.6 0a.8.8 0 1 0-1.6 0M12 12m-.8 0a.8.8 0 1 0 1.6 0a.8.8 0 1 0-1.6 0M19 12m-.8 0a.8.8 0 1 0 1.6 0a.8.8 0 1 0-1.6 0",
+  more: "M4.6 12h.8M11.6 12h.8M18.6 12h.8",
   left: "M14 6l-6 6 6 6",
   right: "M10 6l6 6-6 6",
   plus: "M12 5v14M5 12h14",
@@ -31,7 +31,7 @@ export function Icon({name}) {
   return html`<svg class="icon" viewBox="0 0 24 24" aria-hidden="true"><path d=${PATHS[name]} /></svg>`;
 }
 
-/** A button with an icon and a name for screen readers; what it does may take time, and is said if it fails. */
+/** A button with an icon and a name for screen readers; what fails is said. */
 export function Act({icon, label, run, shown = false, kind = "", ...more}) {
   const [busy, setBusy] = useState(false);
   const act = async (event) => {
@@ -48,7 +48,7 @@ export function Act({icon, label, run, shown = false, kind = "", ...more}) {
     disabled=${busy} onClick=${act} ...${more}>${icon && html`<${Icon} name=${icon} />`}${shown && html`<span>${label}</span>`}</button>`;
 }
 
-/** Puts a text on the clipboard, and says so where the button is. */
+/** Copies a text, and says so where the button is. */
 export function Copy({text, what}) {
   const [done, setDone] = useState(false);
   const copy = async () => {

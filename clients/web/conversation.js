@@ -1,4 +1,4 @@
-// One conversation as the chat shows it: its session's turns, the way that is looked at, and the answer under way.
+// One conversation: its session's turns, the way that is looked at, and the answer under way.
 import {Answer, answerIn, brokenIn, isFresh} from "./answers.js";
 import {ask} from "./api.js";
 import {sending} from "./kept.js";
@@ -53,7 +53,7 @@ export class Conversation {
     return () => this.#stops.forEach((stop) => stop());
   }
 
-  /** What is not stored yet is not asked for: the answer that the session begins with is followed. */
+  /** What is not stored yet is not asked for: the session's first answer is followed. */
   async #first() {
     for (let i = 0; this.id && isFresh(this.id) && !metrics.value && i < 20; i++) await new Promise((go) => setTimeout(go, 50));
     await this.load();
@@ -76,7 +76,7 @@ export class Conversation {
     return systemOf(this.path);
   }
 
-  /** Reads the session again. Where the way that is looked at has grown in another window, it goes along. */
+  /** Reads the session again, and goes along where the way has grown in another window. */
   async load() {
     this.#join();
     if (!this.id || (!this.session && this.answer && !this.answer.over)) return;
@@ -108,7 +108,7 @@ export class Conversation {
     }
   }
 
-  /** Asks a turn's question again, with other words if there are some: a branch beside it. */
+  /** Asks a turn's question again, or other words: a branch beside it. */
   again(turn, options, text = null) {
     const question = askOf(turn).map((message, i, all) =>
       text !== null && i === all.length - 1 ? {...message, content: text} : message,
@@ -127,7 +127,7 @@ export class Conversation {
     return this.#ask(pathTo(this.tree, parent), question, options, begun);
   }
 
-  /** What a turn's answer cost: as this window saw it, or the daemon still knows. */
+  /** What a turn's answer cost, as this window or the daemon knows. */
   costOf(turn) {
     if (!this.costs.has(turn.id) && turn.usage) {
       const {cached_tokens, ...ssmd} = turn.usage;
@@ -189,7 +189,7 @@ export class Conversation {
     });
   }
 
-  /** Puts the turn that an answer became in its place. What came to no turn stays below, with what went wrong. */
+  /** Puts the turn that an answer became in its place. What became none stays below, with what went wrong. */
   async #settle(answer) {
     this.#settling = true;
     if (this.id) await this.load();
@@ -238,9 +238,9 @@ export class Conversation {
     return (answer.before ? fresh : there).find(same) ?? fresh[0] ?? beside[0] ?? null;
   }
 
-  /** A turn that is not stored: with --no-store, or where the disk is full. It is sent along all the same. */
+  /** A turn that is not stored (--no-store, a full disk). It is sent along all the same. */
   #keepHere(answer) {
-    const said = {role: "assistant", content: answer.begun + answer.text};
+    const said = {role: "assistant", content: answer.begun + answer.text, ...(answer.calls.length && {tool_calls: answer.calls})};
     const parent = answer.question ? answer.parent : (this.session?.head ?? null);
     const turn = {id: `here-${this.#local.length}`, parent, messages: [...(answer.question ?? []), said], complete: answer.state === "done"};
     this.#local.push({...turn, finish_reason: answer.finish, unsaved: true, created: Date.now() / 1000});

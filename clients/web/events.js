@@ -1,4 +1,4 @@
-// Server-sent events from a response's body, as the daemon writes them: LF only, a line of data each.
+// Server-sent events as the daemon writes them: LF only, a line of data each.
 
 /** Calls back with all events of each portion that comes at once, as texts. Ends with the stream. */
 export async function readEvents(response, take) {

@@ -1,4 +1,4 @@
-// What this browser keeps: drafts, options, what was asked. A storage that is full or forbidden is said once, and no more.
+// What this browser keeps: drafts, options, what was asked. A full or forbidden storage is told of once.
 import {tell} from "./notices.js";
 
 const MOST_DRAFTS = 50;

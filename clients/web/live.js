@@ -1,4 +1,4 @@
-// The daemon's metrics as they come, from the stream; and whether it answers at all.
+// The daemon's metrics as they come, and whether it answers at all.
 import {locked, open, unlocked} from "./api.js";
 import {readEvents} from "./events.js";
 import {Signal} from "./signal.js";

@@ -1,4 +1,4 @@
-// A safe subset of Markdown as plain objects: no HTML, links to http, https and mailto only. Pure functions, linear in the text.
+// A safe subset of Markdown as plain objects: no HTML, links to http, https and mailto only. Linear in the text.
 
 const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))(?!.*`)(.*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t](.*))?$/;

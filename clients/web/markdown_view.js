@@ -60,7 +60,7 @@ function Code({block}) {
   </figure>`;
 }
 
-/** A message's text as it is, or of one that is very long its beginning. */
+/** A message's text, or the beginning of a very long one. */
 function clipped(text, whole) {
   return whole || text.length <= LONGEST ? text : text.slice(0, FIRST);
 }

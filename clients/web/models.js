@@ -1,4 +1,4 @@
-// Models and runtimes: what is installed and loaded, what can be had, and what can be used here.
+// Models and runtimes: what is installed, loaded, to be had, and usable here.
 import {ask, unlocked} from "./api.js";
 import {Act, Empty, Meter, Pill} from "./controls.js";
 import {html, useEffect, useState} from "./html.js";

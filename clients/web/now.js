@@ -1,4 +1,4 @@
-// What happens now: times as they come, requests under way, and what of each prompt was not read again.
+// What happens now: times, requests under way, and what of each prompt was not read again.
 import {ask} from "./api.js";
 import {Chart} from "./chart.js";
 import {Act, Empty, Meter, State} from "./controls.js";
@@ -9,6 +9,8 @@ import {sessions} from "./sessions.js";
 import {use} from "./signal.js";
 
 const PHASES = {loading: "loading its model", waiting: "waiting", restoring: "restoring its state", prefill: "reading the prompt", decode: "answering"};
+
+const of = (used, most) => (most ? `${bytes(used)} of ${bytes(most)}` : bytes(used));
 
 export function Now() {
   const now = use(metrics);
@@ -31,8 +33,8 @@ export function Now() {
     </section>
     <section aria-labelledby="room"><h2 id="room">Room</h2>
       <div class="meters">
-        <${Meter} label="States on disk" value=${now.stored_bytes ?? 0} of=${now.quota_bytes} told=${now.quota_bytes ? `${bytes(now.stored_bytes)} of ${bytes(now.quota_bytes)}` : bytes(now.stored_bytes)} />
-        <${Meter} label="Loaded models" value=${now.memory.used_bytes} of=${now.memory.budget_bytes} told=${now.memory.budget_bytes ? `${bytes(now.memory.used_bytes)} of ${bytes(now.memory.budget_bytes)}` : bytes(now.memory.used_bytes)} />
+        <${Meter} label="States on disk" value=${now.stored_bytes ?? 0} of=${now.quota_bytes} told=${of(now.stored_bytes, now.quota_bytes)} />
+        <${Meter} label="Loaded models" value=${now.memory.used_bytes} of=${now.memory.budget_bytes} told=${of(now.memory.used_bytes, now.memory.budget_bytes)} />
       </div>
       <p class="faint">${now.sessions ? `${many(now.sessions.count, "session")}, ${now.sessions.pinned} pinned. ` : ""}${many(now.checkpoints.count, "state")} written since the start, ${count(now.checkpoints.left_out)} left out. The process has ${bytes(now.memory.resident_bytes)} in memory.</p>
     </section>

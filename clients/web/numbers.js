@@ -4,7 +4,7 @@ const UNITS = ["B", "kB", "MB", "GB", "TB"];
 
 /** 842184 → "842 kB". */
 export function bytes(n) {
-  if (n === null || n === undefined) return "–";
+  if (n == null) return "–";
   let unit = 0;
   while (n >= 999.5 && unit < UNITS.length - 1) [n, unit] = [n / 1000, unit + 1];
   return `${n < 10 && unit > 0 ? n.toFixed(1) : Math.round(n)} ${UNITS[unit]}`;
@@ -12,18 +12,18 @@ export function bytes(n) {
 
 /** 38.289 → "38 ms"; 2104 → "2.1 s". */
 export function ms(n) {
-  if (n === null || n === undefined) return "–";
+  if (n == null) return "–";
   if (n < 10) return `${n.toFixed(1)} ms`;
   if (n < 1000) return `${Math.round(n)} ms`;
   if (n < 100000) return `${(n / 1000).toFixed(1)} s`;
   return `${Math.round(n / 60000)} min`;
 }
 
-export const count = (n) => (n === null || n === undefined ? "–" : n.toLocaleString("en"));
+export const count = (n) => (n == null ? "–" : n.toLocaleString("en"));
 
 export const many = (n, what) => `${count(n)} ${what}${n === 1 ? "" : "s"}`;
 
-export const share = (n) => (n === null || n === undefined ? "–" : `${Math.round(n * 100)} %`);
+export const share = (n) => (n == null ? "–" : `${Math.round(n * 100)} %`);
 
 /** Seconds since 1970 → "3 min ago". A clock that was set back makes nothing of the future. */
 export function ago(at, now = Date.now() / 1000) {

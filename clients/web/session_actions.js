@@ -1,4 +1,4 @@
-// What is done with sessions: rename, pin, fork, export, import, and removal that can be taken back for some seconds.
+// What is done with sessions: rename, pin, fork, export, import, and removal that can be taken back.
 import {ask, hasKey, open} from "./api.js";
 import {askText} from "./dialog.js";
 import {keepDraft} from "./kept.js";

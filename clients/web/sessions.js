@@ -133,10 +133,10 @@ function Tree({id}) {
       <div><dt>Model</dt><dd>${session.model}</dd></div><div><dt>Turns</dt><dd>${session.turn_count}</dd></div>
       <div><dt>On disk</dt><dd>${weight(session)}</dd></div><div><dt>Used</dt><dd>${ago(session.last_used)}</dd></div>
     </dl>
-    <ol class="tree">${rows.map((row) => html`<li key=${row.turn.id}><a href=${`#/chat/${id}/${row.turn.id}`} aria-current=${row.turn.id === session.head ? "true" : undefined}>
-      <${Lanes} row=${row} width=${width} head=${row.turn.id === session.head} />
-      <span class="words"><span dir="auto">${first(askOf(row.turn).at(-1))}</span><span class="faint" dir="auto">${first(answerOf(row.turn))}</span></span>
-      ${row.turn.id === session.head && html`<${Pill} kind="accent">head<//>`}${!row.turn.complete && html`<${Pill}>stopped<//>`}
+    <ol class="tree">${rows.map((row, i, all, {turn} = row, head = turn.id === session.head) => html`<li key=${turn.id}><a href=${`#/chat/${id}/${turn.id}`} aria-current=${head ? "true" : undefined}>
+      <${Lanes} row=${row} width=${width} head=${head} />
+      <span class="words"><span dir="auto">${first(askOf(turn).at(-1))}</span><span class="faint" dir="auto">${first(answerOf(turn))}</span></span>
+      ${head && html`<${Pill} kind="accent">head<//>`}${!turn.complete && html`<${Pill}>stopped<//>`}
     </a></li>`)}</ol>
   </section>`;
 }

@@ -1,6 +1,6 @@
-// A session's turns as a tree: the way to a turn, the forks on it, and what is sent to go on from it. Pure functions.
+// A session's turns as a tree: the way to a turn, its forks, and what is sent to go on from it.
 
-/** {byId, children, roots}: of turns as the daemon lists them. Those that are as in the tree of before are the same objects. */
+/** {byId, children, roots}: of turns as the daemon lists them. Those that are as `before` has them are the same objects. */
 export function grow(turns, before = null) {
   const byId = new Map();
   const children = new Map();
@@ -21,7 +21,7 @@ export function pathTo(tree, id) {
   return path.reverse();
 }
 
-/** Where one arrives who goes down from a turn, always to the youngest, or towards `head` if it is below. */
+/** Where one arrives from a turn, down to the youngest, or towards `head` if it is below. */
 export function leafBelow(tree, id, head = null) {
   if (head && pathTo(tree, head).some((turn) => turn.id === id)) return head;
   let leaf = id;

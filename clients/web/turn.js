@@ -3,19 +3,25 @@ import {Act, Copy, Icon} from "./controls.js";
 import {html, memo, useEffect, useRef, useState} from "./html.js";
 import {Typed, Written} from "./markdown_view.js";
 import {thoughts} from "./markdown.js";
-import {count, many, ms} from "./numbers.js";
+import {count, many, ms, plain} from "./numbers.js";
 import {useChanges} from "./signal.js";
 import {answerOf, askOf} from "./tree.js";
 
 const ENDS = {length: "It ended at its token limit.", content_filter: "It was cut by a filter."};
 
-/** The questions of a turn, the system prompt folded. */
+const FOLDED = {system: "System prompt", developer: "System prompt", tool: "Result"};
+
+const Folded = ({name, text}) => html`<details class="system"><summary>${name}</summary><${Typed} text=${text} /></details>`;
+
+const Calls = ({calls}) => calls?.map((one) => html`<${Folded} name=${`Calls ${plain(one.function.name)}`} text=${one.function.arguments} />`);
+
+/** The questions of a turn, the system prompt and what tools gave folded. */
 function Asked({messages}) {
   return messages.map((message) =>
-    message.role === "system" || message.role === "developer"
-      ? html`<details class="system"><summary>System prompt</summary><${Typed} text=${message.content} /></details>`
+    FOLDED[message.role]
+      ? html`<${Folded} name=${FOLDED[message.role]} text=${message.content} />`
       : message.role === "assistant"
-        ? html`<div class="said"><${Written} text=${message.content} /></div>`
+        ? html`<div class="said"><${Written} text=${message.content} /><${Calls} calls=${message.tool_calls} /></div>`
         : html`<div class="asked"><h2 class="hidden">You said</h2><${Typed} text=${message.content} /></div>`,
   );
 }
@@ -73,7 +79,8 @@ function Exchange({turn, fork, last, busy, usage, does}) {
   const [ask, asks, answer, answers] = fork.split("/").map(Number);
   const question = askOf(turn);
   const asked = question.at(-1);
-  const {content} = answerOf(turn);
+  const {content, tool_calls: calls} = answerOf(turn);
+  const end = turn.complete ? ENDS[turn.finish_reason] : "Stopped here.";
   return html`<article class="turn" data-turn=${turn.id}>
     ${editing
       ? html`<${Asked} messages=${question.slice(0, -1)} /><${Editor} text=${asked.content} cancel=${() => setEditing(false)}
@@ -85,9 +92,8 @@ function Exchange({turn, fork, last, busy, usage, does}) {
       ${asked?.role === "user" && html`<${Act} icon="edit" label="Edit this message" disabled=${busy} run=${() => setEditing(true)} />
         <${Copy} text=${() => asked.content} what="message" />`}
     </div>`}
-    <div class="said"><h2 class="hidden">Answer</h2><${Written} text=${content} />
-      ${!turn.complete && html`<p class="aside">Stopped here. <button class="link" disabled=${busy} onClick=${() => does.goOn(turn)}>Continue</button></p>`}
-      ${turn.complete && ENDS[turn.finish_reason] && html`<p class="aside">${ENDS[turn.finish_reason]} <button class="link" disabled=${busy} onClick=${() => does.goOn(turn)}>Continue</button></p>`}
+    <div class="said"><h2 class="hidden">Answer</h2><${Written} text=${content} /><${Calls} calls=${calls} />
+      ${end && html`<p class="aside">${end} <button class="link" disabled=${busy} onClick=${() => does.goOn(turn)}>Continue</button></p>`}
       ${turn.unsaved && html`<p class="aside">Not stored: it is gone when this window is.</p>`}
     </div>
     <div class=${`tools ${last ? "stay" : ""}`}>
@@ -110,6 +116,7 @@ export function Growing({answer, retry, anew}) {
     ${answer.question ? html`<${Asked} messages=${answer.question} />` : html`<p class="aside">Asked by another client.</p>`}
     <div class="said"><h2 class="hidden">Answer</h2>
       ${text ? html`<${Written} text=${text} grows=${true} />` : !broke && html`<p class="waiting"><span></span><span></span><span></span><span class="hidden">Waiting for the first token</span></p>`}
+      <${Calls} calls=${answer.calls} />
       ${broke && html`<p class="broke" role="alert">${answer.error} ${answer.removed ? html`<button class="link" onClick=${anew}>Ask in a new chat</button>` : answer.question?.length > 0 && html`<button class="link" onClick=${retry}>Try again</button>`}</p>`}
     </div>
   </article>`;
