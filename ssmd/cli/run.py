@@ -70,7 +70,7 @@ def run(
     from ssmd.cli.manner import Manner
     from ssmd.cli.peer import Wanted, reached
     from ssmd.cli.talk import Talk
-    from ssmd.cli.terminal import show
+    from ssmd.cli.terminal import show, show_thinking
     from ssmd.config import Settings
 
     if no_store and (session is not None or last):
@@ -107,7 +107,7 @@ def run(
             fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", USAGE)
     wanted = Wanted(model, runtime, device, threads, models_dir, keep=not no_store)
     with ended_by_signals(), reached(wanted, settings, session, last=last) as (daemon, named):
-        talk = Talk(daemon, named, manner, keep=not no_store)
+        talk = Talk(daemon, named, manner, keep=not no_store, thinking=show_thinking)
         if last:
             used = daemon.last_sessions(1)
             if not used:

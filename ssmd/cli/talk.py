@@ -9,10 +9,12 @@ from typing import Any
 from urllib.parse import quote
 
 from ssmd.cli.manner import Manner
+from ssmd.cli.written import Written
 from ssmd.daemon import answers, said
 from ssmd.daemon.answers import Shape
 from ssmd.daemon.client import Client, Events
 from ssmd.daemon.discovery import Address, DaemonError
+from ssmd.text.messages import THINK, THINK_END
 
 CHAT = "/v1/chat/completions"
 SESSIONS = "/ssmd/v1/sessions"
@@ -113,7 +115,8 @@ class Daemon:
 class Talk:
     """A conversation. messages: all that was said. session: None until something of it is kept.
 
-    keep: False: nothing is. It is used by one thread; `stop` is for signal handlers.
+    keep: False: nothing is. thinking: told whether the model thinks, when that changes. It is used by one thread;
+    `stop` is for signal handlers.
     """
 
     daemon: Daemon
@@ -122,6 +125,7 @@ class Talk:
     keep: bool = True
     messages: list[Message] = field(default_factory=list)
     session: str | None = None
+    thinking: Callable[[bool], None] = lambda on: None
     _stream: Events | None = None
     _stopped: bool = False
 
@@ -193,7 +197,7 @@ class Talk:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {} if self.session is None else {"session": self.session}
         body |= {} if self.keep else {"store": False}
-        parts: list[str] = []
+        parts = Written(show, self.thinking)
         usage: Mapping[str, Any] | None = None
         session = self.session
         with self.daemon.client().stream(CHAT, body) as self._stream:
@@ -202,18 +206,16 @@ class Talk:
                     self._stream.close()
                 session = self._stream.headers.get("x-ssmd-session", session)
                 for event in self._stream:
-                    text, usage = _read(event, usage)
-                    if text:
-                        parts.append(text)
-                        show(text)
+                    usage = _read(event, parts, usage)
                 whole = self._stream.done
             finally:
                 self._stream = None
+                parts.pause()
         if not whole and self._stopped:
-            return self._cut(messages, "".join(parts), session, show, beside)
+            return self._cut(messages, parts.text, session, show, beside)
         if not whole or usage is None:
             raise DaemonError("the daemon went away in the middle of an answer")
-        text, stored = "".join(parts), bool(said.of(usage, "ssmd").get("stored"))
+        text, stored = parts.text, bool(said.of(usage, "ssmd").get("stored"))
         self.messages = [*messages, {"role": "assistant", "content": text}]
         self.session = session if stored else self.session
         return Said(text, self.session, usage, True, stored)
@@ -226,7 +228,8 @@ class Talk:
             return Said("", self.session, None, False, False)
         stored = self._kept(messages, text, session, beside) if session is not None and self.keep else None
         if stored is not None:
-            show(stored[len(text) :])
+            if stored.startswith(text) and (THINK not in text or THINK_END in text):
+                show(stored[len(text) :])
             self.session = session
         self.messages = [*messages, {"role": "assistant", "content": text if stored is None else stored}]
         return Said(self.messages[-1]["content"], self.session, None, False, stored is not None)
@@ -243,7 +246,7 @@ class Talk:
             else:
                 for turn in reversed(found["turns"]):
                     answer = turn["messages"][-1]["content"]
-                    new = turn["id"] not in beside and answer.startswith(text)
+                    new = turn["id"] not in beside and _bare(answer).startswith(_bare(text))
                     if new and conversation(found["turns"], turn["id"])[:-1] == messages:
                         return str(answer)
             time.sleep(_BETWEEN_S)
@@ -260,10 +263,18 @@ def conversation(turns: Sequence[Mapping[str, Any]], head: str) -> list[Message]
     return [message for turn in reversed(path) for message in turn["messages"]]
 
 
-def _read(event: Mapping[str, Any], usage: Mapping[str, Any] | None) -> tuple[str, Mapping[str, Any] | None]:
-    """(new text, usage) of an event. Raises DaemonError for one that tells of an error."""
+def _bare(text: str) -> str:
+    """A text without spaces and the marks of reasoning, of which a template may have written the first."""
+    return "".join(text.replace(THINK, "").replace(THINK_END, "").split())
+
+
+def _read(event: Mapping[str, Any], parts: Written, usage: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Take in an event; the usage as it is known then. Raises DaemonError for one that tells of an error."""
     if (error := event.get("error")) is not None:
         message = error.get("message") if isinstance(error, dict) else error
         raise DaemonError(str(message))
-    text = "".join(said.text(said.of(choice, "delta"), "content") for choice in said.each(event, "choices"))
-    return text, said.of(event, "usage") or usage
+    for choice in said.each(event, "choices"):
+        delta = said.of(choice, "delta")
+        parts.think(said.text(delta, "reasoning_content"))
+        parts.say(said.text(delta, "content"))
+    return said.of(event, "usage") or usage

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
+from ssmd.cli import modes
 from ssmd.cli.session import plain
 
 if TYPE_CHECKING:
@@ -32,6 +33,13 @@ def show(text: str) -> None:
     """Write an answer's text, as it comes: to a terminal without what would steer it."""
     sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def show_thinking(on: bool) -> None:
+    """Tell on a terminal that the model thinks, until it speaks: the reasoning itself is folded."""
+    if modes.draws():
+        sys.stdout.write("Thinking…" if on else "\r\x1b[K")
+        sys.stdout.flush()
 
 
 class Typed(Protocol):
