@@ -35,7 +35,7 @@ def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> Asking:
     model = host.shelf.find(shared.model)
     request = to_raw_request(own, shared, model.manifest.vocabulary)
     name = model.id if "@" in shared.model else model.name
-    written = partial(CompletionAnswer, name, model.manifest.build)
+    written = partial(CompletionAnswer, name, model.manifest.build, announced=bool(shared.background))
     return Asking(
         model,
         request,
@@ -51,9 +51,11 @@ def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> Asking:
 class CompletionAnswer(Answer):
     """A `text_completion`, whole or in pieces that look the same."""
 
-    def __init__(self, model: str, build: str, head: Head, *, stream: bool, include_usage: bool) -> None:
-        """model: as the client calls it."""
-        self._include_usage, self._ignored = include_usage, head.ignored
+    def __init__(
+        self, model: str, build: str, head: Head, *, stream: bool, include_usage: bool, announced: bool = False
+    ) -> None:
+        """model: as the client calls it. announced: a stream says how the answer is called before its first word."""
+        self._include_usage, self._ignored, self._announced = include_usage, head.ignored, announced
         self._envelope: dict[str, Any] = {
             "id": f"cmpl-{head.id}",
             "object": "text_completion",
@@ -78,7 +80,8 @@ class CompletionAnswer(Answer):
         return {**self._envelope, "choices": written, "usage": self._usage(usage)}
 
     def opening(self) -> Iterator[bytes]:
-        return iter(())
+        if self._announced:
+            yield sse.encode({**self._envelope, "choices": []})
 
     def delta(self, delta: Delta) -> bytes:
         return self._chunk(delta.index, delta.text, self._logprobs(delta.index, delta.logprobs), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import Field, create_model
+from pydantic import Field
 
 from ssmd.api.body import StrictModel, shown, validate
 from ssmd.api.chat_body import MAX_N, NOT_BUILT, ChatBody, read_chat, to_request
@@ -53,9 +53,6 @@ FIELDS = {
     **{name: field for name, field in ChatBody.model_fields.items() if name not in _OF_CHAT},
     **PromptBody.model_fields,
 }
-# What is read, as one model for who describes it.
-_DEFINITIONS: dict[str, Any] = {name: (field.annotation, field) for name, field in FIELDS.items()}
-CompletionBody = create_model("CompletionBody", __base__=StrictModel, **_DEFINITIONS)
 REFUSED: Neutral = {
     **{name: values for name, values in NOT_BUILT.items() if name not in _OF_CHAT | FIELDS.keys()},
     **_REFUSED_HERE,

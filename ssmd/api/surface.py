@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 
 from ssmd.api import chat_body, completions_body, models, pulls, sessions, shapes, tickets, unserved, words
+from ssmd.api.body import StrictModel
 from ssmd.api.fields import Neutral
 
 EVENTS, BINARY, HTML = "text/event-stream", "application/octet-stream", "text/html; charset=utf-8"
@@ -106,8 +107,9 @@ _CHAT = Taken(
     {"messages": MESSAGES, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
     lenient=True,
 )
+_OF_COMPLETIONS: dict[str, Any] = {name: (one.annotation, one) for name, one in completions_body.FIELDS.items()}
 _COMPLETION = Taken(
-    completions_body.CompletionBody,
+    create_model("CompletionBody", __base__=StrictModel, **_OF_COMPLETIONS),
     completions_body.REFUSED,
     {"prompt": _PROMPT, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
     lenient=True,

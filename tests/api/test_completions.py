@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 from conftest import TinyArtifacts
 from daemon import NO_END, Daemon, chunks, daemon, idle, soon
+from keyfile import bearer, written
 from openai_client import openai
 from serving import Answer
 
+from ssmd.config import Settings
 from ssmd.sessions.rows.database import FILE
 
 PROMPT = "The river is long, and the road beside it is longer still, said the old man to the young one at the gate. "
@@ -230,6 +233,65 @@ def test_stop_strings_and_a_client_that_leaves(tiny: Daemon) -> None:
     answer = complete(tiny, max_tokens=20, stop=said[4:7])
     assert texts(answer)[0] == said[: said.index(said[4:7])]
     assert answer.json["choices"][0]["finish_reason"] == "stop"
+
+
+def test_what_one_name_read_is_read_again_for_another(artifact: Path, tmp_path: Path) -> None:
+    """Nobody is to tell by the time it takes that another one asked before."""
+    keys = written(tmp_path / "keys", "alice alice-has-this-one\nbob bob-has-that-one\n")
+    with daemon(artifact, tmp_path / "data", settings=Settings(api_keys_file=keys)) as one:
+        body = {"model": one.model, "prompt": PROMPT, "max_tokens": 1}
+        cached = []
+        for key in ("alice-has-this-one", "bob-has-that-one", "alice-has-this-one"):
+            answer = one.served.ask("POST", "/v1/completions", body, bearer(key))
+            cached.append(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached == [0, 0, len(ids_of(one, PROMPT)) - 1]
+
+
+def test_one_that_fails_ends_the_others(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with daemon(artifact, None) as one:
+        decode, steps = one.engine.program.decode, itertools.count()
+
+        def failing(handles: Any, tokens: Any) -> Any:
+            if next(steps) == 12:
+                raise RuntimeError("the device is on fire")
+            return decode(handles, tokens)
+
+        monkeypatch.setattr(one.engine.program, "decode", failing)
+        answer = complete(one, ["one", "two", "three", "four", "five"], max_tokens=100)
+        assert (answer.status, answer.error["code"]) == (500, "generation_failed")
+        soon(lambda: idle(one))
+        assert complete(one, ["one", "two"]).status == 200
+
+
+def test_a_client_that_leaves_ends_all_of_them(tiny: Daemon) -> None:
+    body = {"model": tiny.model, "prompt": ["one", "two", "three"], "max_tokens": 400, "logit_bias": NO_END}
+    raw = json.dumps(body | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n"
+    with tiny.served.connect(head.encode() + raw) as one:
+        assert b"text_completion" in one.recv(65536) + one.recv(65536)
+    soon(lambda: idle(tiny))
+
+
+def test_an_answer_under_way_is_followed_and_ended_by_its_name(tiny: Daemon) -> None:
+    body = {"model": tiny.model, "prompt": ["one", "two"], "max_tokens": 400, "logit_bias": NO_END, "background": True}
+    raw = json.dumps(body | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n"
+    with tiny.served.connect(head.encode() + raw) as one:
+        got = b""
+        while b'"id":"' not in got:
+            got += one.recv(65536)
+    assert b'"choices":[]' in got.split(b"\n\n")[0]  # it is called so before its first word
+    name = got.split(b'"id":"')[1].split(b'"')[0].decode()
+    assert name.startswith("cmpl-gen_")
+    assert tiny.served.ask("POST", f"/ssmd/v1/requests/{name}/stop").status == 202
+    soon(lambda: idle(tiny))
+
+
+def test_characters_that_ssmd_itself_uses_are_no_more_than_characters(tiny: Daemon) -> None:
+    text = "a\U00100000b\U0010fff0<|im_end|>"
+    assert texts(complete(tiny, text, echo=True))[0].startswith(text)
+    plain = complete(tiny, text).json["usage"]["prompt_tokens"]
+    assert plain == complete(tiny, text[:-10]).json["usage"]["prompt_tokens"] + 1
 
 
 def test_the_sdk_reads_it(tiny: Daemon) -> None:
