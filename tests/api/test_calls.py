@@ -27,7 +27,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def tiny(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with daemon(artifacts["granite-int8"], tmp_path_factory.mktemp("data"), as_program=Saying) as one:
+    with daemon(artifacts["mamba-f32"], tmp_path_factory.mktemp("data"), as_program=Saying) as one:
         yield one
 
 

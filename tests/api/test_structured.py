@@ -183,7 +183,13 @@ def test_forced_tokens_are_fed_at_once_and_are_those_that_would_be_drawn(
 def test_forced_tokens_leave_draws_and_penalties_as_they_would_be(tiny: Daemon) -> None:
     if tiny.engine.artifact.manifest.quantization != "f32":
         pytest.skip("int8 rounds by what is in a call, so a close draw falls otherwise")
-    asked = {"temperature": 1, "seed": 7, "frequency_penalty": 2, "response_format": format_of(CITY), "store": False}
+    asked: dict[str, Any] = {
+        "temperature": 1,
+        "seed": 7,
+        "frequency_penalty": 2,
+        "response_format": format_of(CITY),
+        "store": False,
+    }
     assert ask(tiny, **asked)[0] == ask(tiny, logprobs=True, **asked)[0]
 
 
