@@ -21,6 +21,7 @@ from ssmd import __version__
 DOCUMENT, PAGE = "/openapi.json", "/docs"
 PATHS = frozenset({DOCUMENT, PAGE})
 _COMPONENTS = "#/components/schemas/"
+_EVENTS = {"description": "Events whose data is a chunk in JSON, or [DONE] at the end; with stream: true."}
 
 
 def routes() -> list[Route]:
@@ -63,7 +64,7 @@ def described() -> dict[str, Any]:
         else:
             good["model"] = one.answer
             if one.also:
-                good["content"] = {kind: {"schema": {"type": "string"}} for kind in one.also}
+                good["content"] = {kind: {"schema": _EVENTS} for kind in one.also}
         extra: dict[str, Any] = {"parameters": _parameters(path, one.query)}
         if one.body is not None:
             schema = _taken(schemas["$defs"][_of(named, one.body.shape)], one.body)

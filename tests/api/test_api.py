@@ -347,7 +347,7 @@ def test_refusals_before_anything_runs(tiny: Daemon) -> None:
     assert tiny.served.ask("POST", CHAT, nan).error["code"] == "invalid_json"
     assert tiny.served.ask("POST", CHAT, b"x").error["code"] == "invalid_json"
     assert tiny.served.ask("GET", CHAT).status == 405
-    assert tiny.served.ask("POST", "/v1/completions", {}).error["code"] == "not_found"
+    assert tiny.served.ask("POST", "/v1/nothing", {}).error["code"] == "not_found"
     assert tiny.served.ask("POST", CHAT, tiny.body(), {"host": "evil.example"}).status == 403
     assert tiny.served.ask("POST", CHAT, tiny.body(), {"origin": "https://evil.example"}).status == 403
     assert tiny.chat("x" * (33 << 20)).status == 413

@@ -260,6 +260,7 @@ def test_one_that_fails_ends_the_others(artifact: Path, monkeypatch: pytest.Monk
         answer = complete(one, ["one", "two", "three", "four", "five"], max_tokens=100)
         assert (answer.status, answer.error["code"]) == (500, "generation_failed")
         soon(lambda: idle(one))
+        assert next(steps) < 20  # the one that waited for a lane did not get it
         assert complete(one, ["one", "two"]).status == 200
 
 
