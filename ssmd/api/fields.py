@@ -18,6 +18,8 @@ HEADER = "x-ssmd-ignored"
 MOST_NAMED = 32
 MAX_NAME_CHARS = 64
 _MOST_LOGGED = 256  # names; whoever sends more of them is not written down
+# Objects whose fields are sorted too; in the others, which say what the answer has to be, a strange one is refused.
+_OPTIONS = frozenset({"stream_options"})
 _ODD = re.compile(r"[^A-Za-z0-9_.:/@$+-]")
 
 # What other servers have and ssmd has not, and what changes the answer's shape or meaning. llama.cpp's server:
@@ -77,7 +79,7 @@ class Fields:
         """read: the fields of its model. refused: what is not built and changes the answer; the endpoint refuses it by
         name.
         """
-        self._nested = {name: nested for name, field in read.items() if (nested := _nested(field.annotation))}
+        self._nested = {name: nested for name in _OPTIONS & read.keys() if (nested := _nested(read[name].annotation))}
         self._known, self._refused, self._strict = read.keys() | refused.keys(), refused, strict
         self._logged: set[str] = set()
         self._lock = threading.Lock()

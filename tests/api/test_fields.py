@@ -47,12 +47,13 @@ WITH: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
     "messages": {"max_tokens": 1},
+    "tool_choice": {"tools": [{"type": "function", "function": {"name": "f"}}], "max_completion_tokens": 3},
 }
 
 
 @pytest.fixture(scope="module")
 def artifact(artifacts: TinyArtifacts) -> Path:
-    return artifacts["llama-f32"]
+    return artifacts["mamba-f32"]
 
 
 @pytest.fixture(scope="module")
@@ -162,5 +163,5 @@ def test_a_repeated_and_a_followed_answer_say_it_too(artifact: Path, tmp_path: P
 
 def test_what_is_read_is_what_was_sent_but_for_what_is_ignored() -> None:
     sorting = Fields(ChatBody.model_fields, NOT_BUILT)
-    raw = b'{"model": "tiny", "messages": [], "tools": [], "cache_prompt": true, "best_of": 2, "x": null}'
+    raw = b'{"model": "tiny", "messages": [], "echo": false, "cache_prompt": true, "best_of": 2, "x": null}'
     assert sorting.sort(parse_object(raw)) == ({"model": "tiny", "messages": [], "best_of": 2}, ("cache_prompt",))
