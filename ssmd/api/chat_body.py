@@ -118,6 +118,8 @@ class ChatBody(Structured):
     chat_template_kwargs: Any = None
     enable_thinking: Any = None
     reasoning_effort: Any = None
+    thinking_budget: Count | None = None
+    thinking_token_budget: Count | None = None  # vLLM's name of it
     # Accepted and without effect: they are for the books of whoever runs a hosted service.
     metadata: Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)] | None = None
     prompt_cache_key: ShortText | None = None
@@ -206,6 +208,7 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
         truncate=truncate if body.truncation is None else body.truncation == "auto",
         given=given,
         grammar=grammar_of(body),
+        thinking_budget=_one_of(thinking_budget=body.thinking_budget, thinking_token_budget=body.thinking_token_budget),
         tool_choice=read_tool_choice(body.tool_choice, body.parallel_tool_calls, given.tools),
     )
 

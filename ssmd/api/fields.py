@@ -60,7 +60,6 @@ VLLM: Neutral = {
     "return_tokens_as_token_ids": (None, False),
     "skip_special_tokens": (None, True),
     "stop_token_ids": (None, []),
-    "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "watermarking": (None, False),

@@ -33,6 +33,11 @@ class Calling:
         ids = ((m, t) for m in (*self.format.markers, THINK, THINK_END) for t in known.encode(m) if known.is_control(t))
         return {marker: token for marker, token in ids if known.token_text(token) == marker}
 
+    @cached_property
+    def think_end(self) -> list[int]:
+        """The tokens that end reasoning, as models write its end."""
+        return self._tokenizer.encode(f"\n{THINK_END}\n\n")
+
     def reader(self, request: Request, prompt: Prompt) -> AnswerReader:
         """What reads one answer to a request. Calls are looked for where it gives tools that may be called."""
         calls = self.format if request.given.tools and request.tool_choice.mode != "none" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal
@@ -63,12 +64,17 @@ class Choice:
         self._read: list[tuple[str, bool]] = []  # texts, and whether they are markers that came as control tokens
         self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
         self._spoke = True  # before this token
+        self._thought = 0  # tokens of reasoning
+        self._bound: deque[int] = deque()  # tokens that come next, whatever the logits say
         self._calls: list[tuple[str, str, list[str]]] = []  # id, name, arguments
 
     def take(self, logits: Logits) -> Sequence[Delta]:
         """Sample from `logits` [vocab]; what is to be sent. Sets `end` when this choice is over."""
-        guide = self._guide
-        sample = self._sampler.sample(logits, None if guide is None else guide.mask())
+        # What an answer has to be is said of what comes after the reasoning; a call's grammar has both.
+        waits = self._reader.thinks and self._request.tool_choice.mode != "required"
+        guide = None if waits else self._guide
+        mask = None if guide is None else guide.mask()
+        sample = self._bound_sample() if self._bound else self._sampler.sample(logits, mask)
         self.times.append(time.perf_counter())
         if sample.token in self._stop_tokens:
             return self._finish("stop")
@@ -78,6 +84,7 @@ class Choice:
         if guide is not None and not hit:
             more, hit = self._follow(guide, sample.token)
             parts = [*parts, *more]
+        self._end_thinking()
         if hit:
             return self._cut_off(parts)
         if (guide is not None and guide.ended) or (self._reader.calls_over and self._one_call):
@@ -134,6 +141,17 @@ class Choice:
     @property
     def _one_call(self) -> bool:
         return not self._request.tool_choice.parallel or self._request.tool_choice.name is not None
+
+    def _bound_sample(self) -> Sample:
+        token = self._bound.popleft()
+        self._sampler.skip(token)
+        return Sample(token, None, ())
+
+    def _end_thinking(self) -> None:
+        """Have reasoning end when its budget is spent."""
+        self._thought += self._reader.thinks
+        if self._reader.thinks and self._thought == self._request.thinking_budget:
+            self._bound.extend(self._calling.think_end)
 
     def _say(self, token: int) -> tuple[list[Part], bool]:
         """Add a token; what is told with it, and whether that reaches a stop string."""

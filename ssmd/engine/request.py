@@ -58,7 +58,7 @@ class Request:
     clients that wait take turns. domain: what of the store is there for it, and whose a new session is.
     arrived: perf_counter when it came, before it was read; None: as it is submitted. load_ms: it waited for its model.
     id: what its answer is called. given: what the template is told beside the messages. grammar: of the answer.
-    tool_choice: of the tools that are given.
+    tool_choice: of the tools that are given. thinking_budget: tokens after which reasoning is ended.
     """
 
     messages: tuple[Message, ...]
@@ -80,6 +80,7 @@ class Request:
     more: tuple[Raw, ...] = ()
     echo: bool = False
     tool_choice: ToolChoice = AUTO
+    thinking_budget: int | None = None
     id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}", compare=False)
 
     @property

@@ -169,6 +169,22 @@ def test_reasoning_without_end_is_no_content(tiny: Daemon) -> None:
     assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("name", ["thinking_budget", "thinking_token_budget"])
+def test_reasoning_ends_with_its_budget(tiny: Daemon, name: str) -> None:
+    said = "<think>\n" + "On and on. " * 12
+    budget: dict[str, Any] = {name: 8}
+    choice = choice_of(ask(tiny, said, **budget))
+    thought = choice["message"]["reasoning_content"]
+    assert said.startswith(f"<think>\n{thought}")
+    assert 0 < len(thought) < 30
+    assert choice["message"]["content"]
+    unbound = choice_of(ask(tiny, said, max_tokens=20))
+    assert thought in unbound["message"]["reasoning_content"]
+    budget[name] = 100
+    within = choice_of(ask(tiny, "<think>\nSo.\n</think>\n\nYes.", **budget))
+    assert (within["message"]["reasoning_content"], within["message"]["content"]) == ("So.", "Yes.")
+
+
 def test_log_probabilities_are_of_what_is_said(tiny: Daemon) -> None:
     choice = choice_of(ask(tiny, f"<think>\nSo.\n</think>\n\nI look.\n{CALL}", logprobs=True))
     tokens = [entry["token"] for entry in choice["logprobs"]["content"]]

@@ -8,7 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """mode: `auto` as the model likes, `required` at least one call, `none` no call: what looks like one is text.
+    """Whether an answer may or must call tools.
+
+    mode: `auto` as the model likes, `required` at least one call, `none` no call: what looks like one is text.
 
     name: the only tool to be called; the answer is that one call. parallel: several calls in an answer are welcome.
     """
