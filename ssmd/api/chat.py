@@ -33,7 +33,9 @@ def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -
     fields, ignored = sorting.sort(fields)
     body = read_chat(fields)
     model = host.shelf.find(body.model)
-    request = to_request(body, model.manifest.vocabulary, truncate=truncate)
+    unread: set[str] = set()
+    request = to_request(body, model.manifest.vocabulary, truncate=truncate, unread=unread)
+    ignored = (*ignored, *sorting.named(unread))
     name = model.id if "@" in body.model else model.name
     written = partial(ChatAnswer, name, model.manifest.build, request.n)
     return Asking(

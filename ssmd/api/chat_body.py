@@ -161,8 +161,12 @@ def read_chat(fields: dict[str, Any]) -> ChatBody:
     return validate(ChatBody, known)
 
 
-def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Request:
-    """What the engine is asked. `vocabulary`: number of token ids. `truncate`: if it does not say. Raises Rejected."""
+def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False, unread: set[str] | None = None) -> Request:
+    """What the engine is asked. Raises Rejected.
+
+    vocabulary: number of token ids. truncate: if the body does not say. unread: takes the names of what its messages
+    hold and nothing is made of.
+    """
     if body.include_usage and not body.stream:
         raise Rejected(
             "stream_options is only possible with stream: true", code="invalid_value", param="stream_options"
@@ -173,7 +177,7 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False) -> Re
         max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens, n_predict=body.n_predict
     )
     penalty = _one_of(repetition_penalty=body.repetition_penalty, repeat_penalty=body.repeat_penalty)
-    messages = read_messages(body.messages)
+    messages = read_messages(body.messages, unread)
     given = read_given(vars(body))
     bias = _logit_bias(body.logit_bias or {}, vocabulary)
     try:

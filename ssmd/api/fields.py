@@ -11,6 +11,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from ssmd.api.body import StrictModel
+from ssmd.engine.request import Rejected
 
 log = logging.getLogger(__name__)
 Neutral = Mapping[str, tuple[Any, ...]]  # names of fields, each with the values that ask for nothing
@@ -84,7 +85,7 @@ class Fields:
         self._lock = threading.Lock()
 
     def sort(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """What of a body is to be read, and the names of what is ignored of it."""
+        """What of a body is to be read, and the names of what is ignored of it. Raises Rejected."""
         kept: dict[str, Any] = {}
         ignored: list[str] = []
         for name, value in fields.items():
@@ -98,7 +99,7 @@ class Fields:
                     kept[name] = value
                 else:
                     ignored.append(name)
-        return kept, self._named(ignored)
+        return kept, self.named(ignored)
 
     def _within(self, name: str, value: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
         kept = {}
@@ -109,9 +110,13 @@ class Fields:
                 ignored.append(f"{name}.{inner}")
         return kept
 
-    def _named(self, ignored: Collection[str]) -> tuple[str, ...]:
+    def named(self, ignored: Collection[str]) -> tuple[str, ...]:
+        """The names as an answer has them. Raises Rejected if nothing may be ignored."""
         if not ignored:
             return ()
+        if self._strict:
+            name = printable(min(ignored))
+            raise Rejected(f"there is no parameter {name!r} here", code="unknown_parameter", param=name)
         names = sorted({printable(name) for name in ignored})
         for name in self._unlogged(names):
             log.info("a client sends the field %s, which is ignored (SSMD_STRICT=1 refuses it)", name)

@@ -50,9 +50,22 @@ class Usage(Shape):
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class CalledFunction(Shape):
+    name: str
+    arguments: str
+
+
+class ToolCall(Shape):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Shape):
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Shape):

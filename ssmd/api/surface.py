@@ -10,6 +10,7 @@ from pydantic import BaseModel, create_model
 
 from ssmd.api import chat_body, completions_body, models, pulls, sessions, shapes, tickets, unserved, words
 from ssmd.api.body import StrictModel
+from ssmd.api.declared_messages import MESSAGES, TOOLS
 from ssmd.api.fields import Neutral
 
 EVENTS, BINARY, HTML = "text/event-stream", "application/octet-stream", "text/html; charset=utf-8"
@@ -67,27 +68,6 @@ class Operation:
     open: bool = False  # it needs no key
 
 
-_TEXT_PARTS: Schema = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["type", "text"],
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    },
-}
-MESSAGES: Schema = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant"]},
-            "content": {"anyOf": [{"type": "string"}, _TEXT_PARTS]},
-        },
-    },
-}
 _STOP: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _LIMIT: Schema = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, {"type": "null"}]}
 _LIMITS = dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict"), _LIMIT)
@@ -104,7 +84,7 @@ _PROMPT: Schema = {
 _CHAT = Taken(
     chat_body.ChatBody,
     chat_body.NOT_BUILT,
-    {"messages": MESSAGES, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
+    {"messages": MESSAGES, "tools": TOOLS, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
     lenient=True,
 )
 _OF_COMPLETIONS: dict[str, Any] = {name: (one.annotation, one) for name, one in completions_body.FIELDS.items()}

@@ -41,16 +41,3 @@ def _named(value: Any, tools: Sequence[Mapping[str, Any]]) -> str:
 
 def _wrong(message: str, param: str) -> NoReturn:
     raise Rejected(message, code="invalid_value", param=param)
-
-
-def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a request: functions, each with a name. Raises Rejected."""
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        _wrong(f"tools must be a list (got {shown(value)})", "tools")
-    for i, tool in enumerate(value):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            _wrong(f"tools[{i}].function.name is required", f"tools[{i}].function.name")
-    return tuple(value)

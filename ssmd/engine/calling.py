@@ -9,6 +9,7 @@ from typing import Any
 
 from ssmd.engine.prompt import Prompt
 from ssmd.engine.request import Grammar, Request
+from ssmd.engine.schema import check_size
 from ssmd.text.answer import AnswerReader
 from ssmd.text.calls.forced import forced
 from ssmd.text.calls.formats import format_of
@@ -47,12 +48,16 @@ class Calling:
         return AnswerReader(calls, names, thinking=thinking, begun=begun, controls=self.controls)
 
     def forced(self, request: Request, prompt: Prompt) -> Request:
-        """The request, with the grammar of a call if the answer has to be one: whatever else it was to be."""
+        """The request, with the grammar of a call if the answer has to be one: whatever else it was to be. Raises
+        Rejected: a schema that is too large.
+        """
         choice, tools = request.tool_choice, request.given.tools
         if choice.mode != "required":
             return request
         if choice.name is not None:
             tools = tuple(tool for tool in tools if tool["function"]["name"] == choice.name)
+        for i, tool in enumerate(request.given.tools):
+            check_size(tool["function"].get("parameters"), f"tools[{i}].function.parameters")
         thought = "" if _thinks(prompt) else THINK if self._reasons and not prompt.begun.strip() else None
         text = forced(self.format, tools, several=choice.parallel, thought=thought, controls=self.controls)
         return replace(request, grammar=Grammar(text, "tools"))

@@ -121,6 +121,7 @@ class Guide:
 
         Those are taken too: at most `room`, and none if they are too few to be fed at once. Raises Rejected.
         """
+        self.mask()  # one thread at a time
         matcher, forced = self._matcher, list[int]()
         matcher.consume_token(token)
         if room >= FORCED_LEAST and not matcher.is_stopped():

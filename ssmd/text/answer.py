@@ -45,7 +45,7 @@ class AnswerReader:
     @property
     def thinks(self) -> bool:
         """Whether what comes next is reasoning."""
-        return self._reasoning.state == "thinking"
+        return self._reasoning.thinks
 
     @property
     def speaks(self) -> bool:

@@ -31,6 +31,11 @@ class Reasoning:
         return "".join(self._raw)
 
     @property
+    def thinks(self) -> bool:
+        """Whether what comes next is thought, unless it begins with a marker."""
+        return self.state == "thinking" or (self.state == "start" and self._opened)
+
+    @property
     def holds(self) -> bool:
         """Whether something came that was not told yet."""
         return bool(self._held or self._spaces)

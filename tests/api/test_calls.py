@@ -19,6 +19,7 @@ PARIS = '{"city": "Paris"}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+NAMED = {"type": "function", "function": {"name": "f"}}
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "f"}},
@@ -274,3 +275,43 @@ def test_who_follows_hears_of_calls_and_reasoning(tiny: Daemon) -> None:
 def test_a_choice_that_is_none_is_refused(tiny: Daemon, fields: dict[str, Any], param: str) -> None:
     answer = tiny.chat(**{"tools": TOOLS, **fields})
     assert (answer.status, answer.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("ends", [" so be it.</think>", " so be it.</think>\n\n"])
+def test_what_an_answer_has_to_be_is_said_of_what_comes_after_the_reasoning(ends: str, tiny: Daemon) -> None:
+    scripted(tiny, ends, ends=False)
+    messages = [{"role": "user", "content": "Say a."}, {"role": "assistant", "content": "<think>\nLet me see:"}]
+    schema = {"name": "a", "schema": {"enum": ["a"]}}
+    form = {"type": "json_schema", "json_schema": schema}
+    answer = tiny.chat(messages=messages, response_format=form, max_tokens=100, logit_bias={}, store=False)
+    choice = choice_of(answer)
+    assert choice["message"]["reasoning_content"].strip() == "so be it."
+    assert choice["message"]["content"].strip() == '"a"'
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
+def test_a_call_that_has_to_be_is_valid_whatever_is_drawn(tiny: Daemon, choice: Any, reason: str) -> None:
+    """The model says nothing by itself: every token is drawn at a high temperature among those that may come."""
+    tiny.engine.program.say()  # type: ignore[attr-defined]
+    asked = {"tools": TOOLS, "tool_choice": choice, "temperature": 2, "max_tokens": 400, "logit_bias": {}}
+    for seed in range(4):
+        found = choice_of(tiny.chat("Call", **asked, seed=seed, parallel_tool_calls=False))
+        [call] = found["message"]["tool_calls"]
+        arguments = call["function"]["arguments"]
+        if found["finish_reason"] == "length":
+            continue
+        assert found["finish_reason"] == reason
+        if call["function"]["name"] == "get_weather":
+            assert set(json.loads(arguments)) >= {"city"}
+        else:
+            assert isinstance(json.loads(arguments), dict)
+        assert choice != NAMED or call["function"]["name"] == "f"
+
+
+def test_what_is_left_of_messages_is_named(tiny: Daemon) -> None:
+    scripted(tiny, "Yes.")
+    message = {"role": "user", "content": "Hm?", "cache_control": {"type": "ephemeral"}}
+    answer = tiny.chat(messages=[message], logit_bias={}, max_tokens=5)
+    assert answer.json["usage"]["ssmd"]["ignored"] == ["messages.cache_control"]
+    assert answer.headers["x-ssmd-ignored"] == "messages.cache_control"
