@@ -138,7 +138,10 @@ def test_who_asks_is_named_in_metrics_and_log(one: Daemon, caplog: pytest.LogCap
     assert bob.ask("Hello", model="none").status == 404
     whole = bob.say("Hello", store=False)
     prompt, cached = told(whole)[1:]
-    body = json.dumps(bob.body("Hello", stream=True, store=False, max_tokens=400, logit_bias=NO_END)).encode()
+    asked = bob.body(
+        "Hello", stream=True, store=False, max_tokens=400, logit_bias=NO_END, n=8, logprobs=True, top_logprobs=20
+    )
+    body = json.dumps(asked).encode()  # so much that it takes a while
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: {bearer(KEYS['bob'])['authorization']}\r\n"
     with one.served.connect(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body) as line:
         assert b"200 OK" in line.recv(64)
