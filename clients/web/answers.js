@@ -3,6 +3,7 @@ import {ApiError, ask, open} from "./api.js";
 import {readEvents} from "./events.js";
 import {read, readJson, writeJson} from "./kept.js";
 import {daemon, metrics} from "./live.js";
+import {Signal} from "./signal.js";
 import {changed} from "./windows.js";
 
 const ASKED_S = 24 * 3600;
@@ -16,7 +17,7 @@ addEventListener("pageshow", () => (leaving = false));
 
 /** One answer. state: "waiting", "answering", "done", "stopped", "failed", "lost" (its daemon went), or "gone" (over before
  * it could be followed). */
-export class Answer {
+export class Answer extends Signal {
   text = ""; // as a turn keeps it: reasoning in <think>
   calls = [];
   state = "waiting";
@@ -25,12 +26,12 @@ export class Answer {
   finish = null;
   error = null;
   began = performance.now();
-  #listeners = new Set();
   #stopping = false;
 
   /** parent: the turn above it, ask: messages since that, null if they are not known; begun: what it goes on from.
    * fresh: its session begins with it. */
   constructor({session, parent = null, question = null, begun = "", request = null, fresh = false}) {
+    super();
     Object.assign(this, {session, parent, question, begun, request, fresh});
   }
 
@@ -40,15 +41,6 @@ export class Answer {
 
   get over() {
     return !["waiting", "answering"].includes(this.state);
-  }
-
-  listen(listener) {
-    this.#listeners.add(listener);
-    return () => this.#listeners.delete(listener);
-  }
-
-  tell() {
-    for (const listener of [...this.#listeners]) listener(this);
   }
 
   /** Asks, and reads to the end. */

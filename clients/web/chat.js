@@ -9,7 +9,7 @@ import {daemon, metrics} from "./live.js";
 import {fail} from "./notices.js";
 import {plain} from "./numbers.js";
 import {go, put} from "./route.js";
-import {actions, exported, remove} from "./session_actions.js";
+import {actions} from "./session_actions.js";
 import {use, useChanges} from "./signal.js";
 import {forksAt} from "./tree.js";
 import {Announcer, Growing, Turn} from "./turn.js";
@@ -55,7 +55,7 @@ function Shown({mine}) {
       <h1 dir="auto" title=${title}>${title}</h1>
       <${ModelPicker} value=${model} choose=${setChosen} />
       <${Act} icon="tune" label="System prompt and sampling" aria-expanded=${options} run=${() => setOptions(!options)} />
-      ${mine.session && html`<${Menu} label="Session" items=${menu(mine)} />`}
+      ${mine.session && html`<${Menu} label="Session" items=${actions(mine.session, () => go("/chat"))} />`}
     </header>
     ${options && html`<${Options} system=${system ?? mine.system} setSystem=${setSystem} />`}
     <${Flow} mine=${mine} does=${does}>
@@ -68,16 +68,6 @@ function Shown({mine}) {
     </div>
     <${Announcer} answer=${mine.busy ? mine.answer : null} />
   </div>`;
-}
-
-function menu(mine) {
-  const {session} = mine;
-  return [
-    {icon: "sessions", label: "Show the tree", run: () => go(`/sessions/${session.id}`)},
-    ...actions(session),
-    {icon: "out", label: "Export", run: () => exported(session)},
-    {icon: "bin", label: "Delete", kind: "danger", run: () => (remove(session), go("/chat"))},
-  ];
 }
 
 /** What the turns' buttons do; one object, so that turns need not be drawn again. */

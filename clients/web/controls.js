@@ -31,17 +31,21 @@ export function Icon({name}) {
   return html`<svg class="icon" viewBox="0 0 24 24" aria-hidden="true"><path d=${PATHS[name]} /></svg>`;
 }
 
+const tried = async (run) => {
+  try {
+    await run();
+  } catch (error) {
+    fail(error);
+  }
+};
+
 /** A button with an icon and a name for screen readers; what fails is said. */
 export function Act({icon, label, run, shown = false, kind = "", ...more}) {
   const [busy, setBusy] = useState(false);
   const act = async (event) => {
     event.stopPropagation();
     setBusy(true);
-    try {
-      await run(event);
-    } catch (error) {
-      fail(error);
-    }
+    await tried(run);
     setBusy(false);
   };
   return html`<button type="button" class=${`act ${kind}`} title=${shown ? undefined : label} aria-label=${shown ? undefined : label}
@@ -73,7 +77,7 @@ async function toClipboard(text) {
 }
 
 /** A button that opens a list of actions below it. Escape, and a click elsewhere, close it. */
-export function Menu({label, icon = "more", items}) {
+export function Menu({label, items}) {
   const [open, setOpen] = useState(false);
   const box = useRef(null);
   useEffect(() => {
@@ -97,20 +101,13 @@ export function Menu({label, icon = "more", items}) {
   };
   return html`<div class="menu" ref=${box} onKeyDown=${keys}>
     <button type="button" class="act" aria-label=${label} title=${label} aria-haspopup="menu" aria-expanded=${open} onClick=${() => setOpen(!open)}>
-      <${Icon} name=${icon} />
+      <${Icon} name="more" />
     </button>
     ${open &&
     html`<div role="menu" aria-label=${label}>
-      ${items.filter(Boolean).map(
+      ${items.map(
         (item) => html`<button type="button" role="menuitem" tabindex="-1" class=${item.kind ?? ""}
-          onClick=${async () => {
-            setOpen(false);
-            try {
-              await item.run();
-            } catch (error) {
-              fail(error);
-            }
-          }}><${Icon} name=${item.icon} /><span>${item.label}</span></button>`,
+          onClick=${() => (setOpen(false), tried(item.run))}><${Icon} name=${item.icon} /><span>${item.label}</span></button>`,
       )}
     </div>`}
   </div>`;

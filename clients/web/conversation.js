@@ -4,12 +4,13 @@ import {ask} from "./api.js";
 import {sending} from "./kept.js";
 import {metrics} from "./live.js";
 import {fail} from "./notices.js";
+import {Signal} from "./signal.js";
 import {answerOf, askOf, grow, leafBelow, messagesOf, pathTo, systemOf, withSystem} from "./tree.js";
 import {changed, onChange} from "./windows.js";
 
 const EMPTY = grow([]);
 
-export class Conversation {
+export class Conversation extends Signal {
   session = null; // as the daemon tells of it; null before its first turn is stored
   tree = EMPTY;
   leaf = null; // the turn that is looked at, null: the beginning
@@ -18,24 +19,15 @@ export class Conversation {
   loading = false;
   costs = new Map(); // turn → usage, of answers that this window saw
   #local = []; // turns that are not stored
-  #listeners = new Set();
   #stops = [];
   #settling = false;
   #key;
 
   /** id: of a session, null for one that is new. at: the turn to show. opened: called with the id it gets. */
   constructor(id, at = null, opened = () => {}) {
+    super();
     Object.assign(this, {id, at, opened});
     this.#key = id ?? `new-${Math.random()}`;
-  }
-
-  listen(listener) {
-    this.#listeners.add(listener);
-    return () => this.#listeners.delete(listener);
-  }
-
-  tell() {
-    for (const listener of [...this.#listeners]) listener(this);
   }
 
   /** Begins to look after changes. Returns what ends that. */

@@ -4,10 +4,8 @@ import {Signal, use} from "./signal.js";
 
 const open = new Signal(null);
 
-/** Asks for a text. Answers with it, or null if the question was put away. */
-export function askText({title, label, value = "", button = "Save", longest = 200}) {
-  return new Promise((resolve) => open.set({title, label, value, button, longest, resolve}));
-}
+/** Asks for a text: {title, label, value}. Answers with it, or null if the question was put away. */
+export const askText = (asked) => new Promise((resolve) => open.set({...asked, resolve}));
 
 export function Dialog() {
   const shown = use(open);
@@ -26,8 +24,8 @@ export function Dialog() {
   return html`<dialog ref=${box} aria-labelledby="dialog-title" onCancel=${() => answer(null)}>
     <form onSubmit=${(event) => (event.preventDefault(), answer(field.current.value))}>
       <h2 id="dialog-title">${shown.title}</h2>
-      <label class="field"><span>${shown.label}</span><input ref=${field} value=${shown.value} maxlength=${shown.longest} dir="auto" /></label>
-      <p class="row"><button type="button" onClick=${() => answer(null)}>Cancel</button><button class="main">${shown.button}</button></p>
+      <label class="field"><span>${shown.label}</span><input ref=${field} value=${shown.value} maxlength="200" dir="auto" /></label>
+      <p class="row"><button type="button" onClick=${() => answer(null)}>Cancel</button><button class="main">Save</button></p>
     </form>
   </dialog>`;
 }

@@ -1,10 +1,10 @@
 // Preact and htm, as every view has them.
 import {Component, h, render} from "./vendor/preact.mjs";
-import {useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState} from "./vendor/hooks.mjs";
+import {useEffect, useLayoutEffect, useMemo, useRef, useState} from "./vendor/hooks.mjs";
 import htm from "./vendor/htm.mjs";
 
 export const html = htm.bind(h);
-export {Component, h, render, useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState};
+export {Component, h, render, useEffect, useLayoutEffect, useMemo, useRef, useState};
 
 /** A component that is drawn again only when one of its properties is another one. */
 export function memo(draw) {

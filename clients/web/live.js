@@ -26,17 +26,8 @@ export async function follow() {
       // said by `daemon`, or by the key prompt
     }
     daemon.set("away");
-    if (locked.value) await changed(unlocked);
+    if (locked.value) await new Promise((go) => unlocked.listen(go));
     else await new Promise((resolve) => setTimeout(resolve, wait));
     wait = Math.min(wait * 1.6, LONGEST_MS);
   }
-}
-
-function changed(signal) {
-  return new Promise((resolve) => {
-    const stop = signal.listen(() => {
-      stop();
-      resolve();
-    });
-  });
 }

@@ -33,14 +33,14 @@ export class Reader {
 /** The blocks of a whole text. */
 export const read = (text) => new Reader().take(text);
 
-/** What an assistant thought, null if it did not, and what it said. open: it still thinks. */
+/** What an assistant thought, null if it did not, and all that it said after that. open: it still thinks. */
 export function thoughts(text) {
-  const begins = /^\s*<think>/.exec(text);
-  const end = text.indexOf("</think>");
-  if (end < 0) return begins ? {thought: text.slice(begins[0].length), said: "", open: true} : {thought: null, said: text, open: false};
-  const thought = text.slice(begins ? begins[0].length : 0, end).trim();
-  const said = text.slice(text.lastIndexOf("</think>") + "</think>".length).replace(/^\s+/, "");
-  return {thought: thought || null, said, open: false};
+  const [begins] = /^\s*<think>/.exec(text) ?? [""];
+  // Where a template wrote the first tag, the other one ends a line.
+  const end = (begins ? /<\/think>\s*/ : /<\/think>[ \t]*(?:\n\s*|$)/).exec(text);
+  if (!end) return {thought: begins ? text.slice(begins.length) : null, said: begins ? "" : text, open: Boolean(begins)};
+  const thought = text.slice(begins.length, end.index).trim();
+  return {thought: thought || null, said: text.slice(end.index + end[0].length), open: false};
 }
 
 /** The address of a link if it may be followed, else null. */
@@ -92,7 +92,7 @@ function blockAt(lines, i, depth) {
     if (QUOTE.test(line)) return quoted(lines, i, depth);
     if (ITEM.test(line)) return listed(lines, i, depth);
   }
-  if (line.includes("|") && CELLS.test(lines[i + 1] ?? "") && lines[i + 1].includes("-")) return table(lines, i);
+  if (isTable(lines, i)) return table(lines, i);
   return paragraph(lines, i, depth);
 }
 
@@ -142,6 +142,10 @@ function listed(lines, i, depth) {
   return [{type: "list", start, items: items.map((item) => grouped(item, depth + 1).map(([block]) => block))}, i];
 }
 
+/** A head, and below it a delimiter for each column, as GitHub has it. */
+const isTable = (lines, i) =>
+  lines[i].includes("|") && CELLS.test(lines[i + 1] ?? "") && cells(lines[i]).length === cells(lines[i + 1]).length;
+
 function table(lines, i) {
   const align = cells(lines[i + 1]).map((c) => (/^:-*:$/.test(c) ? "center" : c.endsWith(":") ? "right" : null));
   const rows = [];
@@ -160,7 +164,7 @@ function paragraph(lines, i, depth) {
   let end = i + 1;
   while (end < lines.length && lines[end].trim() && !endsParagraph(lines[end])) {
     if (depth < DEEPEST && ITEM.test(lines[end])) break;
-    if (lines[end].includes("|") && CELLS.test(lines[end + 1] ?? "")) break;
+    if (isTable(lines, end)) break;
     end++;
   }
   return [{type: "paragraph", text: lines.slice(i, end).map((line) => line.trim()).join("\n")}, end];

@@ -46,7 +46,7 @@ function drawAnew(block) {
     case "table":
       return html`<div class="wide" tabindex="0" role="region" aria-label="Table"><table>
         <thead><tr>${block.head.map((cell, i) => html`<th scope="col" style=${{textAlign: block.align[i]}}>${line(cell)}</th>`)}</tr></thead>
-        <tbody>${block.rows.map((row) => html`<tr>${block.head.map((_, i) => html`<td style=${{textAlign: block.align[i]}}>${line(row[i] ?? "")}</td>`)}</tr>`)}</tbody>
+        <tbody>${block.rows.map((row) => html`<tr>${row.slice(0, block.head.length).map((cell, i) => html`<td style=${{textAlign: block.align[i]}}>${line(cell)}</td>`)}</tr>`)}</tbody>
       </table></div>`;
     default:
       return html`<p>${line(block.text)}</p>`;

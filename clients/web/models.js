@@ -36,7 +36,7 @@ function Model({row}) {
     ${row.problem && html`<span class="problem">${row.problem}</span>`}
     <span class="ends">
       <${Act} icon="pin" label=${row.pinned ? "Unpin" : "Pin: once loaded, it stays"} kind=${row.pinned ? "on" : ""} run=${pin} />
-      ${loaded ? html`<${Act} label="Unload" shown=${true} kind="framed" run=${post("unload")} />` : html`<${Act} label=${row.state === "loading" ? "Loading…" : "Load"} shown=${true} kind="framed" run=${post("load")} />`}
+      ${loaded ? html`<${Act} label="Unload" shown kind="framed" run=${post("unload")} />` : html`<${Act} label=${row.state === "loading" ? "Loading…" : "Load"} shown kind="framed" run=${post("load")} />`}
     </span>
   </li>`;
 }
@@ -59,7 +59,7 @@ function Pulls({told, rows}) {
       <span class="cover">${entry.name}</span><span class="about">${entry.family} ${entry.runtimes.map((one) => busy(entry.name, one.runtime)?.state)}</span>
       <span class="ends">${entry.runtimes.map((one) => one.installed
         ? html`<${Pill}>${one.runtime}: installed<//>`
-        : html`<${Act} icon="in" label=${one.runtime} aria-label=${`Pull ${entry.name} for ${one.runtime}`} title=${one.problem ?? "Pull"} shown=${true} kind="framed" disabled=${!one.usable || Boolean(busy(entry.name, one.runtime))} run=${pull(entry.name, one.runtime)} />`)}</span>
+        : html`<${Act} icon="in" label=${one.runtime} aria-label=${`Pull ${entry.name} for ${one.runtime}`} title=${one.problem ?? "Pull"} shown kind="framed" disabled=${!one.usable || Boolean(busy(entry.name, one.runtime))} run=${pull(entry.name, one.runtime)} />`)}</span>
     </li>`)}</ul>
     ${pulls.length > 0 && html`<ul class="cards">${[...pulls].reverse().slice(0, 5).map((row) => html`<${Pull} key=${row.id} row=${row} />`)}</ul>`}
   </section>`;
@@ -74,7 +74,7 @@ function Pull({row}) {
     <span class="about"><${Pill} kind=${{running: "accent", failed: "warn"}[row.state] ?? ""}>${row.state}<//> ${goes ? [row.stage, far].filter(Boolean).join(" · ") : row.ended_at ? ago(row.ended_at) : ""}</span>
     ${row.error && html`<span class="problem">${row.error}</span>`}
     ${goes && html`<div class="track" role="progressbar" aria-label=${`Pull of ${row.model}`} aria-valuemin="0" aria-valuemax="100" aria-valuenow=${row.total ? Math.round((row.done / row.total) * 100) : undefined}><div class="fill" style=${{width: `${row.total ? (row.done / row.total) * 100 : 0}%`}}></div></div>
-      <span class="ends"><${Act} icon="stop" label="Cancel" shown=${true} kind="framed" run=${cancel} /></span>`}
+      <span class="ends"><${Act} icon="stop" label="Cancel" shown kind="framed" run=${cancel} /></span>`}
   </li>`;
 }
 

@@ -27,13 +27,7 @@ export function Notices() {
     ${shown.map(
       (one) => html`<div class=${`notice ${one.kind}`} key=${one.id}>
         <span dir="auto">${one.text}</span>
-        ${one.action &&
-        html`<button
-          onClick=${() => {
-            one.gone();
-            one.action.run();
-          }}
-        >${one.action.label}</button>`}
+        ${one.action && html`<button onClick=${() => (one.gone(), one.action.run())}>${one.action.label}</button>`}
         <button class="quiet" aria-label="Dismiss" onClick=${one.gone}>×</button>
       </div>`,
     )}

@@ -56,7 +56,7 @@ function Running({row}) {
     <span class="cover"><${Title} session=${row.session} otherwise=${row.id ? "A request without a session" : "Another's request"} /></span>
     <span class="about">${row.model} · ${PHASES[row.phase] ?? row.phase}${row.phase === "prefill" ? ` ${row.fed} of ${row.to_feed}` : ""}${row.tokens ? ` · ${many(row.tokens, "token")}` : ""}${row.tokens_per_s ? ` · ${row.tokens_per_s.toFixed(0)}/s` : ""}</span>
     ${row.phase === "prefill" && html`<div class="track"><div class="fill" style=${{width: `${part * 100}%`}}></div></div>`}
-    ${row.id && html`<span class="ends"><${Act} icon="stop" label="Stop" shown=${true} kind="framed" run=${stop} /></span>`}
+    ${row.id && html`<span class="ends"><${Act} icon="stop" label="Stop" shown kind="framed" run=${stop} /></span>`}
   </li>`;
 }
 

@@ -68,7 +68,7 @@ function Side({view, id}) {
   return html`<div class="side">
     <div class="brand"><a href="#/chat" onClick=${(event) => (event.preventDefault(), newChat())} aria-label="ssmd, new chat"><${Mark} />ssmd</a><${State} now=${now} away=${away} /></div>
     <nav class="views" aria-label="Views">${VIEWS.map(([name, label]) => html`<a href=${`#/${name}`} aria-current=${view === name ? "page" : undefined}><${Icon} name=${name} /><span>${label}</span></a>`)}</nav>
-    <${Act} icon="plus" label="New chat" shown=${true} kind="framed new" run=${newChat} />
+    <${Act} icon="plus" label="New chat" shown kind="framed new" run=${newChat} />
     <nav class="beside" aria-label="Recent sessions">
       ${none ? html`<p class="faint">Nothing is kept: the daemon runs with --no-store.</p>` : html`<ul>${rows.map((session) => html`<li key=${session.id}><a href=${`#/chat/${session.id}`} aria-current=${view === "chat" && id === session.id ? "page" : undefined} dir="auto">
         ${running.has(session.id) && html`<i class="live" title="An answer is under way"></i>`}<bdi>${plain(session.title) || "Untitled"}</bdi></a></li>`)}</ul>`}

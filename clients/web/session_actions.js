@@ -15,12 +15,15 @@ const ROOT = "/ssmd/v1/sessions";
 export const hidden = new Signal(new Set());
 const pending = new Map(); // id → the timer that removes it
 
-/** Rename, pin and fork, as items of a menu. */
-export function actions(session) {
+/** What can be done with a session, as items of a menu. removed: called when it is deleted. */
+export function actions(session, removed = () => {}) {
   return [
+    {icon: "sessions", label: "Show the tree", run: () => go(`/sessions/${session.id}`)},
     {icon: "edit", label: "Rename", run: () => rename(session)},
     {icon: "pin", label: session.pinned ? "Unpin" : "Pin", run: () => patch(session, {pinned: !session.pinned})},
     {icon: "fork", label: "Fork", run: () => fork(session)},
+    {icon: "out", label: "Export", run: () => exported(session)},
+    {icon: "bin", label: "Delete", kind: "danger", run: () => (remove(session), removed())},
   ];
 }
 
@@ -42,7 +45,7 @@ async function fork(session) {
 }
 
 /** Has the browser save a session's file. A link cannot carry a key; then the file passes through this window. */
-export async function exported(session) {
+async function exported(session) {
   const link = document.createElement("a");
   link.download = `${session.id}.ssmd`;
   const path = `${ROOT}/${session.id}/export`;
@@ -67,7 +70,7 @@ export async function imported(files) {
 }
 
 /** Hides a session, and removes it when it can no longer be taken back. */
-export function remove(session) {
+function remove(session) {
   const {id} = session;
   changed(id, "hidden");
   pending.set(id, setTimeout(() => flush(id), UNDO_MS));

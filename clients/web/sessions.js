@@ -5,7 +5,7 @@ import {html, useEffect, useRef, useState} from "./html.js";
 import {fail} from "./notices.js";
 import {ago, bytes, many, plain} from "./numbers.js";
 import {go} from "./route.js";
-import {actions, exported, hidden, imported, remove} from "./session_actions.js";
+import {actions, hidden, imported} from "./session_actions.js";
 import {Signal, use} from "./signal.js";
 import {answerOf, askOf, grow, lanes} from "./tree.js";
 import {onChange} from "./windows.js";
@@ -89,28 +89,22 @@ function List({chosen}) {
       <label class="find"><${Icon} name="find" /><span class="hidden">Search titles and words</span>
         <input type="search" placeholder="Search titles and words" value=${words} onInput=${(event) => setWords(event.target.value)} /></label>
       <input ref=${file} type="file" accept=".ssmd" multiple hidden aria-label="Session files" onChange=${(event) => (imported([...event.target.files]), (event.target.value = ""))} />
-      <${Act} icon="in" label="Import" shown=${true} kind="framed" run=${() => file.current.click()} />
+      <${Act} icon="in" label="Import" shown kind="framed" run=${() => file.current.click()} />
     </div>
     <p class="hint drop">A <code>.ssmd</code> file can be dropped here.</p>
     ${none && html`<${Empty} title="Nothing is kept">${none}<//>`}
     ${!none && list && !rows.length && html`<${Empty} title=${words ? "Nothing found" : "No sessions yet"}>${words ? "No title and no turn has all of these words." : "Every conversation appears here, whichever client began it."}<//>`}
     <ul class="cards">${rows.map((session) => html`<${Row} key=${session.id} session=${session} chosen=${session.id === chosen} />`)}</ul>
-    ${list?.has_more && html`<p class="center"><${Act} label="Show more" shown=${true} kind="framed" run=${more} /></p>`}
+    ${list?.has_more && html`<p class="center"><${Act} label="Show more" shown kind="framed" run=${more} /></p>`}
   </section>`;
 }
 
 function Row({session, chosen}) {
-  const items = [
-    {icon: "sessions", label: "Show the tree", run: () => go(`/sessions/${session.id}`)},
-    ...actions(session),
-    {icon: "out", label: "Export", run: () => exported(session)},
-    {icon: "bin", label: "Delete", kind: "danger", run: () => remove(session)},
-  ];
   return html`<li class=${`card session ${chosen ? "chosen" : ""}`}>
     <a class="cover" href=${`#/chat/${session.id}`} dir="auto"><bdi>${plain(session.title) || "Untitled"}</bdi></a>
     <span class="about">${session.pinned && html`<${Pill} kind="accent">pinned<//>`}${session.imported && html`<${Pill}>imported<//>`}
       ${session.model} · ${many(session.turn_count, "turn")} · ${weight(session)} · ${ago(session.last_used)}</span>
-    <span class="ends"><${Act} icon="sessions" label="Show the tree" run=${() => go(`/sessions/${session.id}`)} /><${Menu} label=${`Actions for ${plain(session.title).slice(0, 60)}`} items=${items} /></span>
+    <span class="ends"><${Act} icon="sessions" label="Show the tree" run=${() => go(`/sessions/${session.id}`)} /><${Menu} label=${`Actions for ${plain(session.title).slice(0, 60)}`} items=${actions(session)} /></span>
   </li>`;
 }
 

@@ -4,19 +4,19 @@ import {useEffect, useState} from "./html.js";
 export class Signal {
   #listeners = new Set();
 
-  constructor(value) {
+  /** value: what listeners are told; without one, this itself. */
+  constructor(value = undefined) {
     this.value = value;
   }
 
   set(value) {
-    if (value !== this.value) {
-      this.value = value;
-      this.tell();
-    }
+    if (value === this.value) return;
+    this.value = value;
+    this.tell();
   }
 
-  tell() {
-    for (const listener of [...this.#listeners]) listener(this.value);
+  tell(news = this.value === undefined ? this : this.value) {
+    for (const listener of [...this.#listeners]) listener(news);
   }
 
   /** Calls back at every change, until what this returns is called. */

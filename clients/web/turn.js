@@ -11,7 +11,7 @@ const ENDS = {length: "It ended at its token limit.", content_filter: "It was cu
 
 const FOLDED = {system: "System prompt", developer: "System prompt", tool: "Result"};
 
-const Folded = ({name, text}) => html`<details class="system"><summary>${name}</summary><${Typed} text=${text} /></details>`;
+const Folded = ({name, text}) => html`<details><summary>${name}</summary><${Typed} text=${text} /></details>`;
 
 const Calls = ({calls}) => calls?.map((one) => html`<${Folded} name=${`Calls ${plain(one.function.name)}`} text=${one.function.arguments} />`);
 
@@ -115,7 +115,7 @@ export function Growing({answer, retry, anew}) {
   return html`<article class="turn growing" aria-busy=${!answer.over}>
     ${answer.question ? html`<${Asked} messages=${answer.question} />` : html`<p class="aside">Asked by another client.</p>`}
     <div class="said"><h2 class="hidden">Answer</h2>
-      ${text ? html`<${Written} text=${text} grows=${true} />` : !broke && html`<p class="waiting"><span></span><span></span><span></span><span class="hidden">Waiting for the first token</span></p>`}
+      ${text ? html`<${Written} text=${text} grows />` : !broke && html`<p class="waiting"><span></span><span></span><span></span><span class="hidden">Waiting for the first token</span></p>`}
       <${Calls} calls=${answer.calls} />
       ${broke && html`<p class="broke" role="alert">${answer.error} ${answer.removed ? html`<button class="link" onClick=${anew}>Ask in a new chat</button>` : answer.question?.length > 0 && html`<button class="link" onClick=${retry}>Try again</button>`}</p>`}
     </div>

@@ -1,25 +1,22 @@
 // Other windows of this browser: what one of them changed, the others look at again.
 import {locked, unlocked} from "./api.js";
 import {daemon, metrics} from "./live.js";
+import {Signal} from "./signal.js";
 
 const channel = "BroadcastChannel" in window ? new BroadcastChannel("ssmd") : null;
-const listeners = new Set();
+const news = new Signal();
 
 /** Tells all windows, this one too, that a session, or (null) the list of them, is not as it was. */
 export function changed(session = null, kind = "changed") {
-  const news = {kind, session};
-  channel?.postMessage(news);
-  for (const listener of [...listeners]) listener(news);
+  channel?.postMessage({kind, session});
+  news.tell({kind, session});
 }
 
 /** Calls back with {kind, session} for what any window, or another client of the daemon, changed. */
-export function onChange(listener) {
-  listeners.add(listener);
-  return () => listeners.delete(listener);
-}
+export const onChange = (listener) => news.listen(listener);
 
 channel?.addEventListener("message", ({data}) => {
-  if (typeof data?.kind === "string") for (const listener of [...listeners]) listener(data);
+  if (typeof data?.kind === "string") news.tell(data);
 });
 
 // What other clients do is seen in the metrics: a request that began or is over.
@@ -32,15 +29,9 @@ metrics.listen((now) => {
   if (seen === running && ended === over) return;
   const sessions = new Set([...(now.recent ?? []).slice(-4), ...(now.running ?? [])].map((row) => row.session));
   [running, over] = [seen, ended];
-  for (const session of sessions) {
-    for (const listener of [...listeners]) listener({kind: "changed", session});
-  }
+  for (const session of sessions) news.tell({kind: "changed", session});
 });
-const all = () => listeners.forEach((listener) => listener({kind: "changed", back: true}));
+const all = () => news.tell({kind: "changed", back: true});
 addEventListener("focus", all); // names are in no metrics
-daemon.listen((state) => {
-  if (state === "there") all();
-});
-unlocked.listen(() => {
-  if (!locked.value) all();
-});
+daemon.listen((state) => state === "there" && all());
+unlocked.listen(() => locked.value || all());

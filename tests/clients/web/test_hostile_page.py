@@ -134,3 +134,22 @@ def test_everything_is_reached_by_keyboard(view: Window) -> None:
         "message",
     ):
         assert name in seen, seen
+
+
+# What would be drawn as many times more than was said: a short head over rows, cells in each row that nobody wrote.
+TABLES = {
+    "a delimiter row of one": "|" * 1000 + "\n|-|\n" + "|\n" * 1000,
+    "rows without cells": "|a" * 1000 + "\n" + "|-" * 1000 + "\n" + "|\n" * 1000,
+    "lists in lists": "- " * 3000 + "\n" + "> - " * 3000 + "\n" + ("- - - - - - a\n" * 1000),
+}
+NODES = "document.querySelector('.inner').querySelectorAll('*').length"
+
+
+@pytest.mark.parametrize("what", TABLES)
+def test_no_text_is_drawn_as_more_than_its_size(view: Window, filled: DaemonProcess, what: str) -> None:
+    text = TABLES[what]
+    messages = [{"role": "user", "content": "a table"}, {"role": "assistant", "content": text}]
+    reply = filled.chat([*messages, {"role": "user", "content": "and?"}], max_tokens=4)
+    view.open(f"#/chat/{reply.session}")
+    view.answered(1)
+    assert view.page.evaluate(NODES) < len(text) + 1000
