@@ -1,6 +1,6 @@
 // The chat: one conversation on the way that is looked at, with every fork on it.
 import {ask} from "./api.js";
-import {Composer, ModelPicker, Options, modelFor, models, sampling} from "./composer.js";
+import {Composer, ModelPicker, Options, loadModels, modelFor, models, sampling} from "./composer.js";
 import {Act, Empty, Menu} from "./controls.js";
 import {Conversation} from "./conversation.js";
 import {html, useEffect, useLayoutEffect, useMemo, useRef, useState} from "./html.js";
@@ -44,7 +44,10 @@ function Shown({mine}) {
     setSystem(null);
   }, [mine]);
   const model = modelFor(mine.session, chosen);
-  const asking = () => ({model, system, sampling: sampling.value});
+  const asking = async () => {
+    if (!models.value.length) await loadModels();
+    return {model: modelFor(mine.session, chosen), system, sampling: sampling.value};
+  };
   const does = useMemo(() => doing(mine), [mine]);
   does.asking = asking;
   const stop = () => mine.answer.stop().catch(fail);
@@ -73,11 +76,11 @@ function Shown({mine}) {
 /** What the turns' buttons do; one object, so that turns need not be drawn again. */
 function doing(mine) {
   const does = {
-    say: (text) => mine.say(text, does.asking()).catch((error) => (fail(error), false)),
-    edit: (turn, text) => mine.again(turn, does.asking(), text).catch(fail),
-    again: (turn) => void mine.again(turn, does.asking()).catch(fail),
-    goOn: (turn) => void mine.goOn(turn, does.asking()).catch(fail),
-    retry: () => mine.retry(does.asking()).catch(fail),
+    say: async (text) => does.asking().then((asked) => mine.say(text, asked)).catch((error) => (fail(error), false)),
+    edit: async (turn, text) => mine.again(turn, await does.asking(), text).catch(fail),
+    again: async (turn) => void mine.again(turn, await does.asking()).catch(fail),
+    goOn: async (turn) => void mine.goOn(turn, await does.asking()).catch(fail),
+    retry: async () => mine.retry(await does.asking()).catch(fail),
     anew: () => {
       const text = mine.answer.question.at(-1)?.content ?? draftOf(mine.id);
       keepDraft("new", [draftOf("new"), text].filter(Boolean).join("\n"));
