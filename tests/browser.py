@@ -108,6 +108,23 @@ class Window:
         assert self._hosts - {urlsplit(self.url).netloc, ""} == set()
 
 
+def in_box(window: Window, text: str) -> None:
+    """Wait until this is what stands where one writes."""
+    window.soon(lambda: bool(window.page.input_value("#message") == text))
+
+
+def slow(window: Window, part: str, ms: int) -> None:
+    """From the next page load on, answers to requests with this in their address come later."""
+    window.page.add_init_script(
+        f"""const at_once = window.fetch;
+        window.fetch = async (...asked) => {{
+          const answer = await at_once(...asked);
+          if (String(asked[0]).includes({part!r})) await new Promise((go) => setTimeout(go, {ms}));
+          return answer;
+        }};"""
+    )
+
+
 def axe(cache: Path) -> str:
     """The source of axe-core: from the npm registry the first time, by its hash."""
     import hashlib

@@ -1,7 +1,7 @@
-// Answers under way: asked here, or followed after a reload, or beside another window.
+// Answers under way: asked here, or followed.
 import {ApiError, ask, open} from "./api.js";
 import {readEvents} from "./events.js";
-import {read, readJson, writeJson} from "./kept.js";
+import {read, readJson, sending, writeJson} from "./kept.js";
 import {daemon, metrics} from "./live.js";
 import {Signal} from "./signal.js";
 import {changed} from "./windows.js";
@@ -11,7 +11,7 @@ const ASKED_S = 24 * 3600;
 const running = new Map();
 /** Ids that this window has read: the metrics tell of one a moment longer. */
 const seen = new Set();
-let leaving = false; // the page goes: what breaks off now goes on in the daemon, and the next page follows it
+let leaving = false; // what breaks off as the page goes is followed by the next page
 addEventListener("pagehide", () => (leaving = true));
 addEventListener("pageshow", () => (leaving = false));
 
@@ -27,12 +27,27 @@ export class Answer extends Signal {
   error = null;
   began = performance.now();
   #stopping = false;
+  #kept = null;
 
   /** parent: the turn above it, ask: messages since that, null if they are not known; begun: what it goes on from.
-   * fresh: its session begins with it. */
-  constructor({session, parent = null, question = null, begun = "", request = null, fresh = false}) {
+   * draft: where the question is one until something came. */
+  constructor({session, parent = null, question = null, begun = "", request = null, draft = null}) {
     super();
-    Object.assign(this, {session, parent, question, begun, request, fresh});
+    Object.assign(this, {session, parent, question, begun, request, draft});
+  }
+
+  tell() {
+    if (this.came) this.take(true);
+    super.tell();
+  }
+
+  /** The question is no draft any more, or, not taken, one to write on. */
+  take(taken) {
+    this.#kept?.(taken);
+  }
+
+  #keep() {
+    if (this.draft) this.#kept ??= sending(this.draft, this.question.at(-1).content);
   }
 
   get came() {
@@ -44,32 +59,30 @@ export class Answer extends Signal {
   }
 
   /** Asks, and reads to the end. */
-  async begin(key) {
+  begin(key) {
     running.set(key, this);
+    this.#keep();
     this.#remember();
-    try {
+    return this.#whole(async () => {
       const body = {...this.request, stream: true, stream_options: {include_usage: true}, background: true};
       const response = await open("/v1/chat/completions", {method: "POST", body});
-      const session = response.headers.get("x-ssmd-session");
-      if (session && session !== key) {
-        running.delete(key);
-        running.set(session, this);
-      }
-      this.session = session;
-      await this.#read(response);
-    } catch (error) {
-      await this.#broke(error);
-    }
-    this.#end();
+      this.session = response.headers.get("x-ssmd-session");
+      if (this.session) running.set(this.session, this);
+      return response;
+    });
   }
 
   /** Reads an answer that runs already. */
-  async follow(id) {
+  follow(id) {
     running.set(this.session, this);
     seen.add(id);
     this.id = id;
+    return this.#whole(() => this.#opened());
+  }
+
+  async #whole(begin) {
     try {
-      await this.#read(await this.#opened(id));
+      await this.#read(await begin());
     } catch (error) {
       await this.#broke(error);
     }
@@ -80,7 +93,9 @@ export class Answer extends Signal {
   learn(id = this.id) {
     const asked = readJson(`asked.${this.session}`);
     if (this.question || !asked?.question || (asked.id && asked.id !== id)) return;
-    Object.assign(this, {parent: asked.parent, question: asked.question, begun: asked.begun});
+    const {parent, question, begun, draft} = asked;
+    Object.assign(this, {parent, question, begun, draft});
+    this.#keep();
   }
 
   /** Ends it, as soon as it has an id; what was said is kept. */
@@ -97,8 +112,8 @@ export class Answer extends Signal {
     }
   }
 
-  #opened(id) {
-    return open(`/ssmd/v1/requests/${id}/stream`);
+  #opened() {
+    return open(`/ssmd/v1/requests/${this.id}/stream`);
   }
 
   async #read(response) {
@@ -152,7 +167,7 @@ export class Answer extends Signal {
     if (this.id && error.status === 0) {
       await until(() => daemon.value === "there", 3000);
       try {
-        await this.#read(await this.#opened(this.id));
+        await this.#read(await this.#opened());
         return;
       } catch {
         // it is over, or its daemon is
@@ -167,7 +182,7 @@ export class Answer extends Signal {
     if (leaving) return;
     if (!this.over) this.state = this.usage?.ssmd?.stopped || this.#stopping ? "stopped" : "done";
     for (const [key, answer] of running) if (answer === this) running.delete(key);
-    if (/lost|failed/.test(this.state) && (this.text || !this.typed)) this.#remember();
+    if (/lost|failed/.test(this.state) && (this.text || !this.draft)) this.#remember();
     else if (this.session) writeJson(`asked.${this.session}`, null);
     this.tell();
     if (this.session) changed(this.session, "answered");
@@ -176,8 +191,8 @@ export class Answer extends Signal {
   /** What a reload, or another window, cannot read elsewhere before the turn is stored. */
   #remember() {
     if (!this.session || !this.question) return;
-    const {id, parent, question, begun, fresh, text, error} = this;
-    writeJson(`asked.${this.session}`, {id, parent, question, begun, fresh, text, error, at: Date.now() / 1000});
+    const {id, parent, question, begun, draft, text, error} = this;
+    writeJson(`asked.${this.session}`, {id, parent, question, begun, draft, text, error, at: Date.now() / 1000});
   }
 }
 
@@ -199,8 +214,8 @@ export function brokenIn(session) {
   return kept?.error ? Object.assign(new Answer({session}), kept, {state: "lost"}) : null;
 }
 
-/** Whether nothing of the session can be stored yet: it began with the answer under way. */
-export const isFresh = (session) => Boolean(readJson(`asked.${session}`)?.fresh);
+/** Whether a page did not see the end of an answer in the session. */
+export const isAsked = (session) => readJson(`asked.${session}`)?.error === null;
 
 /** Forgets what windows asked long ago that did not see the end. */
 export function forgetOld() {
@@ -214,7 +229,7 @@ export function forgetOld() {
   }
 }
 
-async function until(condition, within_ms) {
+export async function until(condition, within_ms) {
   const deadline = performance.now() + within_ms;
   while (!condition() && performance.now() < deadline) await new Promise((resolve) => setTimeout(resolve, 100));
 }

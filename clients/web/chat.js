@@ -1,7 +1,7 @@
 // The chat: one conversation on the way that is looked at, with every fork on it.
 import {ask} from "./api.js";
 import {Composer, ModelPicker, Options, loadModels, modelFor, models, sampling} from "./composer.js";
-import {Act, Empty, Menu} from "./controls.js";
+import {Act, Empty, Menu, Missing} from "./controls.js";
 import {Conversation} from "./conversation.js";
 import {html, useEffect, useLayoutEffect, useMemo, useRef, useState} from "./html.js";
 import {draftOf, keepDraft} from "./kept.js";
@@ -18,13 +18,15 @@ const FIRST_TURNS = 24; // drawn at once; the older ones when there is time
 const MORE_TURNS = 8;
 const NEAR_PX = 80; // of the end, within which one goes along with it
 
+let latest = null; // the conversation shown last, to which one may come back
+
 /** id: of the session, null: a new one, the `count`th of this window. at: the turn to show. */
 export function Chat({id, at, count}) {
-  const conversation = useRef(null);
+  const conversation = useRef(at ? null : latest);
   const known = conversation.current;
   if (!known || known.id !== id || known.count !== count || (at && at !== known.shownAt)) {
-    conversation.current = new Conversation(id, at, (got) => put(got ? `/chat/${got}` : "/chat"));
-    Object.assign(conversation.current, {count, shownAt: at});
+    latest = conversation.current = new Conversation(id, at, (got) => put(got ? `/chat/${got}` : "/chat"));
+    Object.assign(latest, {count, shownAt: at});
   }
   const mine = conversation.current;
   useEffect(() => mine.start(), [mine]);
@@ -44,15 +46,16 @@ function Shown({mine}) {
     setSystem(null);
   }, [mine]);
   const model = modelFor(mine.session, chosen);
-  const asking = async () => {
-    if (!models.value.length) await loadModels();
-    return {model: modelFor(mine.session, chosen), system, sampling: sampling.value};
-  };
   const does = useMemo(() => doing(mine), [mine]);
-  does.asking = asking;
+  does.asking = async () => {
+    if (!models.value.length) await loadModels();
+    const model = modelFor(mine.session, chosen);
+    if (!model) throw new Error("No model is installed.");
+    return {model, system, sampling: sampling.value};
+  };
   const stop = () => mine.answer.stop().catch(fail);
   const title = mine.session ? plain(mine.session.title) : "New chat";
-  const empty = !mine.path.length && !mine.answer;
+  const empty = !mine.path.length && !mine.here;
   return html`<div class="chat">
     <header class="bar">
       <h1 dir="auto" title=${title}>${title}</h1>
@@ -62,12 +65,12 @@ function Shown({mine}) {
     </header>
     ${options && html`<${Options} system=${system ?? mine.system} setSystem=${setSystem} />`}
     <${Flow} mine=${mine} does=${does}>
-      ${mine.missing && html`<${Empty} title="This session is not here">It was removed, or belongs to another key.<//>`}
+      ${mine.missing && html`<${Missing} />`}
       ${empty && !mine.missing && !mine.loading && html`<${Empty} title="What is said here stays here">Every turn is kept with the model's state. Continue, edit or branch at any point: nothing is read twice.<//>`}
     <//>
     <div class="foot">
       ${away && html`<p class="away" role="status">The daemon is away. What you type is kept.</p>`}
-      <${Composer} mine=${mine} session=${mine.id} busy=${mine.busy} stoppable=${mine.answer && !mine.answer.over} followed=${!mine.answer?.request && mine.answer?.question?.at(-1).content} send=${(text) => does.say(text)} stop=${stop} />
+      <${Composer} mine=${mine} session=${mine.id} busy=${mine.busy} stoppable=${mine.answer && !mine.answer.over} send=${does.say} stop=${stop} />
     </div>
     <${Announcer} answer=${mine.busy ? mine.answer : null} />
   </div>`;
@@ -75,12 +78,20 @@ function Shown({mine}) {
 
 /** What the turns' buttons do; one object, so that turns need not be drawn again. */
 function doing(mine) {
+  /** Asks in one of the conversation's ways. Answers with false if that could not be done. */
+  const way = (name) => async (...what) => {
+    try {
+      await mine[name](await does.asking(), ...what);
+    } catch (error) {
+      fail(error);
+      return false;
+    }
+  };
   const does = {
-    say: async (text) => does.asking().then((asked) => mine.say(text, asked)).catch((error) => (fail(error), false)),
-    edit: async (turn, text) => mine.again(turn, await does.asking(), text).catch(fail),
-    again: async (turn) => void mine.again(turn, await does.asking()).catch(fail),
-    goOn: async (turn) => void mine.goOn(turn, await does.asking()).catch(fail),
-    retry: async () => mine.retry(await does.asking()).catch(fail),
+    say: way("say"),
+    again: way("again"),
+    goOn: way("goOn"),
+    retry: way("retry"),
     anew: () => {
       const text = mine.answer.question.at(-1)?.content ?? draftOf(mine.id);
       keepDraft("new", [draftOf("new"), text].filter(Boolean).join("\n"));
@@ -136,10 +147,10 @@ function Flow({mine, does, children}) {
       ${path.slice(from).map((turn, i) => {
         const {ask: a, asks, answer, answers} = forksAt(mine.tree, turn);
         const last = from + i === path.length - 1;
-        return html`<${Turn} key=${turn.id} turn=${turn} fork=${`${a}/${asks.length}/${answer}/${answers.length}`} last=${last && !mine.answer}
+        return html`<${Turn} key=${turn.id} turn=${turn} fork=${`${a}/${asks.length}/${answer}/${answers.length}`} last=${last && !mine.here}
           busy=${mine.busy && from + i >= path.length - FIRST_TURNS} usage=${mine.costOf(turn)} does=${does} />`;
       })}
-      ${mine.answer && html`<${Growing} key="growing" answer=${mine.answer} retry=${does.retry} anew=${does.anew} />`}
+      ${mine.here && html`<${Growing} key="growing" answer=${mine.answer} retry=${() => does.retry()} anew=${does.anew} />`}
     </div>
   </div>`;
 }

@@ -1,12 +1,11 @@
 // Where one writes: the message, its draft, how it is answered.
 import {Act, Icon} from "./controls.js";
 import {html, useEffect, useLayoutEffect, useRef, useState} from "./html.js";
-import {draftOf, keepDraft, readJson, writeJson} from "./kept.js";
+import {draftOf, drafts, keepDraft, readJson, writeJson} from "./kept.js";
 import {ask, unlocked} from "./api.js";
 import {Signal, use} from "./signal.js";
 import {metrics} from "./live.js";
 
-const DRAFT_MS = 300;
 /** [name, what it is called, where it may lie, what it is if nothing is said]. */
 const KNOBS = [
   ["temperature", "Temperature", 0, 2, 0.1, "1"],
@@ -75,47 +74,32 @@ export function Options({system, setSystem}) {
 }
 
 /** The field below the conversation. A draft is kept for each session while it is typed. */
-export function Composer({mine, session, busy, stoppable, followed, send, stop}) {
+export function Composer({mine, session, busy, stoppable, send, stop}) {
   const name = session ?? "new";
   const [text, setText] = useState(() => draftOf(name));
   const area = useRef(null);
-  const waiting = useRef(null);
-  const shown = useRef(mine);
+  const shown = useRef({mine, name});
   useEffect(() => {
-    if (shown.current === mine) {
-      if (text) keepDraft(name, text); // a new session has its id now: what was typed meanwhile stays
-    } else setText(draftOf(name));
-    shown.current = mine;
+    const {mine: before, name: old} = shown.current;
+    shown.current = {mine, name};
+    if (before === mine && old !== name) {
+      // the session has its id now, or lost it
+      keepDraft(name, [draftOf(name), draftOf(old)].filter(Boolean).join("\n"));
+      keepDraft(old, "");
+    }
+    setText(draftOf(name));
     if (matchMedia("(hover: hover)").matches) area.current.focus();
+    return drafts.listen((one) => one === name && setText(draftOf(name)));
   }, [mine, name]);
-  useEffect(() => {
-    const keep = () => waiting.current?.();
-    addEventListener("pagehide", keep);
-    return () => (keep(), removeEventListener("pagehide", keep));
-  }, []);
-  useEffect(() => {
-    if (followed && text === followed) type("");
-  }, [followed]);
   useLayoutEffect(() => {
     area.current.style.height = "auto";
     area.current.style.height = `${Math.min(area.current.scrollHeight, 240)}px`;
   }, [text]);
-  const type = (typed) => {
-    setText(typed);
-    clearTimeout(waiting.current?.timer);
-    const keep = () => (clearTimeout(keep.timer), (waiting.current = null), keepDraft(name, typed));
-    keep.timer = setTimeout(keep, DRAFT_MS);
-    waiting.current = keep;
-  };
+  const type = (typed) => (setText(typed), keepDraft(name, typed));
   const go = async () => {
     if (busy || !text.trim()) return;
-    clearTimeout(waiting.current?.timer);
-    waiting.current = null;
-    keepDraft(name, "");
     setText("");
-    if ((await send(text)) !== false || shown.current !== mine) return;
-    waiting.current?.();
-    setText(draftOf(mine.id ?? "new"));
+    if ((await send(text)) === false) setText((now) => [text, now].filter(Boolean).join("\n"));
   };
   const keys = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {

@@ -1,10 +1,12 @@
 // Small parts that every view has: icons, buttons, menus, meters.
 import {html, useEffect, useRef, useState} from "./html.js";
 import {fail} from "./notices.js";
+import {within} from "./numbers.js";
 
+const DOT = "m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0";
 const PATHS = {
   chat: "M4 5h16v11H9l-5 4z",
-  sessions: "M6 4v9a4 4 0 0 0 4 4h6M6 8h10M6 4m-1.5 0a1.5 1.5 0 1 0 3 0a1.5 1.5 0 1 0-3 0M18 8m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0M18 17m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0",
+  sessions: `M6 4v9a4 4 0 0 0 4 4h6M6 8h10M6 4${DOT}M18 8${DOT}M18 17${DOT}`,
   now: "M3 13h4l3-8 4 14 3-6h4",
   models: "M12 3l8 4.5v9L12 21l-8-4.5v-9zM4 7.5l8 4.5 8-4.5M12 12v9",
   send: "M12 19V5M6 11l6-6 6 6",
@@ -24,7 +26,7 @@ const PATHS = {
   left: "M14 6l-6 6 6 6",
   right: "M10 6l6 6-6 6",
   plus: "M12 5v14M5 12h14",
-  tune: "M4 8h9M17 8h3M15 8m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0M4 16h3M11 16h9M9 16m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0",
+  tune: `M4 8h9M17 8h3M15 8${DOT}M4 16h3M11 16h9M9 16${DOT}`,
 };
 
 export function Icon({name}) {
@@ -40,7 +42,7 @@ const tried = async (run) => {
 };
 
 /** A button with an icon and a name for screen readers; what fails is said. */
-export function Act({icon, label, run, shown = false, kind = "", ...more}) {
+export function Act({icon, label, run, shown = false, kind = shown ? "framed" : "", ...more}) {
   const [busy, setBusy] = useState(false);
   const act = async (event) => {
     event.stopPropagation();
@@ -100,9 +102,7 @@ export function Menu({label, items}) {
     } else if (event.key === "Tab") setOpen(false);
   };
   return html`<div class="menu" ref=${box} onKeyDown=${keys}>
-    <button type="button" class="act" aria-label=${label} title=${label} aria-haspopup="menu" aria-expanded=${open} onClick=${() => setOpen(!open)}>
-      <${Icon} name="more" />
-    </button>
+    <${Act} icon="more" label=${label} aria-haspopup="menu" aria-expanded=${open} run=${() => setOpen(!open)} />
     ${open &&
     html`<div role="menu" aria-label=${label}>
       ${items.map(
@@ -113,8 +113,9 @@ export function Menu({label, items}) {
   </div>`;
 }
 
-/** A bar of which `of` is the whole. */
-export function Meter({label, value, of, told}) {
+/** A bar of bytes of which `of` is the whole. */
+export function Meter({label, value, of}) {
+  const told = within(value, of);
   const part = of ? Math.min(1, value / of) : 0;
   return html`<div class="meter">
     <div class="meter-words"><span>${label}</span><span>${told}</span></div>
@@ -134,3 +135,5 @@ export function State({now, away}) {
 }
 
 export const Empty = ({title, children}) => html`<div class="empty"><p class="big">${title}</p><p>${children}</p></div>`;
+
+export const Missing = () => html`<${Empty} title="This session is not here">It was removed, or belongs to another key.<//>`;

@@ -1,7 +1,6 @@
-// One conversation: its session's turns, the way that is looked at, and the answer under way.
-import {Answer, answerIn, brokenIn, isFresh} from "./answers.js";
+// A conversation: turns, the way that is looked at, the answer under way.
+import {Answer, answerIn, brokenIn, isAsked, until} from "./answers.js";
 import {ask} from "./api.js";
-import {sending} from "./kept.js";
 import {metrics} from "./live.js";
 import {fail} from "./notices.js";
 import {Signal} from "./signal.js";
@@ -21,17 +20,20 @@ export class Conversation extends Signal {
   #local = []; // turns that are not stored
   #stops = [];
   #settling = false;
+  #shown = false;
+  #from = null; // what was looked at when the answer began
   #key;
 
-  /** id: of a session, null for one that is new. at: the turn to show. opened: called with the id it gets. */
+  /** id: of a session, null if it is new. at: the turn to show. opened: called with the id it gets. */
   constructor(id, at = null, opened = () => {}) {
     super();
     Object.assign(this, {id, at, opened});
     this.#key = id ?? `new-${Math.random()}`;
   }
 
-  /** Begins to look after changes. Returns what ends that. */
+  /** Begins to be shown, and to look after changes. Returns what ends that. */
   start() {
+    this.#shown = true;
     this.#stops = [
       onChange(({kind, session, back}) => {
         if (!this.id || (session !== this.id && !back)) return;
@@ -40,23 +42,33 @@ export class Conversation extends Signal {
       }),
       metrics.listen(() => this.#join()),
     ];
-    this.loading = Boolean(this.id);
-    this.#first();
-    return () => this.#stops.forEach((stop) => stop());
+    this.loading = Boolean(this.id && !this.session);
+    if (this.loading) this.#first();
+    else this.load();
+    return () => {
+      this.#shown = false;
+      this.#stops.forEach((stop) => stop());
+    };
   }
 
-  /** What is not stored yet is not asked for: the session's first answer is followed. */
+  /** Follows an answer under way before it asks for the session, which may not be stored yet. */
   async #first() {
-    for (let i = 0; this.id && isFresh(this.id) && !metrics.value && i < 20; i++) await new Promise((go) => setTimeout(go, 50));
+    await until(() => metrics.value || !isAsked(this.id), 1000);
     await this.load();
-    const broken = this.id && !this.answer && brokenIn(this.id);
+    const broken = !this.answer && brokenIn(this.id);
     if (!broken || (broken.parent && !this.tree.byId.has(broken.parent))) return;
-    [this.answer, this.leaf, this.missing] = [broken, broken.parent, false];
+    if (this.leaf === broken.parent) [this.answer, this.missing] = [broken, false];
+    else if (broken.text) this.#keepHere(broken);
     this.tell();
   }
 
   get path() {
     return pathTo(this.tree, this.leaf);
+  }
+
+  /** Whether the answer belongs below the way that is looked at. */
+  get here() {
+    return Boolean(this.answer) && (this.answer.question ? this.answer.parent === this.leaf : !this.answer.left);
   }
 
   /** Whether an answer is under way, or on its way into its place. */
@@ -74,11 +86,12 @@ export class Conversation extends Signal {
     if (!this.id || (!this.session && this.answer && !this.answer.over)) return;
     try {
       const told = await ask(`/ssmd/v1/sessions/${this.id}`);
-      const atEnd = this.leaf === (this.session?.head ?? null);
       this.session = told;
       this.#plant();
+      if (this.#hides(this.leaf)) this.#giveWay();
+      const grown = !this.tree.byId.has(this.leaf) || pathTo(this.tree, told.head).some((turn) => turn.id === this.leaf);
       if (this.at && this.tree.byId.has(this.at)) [this.leaf, this.at] = [leafBelow(this.tree, this.at, told.head), null];
-      else if (atEnd || !this.tree.byId.has(this.leaf)) this.leaf = this.answer ? this.leaf : told.head;
+      else if (grown && !(this.answer?.question && this.here)) this.leaf = told.head;
       this.missing = false;
     } catch (error) {
       if (error.status === 404) this.missing = !this.answer;
@@ -89,34 +102,30 @@ export class Conversation extends Signal {
     this.tell();
   }
 
-  /** Says something on the way that is looked at. Returns false if nothing came: it is a draft again. */
-  async say(text, options) {
-    const taken = sending(this.id ?? "new", text);
-    try {
-      if (!this.busy && this.answer?.text) this.leaf = this.#keepHere(this.answer).id;
-      return (await this.#ask(this.path, [{role: "user", content: text}], options, "", taken)).came;
-    } finally {
-      taken(false);
-    }
+  /** Says something on the way that is looked at. */
+  say(options, text) {
+    this.#giveWay();
+    return this.#ask(options, this.leaf, [{role: "user", content: text}], "", this.id ?? "new");
   }
 
   /** Asks a turn's question again, or other words: a branch beside it. */
-  again(turn, options, text = null) {
+  again(options, turn, text = null) {
     const question = askOf(turn).map((message, i, all) =>
       text !== null && i === all.length - 1 ? {...message, content: text} : message,
     );
-    return this.#ask(pathTo(this.tree, turn.parent), question, options);
+    return this.#ask(options, turn.parent, question, "", text && turn.id);
   }
 
   /** Goes on with a turn's answer where it ends. */
-  goOn(turn, options) {
-    return this.#ask(pathTo(this.tree, turn.parent), askOf(turn), options, answerOf(turn).content);
+  goOn(options, turn) {
+    return this.#ask(options, turn.parent, askOf(turn), answerOf(turn).content);
   }
 
   /** Asks once more what came to no answer. */
   retry(options) {
     const {parent, question, begun} = this.answer;
-    return this.#ask(pathTo(this.tree, parent), question, options, begun);
+    this.answer = null;
+    return this.#ask(options, parent, question, begun);
   }
 
   /** What a turn's answer cost, as this window or the daemon knows. */
@@ -129,40 +138,57 @@ export class Conversation extends Signal {
   }
 
   show(turn) {
-    this.leaf = leafBelow(this.tree, turn.id, this.session?.head);
-    if (!this.busy) this.answer = null;
+    this.#giveWay();
+    const {answer} = this;
+    if (answer && !answer.question) answer.left = true;
+    const below = answer?.question && pathTo(this.tree, answer.parent).includes(turn);
+    this.leaf = below ? answer.parent : leafBelow(this.tree, turn.id, this.session?.head);
     this.tell();
   }
 
-  async #ask(path, question, {model, system, sampling}, begun = "", taken = null) {
+  /** What broke off makes room; what it said stays as a turn of this window. */
+  #giveWay() {
+    if (this.busy || !this.answer) return;
+    const {answer, here} = this;
+    this.answer = null;
+    if (!answer.text) return;
+    const turn = this.#keepHere(answer);
+    if (here) this.leaf = turn.id;
+  }
+
+  /** Whether there are turns below one. */
+  #hides(leaf) {
+    return (leaf ? this.tree.children.get(leaf) : this.tree.roots)?.length > 0;
+  }
+
+  #goTo(id) {
+    this.id = id;
+    this.#key = id ?? `new-${Math.random()}`;
+    if (this.#shown) this.opened(id);
+  }
+
+  async #ask({model, system, sampling}, above, question, begun = "", draft = null) {
     if (this.busy) throw new Error("An answer is under way: stop it, or wait for its end.");
+    this.#giveWay();
+    const path = pathTo(this.tree, above);
     const before = path.length ? messagesOf(path) : [];
     const all = [...before, ...question, ...(begun ? [{role: "assistant", content: begun}] : [])];
     const given = system === null || system === undefined ? all : withSystem(all, system);
     const moved = given.length !== all.length || (given[0]?.role === "system" && given[0].content !== all[0]?.content);
     const request = {model, messages: given, ...sampling};
     if (this.session) request.session = this.id;
-    // Another system prompt is another conversation: a branch at the root that has all that was said.
+    // Another system prompt is a branch at the root that has all that was said.
     const parent = moved ? null : (path.at(-1)?.id ?? null);
     const shown = moved ? given.slice(0, begun ? -1 : undefined) : question;
-    this.leaf = parent;
-    this.answer = new Answer({session: this.id, parent, question: shown, begun, request, fresh: !this.session});
-    this.answer.before = new Set(this.tree.byId.keys());
-    this.answer.typed = Boolean(taken);
-    const done = this.answer.begin(this.#key);
-    const stop = this.answer.listen((answer) => {
-      if (answer.came) taken?.(true);
-      if (answer.session && answer.session !== this.id) {
-        this.id = this.#key = answer.session;
-        this.opened(this.id);
-      }
-    });
+    const answer = new Answer({session: this.id, parent, question: shown, begun, request, draft});
+    answer.before = new Set(this.tree.byId.keys());
+    [this.answer, this.#from, this.leaf] = [answer, this.leaf, parent];
+    const done = answer.begin(this.#key);
+    const stop = answer.listen(() => answer.session && answer.session !== this.id && this.#goTo(answer.session));
     this.tell();
-    const {answer} = this;
     await done;
     stop();
     await this.#settle(answer);
-    return answer;
   }
 
   /** Takes on an answer that runs in this session, whoever asked. */
@@ -170,8 +196,9 @@ export class Conversation extends Signal {
     if (this.busy || !this.id) return;
     const answer = answerIn(this.id);
     if (!answer || answer === this.answer) return;
-    this.answer = answer;
-    if (answer.question) this.leaf = answer.parent;
+    this.#giveWay();
+    [this.answer, this.#from] = [answer, this.leaf];
+    if (answer.question && this.loading) this.leaf = answer.parent;
     this.missing = this.loading = false;
     this.tell();
     const stop = answer.listen(async () => {
@@ -181,39 +208,42 @@ export class Conversation extends Signal {
     });
   }
 
-  /** Puts the turn that an answer became in its place. What became none stays below, with what went wrong. */
+  /** Puts the turn that an answer became in its place. */
   async #settle(answer) {
+    if (!answer.over) return; // the page goes
     this.#settling = true;
     if (this.id) await this.load();
     this.#settling = false;
     const found = this.#turnOf(answer);
-    const whole = answer.question && (answer.state === "done" || (answer.state === "stopped" && answer.text));
-    const turn = found ?? (whole ? this.#keepHere(answer) : null);
+    const broke = !found && /failed|lost/.test(answer.state);
+    const kept = answer.question && (answer.state === "done" || (answer.text && (!broke || this.#hides(answer.parent))));
+    const turn = found ?? (kept ? this.#keepHere(answer) : null);
     if (turn && answer.usage) this.costs.set(turn.id, answer.usage);
-    if (turn && this.answer === answer) [this.leaf, this.answer] = [turn.id, null];
-    else if (answer.typed && !answer.came) this.#giveBack(answer);
-    else if (this.answer === answer && answer.state !== "failed" && answer.state !== "lost") {
-      [this.leaf, this.answer] = [this.session?.head ?? null, null]; // another client's
-    }
+    answer.take(Boolean(turn) || answer.came);
+    if (this.answer === answer) this.#place(answer, turn, broke);
     this.tell();
     changed(null);
   }
 
-  #giveBack(answer) {
-    if (this.id && !this.session) {
-      [this.id, this.#key] = [null, `new-${Math.random()}`];
-      this.opened(null);
+  /** Shows what became of it, and hides nothing that is stored: if nothing came, one is where one was. */
+  #place(answer, turn, broke) {
+    const {here} = this;
+    if (turn && here) this.leaf = turn.id;
+    else if (here && !answer.came && !answer.removed) {
+      this.leaf = answer.question && this.tree.byId.has(this.#from) ? this.#from : (this.session?.head ?? null);
     }
-    if (this.answer !== answer) return;
-    answer.question = [];
-    if (answer.state === "stopped") this.answer = null;
+    const stays = broke && !turn && (this.here || answer.removed);
+    if (broke && !stays) fail({message: answer.error});
+    if (!stays) this.answer = null;
+    if (answer.came || !answer.draft) return;
+    if (answer.draft === (this.id ?? "new") || !this.session) answer.question = []; // it is in the box
+    if (!this.session && this.id) this.#goTo(null);
   }
 
   /** Takes over what another window kept of the question. */
   #learn() {
     if (!this.busy || this.answer.question) return;
     this.answer.learn();
-    if (this.answer.question) this.leaf = this.answer.parent;
     this.answer.tell();
     this.tell();
   }
@@ -230,11 +260,11 @@ export class Conversation extends Signal {
     return (answer.before ? fresh : there).find(same) ?? fresh[0] ?? beside[0] ?? null;
   }
 
-  /** A turn that is not stored (--no-store, a full disk). It is sent along all the same. */
+  /** A turn that is not stored. It is sent along all the same. */
   #keepHere(answer) {
     const said = {role: "assistant", content: answer.begun + answer.text, ...(answer.calls.length && {tool_calls: answer.calls})};
     const parent = answer.question ? answer.parent : (this.session?.head ?? null);
-    const turn = {id: `here-${this.#local.length}`, parent, messages: [...(answer.question ?? []), said], complete: answer.state === "done"};
+    const turn = {id: `here-${Math.random()}`, parent, messages: [...(answer.question ?? []), said], complete: answer.state === "done"};
     this.#local.push({...turn, finish_reason: answer.finish, unsaved: true, created: Date.now() / 1000});
     this.#plant();
     return turn;

@@ -1,6 +1,6 @@
 // Server-sent events as the daemon writes them: LF only, a line of data each.
 
-/** Calls back with all events of each portion that comes at once, as texts. Ends with the stream. */
+/** Calls back with the events of each portion that comes, as texts. Ends with the stream. */
 export async function readEvents(response, take) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,22 +1,15 @@
 // What this browser keeps: drafts, options, what was asked. A full or forbidden storage is told of once.
 import {tell} from "./notices.js";
+import {Signal} from "./signal.js";
 
 const MOST_DRAFTS = 50;
 const PREFIX = "ssmd.";
 let said = false;
 
-function area(name) {
-  try {
-    return window[name];
-  } catch {
-    return null; // forbidden by the browser's settings
-  }
-}
-
 /** The text that is kept under a name, or null. */
 export function read(name, where = "localStorage") {
   try {
-    return area(where)?.getItem(PREFIX + name) ?? null;
+    return window[where].getItem(PREFIX + name);
   } catch {
     return null;
   }
@@ -25,8 +18,8 @@ export function read(name, where = "localStorage") {
 /** Keeps a text under a name; null removes it. */
 export function write(name, text, where = "localStorage") {
   try {
-    if (text === null) area(where)?.removeItem(PREFIX + name);
-    else area(where)?.setItem(PREFIX + name, text);
+    if (text === null) window[where].removeItem(PREFIX + name);
+    else window[where].setItem(PREFIX + name, text);
     return true;
   } catch {
     if (!said) tell("This browser's storage is full: drafts are not kept over a reload.", "warning");
@@ -48,36 +41,38 @@ export function writeJson(name, value) {
   return write(name, value === null ? null : JSON.stringify(value));
 }
 
+const full = new Map(); // drafts that the storage had no room for
 const sent = []; // drafts for the next page only
-const before = (session) => sent.map((one) => (one.session === session ? `${one.text}\n` : "")).join("");
+const before = (name) => sent.map((one) => (one.name === name ? `${one.text}\n` : "")).join("");
+const without = (text, first) => (`${text}\n`.startsWith(first) ? text.slice(first.length) : text);
 
-/** Keeps what is typed for a session; the oldest drafts make room. */
-export function keepDraft(session, typed) {
-  const text = typed ? before(session) + typed : before(session).slice(0, -1);
-  const order = readJson("drafts", []).filter((one) => one !== session);
-  if (text) order.push(session);
+/** Tells the name of a draft that is another one without being typed. */
+export const drafts = new Signal();
+
+/** Keeps what is typed, by a session or a turn that is edited; the oldest drafts make room. */
+export function keepDraft(name, typed) {
+  const text = typed ? before(name) + typed : before(name).slice(0, -1);
+  const order = readJson("drafts", []).filter((one) => one !== name);
+  if (text) order.push(name);
   for (const old of order.splice(0, Math.max(0, order.length - MOST_DRAFTS))) write(`draft.${old}`, null);
-  write(`draft.${session}`, text || null);
+  if (write(`draft.${name}`, text || null)) full.delete(name);
+  else full.set(name, text);
   writeJson("drafts", order);
 }
 
-export function draftOf(session) {
-  const kept = read(`draft.${session}`) ?? "";
-  const first = before(session);
-  return `${kept}\n`.startsWith(first) ? kept.slice(first.length) : kept;
-}
+export const draftOf = (name) => without(full.get(name) ?? read(`draft.${name}`) ?? "", before(name));
 
 /** Keeps what is sent as a draft. Returns what ends that: called with true, it is none. */
-export function sending(session, text) {
-  const one = {session, text};
-  const typed = draftOf(session);
+export function sending(name, text) {
+  const one = {name, text};
+  const keep = (typed) => (keepDraft(name, typed), drafts.tell(name));
+  const typed = without(draftOf(name), `${text}\n`);
   sent.push(one);
-  keepDraft(session, typed);
+  keep(typed);
   return (taken) => {
-    const at = sent.indexOf(one);
-    if (at < 0) return;
-    const rest = draftOf(session);
-    sent.splice(at, 1);
-    keepDraft(session, [!taken && text, rest].filter(Boolean).join("\n"));
+    if (!sent.includes(one)) return;
+    const rest = draftOf(name);
+    sent.splice(sent.indexOf(one), 1);
+    keep([!taken && text, rest].filter(Boolean).join("\n"));
   };
 }

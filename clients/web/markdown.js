@@ -33,7 +33,7 @@ export class Reader {
 /** The blocks of a whole text. */
 export const read = (text) => new Reader().take(text);
 
-/** What an assistant thought, null if it did not, and all that it said after that. open: it still thinks. */
+/** What was thought, null if nothing was, and all that was said after that. open: it still thinks. */
 export function thoughts(text) {
   const [begins] = /^\s*<think>/.exec(text) ?? [""];
   // Where a template wrote the first tag, the other one ends a line.

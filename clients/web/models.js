@@ -4,7 +4,7 @@ import {Act, Empty, Meter, Pill} from "./controls.js";
 import {html, useEffect, useState} from "./html.js";
 import {metrics} from "./live.js";
 import {fail} from "./notices.js";
-import {ago, bytes, count, many, ms, share} from "./numbers.js";
+import {ago, bytes, count, many, ms, share, within} from "./numbers.js";
 import {use} from "./signal.js";
 
 const ROOT = "/ssmd/v1/models";
@@ -15,7 +15,7 @@ export function Models() {
   return html`<div class="view models">
     <header class="bar"><h1>Models and runtimes</h1></header>
     <section aria-labelledby="installed"><h2 id="installed">Installed</h2>
-      ${now && html`<${Meter} label="Memory for models" value=${now.memory.used_bytes} of=${now.memory.budget_bytes} told=${now.memory.budget_bytes ? `${bytes(now.memory.used_bytes)} of ${bytes(now.memory.budget_bytes)}` : bytes(now.memory.used_bytes)} />`}
+      ${now && html`<${Meter} label="Memory for models" value=${now.memory.used_bytes} of=${now.memory.budget_bytes} />`}
       ${now && !rows.length && html`<${Empty} title="No model is installed">Pull one below.<//>`}
       <ul class="cards">${rows.map((row) => html`<${Model} key=${row.id} row=${row} />`)}</ul>
     </section>
@@ -36,7 +36,7 @@ function Model({row}) {
     ${row.problem && html`<span class="problem">${row.problem}</span>`}
     <span class="ends">
       <${Act} icon="pin" label=${row.pinned ? "Unpin" : "Pin: once loaded, it stays"} kind=${row.pinned ? "on" : ""} run=${pin} />
-      ${loaded ? html`<${Act} label="Unload" shown kind="framed" run=${post("unload")} />` : html`<${Act} label=${row.state === "loading" ? "Loading…" : "Load"} shown kind="framed" run=${post("load")} />`}
+      ${loaded ? html`<${Act} label="Unload" shown run=${post("unload")} />` : html`<${Act} label=${row.state === "loading" ? "Loading…" : "Load"} shown run=${post("load")} />`}
     </span>
   </li>`;
 }
@@ -59,7 +59,7 @@ function Pulls({told, rows}) {
       <span class="cover">${entry.name}</span><span class="about">${entry.family} ${entry.runtimes.map((one) => busy(entry.name, one.runtime)?.state)}</span>
       <span class="ends">${entry.runtimes.map((one) => one.installed
         ? html`<${Pill}>${one.runtime}: installed<//>`
-        : html`<${Act} icon="in" label=${one.runtime} aria-label=${`Pull ${entry.name} for ${one.runtime}`} title=${one.problem ?? "Pull"} shown kind="framed" disabled=${!one.usable || Boolean(busy(entry.name, one.runtime))} run=${pull(entry.name, one.runtime)} />`)}</span>
+        : html`<${Act} icon="in" label=${one.runtime} aria-label=${`Pull ${entry.name} for ${one.runtime}`} title=${one.problem ?? "Pull"} shown disabled=${!one.usable || Boolean(busy(entry.name, one.runtime))} run=${pull(entry.name, one.runtime)} />`)}</span>
     </li>`)}</ul>
     ${pulls.length > 0 && html`<ul class="cards">${[...pulls].reverse().slice(0, 5).map((row) => html`<${Pull} key=${row.id} row=${row} />`)}</ul>`}
   </section>`;
@@ -67,14 +67,15 @@ function Pulls({told, rows}) {
 
 function Pull({row}) {
   const goes = ["waiting", "running"].includes(row.state);
-  const far = !row.total ? "" : row.unit === "bytes" ? `${bytes(row.done)} of ${bytes(row.total)}` : share(row.done / row.total);
+  const part = row.total ? row.done / row.total : 0;
+  const far = !row.total ? "" : row.unit === "bytes" ? within(row.done, row.total) : share(part);
   const cancel = () => ask(`/ssmd/v1/pulls/${row.id}`, {method: "DELETE"});
   return html`<li class="card pull">
     <span class="cover">${row.model} <span class="faint">${row.runtime ?? ""}</span></span>
     <span class="about"><${Pill} kind=${{running: "accent", failed: "warn"}[row.state] ?? ""}>${row.state}<//> ${goes ? [row.stage, far].filter(Boolean).join(" · ") : row.ended_at ? ago(row.ended_at) : ""}</span>
     ${row.error && html`<span class="problem">${row.error}</span>`}
-    ${goes && html`<div class="track" role="progressbar" aria-label=${`Pull of ${row.model}`} aria-valuemin="0" aria-valuemax="100" aria-valuenow=${row.total ? Math.round((row.done / row.total) * 100) : undefined}><div class="fill" style=${{width: `${row.total ? (row.done / row.total) * 100 : 0}%`}}></div></div>
-      <span class="ends"><${Act} icon="stop" label="Cancel" shown kind="framed" run=${cancel} /></span>`}
+    ${goes && html`<div class="track" role="progressbar" aria-label=${`Pull of ${row.model}`} aria-valuemin="0" aria-valuemax="100" aria-valuenow=${row.total ? Math.round(part * 100) : undefined}><div class="fill" style=${{width: `${part * 100}%`}}></div></div>
+      <span class="ends"><${Act} icon="stop" label="Cancel" shown run=${cancel} /></span>`}
   </li>`;
 }
 

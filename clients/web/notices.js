@@ -1,4 +1,4 @@
-// What is told at the edge of the page for some seconds, with at most one thing to do about it.
+// What is told at the edge of the page for some seconds.
 import {html} from "./html.js";
 import {Signal, use} from "./signal.js";
 
@@ -6,14 +6,13 @@ const SHOWN_MS = 7000;
 const notices = new Signal([]);
 let last = 0;
 
-/** Shows a notice. kind: "info", "warning" or "error". action: {label, run}. Returns what takes it away. */
+/** Shows a notice. kind: "info", "warning" or "error". action: {label, run}. */
 export function tell(text, kind = "info", action = null, shown_ms = SHOWN_MS) {
   const id = ++last;
   const gone = () => notices.set(notices.value.filter((one) => one.id !== id));
   const same = notices.value.filter((one) => one.text !== text || action);
   notices.set([...same, {id, text, kind, action, gone}].slice(-4));
   setTimeout(gone, shown_ms);
-  return gone;
 }
 
 /** Shows what went wrong. */

@@ -10,8 +10,6 @@ import {use} from "./signal.js";
 
 const PHASES = {loading: "loading its model", waiting: "waiting", restoring: "restoring its state", prefill: "reading the prompt", decode: "answering"};
 
-const of = (used, most) => (most ? `${bytes(used)} of ${bytes(most)}` : bytes(used));
-
 export function Now() {
   const now = use(metrics);
   const away = use(daemon) === "away";
@@ -33,8 +31,8 @@ export function Now() {
     </section>
     <section aria-labelledby="room"><h2 id="room">Room</h2>
       <div class="meters">
-        <${Meter} label="States on disk" value=${now.stored_bytes ?? 0} of=${now.quota_bytes} told=${of(now.stored_bytes, now.quota_bytes)} />
-        <${Meter} label="Loaded models" value=${now.memory.used_bytes} of=${now.memory.budget_bytes} told=${of(now.memory.used_bytes, now.memory.budget_bytes)} />
+        <${Meter} label="States on disk" value=${now.stored_bytes ?? 0} of=${now.quota_bytes} />
+        <${Meter} label="Loaded models" value=${now.memory.used_bytes} of=${now.memory.budget_bytes} />
       </div>
       <p class="faint">${now.sessions ? `${many(now.sessions.count, "session")}, ${now.sessions.pinned} pinned. ` : ""}${many(now.checkpoints.count, "state")} written since the start, ${count(now.checkpoints.left_out)} left out. The process has ${bytes(now.memory.resident_bytes)} in memory.</p>
     </section>
@@ -56,7 +54,7 @@ function Running({row}) {
     <span class="cover"><${Title} session=${row.session} otherwise=${row.id ? "A request without a session" : "Another's request"} /></span>
     <span class="about">${row.model} · ${PHASES[row.phase] ?? row.phase}${row.phase === "prefill" ? ` ${row.fed} of ${row.to_feed}` : ""}${row.tokens ? ` · ${many(row.tokens, "token")}` : ""}${row.tokens_per_s ? ` · ${row.tokens_per_s.toFixed(0)}/s` : ""}</span>
     ${row.phase === "prefill" && html`<div class="track"><div class="fill" style=${{width: `${part * 100}%`}}></div></div>`}
-    ${row.id && html`<span class="ends"><${Act} icon="stop" label="Stop" shown kind="framed" run=${stop} /></span>`}
+    ${row.id && html`<span class="ends"><${Act} icon="stop" label="Stop" shown run=${stop} /></span>`}
   </li>`;
 }
 

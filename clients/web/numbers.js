@@ -10,6 +10,9 @@ export function bytes(n) {
   return `${n < 10 && unit > 0 ? n.toFixed(1) : Math.round(n)} ${UNITS[unit]}`;
 }
 
+/** 842184 of 2 GB, if there is a bound. */
+export const within = (used, most) => (most ? `${bytes(used)} of ${bytes(most)}` : bytes(used));
+
 /** 38.289 → "38 ms"; 2104 → "2.1 s". */
 export function ms(n) {
   if (n == null) return "–";
@@ -23,11 +26,11 @@ export const count = (n) => (n == null ? "–" : n.toLocaleString("en"));
 
 export const many = (n, what) => `${count(n)} ${what}${n === 1 ? "" : "s"}`;
 
-export const share = (n) => (n == null ? "–" : `${Math.round(n * 100)} %`);
+export const share = (n) => `${Math.round(n * 100)} %`;
 
-/** Seconds since 1970 → "3 min ago". A clock that was set back makes nothing of the future. */
-export function ago(at, now = Date.now() / 1000) {
-  const s = Math.max(0, now - at);
+/** Seconds since 1970 → "3 min ago"; what is in the future is now. */
+export function ago(at) {
+  const s = Math.max(0, Date.now() / 1000 - at);
   if (s < 60) return "just now";
   if (s < 3600) return `${Math.floor(s / 60)} min ago`;
   if (s < 86400) return `${Math.floor(s / 3600)} h ago`;
@@ -35,7 +38,7 @@ export function ago(at, now = Date.now() / 1000) {
   return new Date(at * 1000).toLocaleDateString("en", {day: "numeric", month: "short", year: "numeric"});
 }
 
-/** Text without what would act in a terminal or could hide: control characters are shown as pictures of them. */
+/** Text without what could act or hide: control characters are shown as pictures of them. */
 export function plain(text) {
   return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g, (one) => {
     const code = one.charCodeAt(0);

@@ -1,7 +1,8 @@
-// What is done with sessions: rename, pin, fork, export, import, and removal that can be taken back.
+// What is done with sessions.
 import {ask, hasKey, open} from "./api.js";
 import {askText} from "./dialog.js";
 import {keepDraft} from "./kept.js";
+import {metrics} from "./live.js";
 import {fail, tell} from "./notices.js";
 import {bytes, many} from "./numbers.js";
 import {go} from "./route.js";
@@ -13,7 +14,7 @@ const ROOT = "/ssmd/v1/sessions";
 
 /** Ids of sessions that are about to be removed: no view shows them. */
 export const hidden = new Signal(new Set());
-const pending = new Map(); // id → the timer that removes it
+const pending = new Map(); // id → {timer, back, since: when the last answer had ended}
 
 /** What can be done with a session, as items of a menu. removed: called when it is deleted. */
 export function actions(session, removed = () => {}) {
@@ -35,7 +36,6 @@ async function rename(session) {
 async function patch(session, changes) {
   await ask(`${ROOT}/${session.id}`, {method: "PATCH", body: changes});
   changed(session.id);
-  changed(null);
 }
 
 async function fork(session) {
@@ -44,11 +44,12 @@ async function fork(session) {
   go(`/chat/${made.id}`);
 }
 
-/** Has the browser save a session's file. A link cannot carry a key; then the file passes through this window. */
+/** Has the browser save a session's file. With a key it passes through this window. */
 async function exported(session) {
   const link = document.createElement("a");
   link.download = `${session.id}.ssmd`;
   const path = `${ROOT}/${session.id}/export`;
+  await ask(`${ROOT}/${session.id}`); // a link does not say that it is gone
   if (!hasKey()) link.href = path;
   else link.href = URL.createObjectURL(await (await open(path)).blob());
   link.click();
@@ -73,18 +74,17 @@ export async function imported(files) {
 function remove(session) {
   const {id} = session;
   changed(id, "hidden");
-  pending.set(id, setTimeout(() => flush(id), UNDO_MS));
   const back = () => {
-    clearTimeout(pending.get(id));
-    pending.delete(id);
-    changed(id, "shown");
+    clearTimeout(pending.get(id)?.timer);
+    if (pending.delete(id)) changed(id, "shown");
   };
+  pending.set(id, {timer: setTimeout(() => flush(id), UNDO_MS), back, since: metrics.value?.recent?.at(-1)?.ended_at ?? 0});
   const freed = session.own_bytes ? `, ${bytes(session.own_bytes)}` : "";
   tell(`Deleted: ${session.title}${freed}`, "info", {label: "Undo", run: back}, UNDO_MS);
 }
 
 async function flush(id) {
-  clearTimeout(pending.get(id));
+  clearTimeout(pending.get(id)?.timer);
   pending.delete(id);
   try {
     await open(`${ROOT}/${id}`, {method: "DELETE", keepalive: true});
@@ -101,9 +101,20 @@ async function flush(id) {
 onChange(({kind, session}) => {
   if (kind !== "hidden" && kind !== "shown") return;
   const next = new Set(hidden.value);
-  if (kind === "hidden") next.add(session);
-  else next.delete(session);
+  next[kind === "hidden" ? "add" : "delete"](session);
   hidden.set(next);
+});
+
+/** What is used again before it is removed stays. */
+function keep(id) {
+  pending.get(id).back();
+  tell("A session is used again: it is not deleted.", "warning");
+}
+onChange(({kind, session}) => kind === "asked" && pending.has(session) && keep(session));
+metrics.listen(({running, recent = []}) => {
+  for (const [id, {since}] of pending) {
+    if ([...running, ...recent.filter((row) => row.ended_at > since)].some((row) => row.session === id)) keep(id);
+  }
 });
 
 addEventListener("pagehide", () => [...pending.keys()].forEach(flush));

@@ -1,6 +1,6 @@
 // The sessions: a list that is searched, and the tree of one.
 import {ask} from "./api.js";
-import {Act, Empty, Icon, Menu, Pill} from "./controls.js";
+import {Act, Empty, Icon, Menu, Missing, Pill} from "./controls.js";
 import {html, useEffect, useRef, useState} from "./html.js";
 import {fail} from "./notices.js";
 import {ago, bytes, many, plain} from "./numbers.js";
@@ -36,14 +36,15 @@ export function refresh() {
 }
 onChange(({kind}) => kind !== "hidden" && kind !== "shown" && kind !== "asked" && refresh());
 
-/** A part of the list that has all words. The daemon looks for a second at a time; one that found nothing is gone on with. */
-async function looked(words, after = null) {
-  const search = words.trim() ? `&search=${encodeURIComponent(words.trim())}` : "";
-  for (;;) {
-    const part = await ask(`/ssmd/v1/sessions?limit=${PAGE}${search}${after ? `&after=${after}` : ""}`);
-    if (part.data.length || !part.has_more || !part.after) return part;
-    after = part.after;
+/** About the first `most` that have all words. The daemon looks for a second at a time. */
+async function looked(words, most) {
+  let list = {data: [], has_more: true};
+  for (let after = ""; list.has_more && list.data.length <= most - PAGE; ) {
+    const part = await ask(`/ssmd/v1/sessions?limit=${PAGE}${words && `&search=${encodeURIComponent(words)}`}${after}`);
+    after = `&after=${part.after ?? part.data.at(-1)?.id}`;
+    list = {...part, data: [...list.data, ...part.data]};
   }
+  return list;
 }
 
 /** Size and what of it is shared, in words. */
@@ -64,20 +65,20 @@ function List({chosen}) {
   const gone = use(hidden);
   const none = use(problem);
   const [words, setWords] = useState("");
-  const [found, setFound] = useState(null); // for the words, or of later pages
+  const [found, setFound] = useState(null); // for the words, or more than the latest
   const [over, setOver] = useState(false);
   const file = useRef(null);
+  const [most, setMost] = useState(PAGE);
   useEffect(() => {
-    if (!words.trim()) return setFound(null);
-    const timer = setTimeout(() => looked(words).then(setFound, fail), SEARCH_MS);
-    return () => clearTimeout(timer);
-  }, [words, latest]);
+    if (!words && most === PAGE) return setFound(null);
+    let asked = true;
+    const show = (list) => asked && setFound(list);
+    const look = () => looked(words, most).then(show, (error) => show({data: [], problem: error.message}));
+    const timer = setTimeout(look, words && SEARCH_MS);
+    return () => (clearTimeout(timer), (asked = false));
+  }, [words, most, latest]);
   const list = found ?? latest;
   const rows = (list?.data ?? []).filter((session) => !gone.has(session.id));
-  const more = async () => {
-    const next = await looked(words, list.after ?? list.data.at(-1)?.id);
-    setFound({...next, data: [...list.data, ...next.data]});
-  };
   const drop = (event) => {
     event.preventDefault();
     setOver(false);
@@ -87,15 +88,15 @@ function List({chosen}) {
     onDragOver=${(event) => (event.preventDefault(), setOver(true))} onDragLeave=${() => setOver(false)} onDrop=${drop}>
     <div class="row search">
       <label class="find"><${Icon} name="find" /><span class="hidden">Search titles and words</span>
-        <input type="search" placeholder="Search titles and words" value=${words} onInput=${(event) => setWords(event.target.value)} /></label>
+        <input type="search" placeholder="Search titles and words" maxlength="200" onInput=${(event) => (setMost(PAGE), setWords(event.target.value.trim()))} /></label>
       <input ref=${file} type="file" accept=".ssmd" multiple hidden aria-label="Session files" onChange=${(event) => (imported([...event.target.files]), (event.target.value = ""))} />
-      <${Act} icon="in" label="Import" shown kind="framed" run=${() => file.current.click()} />
+      <${Act} icon="in" label="Import" shown run=${() => file.current.click()} />
     </div>
     <p class="hint drop">A <code>.ssmd</code> file can be dropped here.</p>
     ${none && html`<${Empty} title="Nothing is kept">${none}<//>`}
-    ${!none && list && !rows.length && html`<${Empty} title=${words ? "Nothing found" : "No sessions yet"}>${words ? "No title and no turn has all of these words." : "Every conversation appears here, whichever client began it."}<//>`}
+    ${!none && list && !rows.length && html`<${Empty} title=${words ? "Nothing found" : "No sessions yet"}>${list.problem ?? (words ? "No title and no turn has all of these words." : "Every conversation appears here, whichever client began it.")}<//>`}
     <ul class="cards">${rows.map((session) => html`<${Row} key=${session.id} session=${session} chosen=${session.id === chosen} />`)}</ul>
-    ${list?.has_more && html`<p class="center"><${Act} label="Show more" shown kind="framed" run=${more} /></p>`}
+    ${list?.has_more && html`<p class="center"><${Act} label="Show more" shown run=${() => setMost(most + PAGE)} /></p>`}
   </section>`;
 }
 
@@ -117,7 +118,7 @@ function Tree({id}) {
     load();
     return onChange((news) => (news.session === id || news.back) && load());
   }, [id]);
-  if (missing) return html`<section class="detail" aria-label="Tree"><${Empty} title="This session is not here">It was removed, or belongs to another key.<//></section>`;
+  if (missing) return html`<section class="detail" aria-label="Tree"><${Missing} /></section>`;
   if (!session) return html`<section class="detail" aria-label="Tree"></section>`;
   const rows = lanes(grow(session.turns), session.head);
   const width = (Math.max(...rows.map((row) => row.lane)) + 1) * LANE + 6;

@@ -1,6 +1,6 @@
-// A session's turns as a tree: the way to a turn, its forks, and what is sent to go on from it.
+// A session's turns as a tree: ways, forks, and what is sent to go on.
 
-/** {byId, children, roots}: of turns as the daemon lists them. Those that are as `before` has them are the same objects. */
+/** {byId, children, roots} of turns. Those that are as `before` has them are the same objects. */
 export function grow(turns, before = null) {
   const byId = new Map();
   const children = new Map();
@@ -57,9 +57,8 @@ export function forksAt(tree, turn) {
 }
 
 /**
- * Rows that draw the tree, one a turn: {turn, lane, from, through, goes}. Side branches come first, a lane to the right of
- * their parent's; then the main line, towards the head, goes on in its own. from: the parent's lane, null at a root;
- * through: lanes that pass by; goes: something comes below.
+ * Rows that draw the tree: {turn, lane, from, through, goes}. Side branches come first, a lane to the right; then the line
+ * towards the head goes on in its own. from: the parent's lane, null at a root; through: lanes that pass by; goes: on below.
  */
 export function lanes(tree, head = null) {
   const main = new Set(pathTo(tree, head).map((turn) => turn.id));

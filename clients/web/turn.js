@@ -1,5 +1,6 @@
 // One exchange in the chat: what was asked, the answer, and what can be done with both.
 import {Act, Copy, Icon} from "./controls.js";
+import {draftOf, keepDraft} from "./kept.js";
 import {html, memo, useEffect, useRef, useState} from "./html.js";
 import {Typed, Written} from "./markdown_view.js";
 import {thoughts} from "./markdown.js";
@@ -30,18 +31,19 @@ function Asked({messages}) {
 function Switch({at, of, what, step}) {
   if (of < 2) return null;
   return html`<span class="switch" role="group" aria-label=${`${what} ${at + 1} of ${of}`}>
-    <button type="button" class="act" aria-label=${`Previous ${what}`} disabled=${at === 0} onClick=${() => step(-1)}><${Icon} name="left" /></button>
+    <${Act} icon="left" label=${`Previous ${what}`} disabled=${at === 0} run=${() => step(-1)} />
     <span>${at + 1} / ${of}</span>
-    <button type="button" class="act" aria-label=${`Next ${what}`} disabled=${at === of - 1} onClick=${() => step(1)}><${Icon} name="right" /></button>
+    <${Act} icon="right" label=${`Next ${what}`} disabled=${at === of - 1} run=${() => step(1)} />
   </span>`;
 }
 
-function Editor({text, done, cancel}) {
+function Editor({name, text, done}) {
   const area = useRef(null);
   useEffect(() => {
     area.current.focus();
     area.current.setSelectionRange(text.length, text.length);
   }, []);
+  const cancel = () => (keepDraft(name, ""), done());
   const send = () => area.current.value.trim() && done(area.current.value);
   const keys = (event) => {
     if (event.key === "Escape") cancel();
@@ -51,14 +53,14 @@ function Editor({text, done, cancel}) {
     }
   };
   return html`<form class="editor" onSubmit=${(event) => (event.preventDefault(), send())}>
-    <textarea ref=${area} rows="3" aria-label="Edit your message" onKeyDown=${keys}>${text}</textarea>
+    <textarea ref=${area} rows="3" aria-label="Edit your message" onKeyDown=${keys} onInput=${(event) => keepDraft(name, event.target.value)}>${text}</textarea>
     <p class="row"><span class="hint">The earlier version stays, as a branch.</span>
       <button type="button" onClick=${cancel}>Cancel</button><button class="main">Send</button></p>
   </form>`;
 }
 
 /** What an answer cost, as far as it is known. */
-export function Cost({usage}) {
+function Cost({usage}) {
   if (!usage) return null;
   const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
   const own = usage.ssmd ?? {};
@@ -75,7 +77,7 @@ export function Cost({usage}) {
 export const Turn = memo(({turn, fork, last, busy, usage, does}) => html`<${Exchange} ...${{turn, fork, last, busy, usage, does}} />`);
 
 function Exchange({turn, fork, last, busy, usage, does}) {
-  const [editing, setEditing] = useState(false);
+  const [editing, setEditing] = useState(() => Boolean(draftOf(turn.id)));
   const [ask, asks, answer, answers] = fork.split("/").map(Number);
   const question = askOf(turn);
   const asked = question.at(-1);
@@ -83,8 +85,8 @@ function Exchange({turn, fork, last, busy, usage, does}) {
   const end = turn.complete ? ENDS[turn.finish_reason] : "Stopped here.";
   return html`<article class="turn" data-turn=${turn.id}>
     ${editing
-      ? html`<${Asked} messages=${question.slice(0, -1)} /><${Editor} text=${asked.content} cancel=${() => setEditing(false)}
-          done=${(text) => (setEditing(false), does.edit(turn, text))} />`
+      ? html`<${Asked} messages=${question.slice(0, -1)} /><${Editor} name=${turn.id} text=${draftOf(turn.id) || asked.content}
+          done=${(text) => (setEditing(false), text && does.again(turn, text))} />`
       : html`<${Asked} messages=${question} />`}
     ${!editing &&
     html`<div class="tools right">
@@ -99,8 +101,8 @@ function Exchange({turn, fork, last, busy, usage, does}) {
     <div class=${`tools ${last ? "stay" : ""}`}>
       <${Switch} at=${answer} of=${answers} what="answer" step=${(by) => does.step(turn, "answer", by)} />
       <${Copy} text=${() => thoughts(content).said} what="answer" />
-      <${Act} icon="again" label="Answer again" disabled=${busy} run=${() => does.again(turn)} />
-      <${Act} icon="on" label="Continue this answer" disabled=${busy} run=${() => does.goOn(turn)} />
+      <${Act} icon="again" label="Answer again" disabled=${busy} run=${() => void does.again(turn)} />
+      <${Act} icon="on" label="Continue this answer" disabled=${busy} run=${() => void does.goOn(turn)} />
       ${!turn.unsaved && html`<${Act} icon="fork" label="Fork into a new session here" run=${() => does.fork(turn)} />`}
       <${Cost} usage=${usage} />
     </div>
@@ -122,7 +124,7 @@ export function Growing({answer, retry, anew}) {
   </article>`;
 }
 
-/** Tells a screen reader what came, whole sentences at a time, and not more often than every few seconds. */
+/** Tells a screen reader what came, whole sentences at a time. */
 export function Announcer({answer}) {
   const [words, setWords] = useState("");
   useEffect(() => {

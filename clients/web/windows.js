@@ -12,7 +12,7 @@ export function changed(session = null, kind = "changed") {
   news.tell({kind, session});
 }
 
-/** Calls back with {kind, session} for what any window, or another client of the daemon, changed. */
+/** Calls back with {kind, session} for what any window, or another client, changed. */
 export const onChange = (listener) => news.listen(listener);
 
 channel?.addEventListener("message", ({data}) => {

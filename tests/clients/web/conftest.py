@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +54,23 @@ def another(window: Window) -> Iterator[Callable[[str], Window]]:
     yield make
     for one in made:
         one.check()
+
+
+@pytest.fixture
+def own(artifacts: TinyArtifacts, tmp_path: Path) -> Iterator[DaemonProcess]:
+    """A daemon that may be killed, with one lane."""
+    with DaemonProcess(artifacts[MODEL], tmp_path / "data", "--threads", "1", "--max-running", "1") as one:
+        yield one
+
+
+@pytest.fixture
+def alone(browser: Any, own: DaemonProcess) -> Iterator[Window]:
+    """A window at that daemon; what it asks for may fail."""
+    context = browser.new_context()
+    one = Window(context, f"http://127.0.0.1:{own.port}")
+    one.allowed = ["Failed to load resource: "]
+    one.sampling(temperature=0, max_tokens=8)
+    one.open()
+    yield one
+    one.check()
+    context.close()

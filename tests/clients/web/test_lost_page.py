@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Window
+from browser import Window, in_box
 from conftest import TinyArtifacts
 from daemon_process import DaemonProcess
+from lanes import ENDLESS, occupy
 
 pytestmark = pytest.mark.ui
-ENDLESS: dict[str, Any] = {"temperature": 0, "max_tokens": 1_000_000}
-FAILED = "Failed to load resource: "
 GROWS = ".growing .written"
-
-
-@pytest.fixture
-def own(artifacts: TinyArtifacts, tmp_path: Path) -> Iterator[DaemonProcess]:
-    """A daemon that may be killed, with one lane."""
-    with DaemonProcess(artifacts["mamba-f32"], tmp_path / "data", "--threads", "1", "--max-running", "1") as one:
-        yield one
-
-
-@pytest.fixture
-def alone(browser: Any, own: DaemonProcess) -> Iterator[Window]:
-    context = browser.new_context()
-    one = Window(context, f"http://127.0.0.1:{own.port}")
-    one.allowed = [FAILED]
-    one.sampling(temperature=0, max_tokens=8)
-    one.open()
-    yield one
-    one.check()
-    context.close()
-
-
-def occupy(one: DaemonProcess) -> None:
-    """Begin an answer that goes on without a reader, and does not end."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", one.port, timeout=30)) as connection:
-        messages = [{"role": "user", "content": "Takes a lane"}]
-        body = {"model": "mamba", "messages": messages, "stream": True, "background": True, **ENDLESS}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
-        assert connection.getresponse().status == 200
-
-
-def in_box(window: Window, text: str) -> None:
-    window.soon(lambda: bool(window.page.input_value("#message") == text))
 
 
 def test_what_is_sent_while_the_daemon_is_away_is_a_draft_again(alone: Window, own: DaemonProcess) -> None:
@@ -132,6 +95,31 @@ def test_the_first_question_of_a_chat_waits_on_through_a_reload(alone: Window, o
     alone.answered(1)
     assert alone.texts(".asked .typed") == ["Waits in the queue"]
     assert alone.page.input_value("#message") == ""
+
+
+def test_a_question_that_waited_through_a_reload_is_a_draft_again_when_stopped(
+    alone: Window, own: DaemonProcess
+) -> None:
+    occupy(own)
+    for turns in (0, 1):
+        alone.say("Waits in the queue")
+        alone.soon(lambda: bool(alone.session))
+        alone.page.reload()
+        alone.page.wait_for_selector(".growing")
+        assert alone.page.input_value("#message") == ""
+        alone.page.click("button[aria-label=Stop]")
+        alone.page.wait_for_selector(".growing", state="detached")
+        in_box(alone, "Waits in the queue")
+        assert bool(alone.session) == bool(turns)
+        alone.page.reload()
+        in_box(alone, "Waits in the queue")
+        if turns:
+            return
+        for row in own.get("/ssmd/v1/metrics")[1]["running"]:
+            assert alone.page.request.post(f"{alone.url}/ssmd/v1/requests/{row['id']}/stop").ok
+        alone.page.press("#message", "Enter")
+        alone.answered(1)
+        occupy(own)
 
 
 def test_a_session_that_was_removed_meanwhile_is_left_for_a_new_one(alone: Window, own: DaemonProcess) -> None:

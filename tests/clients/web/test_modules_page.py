@@ -27,8 +27,10 @@ MARKDOWN = r"""async () => {
     marks: inline("a **b *c* d** ~~e~~ 2 * 3 snake_case_name `x`"),
     links: inline("[x](javascript:alert(1)) [y](https://a.b/c) <https://d.e> https://f.g/h, end"),
     addresses: ["javascript:1", "https://a.b", "mailto:a@b.c", "//x", "data:,x", "https://\0"].map(safeAddress),
-    thoughts: ["<think>a</think>\nb", "<think>a", "b", "<think>a</think> b </think> c", "a </think> b </think> c",
-      "a\n</think>\nb"].map(thoughts),
+    thoughts: [
+      "<think>a</think>\nb", "<think>a", "b", "<think>a</think> b </think> c", "a </think> b </think> c",
+      "a\n</think>\nb",
+    ].map(thoughts),
     tables: ["a | b\n--|:-:\n1 | 2", "a | b\n-|\n1 | 2", "x\na | b\n-|-"].map(read),
     headings: ["# a", "#", "## b ##", "# c#", "#d", "# #", "#  e  #  "]
       .map((line) => read(line)[0]).map(({type, text}) => type === "heading" ? text : type),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from browser import LONG, Window
+import talk
+from browser import LONG, Window, slow
+from conftest import TinyArtifacts
 from daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.ui
@@ -61,6 +65,74 @@ def test_search(window: Window, listed: str) -> None:
     window.page.wait_for_selector(row(listed))
 
 
+def test_search_shows_what_was_searched_for_last(window: Window, served: DaemonProcess) -> None:
+    for title in ("alphaword", "betaword"):
+        served.chat([{"role": "user", "content": title}], max_tokens=4)
+    slow(window, "search=alpha", 2000)
+    window.open("#/sessions")
+    window.page.reload()
+    window.page.fill("input[type=search]", "alphaword")
+    window.page.wait_for_timeout(500)
+    window.page.fill("input[type=search]", "betaword")
+    window.page.wait_for_selector(row("alphaword"), state="detached")
+    window.page.wait_for_timeout(2500)
+    assert window.page.locator(row("betaword")).count() > 0
+    assert window.page.locator(row("alphaword")).count() == 0
+
+
+def test_a_search_that_is_refused_shows_no_sessions(window: Window, listed: str) -> None:
+    window.allowed = [REFUSED]
+    window.page.fill("input[type=search]", "one two three four five six seven eight nine ten eleven")
+    window.page.wait_for_selector("main .empty:has-text('at most 10 words')")
+    assert window.page.locator(".session").count() == 0
+    window.page.fill("input[type=search]", "x" * 300)
+    window.page.wait_for_selector("text=Nothing found")
+
+
+def test_more_of_the_list_stays(browser: Any, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o700)
+    for i in range(65):
+        talk.fill(tmp_path / "data", f"ses_{i}", 1)
+    with DaemonProcess(artifacts["mamba-f32"], tmp_path / "data", "--threads", "1") as one:
+        window = Window(browser.new_context(), f"http://127.0.0.1:{one.port}")
+        window.open("#/sessions")
+        window.page.get_by_role("button", name="Show more").click()
+        rows = window.page.locator(".session")
+        window.soon(lambda: rows.count() == 65)
+        one.chat([{"role": "user", "content": "One more"}], max_tokens=4)
+        window.soon(lambda: rows.count() == 66)
+        window.page.evaluate("dispatchEvent(new Event('focus'))")
+        window.page.wait_for_timeout(1500)
+        assert rows.count() == 66
+        window.check()
+        window.page.context.close()
+
+
+def test_what_is_used_before_it_is_deleted_stays(
+    window: Window, another: Callable[[str], Window], listed: str, served: DaemonProcess
+) -> None:
+    [session] = [s["id"] for s in served.get("/ssmd/v1/sessions")[1]["data"] if s["title"] == listed]
+    other = another(f"#/chat/{session}")
+    other.answered(1)
+    act(window, listed, "Delete")
+    window.page.wait_for_selector(row(listed), state="detached")
+    other.say("Still wanted")
+    other.answered(2)
+    window.page.wait_for_selector("text=used again")
+    window.page.wait_for_selector(row(listed))
+    window.page.wait_for_timeout(8500)
+    assert served.get(f"/ssmd/v1/sessions/{session}")[1]["turn_count"] == 2
+
+
+def test_an_export_of_what_is_gone_says_so(window: Window, listed: str, served: DaemonProcess) -> None:
+    window.allowed = ["Failed to load resource: the server responded with a status of 404"]
+    [session] = [s["id"] for s in served.get("/ssmd/v1/sessions")[1]["data"] if s["title"] == listed]
+    window.page.wait_for_timeout(1500)  # until the list has settled
+    assert window.page.request.delete(f"{window.url}/ssmd/v1/sessions/{session}").ok
+    act(window, listed, "Export")
+    window.page.wait_for_selector(".notice.error:has-text('session')")
+
+
 def test_delete_and_undo(window: Window, listed: str, served: DaemonProcess) -> None:
     act(window, listed, "Delete")
     window.page.wait_for_selector(row(listed), state="detached")
@@ -88,6 +160,14 @@ def test_a_bad_file_is_refused_in_words(window: Window, listed: str) -> None:
     window.allowed = [REFUSED]
     drop(window, "photo.png", b"\x89PNG\r\n\x1a\n" + b"\0" * 100)
     window.page.wait_for_selector(".notice.error:has-text('photo.png')")
+
+
+def test_a_file_that_misses_the_list_does_nothing(window: Window, listed: str) -> None:
+    dropped = """([transfer, what]) => document.body.dispatchEvent(
+      new DragEvent(what, {dataTransfer: transfer, bubbles: true, cancelable: true}))"""
+    for what in ("dragover", "drop"):
+        transfer = window.page.evaluate_handle(DROPPED, ["talk.ssmd", [1, 2, 3]])
+        assert window.page.evaluate(dropped, [transfer, what]) is False, "prevented"
 
 
 def test_the_tree_leads_to_its_turns(window: Window) -> None:
