@@ -2,7 +2,7 @@
 import {Signal} from "./signal.js";
 import {read, write} from "./kept.js";
 
-/** Whether the daemon asks for a key that this window does not have; "wrong" if it had another one. */
+/** Whether the daemon asks for a key; "wrong" if this tab has another one. */
 export const locked = new Signal(false);
 /** Counts the keys that were given: what was asked before is asked again. */
 export const unlocked = new Signal(0);
@@ -11,13 +11,11 @@ let key = read("key", "sessionStorage");
 export class ApiError extends Error {
   constructor(message, status, code) {
     super(message);
-    this.status = status;
-    this.code = code;
-    this.told = status === 401; // the key prompt says it
+    Object.assign(this, {status, code, told: status === 401}); // the key prompt tells that
   }
 }
 
-/** Answers with a response whose status is good. Raises ApiError, and what fetch raises, with words for people. */
+/** Answers with a response whose status is good. Raises ApiError, with words for people. */
 export async function open(path, {method = "GET", body, raw, keepalive = false, bearer = key} = {}) {
   const headers = {};
   if (bearer) headers.authorization = `Bearer ${bearer}`;
@@ -42,6 +40,7 @@ export async function ask(path, options) {
 
 /** Takes a key if the daemon knows it. Raises ApiError. */
 export async function giveKey(given) {
+  if (/[^!-~]/.test(given)) throw new ApiError("A key has printable ASCII characters only.", 400);
   await open("/v1/models", {bearer: given});
   key = given;
   write("key", given, "sessionStorage");
@@ -52,11 +51,11 @@ export async function giveKey(given) {
 /** Whether requests carry a key, so that a plain link would be refused. */
 export const hasKey = () => Boolean(key);
 
-/** Redeems the one-time ticket of the address, which is gone from it before anything else is done. */
-export async function redeemTicket() {
+/** Redeems the ticket in the address, which is taken out of it first. */
+export async function redeemTicket(back = location.pathname) {
   const ticket = /^#ticket=([\w~.-]{1,512})$/.exec(location.hash)?.[1];
   if (!location.hash.startsWith("#ticket")) return;
-  history.replaceState(null, "", location.pathname);
+  history.replaceState(null, "", back);
   if (!ticket) return;
   const got = await ask("/ssmd/v1/tickets/redeem", {method: "POST", body: {ticket}, bearer: null});
   if (got.key) await giveKey(got.key);

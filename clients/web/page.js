@@ -46,7 +46,7 @@ function Page() {
     const named = VIEWS.find(([name]) => name === view);
     document.title = `${named?.[1] ?? "Chat"} – ssmd`;
   }, [view]);
-  if (shut) return html`<${KeyPrompt} wrong=${shut === "wrong"} />`;
+  if (shut) return html`<${KeyPrompt} wrong=${shut === "wrong"} /><${Notices} />`;
   return html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), document.getElementById("main").focus())}>Skip to the content</a>
     <div class="frame" key=${key}>
       <${Side} view=${view} id=${id} />
@@ -80,7 +80,7 @@ const Mark = () => html`<svg class="mark" viewBox="0 0 32 32" aria-hidden="true"
 
 function KeyPrompt({wrong}) {
   const field = useRef(null);
-  const [said, setSaid] = useState(wrong ? "That key is not known here." : "");
+  const [said, setSaid] = useState(wrong ? "The key of this tab is not known here any more." : "");
   useEffect(() => field.current.focus(), []);
   const give = async (event) => {
     event.preventDefault();
@@ -100,12 +100,19 @@ function KeyPrompt({wrong}) {
   </form></main>`;
 }
 
-async function begin() {
+async function redeem(back) {
   try {
-    await redeemTicket();
+    await redeemTicket(back);
   } catch (error) {
     tell(error.status ? "The link was used already, or is too old." : error.message, "warning");
   }
+}
+
+async function begin() {
+  await redeem();
+  addEventListener("hashchange", ({oldURL}) => redeem(oldURL));
+  // A file that misses the list does not take the page's place.
+  for (const kind of ["dragover", "drop"]) addEventListener(kind, (event) => event.dataTransfer?.types.includes("Files") && event.preventDefault());
   route.set([...route.value]);
   render(html`<${Page} />`, document.getElementById("page"));
   performance.mark("drawn");

@@ -12,7 +12,7 @@ const decoded = (part) => {
 
 /** The parts of the address: ["chat", "ses_…"]. */
 export const route = new Signal(parse());
-addEventListener("hashchange", () => route.set(parse()));
+addEventListener("hashchange", () => location.hash.startsWith("#ticket") || route.set(parse()));
 
 export const go = (path) => (location.hash = path);
 

@@ -31,6 +31,9 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Any, artifacts: TinyArt
         window.page.get_by_label("API key").fill("not-the-right-key")
         window.page.keyboard.press("Enter")
         window.page.wait_for_selector("text=That key is not known here")
+        window.page.get_by_label("API key").fill("ключ-от-двери")
+        window.page.keyboard.press("Enter")
+        window.page.wait_for_selector("text=printable ASCII")
         window.page.get_by_label("API key").fill(KEY)
         window.page.keyboard.press("Enter")
         window.page.wait_for_selector("#message")
@@ -65,6 +68,28 @@ def test_a_ticket_opens_the_page_once_and_leaves_the_address(
         other.open(f"#ticket={ticket}")
         other.page.wait_for_selector("text=This daemon asks for a key")
         assert ticket not in other.page.url
+        other.page.wait_for_selector("text=The link was used already")
         other.check()
         window.check()
         context.close()
+
+
+def test_a_ticket_given_to_an_open_page_is_redeemed_and_outlived_by_the_prompt(
+    browser: Any, artifacts: TinyArtifacts, tmp_path: Path
+) -> None:
+    with keyed(artifacts, tmp_path) as one:
+        window = Window(browser.new_context(), f"http://127.0.0.1:{one.port}")
+        window.allowed = ["Failed to load resource: "]
+        window.open("#/models")
+        window.page.wait_for_selector("text=This daemon asks for a key")
+        headers = {"authorization": f"Bearer {KEY}"}
+        asking = window.page.request.post(f"{window.url}/ssmd/v1/tickets", headers=headers, data={})
+        window.page.goto(f"{window.url}/#ticket={asking.json()['ticket']}")  # the same document
+        window.page.wait_for_selector(".models")
+        assert window.page.url.endswith("#/models")
+        one.kill()
+        one.start()
+        window.page.wait_for_selector("text=This daemon asks for a key")
+        assert window.texts("#key-said") == ["The key of this tab is not known here any more."]
+        window.check()
+        window.page.context.close()
