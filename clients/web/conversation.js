@@ -25,7 +25,7 @@ export class Conversation extends Signal {
   #key;
 
   /** id: of a session, null if it is new. at: the turn to show. opened: called with the id it gets. */
-  constructor(id, at = null, opened = () => {}) {
+  constructor(id, at, opened) {
     super();
     Object.assign(this, {id, at, opened});
     this.#key = id ?? `new-${Math.random()}`;
@@ -173,7 +173,7 @@ export class Conversation extends Signal {
     const path = pathTo(this.tree, above);
     const before = path.length ? messagesOf(path) : [];
     const all = [...before, ...question, ...(begun ? [{role: "assistant", content: begun}] : [])];
-    const given = system === null || system === undefined ? all : withSystem(all, system);
+    const given = system == null ? all : withSystem(all, system);
     const moved = given.length !== all.length || (given[0]?.role === "system" && given[0].content !== all[0]?.content);
     const request = {model, messages: given, ...sampling};
     if (this.session) request.session = this.id;
@@ -254,8 +254,9 @@ export class Conversation extends Signal {
     const all = [...this.tree.byId.values()].reverse();
     const there = all.filter((turn) => !answer.question || turn.parent === answer.parent);
     const fresh = there.filter((turn) => answer.before && !answer.before.has(turn.id) && !turn.unsaved);
-    const same = (turn) => answerOf(turn).content.trim() === whole;
-    // Of two turns with the same words the daemon goes on from the younger one.
+    const asked = answer.question?.at(-1)?.content;
+    // What was over before it could be followed is known by its question. The daemon goes on from the younger of two.
+    const same = (turn) => (answer.came ? answerOf(turn).content.trim() === whole : askOf(turn).at(-1)?.content === asked);
     const beside = all.filter((turn) => answer.before && !answer.before.has(turn.id) && !turn.unsaved && same(turn));
     return (answer.before ? fresh : there).find(same) ?? fresh[0] ?? beside[0] ?? null;
   }

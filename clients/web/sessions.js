@@ -16,7 +16,7 @@ const LANE = 18; // px
 const ROW = 40;
 const WORDS = 90; // characters of a message in the tree
 
-/** The sessions used last, for the list beside the chat too. null: not read yet. */
+/** The sessions used last. null: not read yet. */
 export const sessions = new Signal(null);
 export const problem = new Signal(null); // why there are none
 

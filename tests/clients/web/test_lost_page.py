@@ -122,6 +122,29 @@ def test_a_question_that_waited_through_a_reload_is_a_draft_again_when_stopped(
         occupy(own)
 
 
+def test_an_answer_that_is_over_before_it_is_followed_leaves_no_draft(alone: Window, own: DaemonProcess) -> None:
+    alone.say("One")
+    alone.answered(1)
+    occupy(own)
+    [first] = own.get("/ssmd/v1/metrics")[1]["running"]
+    alone.say("Over meanwhile")
+    alone.soon(lambda: len(own.get("/ssmd/v1/metrics")[1]["running"]) == 2)
+    followed: list[str] = []
+
+    def late(route: Any) -> None:
+        followed.append(route.request.url)
+        alone.page.request.post(f"{alone.url}/ssmd/v1/requests/{first['id']}/stop")
+        alone.soon(lambda: own.get("/ssmd/v1/metrics")[1]["running"] == [])
+        route.continue_()
+
+    alone.page.route("**/stream", lambda route: late(route) if "/requests/" in route.request.url else route.continue_())
+    alone.page.reload()
+    alone.answered(2)
+    assert followed
+    alone.page.wait_for_timeout(500)
+    assert alone.page.input_value("#message") == ""
+
+
 def test_a_session_that_was_removed_meanwhile_is_left_for_a_new_one(alone: Window, own: DaemonProcess) -> None:
     alone.say("One")
     alone.answered(1)
