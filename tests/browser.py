@@ -114,7 +114,7 @@ def in_box(window: Window, text: str) -> None:
 
 
 def slow(window: Window, part: str, ms: int) -> None:
-    """From the next page load on, answers to requests with this in their address come later."""
+    """Delay answers to requests with this in their address, from the next page load on."""
     window.page.add_init_script(
         f"""const at_once = window.fetch;
         window.fetch = async (...asked) => {{
