@@ -1,6 +1,6 @@
 // Where one writes: the message, its draft, how it is answered.
 import {Act, Icon} from "./controls.js";
-import {html, useEffect, useLayoutEffect, useRef, useState} from "./html.js";
+import {html, useLayoutEffect, useRef, useState} from "./html.js";
 import {draftOf, drafts, keepDraft, readJson, writeJson} from "./kept.js";
 import {ask, unlocked} from "./api.js";
 import {Signal, use} from "./signal.js";
@@ -79,7 +79,8 @@ export function Composer({mine, session, busy, stoppable, send, stop}) {
   const [text, setText] = useState(() => draftOf(name));
   const area = useRef(null);
   const shown = useRef({mine, name});
-  useEffect(() => {
+  // Before the next key is told: a letter between would be kept under a name that has no draft yet.
+  useLayoutEffect(() => {
     const {mine: before, name: old} = shown.current;
     shown.current = {mine, name};
     if (before === mine && old !== name) {
