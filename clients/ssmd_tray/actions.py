@@ -5,6 +5,7 @@ with what to do where it fails. All but `page` work at a socket as at a port.
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,6 +20,7 @@ from ssmd_tray.view import plain
 _LOAD_S = 600.0  # a large model, or one that is tried first
 _TICKET = re.compile(r"[A-Za-z0-9_.~-]{16,512}", re.ASCII)
 _GONE = "request_not_found"
+_one_at_a_time = threading.Lock()  # what starts and ends daemons: what was asked for last is how it is in the end
 
 
 def stop_request(data_dir: Path, id_: str) -> str:
@@ -73,22 +75,25 @@ def page(data_dir: Path) -> str:
 
 def start(data_dir: Path) -> str:
     """Start a daemon that serves what is installed; returns when it answers."""
-    return _started(starting.start(data_dir, starting.usual(data_dir)))
+    with _one_at_a_time:
+        return _started(starting.start(data_dir, starting.usual(data_dir)))
 
 
 def stop(data_dir: Path) -> str:
     """End the daemon; returns when it has ended."""
-    client = _client(data_dir)
-    end(client, data_dir)
-    return f"the daemon, process {client.address.pid}, has ended"
+    with _one_at_a_time:
+        client = _client(data_dir)
+        end(client, data_dir)
+        return f"the daemon, process {client.address.pid}, has ended"
 
 
 def restart(data_dir: Path) -> str:
     """End the daemon and start it again, as it was started where the system tells how."""
-    client = _client(data_dir)
-    command = starting.command_of(client.address.pid) or starting.usual(data_dir)
-    end(client, data_dir)
-    return _started(starting.start(data_dir, command))
+    with _one_at_a_time:
+        client = _client(data_dir)
+        command = starting.command_of(client.address.pid) or starting.usual(data_dir)
+        end(client, data_dir)
+        return _started(starting.start(data_dir, command))
 
 
 def _client(data_dir: Path, timeout_s: float = 30.0) -> Client:

@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ MAX_FILE_BYTES = 256 << 10
 MAX_KEYS = 256
 READ_ONLY = "read-only"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_CALLER = "ssmd.caller"  # in a scope
+_CALLER, _LOOK = "ssmd.caller", "ssmd.look"  # in a scope
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,9 @@ class Keys:
         return Domain(name, None if self._share else (name, "") if name == first else (name,))
 
 
-def set_caller(scope: Any, caller: Caller) -> None:
-    """Note in an ASGI scope who asks."""
-    scope[_CALLER] = caller
+def set_caller(scope: Any, caller: Caller, look: Callable[[], Caller]) -> None:
+    """Note in an ASGI scope who asks. look: finds that out anew, or raises Rejected."""
+    scope[_CALLER], scope[_LOOK] = caller, look
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
@@ -164,6 +164,14 @@ def caller_of(scope: Mapping[str, Any]) -> Caller:
     found = scope[_CALLER]
     assert isinstance(found, Caller)
     return found
+
+
+def is_in_force(scope: Mapping[str, Any]) -> bool:
+    """Whether the key that came with a request is still good, and for the same."""
+    try:
+        return bool(scope[_LOOK]() == scope[_CALLER])
+    except Rejected:
+        return False
 
 
 def read_keys(file: Path) -> tuple[Key, ...]:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from ssmd import __version__
 from ssmd.api import pulls, sse
-from ssmd.api.keys import caller_of
+from ssmd.api.keys import caller_of, is_in_force
 from ssmd.daemon.pulls import Pulls
 from ssmd.engine.host import DRAINING, Host
 from ssmd.engine.prometheus import Exposition
@@ -132,6 +132,8 @@ class _Stream:
                     await mine.news.wait()
                     continue
                 event, mine.event, last = mine.event, b"", mine.last
+                if not is_in_force(scope):  # the key was taken back
+                    break
                 await stream.write(event)
                 if last:
                     break

@@ -18,6 +18,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -147,9 +148,10 @@ class Security:
                 await _preflight(headers)(scope, receive, send_identified)
                 return
             keyless = where in KEYLESS_PATHS or where in self._rules.open_paths
-            caller = Caller() if keyless else self._rules.keys.caller(headers.get("authorization", ""))
+            look = Caller if keyless else partial(self._rules.keys.caller, headers.get("authorization", ""))
+            caller = look()
             where = label(where, caller.name)
-            set_caller(scope, caller)
+            set_caller(scope, caller, look)
             _check_method(scope, caller)
             intake.limit = self._body_limit(scope["path"], headers)
         except Rejected as err:

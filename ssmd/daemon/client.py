@@ -7,6 +7,7 @@ import http.client
 import json
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -27,7 +28,7 @@ class Client:
     """A daemon, asked with a connection for each request. May be used from several threads."""
 
     def __init__(self, address: Address, timeout_s: float = 30.0) -> None:
-        """timeout_s: for which the daemon may say nothing; of a stream it is the time to connect."""
+        """timeout_s: for an answer, all of it; of a stream it is the time to connect."""
         self.address = address
         self._timeout_s = timeout_s
 
@@ -44,11 +45,18 @@ class Client:
         Raises DaemonError.
         """
         connection = self._sent(method, path, body)
+        late = _Late(connection, self._timeout_s)
         try:
             with self._answer(connection) as response:
                 answer = self._json(self._whole(response))
+        except DaemonError:
+            if not late.passed:
+                raise
         finally:
+            late.end()
             connection.close()
+        if late.passed:  # what was cut may look whole
+            raise self._silent(TimeoutError())
         if not fits(answer, holds):
             raise self._foreign()
         return answer
@@ -126,7 +134,7 @@ class Client:
 
     def _silent(self, err: Exception) -> DaemonError:
         if isinstance(err, TimeoutError):
-            why = f"said nothing for {self._timeout_s:g} s"
+            why = f"has not answered within {self._timeout_s:g} s"
         else:
             why = f"does not answer ({getattr(err, 'strerror', None) or str(err) or type(err).__name__})"
         address = self.address
@@ -240,6 +248,26 @@ class Events:
         if self._response is not None:
             self._response.close()
         self._connection.close()
+
+
+class _Late:
+    """Cuts a connection after so many seconds: one that says a little now and then is never silent."""
+
+    def __init__(self, connection: http.client.HTTPConnection, seconds: float) -> None:
+        assert connection.sock is not None
+        self.passed = False
+        self._socket: socket.socket = connection.sock  # which the connection may have given to the answer
+        self._timer = threading.Timer(seconds, self._cut)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _cut(self) -> None:
+        self.passed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class _SocketConnection(http.client.HTTPConnection):

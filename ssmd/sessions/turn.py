@@ -14,6 +14,7 @@ from ssmd.text.messages import Message
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_TITLE = 200  # characters
+_BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol that are drawn as nothing
 
 
 class StoreError(Exception):
@@ -160,7 +161,7 @@ def system_prompt(messages: Sequence[Message]) -> int:
 
 def title_problem(title: str) -> str:
     """Why a text cannot be a session's title, to follow the word; "" if it can."""
-    if not any(unicodedata.category(c)[0] not in "CZ" for c in title) or len(title) > MAX_TITLE:
+    if len(title) > MAX_TITLE or not any(unicodedata.category(c)[0] not in "CMZ" and c not in _BLANK for c in title):
         return f"has 1 to {MAX_TITLE} characters, of which one can be seen"
     if any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in title):
         return "has no control characters and no ends of lines"

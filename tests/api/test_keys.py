@@ -14,6 +14,7 @@ from daemon import soon
 from keyfile import bearer, written
 from openai_client import openai
 from serving import Answer, Served, serving
+from several import Events
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -202,9 +203,16 @@ def test_a_daemon_takes_up_other_keys_when_it_is_told(artifacts: TinyArtifacts, 
         }
         written(file, f"alice {ALICE}\ncarol carol-is-new-here\n")
         assert models(OLD).status == 200  # nobody has told it
-        process.send_signal(signal.SIGHUP)
-        soon(lambda: models("carol-is-new-here").status == 200)
-        assert (models(OLD).status, models(BOB).status, models(ALICE).status) == (401, 401, 200)
+        with Events(served, bearer(OLD)) as gone, Events(served, bearer(ALICE)) as stays:
+            soon(lambda: bool(gone.found and stays.found))
+            process.send_signal(signal.SIGHUP)
+            soon(lambda: models("carol-is-new-here").status == 200)
+            assert (models(OLD).status, models(BOB).status, models(ALICE).status) == (401, 401, 200)
+            seen = len(gone.found)
+            served.ask("POST", "/v1/chat/completions", {"model": "x"}, headers=bearer(ALICE))  # which is news
+            assert gone.ended.wait(20)
+            soon(lambda: len(stays.found) > 1)
+            assert (len(gone.found), stays.ended.is_set()) == (seen, False)
         written(file, "alice\n")
         process.send_signal(signal.SIGHUP)
         assert process.stderr is not None

@@ -65,7 +65,7 @@ async def begun(held: Held, count: int) -> None:
 )
 def test_a_client_is_an_address_a_network_or_a_process(host: str, place: str) -> None:
     scope = {"type": "http", "client": (host, 1)}
-    set_caller(scope, Caller())
+    set_caller(scope, Caller(), Caller)
     assert client_of(Request(scope)) == place
 
 

@@ -212,8 +212,32 @@ def test_nobody_there(tmp_path: Path) -> None:
 def test_one_that_says_nothing() -> None:
     with answering(wait=threading.Event()) as one:
         one._timeout_s = 0.2
-        with pytest.raises(DaemonError, match=r"said nothing for 0\.2 s"):
+        with pytest.raises(DaemonError, match=r"has not answered within 0\.2 s"):
             one.get("/x")
+
+
+@pytest.mark.parametrize("begin", ["HTTP/1.1 200 OK\r\n", "HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"])
+def test_one_that_drips(begin: str) -> None:
+    """It is never silent for long, and has never said all."""
+    gone = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.sendall(begin.encode())
+            while not gone.wait(0.05):
+                connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=lambda: drip(server.accept()[0]))
+        thread.start()
+        try:
+            one = client(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=0.3)
+            with pytest.raises(DaemonError, match=r"has not answered within 0\.3 s"):
+                one.get("/x")
+            assert not gone.is_set()
+        finally:
+            gone.set()
+            thread.join()
 
 
 def test_it_is_quick_to_import() -> None:

@@ -197,6 +197,8 @@ def test_a_title_is_given_and_taken_back(talks: Store) -> None:
         "\u3000",
         "\u200b",
         "\ufeff \u00ad",
+        "\u3164",
+        "\u2800 \u115f\ufe0f",
         "x" * 201,
         "a\nb",
         "a\x00b",

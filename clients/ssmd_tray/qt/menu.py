@@ -12,9 +12,10 @@ from PySide6.QtWidgets import QMenu
 from ssmd_tray.qt.rows import Act
 from ssmd_tray.qt.window import enabled
 from ssmd_tray.qt.words import literal
-from ssmd_tray.view import Model, Request, View
+from ssmd_tray.view import Model, Request, View, plain
 
 _MOST = 20  # rows of a menu; the window has the others
+_LONGEST = 80  # characters of a row
 
 
 class Menu(QMenu):
@@ -113,5 +114,6 @@ class _ModelItem:
 
 
 def _say(action: QAction, text: str) -> None:
-    if action.text() != literal(text):
-        action.setText(literal(text))
+    shown = literal(plain(text, _LONGEST))
+    if action.text() != shown:
+        action.setText(shown)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +136,13 @@ def test_start_restart_stop(artifacts: TinyArtifacts, tmp_path: Path, monkeypatc
         again = command_of(second.pid)
         assert again is not None
         assert again.arguments == told.arguments
-        assert actions.stop(data) == f"the daemon, process {second.pid}, has ended"
+        with ThreadPoolExecutor() as threads:
+            restarted = threads.submit(actions.restart, data)
+            soon(lambda: find(data) is None)
+            said = actions.stop(data)  # what was asked for last is how it is in the end
+            third = re.search(r"process (\d+)", restarted.result())
+            assert third is not None
+            assert said == f"the daemon, process {third[1]}, has ended"
         assert find(data) is None
     finally:
         with contextlib.suppress(DaemonError):

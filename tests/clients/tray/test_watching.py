@@ -88,7 +88,7 @@ def test_killed_in_the_middle_of_an_answer_and_back(artifacts: TinyArtifacts, tm
             assert seeing.view(again).icon == Icon.IDLE
             process.send_signal(signal.SIGSTOP)  # it hangs, and its sockets do not
             hung = seen.wait(lambda s: s.found is None)
-            assert "said nothing for 0.5 s" in hung.problem
+            assert "has not answered within 0.5 s" in hung.problem
             assert (hung.process, seeing.view(hung).icon) == (process.pid, Icon.AWAY)
             process.send_signal(signal.SIGCONT)
             seen.wait(lambda s: s.found is not None)
