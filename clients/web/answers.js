@@ -1,7 +1,7 @@
 // Answers under way: asked here, or followed.
 import {ApiError, ask, open} from "./api.js";
 import {readEvents} from "./events.js";
-import {read, readJson, sending, writeJson} from "./kept.js";
+import {read, readJson, sending, write, writeJson} from "./kept.js";
 import {daemon, metrics} from "./live.js";
 import {Signal} from "./signal.js";
 import {changed} from "./windows.js";
@@ -14,6 +14,14 @@ const seen = new Set();
 let leaving = false; // what breaks off as the page goes is followed by the next page
 addEventListener("pagehide", () => (leaving = true));
 addEventListener("pageshow", () => (leaving = false));
+let first = readJson("first", null, "sessionStorage");
+
+/** The first question that a reload left without a session, or null. Asked once more, it is the same request. */
+export function takeFirst() {
+  const asked = first;
+  first = null;
+  return asked;
+}
 
 /** One answer. state: "waiting", "answering", "done", "stopped", "failed", "lost" (its daemon went), or "gone" (over before
  * it could be followed). */
@@ -31,9 +39,9 @@ export class Answer extends Signal {
 
   /** parent: the turn above it, ask: messages since that, null if they are not known; begun: what it goes on from.
    * draft: where the question is one until something came. */
-  constructor({session, parent = null, question = null, begun = "", request = null, draft = null}) {
+  constructor({session, parent = null, question = null, begun = "", request = null, draft = null, name = `ask-${Math.random()}`}) {
     super();
-    Object.assign(this, {session, parent, question, begun, request, draft});
+    Object.assign(this, {session, parent, question, begun, request, draft, name});
   }
 
   tell() {
@@ -58,21 +66,21 @@ export class Answer extends Signal {
     return !["waiting", "answering"].includes(this.state);
   }
 
-  /** Asks, and reads to the end. */
   begin(key) {
     running.set(key, this);
     this.#keep();
     this.#remember();
+    const {parent, question, begun, request, draft, name} = this;
+    if (!this.session) write("first", JSON.stringify({parent, question, begun, request, draft, name}), "sessionStorage");
     return this.#whole(async () => {
-      const body = {...this.request, stream: true, stream_options: {include_usage: true}, background: true};
-      const response = await open("/v1/chat/completions", {method: "POST", body});
+      const body = {...request, stream: true, stream_options: {include_usage: true}, background: true};
+      const response = await open("/v1/chat/completions", {method: "POST", body, headers: {"idempotency-key": name}});
       this.session = response.headers.get("x-ssmd-session");
       if (this.session) running.set(this.session, this);
       return response;
     });
   }
 
-  /** Reads an answer that runs already. */
   follow(id) {
     running.set(this.session, this);
     seen.add(id);
@@ -112,6 +120,11 @@ export class Answer extends Signal {
     }
   }
 
+  /** Now its session tells of it. */
+  #named() {
+    if (readJson("first", {}, "sessionStorage").name === this.name) write("first", null, "sessionStorage");
+  }
+
   #opened() {
     return open(`/ssmd/v1/requests/${this.id}/stream`);
   }
@@ -143,6 +156,7 @@ export class Answer extends Signal {
       seen.add(this.id);
       this.#remember();
       if (this.session) changed(this.session, "asked");
+      this.#named();
       if (this.#stopping) this.stop().catch(() => {});
     }
     for (const choice of chunk.choices) {
@@ -180,6 +194,7 @@ export class Answer extends Signal {
 
   #end() {
     if (leaving) return;
+    this.#named();
     if (!this.over) this.state = this.usage?.ssmd?.stopped || this.#stopping ? "stopped" : "done";
     for (const [key, answer] of running) if (answer === this) running.delete(key);
     if (/lost|failed/.test(this.state) && (this.text || !this.draft)) this.#remember();
@@ -208,7 +223,6 @@ export function answerIn(session) {
   return answer;
 }
 
-/** An answer that broke off, or null. */
 export function brokenIn(session) {
   const kept = readJson(`asked.${session}`);
   return kept?.error ? Object.assign(new Answer({session}), kept, {state: "lost"}) : null;

@@ -16,8 +16,7 @@ export class ApiError extends Error {
 }
 
 /** Answers with a response whose status is good. Raises ApiError, with words for people. */
-export async function open(path, {method = "GET", body, raw, keepalive = false, bearer = key} = {}) {
-  const headers = {};
+export async function open(path, {method = "GET", body, raw, keepalive = false, bearer = key, headers = {}} = {}) {
   if (bearer) headers.authorization = `Bearer ${bearer}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   let response;
@@ -33,7 +32,6 @@ export async function open(path, {method = "GET", body, raw, keepalive = false, 
   throw new ApiError(told?.error?.message ?? `The daemon answered ${response.status}.`, response.status, told?.error?.code);
 }
 
-/** Answers with the JSON of a response. */
 export async function ask(path, options) {
   return (await open(path, options)).json();
 }

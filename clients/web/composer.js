@@ -52,7 +52,6 @@ export function ModelPicker({value, choose}) {
     </select></label>`;
 }
 
-/** System prompt and sampling. */
 export function Options({system, setSystem}) {
   const chosen = use(sampling);
   const set = (name, text) => {
@@ -79,7 +78,7 @@ export function Composer({mine, session, busy, stoppable, send, stop}) {
   const [text, setText] = useState(() => draftOf(name));
   const area = useRef(null);
   const shown = useRef({mine, name});
-  // Before the next key is told: a letter between would be kept under a name that has no draft yet.
+  // Before the next key is told: it would find no draft under the new name.
   useLayoutEffect(() => {
     const {mine: before, name: old} = shown.current;
     shown.current = {mine, name};

@@ -54,7 +54,6 @@ export function Act({icon, label, run, shown = false, kind = shown ? "framed" : 
     disabled=${busy} onClick=${act} ...${more}>${icon && html`<${Icon} name=${icon} />`}${shown && html`<span>${label}</span>`}</button>`;
 }
 
-/** Copies a text, and says so where the button is. */
 export function Copy({text, what}) {
   const [done, setDone] = useState(false);
   const copy = async () => {
@@ -113,7 +112,6 @@ export function Menu({label, items}) {
   </div>`;
 }
 
-/** A bar of bytes of which `of` is the whole. */
 export function Meter({label, value, of}) {
   const told = within(value, of);
   const part = of ? Math.min(1, value / of) : 0;
@@ -127,7 +125,6 @@ export function Meter({label, value, of}) {
 
 export const Pill = ({kind = "", children}) => html`<span class=${`pill ${kind}`}>${children}</span>`;
 
-/** How the daemon is, in a word. */
 export function State({now, away}) {
   const state = away ? "away" : (now?.state ?? "away");
   const kind = {generating: "accent", degraded: "warn", away: "warn", draining: "warn"}[state] ?? "";

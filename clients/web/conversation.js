@@ -1,5 +1,5 @@
 // A conversation: turns, the way that is looked at, the answer under way.
-import {Answer, answerIn, brokenIn, isAsked, until} from "./answers.js";
+import {Answer, answerIn, brokenIn, isAsked, takeFirst, until} from "./answers.js";
 import {ask} from "./api.js";
 import {metrics} from "./live.js";
 import {fail} from "./notices.js";
@@ -45,6 +45,8 @@ export class Conversation extends Signal {
     this.loading = Boolean(this.id && !this.session);
     if (this.loading) this.#first();
     else this.load();
+    const asked = !this.id && takeFirst();
+    if (asked) this.#run(new Answer(asked));
     return () => {
       this.#shown = false;
       this.#stops.forEach((stop) => stop());
@@ -102,7 +104,6 @@ export class Conversation extends Signal {
     this.tell();
   }
 
-  /** Says something on the way that is looked at. */
   say(options, text) {
     this.#giveWay();
     return this.#ask(options, this.leaf, [{role: "user", content: text}], "", this.id ?? "new");
@@ -116,12 +117,10 @@ export class Conversation extends Signal {
     return this.#ask(options, turn.parent, question, "", text && turn.id);
   }
 
-  /** Goes on with a turn's answer where it ends. */
   goOn(options, turn) {
     return this.#ask(options, turn.parent, askOf(turn), answerOf(turn).content);
   }
 
-  /** Asks once more what came to no answer. */
   retry(options) {
     const {parent, question, begun} = this.answer;
     this.answer = null;
@@ -156,7 +155,6 @@ export class Conversation extends Signal {
     if (here) this.leaf = turn.id;
   }
 
-  /** Whether there are turns below one. */
   #hides(leaf) {
     return (leaf ? this.tree.children.get(leaf) : this.tree.roots)?.length > 0;
   }
@@ -180,9 +178,12 @@ export class Conversation extends Signal {
     // Another system prompt is a branch at the root that has all that was said.
     const parent = moved ? null : (path.at(-1)?.id ?? null);
     const shown = moved ? given.slice(0, begun ? -1 : undefined) : question;
-    const answer = new Answer({session: this.id, parent, question: shown, begun, request, draft});
+    await this.#run(new Answer({session: this.id, parent, question: shown, begun, request, draft}));
+  }
+
+  async #run(answer) {
     answer.before = new Set(this.tree.byId.keys());
-    [this.answer, this.#from, this.leaf] = [answer, this.leaf, parent];
+    [this.answer, this.#from, this.leaf] = [answer, this.leaf, answer.parent];
     const done = answer.begin(this.#key);
     const stop = answer.listen(() => answer.session && answer.session !== this.id && this.#goTo(answer.session));
     this.tell();

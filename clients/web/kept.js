@@ -6,7 +6,6 @@ const MOST_DRAFTS = 50;
 const PREFIX = "ssmd.";
 let said = false;
 
-/** The text that is kept under a name, or null. */
 export function read(name, where = "localStorage") {
   try {
     return window[where].getItem(PREFIX + name);
@@ -15,7 +14,6 @@ export function read(name, where = "localStorage") {
   }
 }
 
-/** Keeps a text under a name; null removes it. */
 export function write(name, text, where = "localStorage") {
   try {
     if (text === null) window[where].removeItem(PREFIX + name);
@@ -29,9 +27,9 @@ export function write(name, text, where = "localStorage") {
 }
 
 /** What `write` kept as JSON; anything else is as if there was nothing. */
-export function readJson(name, otherwise = null) {
+export function readJson(name, otherwise = null, where = undefined) {
   try {
-    return JSON.parse(read(name)) ?? otherwise;
+    return JSON.parse(read(name, where)) ?? otherwise;
   } catch {
     return otherwise;
   }

@@ -6,7 +6,6 @@ import {Signal} from "./signal.js";
 const FIRST_MS = 300;
 const LONGEST_MS = 5000;
 
-/** The newest metrics; null before the first. */
 export const metrics = new Signal(null);
 /** "connecting", "there" or "away". */
 export const daemon = new Signal("connecting");

@@ -30,7 +30,6 @@ export class Reader {
   }
 }
 
-/** The blocks of a whole text. */
 export const read = (text) => new Reader().take(text);
 
 /** What was thought, null if nothing was, and all that was said after that. open: it still thinks. */
@@ -239,7 +238,6 @@ function emphasise(frames, sign, before, after, add) {
   }
 }
 
-/** What was opened and never closed is text. */
 function unwrap(frames) {
   const {mark, parts} = frames.pop();
   const around = frames.at(-1).parts;

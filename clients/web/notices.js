@@ -15,7 +15,6 @@ export function tell(text, kind = "info", action = null, shown_ms = SHOWN_MS) {
   setTimeout(gone, shown_ms);
 }
 
-/** Shows what went wrong. */
 export function fail(error) {
   if (error?.name !== "AbortError" && !error?.told) tell(error?.message ?? String(error), "error");
 }

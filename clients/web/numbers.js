@@ -10,7 +10,6 @@ export function bytes(n) {
   return `${n < 10 && unit > 0 ? n.toFixed(1) : Math.round(n)} ${UNITS[unit]}`;
 }
 
-/** 842184 of 2 GB, if there is a bound. */
 export const within = (used, most) => (most ? `${bytes(used)} of ${bytes(most)}` : bytes(used));
 
 /** 38.289 → "38 ms"; 2104 → "2.1 s". */

@@ -47,7 +47,6 @@ async function looked(words, most) {
   return list;
 }
 
-/** Size and what of it is shared, in words. */
 export function weight(session) {
   const shared = session.bytes - session.own_bytes;
   return shared > 0 ? `${bytes(session.bytes)}, ${bytes(shared)} shared` : bytes(session.bytes);

@@ -45,7 +45,6 @@ export function use(signal, pick = (value) => value) {
   return picked;
 }
 
-/** Draws a component again at every change. */
 export function useChanges(source) {
   const [, draw] = useState(0);
   useEffect(() => source?.listen(() => draw((n) => n + 1)), [source]);

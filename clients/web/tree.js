@@ -14,7 +14,6 @@ export function grow(turns, before = null) {
   return {byId, children, roots};
 }
 
-/** The turns from the root to this one. */
 export function pathTo(tree, id) {
   const path = [];
   for (let turn = tree.byId.get(id); turn; turn = tree.byId.get(turn.parent)) path.push(turn);
@@ -32,7 +31,6 @@ export function leafBelow(tree, id, head = null) {
 /** The messages of a way: the whole conversation. */
 export const messagesOf = (path) => path.flatMap((turn) => turn.messages);
 
-/** What a turn asked, and its answer. */
 export const askOf = (turn) => turn.messages.slice(0, -1);
 export const answerOf = (turn) => turn.messages.at(-1);
 

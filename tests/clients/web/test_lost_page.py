@@ -97,6 +97,24 @@ def test_the_first_question_of_a_chat_waits_on_through_a_reload(alone: Window, o
     assert alone.page.input_value("#message") == ""
 
 
+def test_a_first_question_that_a_reload_left_unanswered_is_asked_once(alone: Window, own: DaemonProcess) -> None:
+    """Its model loads, say: nothing tells the page of it, and the daemon answers all the same."""
+    held: list[Any] = []
+    alone.page.route("**/v1/chat/completions", lambda route: held.append(route.fetch()), times=1)
+    alone.say("One")
+    alone.soon(lambda: bool(held))
+    alone.page.reload()
+    alone.answered(1)
+    assert alone.page.input_value("#message") == ""
+    [session] = own.get("/ssmd/v1/sessions")[1]["data"]
+    assert (session["id"], session["turn_count"]) == (alone.session, 1)
+    alone.page.goto(alone.url)
+    alone.page.reload()
+    alone.say("Two")
+    alone.answered(1)
+    assert len(own.get("/ssmd/v1/sessions")[1]["data"]) == 2
+
+
 def test_a_question_that_waited_through_a_reload_is_a_draft_again_when_stopped(
     alone: Window, own: DaemonProcess
 ) -> None:
