@@ -1,10 +1,12 @@
 """Pictures of the page, from a real daemon and a real conversation, into docs/pictures/.
 
-benchmarks/page_pictures.py [MODEL]     default: smollm2; each view light and dark, wide and narrow
+benchmarks/page_pictures.py [MODEL]     default: smollm2; each view light and dark, wide and narrow; the options, an
+                                        answer under way and the key prompt once wide and once narrow
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -38,6 +40,15 @@ def main() -> None:
         for scheme in ("light", "dark"):
             for size in SIZES:
                 photograph(browser, one, session, scheme, size)
+        at_work(browser, one, "light", "wide")
+        at_work(browser, one, "dark", "narrow")
+    os.environ["SSMD_API_KEY"] = "a-key-for-a-picture"
+    with tempfile.TemporaryDirectory() as name, DaemonProcess(model, Path(name) / "data") as one, chromium() as browser:
+        for scheme, size in (("light", "wide"), ("dark", "narrow")):
+            window = opened(browser, one, scheme, size)
+            window.open()
+            window.page.wait_for_selector("text=API key")
+            taken(window, f"key-{scheme}-{size}")
 
 
 def talk(browser: Any, one: DaemonProcess) -> str:
@@ -57,22 +68,50 @@ def talk(browser: Any, one: DaemonProcess) -> str:
 
 
 def photograph(browser: Any, one: DaemonProcess, session: str, scheme: str, size: str) -> None:
-    """All views in one colour scheme and size; in the chat an answer is under way."""
-    width, height = SIZES[size]
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-    window = Window(context, f"http://127.0.0.1:{one.port}")
+    """All views in one colour scheme and size."""
+    window = opened(browser, one, scheme, size)
     views = {"chat": f"#/chat/{session}", "sessions": "#/sessions", "tree": f"#/sessions/{session}"}
     for view, path in {**views, "now": "#/now", "models": "#/models"}.items():
         window.open(path)
         if view == "models":
             window.page.wait_for_selector(".offer", timeout=60_000)
             window.page.wait_for_selector(".runtime", timeout=60_000)
-        window.page.wait_for_timeout(700)
-        file = OUT / f"page-{view}-{scheme}-{size}.png"
-        window.page.screenshot(path=file)
-        print(f"{file.name}  {file.stat().st_size / 1000:.0f} kB")
+        taken(window, f"{view}-{scheme}-{size}")
     window.check()
-    context.close()
+    window.page.context.close()
+
+
+def at_work(browser: Any, one: DaemonProcess, scheme: str, size: str) -> None:
+    """A chat's options, and an answer under way."""
+    window = opened(browser, one, scheme, size)
+    window.sampling(temperature=0, max_tokens=2000)
+    window.open()
+    options = window.page.get_by_label("System prompt and sampling")
+    options.click()
+    taken(window, f"options-{scheme}-{size}")
+    options.click()
+    window.say("Write a long story about a lighthouse and the people who live in it.")
+    window.soon(lambda: len("".join(window.texts(".growing .written"))) > 300, 60_000)
+    taken(window, f"answer-{scheme}-{size}")
+    window.page.press("#message", "Escape")
+    window.answered(1)
+    window.check()
+    window.page.context.close()
+
+
+def opened(browser: Any, one: DaemonProcess, scheme: str, size: str) -> Window:
+    """A window of its own profile."""
+    width, height = SIZES[size]
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    return Window(context, f"http://127.0.0.1:{one.port}")
+
+
+def taken(window: Window, name: str) -> None:
+    """Take the picture once all stands still."""
+    window.page.wait_for_timeout(700)
+    file = OUT / f"page-{name}.png"
+    window.page.screenshot(path=file)
+    print(f"{file.name}  {file.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":
