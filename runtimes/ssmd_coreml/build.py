@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import NAMESPACE_URL, uuid5
 
 from ssmd.build.builder import BuildError, Quantization, Shapes, Target
-from ssmd.build.stripping import Constants, StripError
+from ssmd.build.stripping import Constants
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.hoststate.signatures import signature_name
 from ssmd.runtime.protocol import Program
 from ssmd_coreml import library
 from ssmd_coreml.lint import lint
-from ssmd_coreml.package import Package
+from ssmd_coreml.package import PROGRAM, WEIGHTS, Package, blobs
 from ssmd_coreml.runtime import MODEL, CoreMLRuntime
 from ssmd_coreml.stacks import Variant
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 MIN_WEIGHT_ELEMENTS = 64 * 64 + 1  # smaller ones stay float
 INT4_BLOCK = 32  # values of a row that share a scale
-PROGRAM = "Data/com.apple.CoreML/model.mlmodel"  # of a package
 _BYTEWISE = ("embedding", "head")  # int8 in int4 too, as in the other runtimes
 
 
@@ -107,7 +106,9 @@ class CoreMLConverter:
         return {"variant": self.variant, "operations": operations, "ane": reasons or "eligible"}
 
     def constants(self, folder: Path) -> Constants:
-        raise StripError("there are no stripped graphs for Core ML: its weights are packed with their program")
+        """All stand in the file of weights: what is so small that it stands in the program is no parameter."""
+        others = (path.relative_to(folder).as_posix() for path in sorted((folder / MODEL).rglob("*")) if path.is_file())
+        return {name: blobs(folder / name) if name == f"{MODEL}/{WEIGHTS}" else [] for name in others}
 
     def load(self, artifact: Artifact) -> Program:
         return CoreMLRuntime().load(artifact)

@@ -5,6 +5,7 @@ Read with coremltools' classes of the format, which work on every system.
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "FLOAT16": np.dtype(np.float16),
     "INT32": np.dtype(np.int32),
 }
+PROGRAM = "Data/com.apple.CoreML/model.mlmodel"  # of a package, as is
+WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
+_ALIGNMENT, _SENTINEL, _VERSION = 64, 0xDEADBEEF, 2  # of a file of weights (MILBlob's StorageFormat.hpp)
 _NO_WORK = ("const",)  # operations that compute nothing when a function runs
 
 
@@ -69,6 +73,29 @@ class Package:
                     bits = _BITS[value.type.tensorType.dataType]
                     sizes[value.blobFileValue.offset] = int(np.prod(shape, dtype=np.int64)) * bits // 8
         return sizes
+
+
+def blobs(weights: Path) -> list[tuple[int, int]]:
+    """Where the blobs of a file of weights lie: the offset of each one's data and its bytes. Raises GraphError.
+
+    A header of 64 bytes, then each blob, at multiples of 64: uint32 sentinel, uint32 type, uint64 bytes, uint64 offset
+    of the data, which follows 64 bytes later.
+    """
+    size = weights.stat().st_size
+    found: list[tuple[int, int]] = []
+    with weights.open("rb") as file:
+        count, version = struct.unpack("<II", file.read(8).ljust(8, b"\0"))
+        at = _ALIGNMENT
+        while version == _VERSION and len(found) < count and at + _ALIGNMENT <= size:
+            file.seek(at)
+            sentinel, _, length, offset = struct.unpack("<IIQQ", file.read(24))
+            if sentinel != _SENTINEL or offset != at + _ALIGNMENT or offset + length > size:
+                break
+            found.append((offset, length))
+            at = -(-(offset + length) // _ALIGNMENT) * _ALIGNMENT
+    if version != _VERSION or len(found) != count:
+        raise GraphError(f"{weights.name} is no file of weights of version {_VERSION}: {len(found)} of {count} blobs")
+    return found
 
 
 # By the protobuf's numbers of DataType (MIL.proto).

@@ -90,7 +90,8 @@ def _pull(
     said: dict[str, object] = {"name": name}
     say = _silent if as_json or report else typer.echo
     # before anything is fetched for none
-    if name == smollm2.NAME and folder is None and to is None and not _some_runtime(runtime or "auto") and runtime:
+    ready = runtime in catalog.ELSEWHERE or _some_runtime(runtime or "auto")
+    if name == smollm2.NAME and folder is None and to is None and not ready and runtime:
         why = catalog.unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
         fail(f"{why}; with PyTorch it can be built: ssmd build {name} --runtime {runtime}")
     with _source(name, revision, folder, to, settings, said, say) as path:

@@ -53,7 +53,8 @@ class Manifest(BaseModel):
     """The contents of artifact.json. `build` hashes all of it but MEASURED, and every file but the golden values.
 
     quality: what the quantized model was measured to lose (ssmd/build/quality.py); of some builds it is not known.
-    golden: who computed the golden values: the re-authored module in float32, or the artifact itself when it was new.
+    golden: who computed the golden values: the re-authored module in float32, the artifact itself when it was new, or
+    nobody, where it was made on a system that its runtime does not run on.
     conversion: what a runtime's build did to the graph, where it says so.
     """
 
@@ -77,7 +78,7 @@ class Manifest(BaseModel):
     files: Annotated[dict[str, FileEntry], Field(max_length=MAX_FILES)]
     builders: dict[str, str]
     quality: dict[str, dict[str, float]] = {}
-    golden: Literal["reference", "itself"] = "reference"
+    golden: Literal["reference", "itself", "none"] = "reference"
     conversion: dict[str, Any] = {}
 
     @field_validator("files")

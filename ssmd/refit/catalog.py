@@ -30,7 +30,13 @@ SEED = 1
 SUFFIX = ".graph"
 SHIPPED = Path(__file__).parent / "graphs"
 RUNTIMES = ("litert", "openvino")  # of the processor, the faster one first (docs/benchmarks.md)
-CLASSES = {"litert": ("litert", "cpu"), "openvino": ("openvino", "cpu"), "npu": ("openvino", "npu")}  # `--runtime`
+CLASSES = {  # `--runtime`
+    "litert": ("litert", "cpu"),
+    "openvino": ("openvino", "cpu"),
+    "npu": ("openvino", "npu"),
+    "coreml": ("coreml", "gpu"),
+}
+ELSEWHERE = ("coreml",)  # of these: what is made of them anywhere and runs on some systems alone
 _LOGITS = 128  # of a golden position
 _FLOOR = 1e-4  # of what a runtime may differ, in standard deviations
 _MOST = 1.5  # times as much as where the graph was made: another processor rounds otherwise
@@ -83,7 +89,8 @@ def install(
     """The artifact of a source, in the folder `out`, which is replaced if it exists: the same build that `ssmd build`
     makes. It appears whole or not at all.
 
-    Its golden values are what it computes itself when it is new. Raises RefitError, SourceError, ProgramError or
+    Its golden values are what it computes itself when it is new; it has none where its runtime executes on other
+    systems alone. Raises RefitError, SourceError, ProgramError or
     RuntimeUnavailable.
     """
     header = graph.header
@@ -99,23 +106,30 @@ def install(
         save_texts(source, made)
         (made / GOLDEN).write_bytes(b"")
         fields = _fields(header, source.config, name, lineage, source.special_tokens, source.stop_tokens)
-        fields["golden"] = "itself"
+        executed = header.runtime not in ELSEWHERE or not unusable(header.runtime)
+        fields["golden"] = "itself" if executed else "none"
         with staged(progress, "hash the artifact"):
             artifact = seal(made, fields)
-        with staged(progress, "load it, and feed it a text"):
-            program = get_runtime(header.runtime).load(artifact, device="cpu")  # an NPU need not be here
-            try:
+        if executed:
+            with staged(progress, "load it, and feed it a text"):
                 tokens = golden_tokens(tokenizer)
-                logits = np.stack([row for _, row in replay(program, tokens, GOLDEN_POSITIONS)])
-                prepare(program)  # now, not beside the first conversations
-            finally:
-                program.close()
-            if not np.isfinite(logits).all():
-                raise RefitError(f"{source.path}: the model computes no numbers with these weights; they are damaged")
-            save_golden(made / GOLDEN, tokens, logits)
-            unchanged = {n: entry for n, entry in artifact.manifest.files.items() if n != GOLDEN}
-            seal(made, fields, unchanged)
+                save_golden(made / GOLDEN, tokens, _computed(artifact, source, tokens))
+                unchanged = {n: entry for n, entry in artifact.manifest.files.items() if n != GOLDEN}
+                seal(made, fields, unchanged)
     return Artifact.open(out)
+
+
+def _computed(artifact: Artifact, source: Source, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """The logits of a new artifact at the golden positions. Raises RefitError where they are no numbers."""
+    program = get_runtime(artifact.manifest.runtime).load(artifact, device="cpu")  # an NPU need not be here
+    try:
+        logits = np.stack([row for _, row in replay(program, tokens, GOLDEN_POSITIONS)])
+        prepare(program)  # now, not beside the first conversations
+    finally:
+        program.close()
+    if not np.isfinite(logits).all():
+        raise RefitError(f"{source.path}: the model computes no numbers with these weights; they are damaged")
+    return logits
 
 
 def _fields(
@@ -186,14 +200,15 @@ def origin_of(name: str) -> str:
 
 
 def choose(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[StrippedGraph | None, str]:
-    """The graph that a config fits, of the first of `runtimes` that can be used here; or None and why there is none.
+    """The graph that a config fits, of the first of `runtimes` that can be used here, or whose artifacts are made
+    anywhere; or None and why there is none.
 
     Raises FamilyError where the config is of no family.
     """
     why, nearest = [], ""
     least = None
     for runtime in runtimes:
-        if said := unusable(runtime):
+        if said := uninstalled(runtime) if runtime in ELSEWHERE else unusable(runtime):
             why.append(said)
             continue
         found = [(differences(graph.header, config), graph) for graph in shipped(runtime)]
@@ -215,6 +230,15 @@ def unusable(runtime: str, device: str = "cpu") -> str:
     except RuntimeUnavailable as err:
         return str(err)
     return next((d.why_not for d in devices if d.name == device), f"runtime {runtime} has no device {device}")
+
+
+def uninstalled(runtime: str) -> str:
+    """What to install for a runtime, or ""; whether it can run on this system is not asked. Imports it."""
+    try:
+        get_runtime(runtime)
+    except RuntimeUnavailable as err:
+        return str(err)
+    return ""
 
 
 def file_name(name: str, runtime: str, device_class: str, quantization: str) -> str:

@@ -57,6 +57,17 @@ def _litert_int8(rows: Array) -> tuple[Encoded, ...]:
     return np.clip(np.rint(rows / scale), -127, 127).astype(np.int8), scale.astype("<f4")
 
 
+def _coreml_int8(rows: Array) -> tuple[Encoded, ...]:
+    """coremltools 9.0, linear_symmetric by channel, of weights that are float16 already and in its arithmetic: int8
+    (n, k) in -127..127 and float16 scales (n, 1)."""
+    half = _half(rows)
+    bound = np.abs(half).max(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # rows that are nothing in float16
+        scale = (bound + bound) / np.float16(254)
+        steps = np.clip(np.rint(half / scale), -127, 127)
+    return np.nan_to_num(steps).astype(np.int8), scale.astype("<f2")
+
+
 def _half(values: Array) -> Encoded:
     with np.errstate(over="ignore"):
         half = values.astype("<f2")
@@ -73,6 +84,8 @@ ENCODINGS: Mapping[str, Encoding] = {
     "nncf-int8-scale": Encoding(_nncf_int8, 1, matrices=True),
     "litert-int8": Encoding(_litert_int8, 0, matrices=True),
     "litert-int8-scale": Encoding(_litert_int8, 1, matrices=True),
+    "coreml-int8": Encoding(_coreml_int8, 0, matrices=True),
+    "coreml-int8-scale": Encoding(_coreml_int8, 1, matrices=True),
 }
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 import zstandard
@@ -47,10 +47,11 @@ class Hole(BaseModel):
 
 
 class StrippedFile(BaseModel):
-    """A file of `size` bytes; `holes` ascend, and what lies between them is literal."""
+    """A file of `size` bytes, `name` with the folders that it lies in; `holes` ascend, and what lies between them is
+    literal."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
+    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}(/{NAME_PATTERN})*$", max_length=255)]
     size: Annotated[int, Field(ge=0, lt=1 << 40, strict=True)]
     holes: Annotated[tuple[Hole, ...], Field(max_length=100_000)]
 
@@ -127,8 +128,11 @@ class Header(BaseModel):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Header:
-        if len({f.name for f in self.files}) != len(self.files):
+        names = {f.name for f in self.files}
+        if len(names) != len(self.files):
             raise ValueError("two files have one name")
+        if any(str(folder) in names for name in names for folder in PurePosixPath(name).parents):
+            raise ValueError("a file has the name of another's folder")
         return self
 
 

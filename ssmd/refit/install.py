@@ -151,7 +151,7 @@ def placed(out: Path) -> Iterator[Path]:
     made.mkdir()
     try:
         yield made
-        for file in made.iterdir():
+        for file in (path for path in made.rglob("*") if path.is_file()):
             file.chmod(0o644)  # safetensors makes its files private, a quantizer executable
         if out.exists():
             out.rename(folder / "replaced")  # goes with the temporary folder

@@ -52,6 +52,8 @@ def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
                 f"{source.path}: lm_head.weight is not the embedding, though config.json says tie_word_embeddings; "
                 f"{header.name}'s graph has no head of its own: build it with `ssmd build`"
             )
+    for part in header.files:
+        (folder / part.name).parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         files = {p.name: stack.enter_context((folder / p.name).open("xb")) for p in header.files}
         for part, literal in zip(header.files, graph.literals, strict=True):

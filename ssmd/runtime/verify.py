@@ -146,6 +146,11 @@ def compare(position: int, call: Call, logits: NDArray[np.float32], reference: N
 
 def _golden(artifact: Artifact) -> tuple[list[int], list[int], NDArray[np.float32]]:
     path, manifest = artifact.file(GOLDEN), artifact.manifest
+    if manifest.golden == "none":
+        raise ArtifactError(
+            f"artifact {artifact.path} has no golden values: it was made where its runtime cannot execute; make it "
+            f"anew here: ssmd pull {manifest.name} --runtime {manifest.runtime} --force"
+        )
 
     def wrong(what: str) -> ArtifactError:
         return ArtifactError(f"{path}: {what}; build the artifact again")
