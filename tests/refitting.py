@@ -11,10 +11,11 @@ from ssmd.model.source import Source
 from ssmd.refit.catalog import seeded_ids, seeded_tokens
 from ssmd.refit.graphfile import Golden, Header, StrippedGraph
 from ssmd.refit.refit import bindings_of
+from ssmd_coreml.build import CONVERTER as COREML
 from ssmd_litert.build import CONVERTER as LITERT
 from ssmd_openvino.build import CONVERTER as OPENVINO
 
-CONVERTERS: Mapping[str, Any] = {"litert": LITERT, "openvino": OPENVINO}
+CONVERTERS: Mapping[str, Any] = {"litert": LITERT, "openvino": OPENVINO, "coreml": COREML}
 
 
 def stripped(artifact: Artifact, source: Source, name: str = "tiny") -> StrippedGraph:
