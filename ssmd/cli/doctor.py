@@ -215,6 +215,7 @@ def _look(runtime: str, models_dir: Path, report: Path | None, device: str | Non
 
     from ssmd.installed import installed, is_for
     from ssmd.model.artifact import Artifact
+    from ssmd.refit import catalog
     from ssmd.runtime.protocol import runtime_names
 
     packages = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}
@@ -236,7 +237,8 @@ def _look(runtime: str, models_dir: Path, report: Path | None, device: str | Non
         if one.problem:
             typer.echo(f"{one.path}: {one.problem}", err=True)
     if not mine:
-        typer.echo(f"no artifact of {runtime} is in {models_dir}; ssmd build --runtime {runtime} makes one", err=True)
+        way = f"ssmd pull smollm2 --runtime {runtime}" if catalog.names(runtime) else f"ssmd build --runtime {runtime}"
+        typer.echo(f"no artifact of {runtime} is in {models_dir}; {way} makes one", err=True)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     if report is not None:

@@ -48,10 +48,13 @@ def costs(device_class: str, files: Mapping[str, int]) -> str:
 def hint(manifest: Manifest, name: str) -> str:
     """What to do next with an artifact that was made."""
     from ssmd.installed import unusable
+    from ssmd.refit import catalog
 
     why = unusable(manifest)
     if not why:
         return f"try: ssmd run {name}"
+    if manifest.runtime in catalog.ELSEWHERE:
+        return why.removeprefix(f"{manifest.device_class}: ")
     if manifest.device_class == "npu":
         why = why.removeprefix("npu: ")
         there = f"on the processor: ssmd run {name} --runtime npu --device cpu"

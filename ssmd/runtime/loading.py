@@ -67,7 +67,7 @@ def main() -> None:
     size = sum(f.size for f in artifact.manifest.files.values())
     confine(MEMORY + TIMES_FILES * size, threads=True)
     allow_processor(16 * (SECONDS + SECONDS_A_GIB * size / 2**30))
-    judge(get_runtime(artifact.manifest.runtime))
+    judge(get_runtime(artifact.manifest.runtime), bare=True)  # one that was made where its runtime cannot execute
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def test_one_that_does_not_end_is_killed(three: Several, hub: Mirror, monkeypatc
         ({"model": ""}, "model"),
         ({"model": ["smollm2"]}, "model"),
         ({}, "model"),
-        ({"model": "smollm2", "runtime": "coreml"}, "runtime"),
+        ({"model": "mamba-130m", "runtime": "coreml"}, "runtime"),
         ({"model": "smollm2", "runtime": "--force"}, "runtime"),
         ({"model": "mamba-130m", "runtime": "npu"}, "runtime"),
         ({"model": "smollm2", "revision": "x"}, "revision"),
@@ -206,6 +206,7 @@ def test_the_catalog(three: Several) -> None:
             assert made["installed"] is False
     first = next(one for one in known["data"] if one["name"] == "smollm2")
     usable = {made["runtime"]: made["usable"] for made in first["runtimes"]}
-    assert {"litert", "openvino", "npu", "wgpu"} == usable.keys()
+    assert {"litert", "openvino", "npu", "coreml", "wgpu"} == usable.keys()
     assert usable["litert"]
+    assert not usable["coreml"]  # Core ML and the NPU cannot execute here
     assert first["family"] == "llama"

@@ -201,7 +201,7 @@ def test_a_closer_look_at_a_runtime(home: Path, tmp_path: Path) -> None:
     done = ssmd(home, "doctor", "coreml", "--report", str(file))
     assert done.returncode == 0, done.stderr
     assert "verified by an independent evaluator on Linux, not executed on Apple hardware" in done.stdout
-    assert "ssmd build --runtime coreml makes one" in done.stderr
+    assert "ssmd pull smollm2 --runtime coreml makes one" in done.stderr
     assert json.loads(file.read_text())["artifacts"] == []
     for arguments, said in (
         (("coreml", "--report", str(tmp_path / "none" / "x.json")), "there is no folder"),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ONE_EACH, ROOT, TinyArtifacts
+from evaluated import play, runtime_of
 from refitting import CONVERTERS, stripped
 from safetensors.numpy import load_file, save_file
 from test_server import environment
@@ -24,7 +25,7 @@ from ssmd.build.builder import Target
 from ssmd.build.stripping import Label, make
 from ssmd.cli import app
 from ssmd.families import weights
-from ssmd.model.artifact import GOLDEN, Artifact
+from ssmd.model.artifact import GOLDEN, Artifact, ArtifactError
 from ssmd.model.made import is_made_here
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source, SourceError
@@ -33,6 +34,7 @@ from ssmd.refit.catalog import GraphError, choose, install, origin_of, shipped, 
 from ssmd.refit.graphfile import StrippedGraph
 from ssmd.refit.refit import RefitError, bindings_of, differences, refit
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, get_runtime
+from ssmd.runtime.trial import judge
 from ssmd.runtime.verify import verify
 
 NAMES = ("openvino-granite-int8", "granite-int8", "openvino-llama-f32", "llama-f32", "npu-granite-f16")
@@ -262,10 +264,10 @@ def test_the_numbers_of_a_mixer_count_as_float32_too() -> None:
 
 @pytest.fixture
 def shelf(artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Shipped graphs: those of a tiny model for three runtimes."""
+    """Shipped graphs: those of a tiny model for three runtimes and an NPU."""
     folder = tmp_path / "graphs"
     folder.mkdir()
-    for name in ("openvino-granite-int8", "granite-int8", "npu-granite-f16"):
+    for name in ("openvino-granite-int8", "granite-int8", "npu-granite-f16", "coreml-granite-int8"):
         built, source = Artifact.open(artifacts[name]), Source.open(artifacts.source(name))
         graph = stripped(built, source, "tiny-granite")
         m = graph.header
@@ -282,9 +284,10 @@ def test_the_first_usable_runtime_is_taken(
     for runtimes, taken in ((["litert", "openvino"], "litert"), (["openvino"], "openvino")):
         graph, why_not = choose(config, runtimes)
         assert (graph and graph.header.runtime, why_not) == (taken, "")
-    for runtime, device_class in (("npu", "npu"), ("openvino", "cpu")):
+    classes = {"npu": ("openvino", "npu"), "openvino": ("openvino", "cpu"), "coreml": ("coreml", "gpu")}
+    for runtime, made_for in classes.items():
         graph, _ = choose(config, [runtime])
-        assert (graph and (graph.header.runtime, graph.header.device_class)) == ("openvino", device_class)
+        assert (graph and (graph.header.runtime, graph.header.device_class)) == made_for
         assert catalog.names(runtime) == ["tiny-granite"]
     assert choose({**config, "rms_norm_eps": 0.5}, ["npu"])[1].startswith(
         "ssmd has no stripped graph of this config for runtime npu; it is nearly tiny-granite, but "
@@ -360,6 +363,56 @@ def test_pull_for_an_npu_needs_none(artifacts: TinyArtifacts, shelf: Path, tmp_p
         program.close()
 
 
+def test_pull_for_core_ml_on_another_system(
+    artifacts: TinyArtifacts,
+    shelf: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The files are those of a build; golden values are left to a Mac. Core ML and the NPU cannot execute here."""
+    done = pull(tmp_path, "mine", "--from", str(artifacts.source("granite-int8")), "--runtime", "coreml")
+    assert done.exit_code == 0, done.output
+    made, built = (
+        Artifact.open(p) for p in (tmp_path / "models" / "mine" / "coreml-gpu-int8", artifacts["coreml-granite-int8"])
+    )
+    assert done.output.splitlines()[-1].startswith(f"{made.path}: ")
+    assert "; Core ML cannot execute here: it is a part of macOS" in done.output
+    assert made.manifest.golden == "none"
+    files = [name for name in built.manifest.files if name != GOLDEN]
+    assert [made.file(name).read_bytes() for name in files] == [built.file(name).read_bytes() for name in files]
+    program = runtime_of("coreml").load(made, device="cpu")
+    try:
+        with pytest.raises(ArtifactError, match=r"has no golden values: .* ssmd pull mine --runtime coreml --force$"):
+            verify(made, program)
+        assert verify(built, program).passed
+    finally:
+        program.close()
+    monkeypatch.setattr(sys, "argv", ["trial", str(made.path), "cpu"])  # its first load on a Mac
+    judge(runtime_of("coreml"), bare=True)
+    assert json.loads(capsys.readouterr().out) == {"passed": True, "why": ""}
+    with pytest.raises(ArtifactError, match="has no golden values"):  # on the Neural Engine, whose numbers may be wrong
+        judge(runtime_of("coreml"))
+
+
+def test_pull_for_core_ml_on_a_mac(
+    artifacts: TinyArtifacts, shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the evaluator plays it: loaded, fed a text, and told how to run."""
+    play(monkeypatch)
+    done = pull(tmp_path, "mine", "--from", str(artifacts.source("granite-int8")), "--runtime", "coreml")
+    assert done.exit_code == 0, done.output
+    assert done.output.endswith("; try: ssmd run mine\n")
+    made = Artifact.open(tmp_path / "models" / "mine" / "coreml-gpu-int8")
+    assert made.manifest.golden == "itself"
+    program = runtime_of("coreml").load(made)
+    try:
+        assert verify(made, program).worst.rms_relative == 0
+        assert verify(Artifact.open(artifacts["coreml-granite-int8"]), program).passed
+    finally:
+        program.close()
+
+
 def test_pull_says_what_no_graph_fits(artifacts: TinyArtifacts, shelf: Path, tmp_path: Path) -> None:
     folder = str(artifacts.source("llama-f32"))
     done = pull(tmp_path, "mine", "--from", folder)
@@ -390,12 +443,27 @@ def test_every_model_is_shipped_for_both_runtimes() -> None:
     assert sum(f.stat().st_size for f in catalog.SHIPPED.iterdir()) < 8 << 20
 
 
-def test_what_is_shipped_for_the_npu() -> None:
+def test_what_is_shipped_for_core_ml() -> None:
+    headers = for_some("coreml")
+    for header in headers.values():
+        assert (header.runtime, header.device_class, header.quantization) == ("coreml", "gpu", "int8")
+        assert (header.buckets, header.tiers) == ((16, 64, 256), (2048,))
+        assert header.conversion["variant"] == "stateful"
+        assert max(header.golden.rms) < 0.1
+
+
+def for_some(runtime: str) -> dict[str, Any]:
+    """The headers, by name, of a runtime that two of the models are shipped for."""
     models = {f.stem: json.loads(f.read_text()) for f in (ROOT / "scripts" / "models").glob("*.json")}
-    headers = {g.header.name: g.header for g in shipped("npu")}
+    headers = {g.header.name: g.header for g in shipped(runtime)}
     assert set(headers) == {"smollm2", "granite-4.0-h-350m"}
     for name, header in headers.items():
         assert differences(header, models[name]["config"]) == {}
+    return headers
+
+
+def test_what_is_shipped_for_the_npu() -> None:
+    for header in for_some("npu").values():
         assert (header.runtime, header.device_class, header.quantization) == ("openvino", "npu", "f16")
         assert (header.buckets, header.tiers) == ((64,), (2048,))
         assert header.conversion["npu_lint"] == "passed"
