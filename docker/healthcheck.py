@@ -12,7 +12,7 @@ def main() -> None:
     try:
         asked.request("GET", "/health")
         answer = asked.getresponse()
-        print(answer.read().decode())
+        sys.stdout.write(answer.read().decode() + "\n")
     except OSError as err:
         sys.exit(f"the daemon does not answer: {err}")
     sys.exit(answer.status != http.client.OK)

@@ -21,13 +21,14 @@ from packaging.utils import canonicalize_name
 
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text("utf-8")
-PINNED = re.compile(r"^([\w.-]+)==(\S+)(?: ;[^\\]*)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n?)+)", re.MULTILINE)
+HASHES = r"(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n?)+"
+PINNED = re.compile(rf"^([\w.-]+)==(\S+)(?: ;[^\\]*)? \\\n{HASHES}", re.MULTILINE)
 
 
 @pytest.mark.parametrize("runtime", ["litert", "openvino"])
 def test_every_package_is_pinned_as_the_project_wants_it(runtime: str) -> None:
     text = (DOCKER / f"requirements-{runtime}.txt").read_text("utf-8")
-    pinned = {canonicalize_name(name): version for name, version, _ in PINNED.findall(text)}
+    pinned = {canonicalize_name(name): version for name, version in PINNED.findall(text)}
     assert len(pinned) == len([line for line in text.splitlines() if "==" in line.partition(";")[0]])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     for line in (*project["dependencies"], *project["optional-dependencies"][runtime]):

@@ -1,4 +1,4 @@
-"""The files of a release: the same bytes from the same commit, all that is committed, the version and what it brings."""
+"""The files of a release: the same bytes from the same commit, all that is committed, its version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from modules import ROOT
-from scripts import script
+from programs import script
 
 from ssmd import __version__
 
@@ -62,19 +62,14 @@ def test_the_sdist_has_what_is_committed(built: list[Path]) -> None:
     assert {"docker/Dockerfile", "tests/data/sessions-0001.sqlite", "scripts/release"} < found
 
 
-def test_other_bytes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tree to which something is added between the two."""
-    committed = release.committed
-
-    def grown(tree: Path) -> Path:
-        made: Path = committed(tree)
-        if list(tmp_path.glob("*/out")):
-            (made / "ssmd" / "stray.py").write_text("")
-        return made
-
-    monkeypatch.setattr(release, "committed", grown)
-    with pytest.raises(release.ReleaseError, match=r"ssmd_daemon-.* has other bytes when it is built again"):
-        release.twice(Path(sys.executable), tmp_path)
+def test_other_bytes_are_noticed(built: list[Path], tmp_path: Path) -> None:
+    for file in built:
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    release.check_same(built, tmp_path)
+    with (tmp_path / built[1].name).open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(release.ReleaseError, match=r"tar\.gz has other bytes when it is built again"):
+        release.check_same(built, tmp_path)
 
 
 def test_the_section_of_a_version() -> None:
