@@ -66,8 +66,8 @@ def test_other_bytes_are_noticed(built: list[Path], tmp_path: Path) -> None:
     for file in built:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     release.check_same(built, tmp_path)
-    with (tmp_path / built[1].name).open("ab") as file:
-        file.write(b"\0")
+    with (tmp_path / built[1].name).open("ab") as opened:
+        opened.write(b"\0")
     with pytest.raises(release.ReleaseError, match=r"tar\.gz has other bytes when it is built again"):
         release.check_same(built, tmp_path)
 
