@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +19,25 @@ from ssmd.sessions.rows.lock import DirectoryLock
 
 TOKEN = "t" * 43
 AGE_S = 100.0
+HOLDER = """
+import sys, time, pathlib
+from ssmd.sessions.rows.lock import DirectoryLock
+held = DirectoryLock.take(pathlib.Path(sys.argv[1]), "wait")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def held_elsewhere(data: Path) -> Iterator[int]:
+    """A process that has a data directory locked, its number; it is killed."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(data)], stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            yield holder.pid
+        finally:
+            holder.kill()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from standing import held_elsewhere
 
 from ssmd.daemon.discovery import FILE, MAX_BYTES, Address, DaemonError, announce, find, running, url_of, withdraw
 from ssmd.machine.lockfile import LOCK_FILE, holder
@@ -33,13 +34,6 @@ NOT_HERE = (
     *("http://0.0.0.0:7763", "http://[::]:7763", "http://[2001:db8::9]:7763", "http://128.0.0.1:7763", "", 7763),
 )
 NO_JSON = (b"", b"{", b"[]", b"{}", b"\xff\xfe", b"[" * 9000, b"1" * 9000, b" " * (MAX_BYTES + 1))
-HOLDER = """
-import sys, time, pathlib
-from ssmd.sessions.rows.lock import DirectoryLock
-held = DirectoryLock.take(pathlib.Path(sys.argv[1]), "wait")
-print("held", flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.fixture
@@ -93,14 +87,9 @@ def test_what_one_left_that_was_killed(tmp_path: Path) -> None:
     """Also while another process has the lock, which repairs, say, or starts."""
     announce(tmp_path, HERE)
     assert find(tmp_path) is None  # nobody has the lock, whatever process has that number today
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as other:
-        try:
-            assert other.stdout is not None
-            assert other.stdout.readline() == b"held\n"
-            assert find(tmp_path) is None
-            assert running(tmp_path) == other.pid
-        finally:
-            other.kill()
+    with held_elsewhere(tmp_path) as pid:
+        assert find(tmp_path) is None
+        assert running(tmp_path) == pid
     assert find(tmp_path) is None
     lock = DirectoryLock.take(tmp_path, "wait")
     (tmp_path / ".daemon.json-new").symlink_to(tmp_path / "elsewhere")

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import commands
 import pytest
 from conftest import TinyArtifacts
 from daemon_process import DaemonProcess
+from standing import held_elsewhere
 
 from ssmd.machine.lockfile import LOCK_FILE
 from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.turn import StoreError
-
-HOLDER = """
-import sys, time, pathlib
-from ssmd.sessions.rows.lock import DirectoryLock
-held = DirectoryLock.take(pathlib.Path(sys.argv[1]), "wait")
-print("held", flush=True)
-time.sleep(600)
-"""
 
 
 def test_it_is_held_by_one(tmp_path: Path) -> None:
@@ -38,13 +29,8 @@ def test_it_is_held_by_one(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(StoreError, match=f"process {holder.pid}"):
+    with held_elsewhere(tmp_path) as pid, pytest.raises(StoreError, match=f"process {pid}"):
         DirectoryLock.take(tmp_path, "wait")
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
     DirectoryLock.take(tmp_path, "wait").release()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from keeping import Chat
+from standing import held_elsewhere
 
 from ssmd.sessions.rows import migrate
 from ssmd.sessions.rows.database import APPLICATION_ID, FILE, PAGE_BYTES
+from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.rows.schema import metadata
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -136,6 +139,20 @@ def test_a_newer_database_is_refused_untouched(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"newer ssmd .*'9999'.*nothing was changed"):
         Store.open(tmp_path)
     assert hashlib.sha256((tmp_path / FILE).read_bytes()).hexdigest() == before
+
+
+def test_an_older_database_is_left_alone_while_its_daemon_runs(tmp_path: Path) -> None:
+    """That would go on writing the tables that it knows. The daemon that migrates is the one that holds the lock."""
+    shutil.copy(ROOT / "tests" / "data" / "sessions-0001.sqlite", tmp_path / FILE)
+    with held_elsewhere(tmp_path) as pid:
+        with pytest.raises(StoreError, match=rf"older ssmd, whose daemon \(process {pid}\) still runs; nothing was"):
+            Store.open(tmp_path)
+        raw = sqlite3.connect(tmp_path / FILE)
+        assert raw.execute("SELECT version_num FROM alembic_version").fetchall() == [("0001",)]
+        raw.close()
+    own = DirectoryLock.take(tmp_path, "wait")
+    Store.open(tmp_path).close()
+    own.release()
 
 
 def test_the_wheel_carries_the_revisions(wheel: Path, tmp_path: Path) -> None:
