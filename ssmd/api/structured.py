@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ssmd.api.body import StrictModel, parse_object, shown
+from ssmd.engine.lark import check_lark
 from ssmd.engine.request import Grammar, Rejected
 
 MAX_CHOICES = 1000
@@ -135,6 +136,7 @@ def of_grammar(text: str, param: str) -> Grammar:
     if not text.strip():
         raise _wrong(param, "is empty")
     if is_lark_syntax(text):
+        check_lark(text, param)
         return Grammar(text, param)
     if len(text.encode()) > MAX_GBNF_BYTES or text.count("::=") > MAX_GBNF_RULES:
         raise _wrong(param, f"is too large: {MAX_GBNF_BYTES} bytes and {MAX_GBNF_RULES} rules are possible in GBNF")

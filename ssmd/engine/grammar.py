@@ -242,4 +242,5 @@ def _schema_of(text: str) -> Any:
 
 def _said(matcher: LLMatcher) -> str:
     """What llguidance says is wrong."""
-    return matcher.get_error().replace("<non-verbose/>", "").strip()[:_SHOWN]
+    said = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return said.replace("NoExtensionBias", "nothing can be said that fits")[:_SHOWN]

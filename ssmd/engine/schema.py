@@ -6,12 +6,19 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 from ssmd.engine.request import Rejected
 
 MAX_PARTS = 500  # properties of one object, or schemas of one list: the time to read them grows with the square
 MAX_KEYS = 10_000  # of all objects together
+MAX_LEVELS = 1000  # through references, too: they are read by recursion, and a stack ends, with the process, at 3,000
+MAX_PATTERN_CHARS = 16 << 10  # of all patterns: the time to read one grows faster than its length
+# Bounds of numbers. llguidance reads them as floats, and near the least integer of 64 bits it ends the process.
+LEAST, MOST = -(1 << 62), 1 << 62
+MAXIMUM = (1 << 63) - 1  # of what many call a long: it comes out as that
 
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _KEYWORD = re.compile(r'^Unimplemented keys: \["([^"]+)"')
 _VALUE = re.compile(r"^(?:Unknown (format)|Invalid (type)): (.*)$")
@@ -20,14 +27,31 @@ _NAME = re.compile(r"[\w$]+")
 
 
 def check_size(schema: Any, param: str) -> None:
-    """Check that a schema takes no long time to read. param: of the request. Raises Rejected."""
-    for count, (way, keyword, value) in enumerate(_keywords(schema, "")):
+    """Check that a schema takes no long time to read, and no deep stack. param: of the request. Raises Rejected."""
+    patterns, targets = 0, set[str]()
+    for count, (way, keyword, value) in enumerate(_keywords({"": schema}, "")):
+        way = way.removeprefix('[""]')
+        if isinstance(value, dict) and not _counts(value):
+            said = "is possible up to one more than what is required: nothing keeps a key from coming twice"
+            raise _unsupported(f"{param}{way}.minProperties", said)
         if count >= MAX_KEYS:
-            said = f"{param} has more than {MAX_KEYS} keys"
-            raise Rejected(said, code="unsupported_schema", param=param)
+            raise _unsupported(param, f"has more than {MAX_KEYS} keys")
         if (isinstance(value, dict) or (isinstance(value, list) and keyword in _LISTS)) and len(value) > MAX_PARTS:
-            said = f"{param}{way} has {len(value)} parts, at most {MAX_PARTS} are possible"
-            raise Rejected(said, code="unsupported_schema", param=f"{param}{way}")
+            raise _unsupported(f"{param}{way}", f"has {len(value)} parts, at most {MAX_PARTS} are possible")
+        if keyword in _BOUNDS and isinstance(value, int | float) and not _is_kept(keyword, value):
+            raise _unsupported(f"{param}{way}", "is possible from -2^62 to 2^62, where it is exact as a 64-bit float")
+        if isinstance(value, dict) and keyword == "patternProperties":
+            patterns += sum(map(len, value))
+        elif isinstance(value, str) and keyword == "pattern":
+            patterns += len(value)
+        elif isinstance(value, str) and keyword == "$ref":
+            targets.add(value)
+        if patterns > MAX_PATTERN_CHARS:
+            said = f"has patterns of more than {MAX_PATTERN_CHARS} characters up to here"
+            raise _unsupported(f"{param}{way}", said)
+    levels = _levels(schema) + sum(_levels(_target(schema, target)) for target in targets)
+    if levels > MAX_LEVELS:
+        raise _unsupported(param, f"has {levels} levels, with those of what it refers to; {MAX_LEVELS} are possible")
 
 
 def place_of(schema: Any, why: str) -> str:
@@ -64,3 +88,40 @@ def _keywords(value: Any, way: str) -> Iterator[tuple[str, str, Any]]:
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield from _keywords(inner, f"{way}[{i}]")
+
+
+def _unsupported(param: str, why: str) -> Rejected:
+    return Rejected(f"{param} {why}", code="unsupported_schema", param=param)
+
+
+def _is_kept(keyword: str, bound: float) -> bool:
+    """Whether llguidance takes a bound for what it is."""
+    return (LEAST <= bound <= MOST and float(bound) == bound) or (keyword == "maximum" and bound == MAXIMUM)
+
+
+def _counts(schema: dict[str, Any]) -> bool:
+    """Whether an object has as many properties as a schema wants, if it has those that are required."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    return not isinstance(least, int) or least <= 1 + (len({*map(str, required)}) if isinstance(required, list) else 0)
+
+
+def _target(schema: Any, reference: str) -> Any:
+    """What a reference points to; the whole schema where that is not told by a way from its root."""
+    found = schema
+    if reference.startswith("#/"):
+        for step in unquote(reference[2:]).split("/"):
+            key = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = found.get(key)
+            elif isinstance(found, list):
+                found = found[int(key)] if key.isdecimal() and int(key) < len(found) else None
+    return found
+
+
+def _levels(value: Any) -> int:
+    """How many objects and lists stand within each other."""
+    levels, inner = 0, [value]
+    while inner := [one for one in inner if isinstance(one, dict | list)]:
+        levels += 1
+        inner = [one for many in inner for one in (many.values() if isinstance(many, dict) else many)]
+    return levels

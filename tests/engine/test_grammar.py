@@ -151,7 +151,28 @@ def test_many_threads_read_grammars_at_once() -> None:
 
 
 ENDLESS = {"$ref": "#/$defs/a", "$defs": {"a": {**CITY, "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"]}}}
+
+
+def chain(links: int) -> dict[str, Any]:
+    """A schema whose objects stand within each other by references."""
+    of = [{"properties": {"x": {"$ref": f"#/$defs/{i // 400}/{i + 1}"}}} for i in range(links)]
+    groups = {str(n): {str(i): of[i] for i in range(links) if i // 400 == n} for n in range(links // 400 + 1)}
+    return {"$ref": "#/$defs/0/0", "$defs": groups}
+
+
+# The process would end at these.
+LEAST: dict[str, Any] = {"type": "integer", "minimum": -(2**64), "exclusiveMaximum": -(2**63)}
+RULES = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(6000)) + 'a6000: "x"\n'
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    (LEAST, ".minimum"),
+    ({"items": {"type": "number", "multipleOf": 1e300}}, ".items.multipleOf"),
+    ({"maximum": 2**63}, ".maximum"),
+    ({"maximum": 10**400}, ".maximum"),
+    ({"minimum": 2**53 + 1}, ".minimum"),  # it would be one less
+    (chain(1600), ""),
+    ({"items": {"minProperties": 2}}, ".items.minProperties"),
+    ({"required": ["a"], "properties": {"a": {}}, "minProperties": 3}, ".minProperties"),
+    ({"properties": {"a": {"type": "string", "pattern": "(a|b)?" * 3000}}}, ".properties.a.pattern"),
     ({"properties": {"a": {"items": {"not": {"type": "string"}}}}}, ".properties.a.items.not"),
     ({"properties": {"a b": {"if": {}, "then": {}}}}, '.properties["a b"].if'),
     ({"anyOf": [{"type": "integer"}, {"type": "string", "format": "nonsense"}]}, ".anyOf[1].format"),
@@ -202,6 +223,22 @@ def test_so_is_any_other_grammar(text: str) -> None:
     with pytest.raises(Rejected) as caught:
         grammars("qwen").read(Grammar(text, "grammar"))
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_value", "grammar")
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        (RULES, "grammar"),
+        (RULES.upper().replace("START", "start"), "grammar"),
+        (f"start: /{'(a|b)?' * 10_000}/", "grammar"),
+        (f"start: a\na: %json {json.dumps(LEAST)}", "grammar.minimum"),
+        ("start: %json {'a': 1}", "grammar"),
+    ],
+)
+def test_a_grammar_that_would_end_the_process_is_not_read(text: str, param: str) -> None:
+    with pytest.raises(Rejected) as caught:
+        grammars("qwen").read(of_grammar(text, "grammar"))
+    assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_a_token_that_may_not_come_is_an_error_and_nothing_is_free_after_it() -> None:
