@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from ssmd.engine.prompt import Prompt
-from ssmd.engine.request import Grammar, Request
+from ssmd.engine.request import Grammar, Rejected, Request
 from ssmd.engine.schema import check_size
 from ssmd.text.answer import AnswerReader
 from ssmd.text.calls.forced import forced
@@ -17,6 +18,7 @@ from ssmd.text.messages import THINK, THINK_END
 from ssmd.text.tokenizer import Tokenizer
 
 _AT_THE_END = 64  # characters of a prompt
+_FREE = "free"  # what an answer has to be that calls nothing
 
 
 class Calling:
@@ -48,19 +50,50 @@ class Calling:
         return AnswerReader(calls, names, thinking=thinking, begun=begun, controls=self.controls)
 
     def forced(self, request: Request, prompt: Prompt) -> Request:
-        """The request, with the grammar of a call if the answer has to be one: whatever else it was to be. Raises
-        Rejected: a schema that is too large.
+        """The request, with the grammar of a call if the answer has to be one, whatever else it was to be; of a call or
+        what else it has to be, if it may be either. Raises Rejected: arguments that cannot be.
         """
-        choice, tools = request.tool_choice, request.given.tools
-        if choice.mode != "required":
+        choice, free = request.tool_choice, request.grammar
+        if choice.mode == "none" or (choice.mode == "auto" and (free is None or not request.given.tools)):
             return request
-        if choice.name is not None:
-            tools = tuple(tool for tool in tools if tool["function"]["name"] == choice.name)
-        for i, tool in enumerate(request.given.tools):
-            check_size(tool["function"].get("parameters"), f"tools[{i}].function.parameters")
+        tools, parts = _bound(request)
+        if choice.mode == "auto" and free is not None:
+            text = forced(self.format, tools, several=True, thought=None, controls=self.controls, free=_FREE)
+            return replace(request, grammar=Grammar(_either(text, free), free.param, (free, *parts)))
         thought = "" if _thinks(prompt) else THINK if self._reasons and not prompt.begun.strip() else None
         text = forced(self.format, tools, several=choice.parallel, thought=thought, controls=self.controls)
-        return replace(request, grammar=Grammar(text, "tools"))
+        return replace(request, grammar=Grammar(text, "tools", parts))
+
+
+def _bound(request: Request) -> tuple[list[Mapping[str, Any]], tuple[Grammar, ...]]:
+    """The tools that may be called, and the grammars of their arguments. Where nobody has to call them, those of a tool
+    that is not `strict` are any. Raises Rejected.
+    """
+    choice, tools, parts = request.tool_choice, list[Mapping[str, Any]](), list[Grammar]()
+    for i, tool in enumerate(request.given.tools):
+        function, param = tool["function"], f"tools[{i}].function.parameters"
+        if choice.name is not None and function["name"] != choice.name:
+            continue
+        if choice.mode == "auto" and not function.get("strict"):
+            tools.append({"function": {"name": function["name"], "parameters": {"type": "object"}}})
+            continue
+        schema = function.get("parameters") or {}
+        kinds = schema.get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            said = f"{param}.type is not object, which the arguments of a call are"
+            raise Rejected(said, code="unsupported_schema", param=f"{param}.type")
+        check_size(schema, param)
+        tools.append(tool)
+        text = json.dumps({"grammars": [{"json_schema": {**schema, "type": "object"}}]}, ensure_ascii=False)
+        parts.append(Grammar(text, param))
+    return tools, tuple(parts)
+
+
+def _either(calls: str, free: Grammar) -> str:
+    """Grammars of one answer: of calls, which names the other."""
+    inner = json.loads(free.text)["grammars"] if free.text.startswith("{") else [{"lark_grammar": free.text}]
+    grammars = [{"lark_grammar": calls}, {**inner[0], "name": _FREE}, *inner[1:]]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 def tool_names(tools: tuple[Mapping[str, Any], ...]) -> frozenset[str]:

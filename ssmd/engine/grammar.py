@@ -43,7 +43,9 @@ class Grammars:
         self._making = threading.Lock()
 
     def read(self, grammar: Grammar) -> Guide:
-        """What an answer is to follow, from its beginning on; `Guide.copy` for each choice. Raises Rejected."""
+        """What an answer is to follow, from its beginning on; `Guide.copy` for each choice. Raises Rejected, of a part
+        of it if that is wrong by itself.
+        """
         from llguidance import LLMatcher
 
         if (size := len(grammar.text.encode())) > MAX_BYTES:
@@ -57,6 +59,8 @@ class Grammars:
         guide = Guide(matcher, threads, self._vocabulary)
         endless = not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED
         if endless or matcher.is_error() or not guide.goes_on:
+            for part in grammar.parts:
+                self.read(part)
             why = _said(matcher) or "no answer is possible: it would never end, or this model's vocabulary has none"
             param = grammar.param + ("" if schema is None else place_of(schema, why))
             code = "invalid_value" if schema is None else "unsupported_schema"

@@ -41,10 +41,13 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer has to be, as llguidance reads it: Lark or JSON. param: of the request, where it is wrong."""
+    """What an answer has to be, as llguidance reads it: Lark or JSON. param: of the request, where it is wrong. parts:
+    what it is made of, to find out which of them is.
+    """
 
     text: str
     param: str
+    parts: tuple[Grammar, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -309,6 +309,55 @@ def test_a_call_that_has_to_be_is_valid_whatever_is_drawn(tiny: Daemon, choice: 
         assert choice != NAMED or call["function"]["name"] == "f"
 
 
+@pytest.mark.parametrize(
+    ("parameters", "where"),
+    [
+        ({"type": "array", "items": {"type": "integer"}}, ".type"),
+        ({"type": ["string", "null"]}, ".type"),
+        ({"properties": {"a": {"not": {}}}}, ".properties.a.not"),
+        ({"properties": {"a": {"minimum": -(2**63)}}}, ".properties.a.minimum"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_and_say_where(
+    tiny: Daemon, parameters: dict[str, Any], where: str
+) -> None:
+    wrong = {"type": "function", "function": {"name": "g", "parameters": parameters, "strict": True}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}
+    for fields in ({"tool_choice": "required"}, {"response_format": form}):
+        answer = tiny.chat(tools=[*TOOLS, wrong], **fields)
+        assert (answer.status, answer.error["code"]) == (400, "unsupported_schema")
+        assert answer.error["param"] == f"tools[2].function.parameters{where}"
+        assert answer.error["message"].startswith(answer.error["param"])
+    assert tiny.chat(tools=[*TOOLS, wrong], tool_choice=NAMED).status == 200
+
+
+def test_arguments_are_an_object_where_they_might_be_null(tiny: Daemon) -> None:
+    tiny.engine.program.say()  # type: ignore[attr-defined]
+    parameters = {"type": ["object", "null"], "properties": {"a": {"const": 1}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "g", "parameters": {**parameters, "additionalProperties": False}}}
+    asked = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "logit_bias": {}}
+    for seed in range(4):
+        [call] = choice_of(tiny.chat("Call", seed=seed, temperature=2, max_tokens=99, **asked))["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
+@pytest.mark.parametrize("form", ["schema", "regex"])
+def test_beside_tools_an_answer_is_a_call_or_what_else_it_has_to_be(tiny: Daemon, form: str) -> None:
+    schema = {"name": "a", "schema": {"enum": ["a", "b"]}}
+    asked: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    if form == "regex":
+        asked = {"guided_regex": '"[ab]"'}
+    asked["logprobs"] = True  # then nothing is fed that is not drawn, and the script stays in step
+    called = choice_of(ask(tiny, CALL, **asked))
+    assert (called["finish_reason"], called["message"]["content"]) == ("tool_calls", None)
+    assert called["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": PARIS}
+    free = choice_of(ask(tiny, "Sure! It is raining.", **asked))
+    assert (free["finish_reason"], free["message"]["content"][:1]) == ("stop", '"')
+    assert json.loads(free["message"]["content"]) in ("a", "b")
+    other = choice_of(ask(tiny, CALL, tool_choice="none", **asked))
+    assert json.loads(other["message"]["content"]) in ("a", "b")
+
+
 def test_what_is_left_of_messages_is_named(tiny: Daemon) -> None:
     scripted(tiny, "Yes.")
     message = {"role": "user", "content": "Hm?", "cache_control": {"type": "ephemeral"}}

@@ -23,8 +23,9 @@ def forced(
     several: bool,
     thought: str | None,
     controls: Mapping[str, int],
+    free: str = "",
 ) -> str:
-    """Calls of these tools in Lark, one or `several`.
+    """Calls of these tools in Lark, one or `several`. free: the name of a grammar of what may be said instead.
 
     thought: what reasoning begins with that may stand before them, "" where the prompt has begun it and it must end;
     None: none may. controls: the ids of markers that are control tokens.
@@ -38,6 +39,9 @@ def forced(
     more = f" ({_text(written.between, controls)} call)*" if several and written.several else ""
     start = [before, _text(written.opening, controls), f"call{more}", _text(written.closing, controls)]
     rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}")
+    if free:
+        rules.append(f"calls: {' '.join(filter(None, start))}")
+        start = [f"calls | @{free}"]
     for i, tool in enumerate(tools):
         function = tool["function"]
         name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
@@ -51,7 +55,7 @@ def forced(
 def _schema(parameters: Any) -> dict[str, Any]:
     """The schema of arguments, which are an object whatever it says. A tool without parameters has none."""
     schema = parameters if isinstance(parameters, dict) and parameters else _NO_ARGUMENTS
-    return {"type": "object", **schema, "x-guidance": _SPACING}
+    return {**schema, "type": "object", "x-guidance": _SPACING}
 
 
 def _thought(begins: str, controls: Mapping[str, int]) -> list[str]:
