@@ -51,15 +51,21 @@ class Calling:
 
     def forced(self, request: Request, prompt: Prompt) -> Request:
         """The request, with the grammar of a call if the answer has to be one, whatever else it was to be; of a call or
-        what else it has to be, if it may be either. Raises Rejected: arguments that cannot be.
+        what else it has to be, if it may be either; of the calls in it, if there are `strict` tools. Raises Rejected:
+        arguments that cannot be.
         """
         choice, free = request.tool_choice, request.grammar
-        if choice.mode == "none" or (choice.mode == "auto" and (free is None or not request.given.tools)):
+        if choice.mode == "none" or not request.given.tools:
             return request
         tools, parts = _bound(request)
         if choice.mode == "auto" and free is not None:
             text = forced(self.format, tools, several=True, thought=None, controls=self.controls, free=_FREE)
             return replace(request, grammar=Grammar(_either(text, free), free.param, (free, *parts)))
+        if choice.mode == "auto" and not parts:
+            return request
+        if choice.mode == "auto":
+            text = forced(self.format, tools, several=True, thought=None, controls=self.controls, begun=True)
+            return replace(request, grammar=Grammar(text, "tools", parts, begun=True))
         thought = "" if _thinks(prompt) else THINK if self._reasons and not prompt.begun.strip() else None
         text = forced(self.format, tools, several=choice.parallel, thought=thought, controls=self.controls)
         return replace(request, grammar=Grammar(text, "tools", parts))

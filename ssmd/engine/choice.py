@@ -56,7 +56,9 @@ class Choice:
         self._sampler = Sampler(request.sampling, index=index, before=prompt.ids.own, breakers=breakers)
         self._tokenizer = tokenizer
         self._stop_tokens = stops
-        self._guide = guide
+        # Of a call alone, from its marker to its end, or of the whole answer.
+        self._of_calls = guide if request.grammar is not None and request.grammar.begun else None
+        self._guide = guide if self._of_calls is None else None
         self._detokenizer = Detokenizer(tokenizer, begun=request.raw is not None)
         self._stop_strings = StopStrings(request.stop) if request.stop else None
         self._calling = calling
@@ -87,7 +89,10 @@ class Choice:
         self._end_thinking()
         if hit:
             return self._cut_off(parts)
-        if (guide is not None and guide.ended) or (self._reader.calls_over and self._one_call):
+        self._follow_calls()
+        if (guide is not None and guide.ended and self._of_calls is None) or (
+            self._reader.calls_over and self._one_call
+        ):
             return self._finish("stop", parts)
         if len(self.tokens) >= self._budget:
             return self._finish("length", parts)
@@ -189,6 +194,15 @@ class Choice:
                 return parts, True
             self.ahead += 1
         return parts, False
+
+    def _follow_calls(self) -> None:
+        """Have a call follow its grammar where it begins, and what comes after it be free."""
+        if self._of_calls is None:
+            return
+        if self._guide is not None and self._guide.ended:
+            self._guide = None
+        if self._guide is None and (begun := self._reader.begun) is not None:
+            self._guide = self._of_calls.behind(begun)
 
     def _push(self, text: str) -> list[Part]:
         if not text:

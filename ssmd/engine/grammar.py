@@ -55,8 +55,9 @@ class Grammars:
         check_size(schema, grammar.param)
         with self._making:
             known, threads = self._known, self._threads
-        matcher = LLMatcher(known, _led(grammar.text, self._lead), log_level=0, limits=_limits())
-        guide = Guide(matcher, threads, self._vocabulary)
+        text = grammar.text if grammar.begun else _led(grammar.text, self._lead)
+        matcher = LLMatcher(known, text, log_level=0, limits=_limits())
+        guide = Guide(matcher, known, threads, self._vocabulary)
         endless = not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED
         if endless or matcher.is_error() or not guide.goes_on:
             for part in grammar.parts:
@@ -90,10 +91,17 @@ class Grammars:
 class Guide:
     """What a choice may say next. By the worker alone, but for `read`."""
 
-    def __init__(self, matcher: LLMatcher, threads: ThreadPoolExecutor, vocabulary: int, first: Floats | None = None):
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        known: LLTokenizer,
+        threads: ThreadPoolExecutor,
+        vocabulary: int,
+        first: Floats | None = None,
+    ) -> None:
         """first: what may be the first token, if that is known."""
         self.ended = False  # the grammar allows no more tokens but one that stops
-        self._matcher, self._threads = matcher, threads
+        self._matcher, self._known, self._threads = matcher, known, threads
         self._vocabulary = vocabulary
         self._making: Future[None] | None = None
         if first is None:
@@ -104,7 +112,7 @@ class Guide:
 
     def copy(self) -> Guide:
         """The same, for another choice; before any token was taken."""
-        return Guide(self._matcher.deep_copy(), self._threads, self._vocabulary, self._mask)
+        return Guide(self._matcher.deep_copy(), self._known, self._threads, self._vocabulary, self._mask)
 
     @property
     def goes_on(self) -> bool:
@@ -119,6 +127,14 @@ class Guide:
             if self._matcher.is_error():
                 raise self._failed()
         return self._mask.reshape(-1)[: self._vocabulary]
+
+    def behind(self, text: str) -> Guide | None:
+        """A copy that goes on behind a text, before any token was taken; None if it may not begin with that."""
+        copy, ids = self.copy(), self._known.tokenize_str(text)
+        if copy._matcher.try_consume_tokens(ids) < len(ids):
+            return None
+        copy._making = self._threads.submit(copy._make)
+        return copy
 
     def take(self, token: int, room: int = 0) -> list[int]:
         """Go on from a token that may come, and begin with the next mask; the tokens that are bound to follow.

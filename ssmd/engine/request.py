@@ -42,12 +42,14 @@ class Rejected(Exception):
 @dataclass(frozen=True)
 class Grammar:
     """What an answer has to be, as llguidance reads it: Lark or JSON. param: of the request, where it is wrong. parts:
-    what it is made of, to find out which of them is.
+    what it is made of, to find out which of them is. begun: it is not of the whole answer, but of each call in it,
+    from behind the marker on that it begins with.
     """
 
     text: str
     param: str
     parts: tuple[Grammar, ...] = ()
+    begun: bool = False
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,11 @@ class AnswerReader:
         return self._reasoning.state in ("start", "over") and (self._calls is None or self._calls.speaks)
 
     @property
+    def begun(self) -> str | None:
+        """As CallReader.begun."""
+        return None if self._calls is None else self._calls.begun
+
+    @property
     def calls_over(self) -> int:
         """How many calls are over."""
         return 0 if self._calls is None else self._calls.over

@@ -341,6 +341,27 @@ def test_arguments_are_an_object_where_they_might_be_null(tiny: Daemon) -> None:
         assert json.loads(call["function"]["arguments"]) == {"a": 1}
 
 
+def test_calls_of_strict_tools_are_valid_where_the_model_makes_them_by_itself(tiny: Daemon) -> None:
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
+    asked: dict[str, Any] = {"logprobs": True, "temperature": 1}  # then the script stays in step
+    assert choice_of(ask(tiny, "No.", tools=strict, **asked))["message"]["content"] == "No."
+    whole = choice_of(ask(tiny, f"First:\n{CALL}\n{CALL}", tools=strict, **asked))["message"]
+    assert (whole["content"], [call["function"]["arguments"] for call in whole["tool_calls"]]) == (
+        "First:",
+        [PARIS] * 2,
+    )
+    wrong = '<tool_call>\n{"name": "get_weather", "arguments": {"city": 5, "x": 1}}\n</tool_call>'
+    for tools, given in ((TOOLS, {"city": 5, "x": 1}), (strict, None)):
+        for seed in range(3):
+            choice = choice_of(ask(tiny, wrong, ends=False, tools=tools, seed=seed, parallel_tool_calls=False, **asked))
+            if choice["finish_reason"] == "length":
+                continue
+            [call] = choice["message"]["tool_calls"]
+            assert call["function"]["name"] == "get_weather"
+            arguments = json.loads(call["function"]["arguments"])
+            assert isinstance(arguments["city"], str) if given is None else arguments == given
+
+
 @pytest.mark.parametrize("form", ["schema", "regex"])
 def test_beside_tools_an_answer_is_a_call_or_what_else_it_has_to_be(tiny: Daemon, form: str) -> None:
     schema = {"name": "a", "schema": {"enum": ["a", "b"]}}

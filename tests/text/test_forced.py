@@ -114,6 +114,21 @@ def test_reasoning_may_stand_before_them(thought: str | None, text: str, passes:
     assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is passes
 
 
+@pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f.name)
+def test_behind_a_marker_stands_the_rest_of_its_calls(format_: Format) -> None:
+    known, _ = vocabulary(())
+    written, arguments = format_.written, '{"city": "Paris", "n": 3}'
+    call = f"{written.before}get_weather{written.middle}{arguments}{written.after}"
+    whole = f"{written.opening}{call}{written.closing}"
+    behind = whole.removeprefix(format_.openings[0])
+    for text in (behind, behind.lstrip(), f"\n{behind.lstrip()}", behind.replace("3", "10"), f"x{behind}"):
+        grammar = forced(format_, TOOLS, several=True, thought=None, controls={}, begun=True)
+        matcher = LLMatcher(known, LLMatcher.grammar_from_lark(grammar))
+        ids = known.tokenize_str(text)
+        passes = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        assert passes is (text.strip() == behind.strip()), text
+
+
 def test_names_cannot_leave_their_place() -> None:
     tools = ({"type": "function", "function": {"name": 'a" | /.*/\n"<tool_call>'}},)
     for format_ in FORMATS:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ssmd.text.calls.formats import Format
+from ssmd.text.calls.formats import Format, Written
 from ssmd.text.markers import first
 from ssmd.text.messages import THINK_END
 
@@ -24,18 +25,23 @@ def forced(
     thought: str | None,
     controls: Mapping[str, int],
     free: str = "",
+    begun: bool = False,
 ) -> str:
-    """Calls of these tools in Lark, one or `several`. free: the name of a grammar of what may be said instead.
+    """Calls of these tools in Lark, one or `several`. free: the name of a grammar of what may be said instead. begun:
+    from behind the marker on that they begin with; several are those that it stands for.
 
     thought: what reasoning begins with that may stand before them, "" where the prompt has begun it and it must end;
     None: none may. controls: the ids of markers that are control tokens.
     """
-    written = format_.written
+    written = _behind(format_) if begun else format_.written
     rules = []
     before = ""
     if thought is not None:
         before = "thought SPACES" if thought == "" else "(thought SPACES)?"
         rules += _thought(thought, controls)
+    if begun:
+        before = "SPACES"
+        rules.append(r"SPACES: /\s{0,2}/")
     more = f" ({_text(written.between, controls)} call)*" if several and written.several else ""
     start = [before, _text(written.opening, controls), f"call{more}", _text(written.closing, controls)]
     rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}")
@@ -50,6 +56,14 @@ def forced(
         rules.append(f"call{i}: {head} arguments{i} {tail}".rstrip())
         rules.append(f"arguments{i}: %json {json.dumps(_schema(function.get('parameters')))}")
     return "\n".join([f"start: {' '.join(filter(None, start))}", *rules]) + "\n"
+
+
+def _behind(format_: Format) -> Written:
+    """How calls are written behind their first marker."""
+    written, marker = format_.written, format_.openings[0]
+    if written.opening.startswith(marker):
+        return replace(written, opening=written.opening.removeprefix(marker).lstrip())
+    return replace(written, before=written.before.removeprefix(marker).lstrip(), several=False)
 
 
 def _schema(parameters: Any) -> dict[str, Any]:

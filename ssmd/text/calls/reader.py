@@ -55,6 +55,11 @@ class CallReader:
         return self._state in ("start", "text")
 
     @property
+    def begun(self) -> str | None:
+        """What came behind a call's first marker, while it is not known of what tool it is; None: there is no such."""
+        return self._body.unsaid if self._body is not None and self._marker else None
+
+    @property
     def over(self) -> int:
         """How many calls are over."""
         return len(self._over)
