@@ -33,8 +33,8 @@ def objects(draw: st.DrawFn, inner: st.SearchStrategy[dict[str, Any]]) -> dict[s
     schema: dict[str, Any] = {"type": "object", "properties": properties}
     if properties:
         schema["required"] = draw(st.lists(st.sampled_from(sorted(properties)), unique=True))
-    schema["additionalProperties"] = draw(st.sampled_from([False, False, {"type": "boolean"}]))
-    return schema
+    others = draw(st.sampled_from([False, None, {"type": "boolean"}]))  # that nothing is said of them means no others
+    return schema if others is None else schema | {"additionalProperties": others}
 
 
 def _wider(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:

@@ -15,6 +15,7 @@ from pydantic import Field
 from ssmd.api.body import StrictModel, parse_object, shown
 from ssmd.engine.lark import check_lark
 from ssmd.engine.request import Grammar, Rejected
+from ssmd.text.closed import closed
 
 MAX_CHOICES = 1000
 MAX_REGEX_CHARS = 32 << 10
@@ -114,7 +115,7 @@ def of_schema(schema: Any, param: str) -> Grammar:
             raise _wrong(param, f"is no JSON schema: {err.message.removeprefix('the request body ')}") from None
     if not isinstance(schema, dict):
         raise _wrong(param, f"is no JSON schema (got {shown(schema)}); that is an object")
-    return _grammar({"json_schema": schema | {"x-guidance": _COMPACT}}, param)
+    return _grammar({"json_schema": closed(schema) | {"x-guidance": _COMPACT}}, param)
 
 
 def of_regex(regex: str, param: str) -> Grammar:

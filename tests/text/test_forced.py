@@ -23,11 +23,10 @@ CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", 'Q"x']}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
     "required": ["city", "n"],
-    "additionalProperties": False,
 }
 TOOLS: tuple[dict[str, Any], ...] = (
     {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
-    {"type": "function", "function": {"name": "f"}},
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}},
 )
 
 
@@ -78,6 +77,7 @@ def test_whatever_is_drawn_is_calls_that_are_valid(format_: Format, controls: bo
             if name == "f":
                 assert given == {}
             else:
+                assert set(given) == {"city", "n"}
                 assert given["city"] in ("Paris", 'Q"x')
                 assert 0 <= given["n"] <= 9
 

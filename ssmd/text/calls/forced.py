@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from ssmd.text.calls.formats import Format, Written
+from ssmd.text.closed import closed
 from ssmd.text.markers import first
 from ssmd.text.messages import THINK_END
 
 # As templates write JSON: then an answer is rendered as it was generated, and its state can be gone on from.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 _ANY = r"(.|\n)*"
 
 
@@ -69,7 +70,7 @@ def _behind(format_: Format) -> Written:
 def _schema(parameters: Any) -> dict[str, Any]:
     """The schema of arguments, which are an object whatever it says. A tool without parameters has none."""
     schema = parameters if isinstance(parameters, dict) and parameters else _NO_ARGUMENTS
-    return {**schema, "type": "object", "x-guidance": _SPACING}
+    return {**closed(schema), "type": "object", "x-guidance": _SPACING}
 
 
 def _thought(begins: str, controls: Mapping[str, int]) -> list[str]:
