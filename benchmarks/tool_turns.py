@@ -250,7 +250,7 @@ def show_schema(artifact: Path, folder: Path, count: int) -> None:
             }
             for i in range(count)
         ]
-        parts = [bodies[i : i + 50] for i in range(0, count, 50)]
+        parts = [bodies[i : i + 10] for i in range(0, count, 10)]
         url = f"http://127.0.0.1:{daemon.port}"
         found = [one for part in parts for one in openai("said", url, [{"key": "none", "body": b} for b in part])]
     texts = [one["choices"][0]["message"]["content"] for one in found]

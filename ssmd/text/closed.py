@@ -2,7 +2,7 @@
 
 By JSON Schema's rules what a schema does not name may follow. Hardly a client means that, and a small model goes on
 with properties of its own till its tokens are spent, or calls a function with arguments that it does not have.
-llama.cpp and vLLM close objects as well.
+llama.cpp closes objects as well; a client for vLLM leaves out `additionalProperties: false` from what it sends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def closed(schema: Any) -> Any:
 def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    made = {}
+    made: dict[Any, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
             made[key] = {name: _closed(one) for name, one in value.items()}
