@@ -54,7 +54,7 @@ class AnswerReader:
 
     @property
     def begun(self) -> str | None:
-        """As CallReader.begun."""
+        """What came behind a call's marker whose tool is not known yet; None: no call is begun."""
         return None if self._calls is None else self._calls.begun
 
     @property
