@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.engine.dry import Dry
-from ssmd.engine.sampling import Sampler, SamplingParams
+from ssmd.engine.sampling import Sampler
+from ssmd.engine.sampling_params import SamplingParams
 
 LIMIT_US = 300.0
 

@@ -19,7 +19,7 @@ from ssmd.api.tools import read_given
 from ssmd.engine.dry import MAX_ALLOWED_LENGTH, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_DRY, Dry
 from ssmd.engine.repetition import EVERYTHING
 from ssmd.engine.request import Rejected, Request
-from ssmd.engine.sampling import LAST_N, MAX_FREQUENCY_PENALTY, MAX_PENALTY, MIN_PENALTY, SamplingParams
+from ssmd.engine.sampling_params import LAST_N, MAX_FREQUENCY_PENALTY, MAX_PENALTY, MIN_PENALTY, SamplingParams
 from ssmd.machine.duration import MAX_S, parse_duration
 
 MAX_N = 8

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ssmd.engine.sampling import SamplingParams
+from ssmd.engine.sampling_params import SamplingParams
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.reply import ReplyKey
 from ssmd.text.calls.tool_choice import AUTO, ToolChoice

@@ -11,25 +11,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.engine.dry import MAX_ALLOWED_LENGTH, MAX_BREAKERS, MAX_DRY, Dry, DryPenalty
+from ssmd.engine.dry import DryPenalty
 from ssmd.engine.filters import Filters, nearness
 from ssmd.engine.frequency import Frequency
-from ssmd.engine.repetition import EVERYTHING, Repetition
+from ssmd.engine.repetition import Repetition
+from ssmd.engine.sampling_params import SamplingParams
 
-MAX_TOP_LOGPROBS = 20
-MAX_TEMPERATURE = 100.0
-MAX_LOGIT_BIAS = 100.0
-MAX_LOGIT_BIAS_ENTRIES = 10_000
-MIN_PENALTY, MAX_PENALTY = 0.01, 100.0
-MAX_FREQUENCY_PENALTY = 2.0  # and of presence, either way
-LAST_N = 64  # tokens that a repetition penalty counts, as in llama.cpp
 GREEDY_BELOW = 1e-6  # at such a temperature a float32 logit gap is either 0 or decides
 ROWS = 64
 SORT_BELOW = 2048  # so few tokens are quicker sorted than drawn again
@@ -37,75 +31,6 @@ FEW_COLUMNS = 8  # up to 1/8 of the columns, gathering them beats a pass over al
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.intp]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0, `typical_p` 1, `xtc_probability` 0,
-    `repetition_penalty` 1, `frequency_penalty` 0, `presence_penalty` 0 and no `dry` are off; `logit_bias` is added to
-    raw logits.
-
-    min_p: least probability, as a share of the likeliest token's. typical_p, xtc_probability, xtc_threshold: as in
-    filters.py. repeat_last_n: tokens of prompt and answer that the penalty counts, 0 none, -1 all.
-
-    Raises ValueError naming the field and its value.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    repetition_penalty: float = 1.0
-    repeat_last_n: int = LAST_N
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    dry: Dry | None = None
-    seed: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: bool = False
-    top_logprobs: int = 0
-
-    def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        _check_integer("top_k", self.top_k, 0, 2**31 - 1)
-        for name in ("min_p", "typical_p", "xtc_probability", "xtc_threshold"):
-            _check_number(name, getattr(self, name), 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
-        _check_integer("repeat_last_n", self.repeat_last_n, EVERYTHING, 2**31 - 1)
-        for name in ("frequency_penalty", "presence_penalty"):
-            _check_number(name, getattr(self, name), -MAX_FREQUENCY_PENALTY, MAX_FREQUENCY_PENALTY)
-        if self.dry is not None:
-            _check_dry(self.dry)
-        _check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError(f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true")
-        if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
-            raise ValueError(
-                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS_ENTRIES} are allowed"
-            )
-        for token, bias in self.logit_bias.items():
-            _check_integer("logit_bias: token id", token, 0, 2**31 - 1)
-            _check_number(f"logit_bias of token {token}", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-
-    def counted(self, length: int) -> int:
-        """How many of the last ids of a prompt of so many have to be known."""
-        windows = [] if self.repetition_penalty == 1.0 else [self.repeat_last_n]
-        if self.dry is not None:
-            windows.append(self.dry.last_n)
-        return length if EVERYTHING in windows else min(length, max(windows, default=0))
-
-    @property
-    def filters(self) -> Filters | None:
-        """What bounds the set of tokens to draw from, where that has to be known; None where a draw is enough."""
-        if self.typical_p >= 1.0 and not self.xtc_probability:
-            return None
-        return Filters(self.typical_p, self.top_p, self.min_p, self.xtc_probability, self.xtc_threshold)
 
 
 @dataclass(frozen=True)
@@ -386,24 +311,3 @@ def _why_not(logits: Floats) -> str:
     if np.isposinf(logits).any():
         return "the model returned infinite logits: its computation overflowed"
     return "no token can be sampled: every logit is -inf"
-
-
-def _check_dry(dry: Dry) -> None:
-    _check_number("dry_multiplier", dry.multiplier, 0.0, MAX_DRY)
-    _check_number("dry_base", dry.base, 1.0, MAX_DRY)
-    _check_integer("dry_allowed_length", dry.allowed_length, 1, MAX_ALLOWED_LENGTH)
-    _check_integer("dry_penalty_last_n", dry.last_n, EVERYTHING, 2**31 - 1)
-    if len(dry.breakers) > MAX_BREAKERS or not all(dry.breakers):
-        raise ValueError(
-            f"dry_sequence_breakers holds {len(dry.breakers)} texts, 0 to {MAX_BREAKERS} are allowed, none empty"
-        )
-
-
-def _check_number(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")
-
-
-def _check_integer(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}, expected a whole number from {low} to {high}")

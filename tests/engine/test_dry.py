@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from several import models_folder, several
 
 from ssmd.engine.dry import EVERYTHING, Dry, DryPenalty
-from ssmd.engine.sampling import Sampler, SamplingParams
+from ssmd.engine.sampling import Sampler
+from ssmd.engine.sampling_params import SamplingParams
 from ssmd.text.tokenizer import Tokenizer
 
 V = 8

@@ -27,7 +27,7 @@ from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
 from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Rejected, Request, TokenLogprob, Usage
 from ssmd.engine.rerender import Rerenderer
-from ssmd.engine.sampling import SamplingParams
+from ssmd.engine.sampling_params import SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part
 from ssmd.runtime.protocol import Handle, Program, StateLost, get_runtime

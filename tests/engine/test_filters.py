@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ssmd.engine.filters import Filters
-from ssmd.engine.sampling import Sampler, SamplingParams
+from ssmd.engine.sampling import Sampler
+from ssmd.engine.sampling_params import SamplingParams
 
 Floats = NDArray[np.float32]
 Probabilities = NDArray[np.float64]

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from ssmd.engine.engine import Engine
 from ssmd.engine.repetition import EVERYTHING, Repetition
 from ssmd.engine.request import Delta, Done, Event, Request
-from ssmd.engine.sampling import Sampler, SamplingParams
+from ssmd.engine.sampling import Sampler
+from ssmd.engine.sampling_params import SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import get_runtime
 from ssmd.sessions.store import Store

@@ -20,7 +20,8 @@ from keeping import whole as whole_of
 
 from ssmd.engine.engine import Engine
 from ssmd.engine.persistence import Persistence
-from ssmd.engine.sampling import Sampler, SamplingParams
+from ssmd.engine.sampling import Sampler
+from ssmd.engine.sampling_params import SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from ssmd.engine.sampling import Sampler, SamplingParams
+from ssmd.engine.sampling import Sampler
+from ssmd.engine.sampling_params import SamplingParams
 
 Floats = NDArray[np.float32]
 

@@ -40,7 +40,7 @@ from sqlalchemy import Connection, select
 
 from ssmd.engine.persistence import Persistence
 from ssmd.engine.request import Rejected
-from ssmd.engine.sampling import SamplingParams
+from ssmd.engine.sampling_params import SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
 from ssmd.sessions.files.transfer import Local, export_session, import_session
