@@ -23,6 +23,7 @@ import speculation
 import store_scale
 import structured
 import tiny
+import tool_turns
 from conftest import TinyArtifacts
 from llama_library import Library, LibraryError, Llama
 from prompt_lookup import Step, steps
@@ -192,3 +193,14 @@ def test_a_stream_of_libllama_is_its_prompt_and_its_tokens() -> None:
         peer.read([*prompt, *tokens])
         np.testing.assert_allclose(logits, peer.logits(-1), atol=0.02 * float(np.std(logits)))
     peer.close()
+
+
+@pytest.mark.full  # tests/whole/test_tool_turns.py sees the same of a daemon that is killed
+def test_tool_turns(
+    artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool_turns, "IDLE_S", 0.5)
+    tool_turns.main([str(artifacts["mamba-f32"])], answers=2)
+    printed = capsys.readouterr().out
+    assert "The session has every message." in printed
+    assert "2 of 2 valid" in printed
