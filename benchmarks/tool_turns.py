@@ -211,7 +211,8 @@ def show_turns(artifact: Path, folder: Path) -> None:
 
 def show_otherwise(artifact: Path, folder: Path) -> None:
     """Print what the result of a call costs that the model wrote in its own way."""
-    print("\n| a call | prompt + completion | prompt with its result | cached, killed right after the call | killed when idle |")
+    heads = ("a call", "prompt + completion", "prompt with its result", "cached, killed right after the call")
+    print(f"\n| {' | '.join(heads)} | killed when idle |")
     print("| --- | --- | --- | --- | --- |")
     with DaemonProcess(artifact, folder / "otherwise") as daemon:
         client = Client(daemon, daemon.get("/v1/models")[1]["data"][0]["id"], streams=False)
