@@ -40,6 +40,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+Budget = Annotated[int, Field(ge=0, le=MAX_INT)]
 Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Limit = Annotated[Count, BeforeValidator(lambda value: MAX_INT if value == -1 and type(value) is int else value)]
@@ -118,8 +119,9 @@ class ChatBody(Structured):
     chat_template_kwargs: Any = None
     enable_thinking: Any = None
     reasoning_effort: Any = None
-    thinking_budget: Count | None = None
-    thinking_token_budget: Count | None = None  # vLLM's name of it
+    thinking_budget: Budget | None = None
+    thinking_token_budget: Budget | None = None  # vLLM's name of it
+    reasoning_budget_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None  # llama.cpp's; -1: no bound
     # Accepted and without effect: they are for the books of whoever runs a hosted service.
     metadata: Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)] | None = None
     prompt_cache_key: ShortText | None = None
@@ -212,7 +214,11 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False, unrea
         truncate=truncate if body.truncation is None else body.truncation == "auto",
         given=given,
         grammar=grammar_of(body),
-        thinking_budget=_one_of(thinking_budget=body.thinking_budget, thinking_token_budget=body.thinking_token_budget),
+        thinking_budget=_one_of(
+            thinking_budget=body.thinking_budget,
+            thinking_token_budget=body.thinking_token_budget,
+            reasoning_budget_tokens=None if body.reasoning_budget_tokens == -1 else body.reasoning_budget_tokens,
+        ),
         tool_choice=read_tool_choice(body.tool_choice, body.parallel_tool_calls, given.tools),
     )
 

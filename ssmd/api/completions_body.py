@@ -34,7 +34,7 @@ _UNKNOWN_HERE = frozenset(
     (
         *("add_generation_prompt", "chat_template", "chat_template_kwargs", "documents", "enable_thinking"),
         *("include_reasoning", "parallel_tool_calls", "reasoning", "reasoning_effort"),
-        *("thinking_budget", "thinking_token_budget"),
+        *("reasoning_budget_tokens", "thinking_budget", "thinking_token_budget"),
     )
 )
 _WORD = [{"role": "user", "content": "x"}]  # for who reads the fields of chat, which has messages

@@ -65,8 +65,15 @@ class _Words:
         def work(engine: Engine) -> dict[str, Any]:
             words = engine.words
             ids = words.ids(
-                body.content, begin=bool(body.add_special), controls=body.parse_special is not False, param="content"
+                body.content,
+                begin=bool(body.add_special),
+                controls=body.parse_special is not False,
+                param="content",
+                at_most=MAX_TOKENS,
             ).tolist()
+            if len(ids) > MAX_TOKENS:
+                said = f"content comes to more than {MAX_TOKENS} tokens; send it in parts"
+                raise Rejected(said, code="invalid_value", param="content")
             if not body.with_pieces:
                 return {"tokens": ids}
             return {"tokens": [{"id": token, "piece": _piece(words.piece(token))} for token in ids]}

@@ -69,6 +69,7 @@ class Choice:
         self._thought = 0  # tokens of reasoning
         self._bound: deque[int] = deque()  # tokens that come next, whatever the logits say
         self._calls: list[tuple[str, str, list[str]]] = []  # id, name, arguments
+        self._end_thinking(0)
 
     def take(self, logits: Logits) -> Sequence[Delta]:
         """Sample from `logits` [vocab]; what is to be sent. Sets `end` when this choice is over."""
@@ -152,11 +153,15 @@ class Choice:
         self._sampler.skip(token)
         return Sample(token, None, ())
 
-    def _end_thinking(self) -> None:
-        """Have reasoning end when its budget is spent."""
-        self._thought += self._reader.thinks
-        if self._reader.thinks and self._thought == self._request.thinking_budget:
+    def _end_thinking(self, tokens: int = 1) -> None:
+        """Have reasoning end when its budget is spent. tokens: that came since."""
+        budget = self._request.thinking_budget
+        if budget is None or not self._reader.thinks or self._thought > budget:
+            return
+        self._thought += tokens
+        if self._thought >= budget:
             self._bound.extend(self._calling.think_end)
+            self._thought = budget + 1
 
     def _say(self, token: int) -> tuple[list[Part], bool]:
         """Add a token; what is told with it, and whether that reaches a stop string."""

@@ -109,7 +109,7 @@ class Engine:
             lengths = self.program.buckets
             short = [b for b in lengths if b <= BUCKET_WHILE_OTHERS_DECODE] or lengths[:1]
             tokens = [0, *short][-2] + 1  # as few as run the longest of these: more might need a larger KV tier
-            steps = [once(self._planner.warm_up), self._persistence.warm_up(tokens)]
+            steps = [once(self._planner.warm_up), self._persistence.warm_up(tokens), self._grammars.warm_up()]
         self._worker.start(WarmUp(steps))
 
     def check(self, client: str) -> None:

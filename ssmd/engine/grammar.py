@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ssmd.engine.request import Grammar, Rejected
 from ssmd.engine.schema import check_size, place_of
+from ssmd.engine.warmup import Steps
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -68,6 +69,15 @@ class Grammars:
             raise Rejected(f"{param}: {why}", code=code, param=param)
         return guide
 
+    def warm_up(self) -> Steps:
+        """Make what the first grammar needs: others' answers would have to wait for it, tenths of a second."""
+        with self._making:
+            _ = self._tokens
+        yield
+        with self._making:
+            _ = self._known
+        yield
+
     @cached_property
     def _lead(self) -> str:
         """What the first token of an answer has in front, and its text has not."""
@@ -78,10 +88,13 @@ class Grammars:
     def _known(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
-        size = max(self._vocabulary, self._stop_tokens[-1] + 1)
-        vocabulary = _Vocabulary(self._tokenizer, self._stop_tokens, size)
         # It takes anything that is like its own TokenizerWrapper.
-        return LLTokenizer(vocabulary, n_vocab=size, eos_token=self._stop_tokens)  # type: ignore[arg-type]
+        tokens: Any = self._tokens
+        return LLTokenizer(tokens, n_vocab=len(tokens.tokens), eos_token=self._stop_tokens)
+
+    @cached_property
+    def _tokens(self) -> _Vocabulary:
+        return _Vocabulary(self._tokenizer, self._stop_tokens, max(self._vocabulary, self._stop_tokens[-1] + 1))
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:

@@ -170,7 +170,7 @@ def test_reasoning_without_end_is_no_content(tiny: Daemon) -> None:
     assert choice["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("name", ["thinking_budget", "thinking_token_budget"])
+@pytest.mark.parametrize("name", ["thinking_budget", "thinking_token_budget", "reasoning_budget_tokens"])
 def test_reasoning_ends_with_its_budget(tiny: Daemon, name: str) -> None:
     said = "<think>\n" + "On and on. " * 12
     budget: dict[str, Any] = {name: 8}
@@ -184,6 +184,17 @@ def test_reasoning_ends_with_its_budget(tiny: Daemon, name: str) -> None:
     budget[name] = 100
     within = choice_of(ask(tiny, "<think>\nSo.\n</think>\n\nYes.", **budget))
     assert (within["message"]["reasoning_content"], within["message"]["content"]) == ("So.", "Yes.")
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_without_a_budget_nothing_is_thought(tiny: Daemon, opened: bool) -> None:
+    said = "On and on. " * 12
+    begun = [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "<think>"}]
+    scripted(tiny, said if opened else f"<think>{said}")
+    asked: dict[str, Any] = {"messages": begun} if opened else {}
+    choice = choice_of(tiny.chat(max_tokens=30, logit_bias={}, thinking_budget=0, store=False, **asked))
+    assert "reasoning_content" not in choice["message"]
+    assert choice["message"]["content"]
 
 
 def test_log_probabilities_are_of_what_is_said(tiny: Daemon) -> None:

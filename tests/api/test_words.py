@@ -50,6 +50,11 @@ def test_there_and_back(text: str, tiny: Daemon) -> None:
     assert said == text.encode()
 
 
+def test_what_comes_to_too_many_tokens_is_not_read_to_its_end(tiny: Daemon) -> None:
+    answer = ask(tiny, "/tokenize", content="a b " * 200_000)
+    assert (answer.status, answer.error["param"]) == (400, "content")
+
+
 def test_control_tokens_count_unless_they_are_not_to(tiny: Daemon) -> None:
     control = "<|im_start|>"
     [one] = tokens(tiny, control)

@@ -403,6 +403,15 @@ def test_the_program_is_warmed_up_when_nobody_comes(
     asked_at_once.shutdown(0)
 
 
+def test_the_first_grammar_finds_its_table_made_when_nobody_came_before_it(
+    loaded: tuple[Artifact, Program], store: Store
+) -> None:
+    idle = OwnEngine(*loaded, store)
+    idle.start(warm_up=True)
+    soon(lambda: "_known" in vars(idle._grammars))
+    idle.shutdown(0)
+
+
 def yesterday(loaded: tuple[Artifact, Program], store: Store) -> Answer:
     """Two conversations with another engine. What the last of them was answered."""
     before = OwnEngine(*loaded, store)

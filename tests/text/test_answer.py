@@ -54,6 +54,15 @@ def test_nor_where_a_call_is_damaged(name: str, more: str, data: st.DataObject) 
         assert whole.said == whole.content == damaged
 
 
+@pytest.mark.parametrize("format_", [one for one in FORMATS if one.closing], ids=lambda one: one.name)
+def test_a_part_of_the_last_marker_is_none_of_the_content(format_: Format) -> None:
+    written = format_.written
+    call = f"{written.opening}{written.before}f{written.middle}{{}}{written.after}{written.closing}"
+    for cut in range(len(format_.closing)):
+        found = read(format_, [call[: len(call) - len(format_.closing) + cut]])
+        assert (found.said, found.calls) == ("", [("f", "{}", True)])
+
+
 @settings(deadline=None)
 @given(formats, texts)
 def test_a_text_without_calls_and_reasoning_is_as_it_was(format_: Format | None, text: str) -> None:

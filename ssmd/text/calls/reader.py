@@ -102,6 +102,8 @@ class CallReader:
         """Nothing more comes: what was held back is told as what it is by now."""
         if self._body is not None:
             self._end_body(out)
+        if self._state == "after":
+            self._held = ""  # a part of the call's last marker
         self._release(out)
         if not self._over:
             self._say("", out)
