@@ -21,7 +21,7 @@ MAX_XTC_THRESHOLD = 0.5  # two tokens cannot both have more
 _PICKS = 128  # tokens, as probable as they are, whose keys tell where about the end is
 _SLACK = 8  # of them, to both sides
 _SOME = 256
-_LEAST = 1e-30  # weight of a token that may be drawn
+LEAST = 1e-30  # weight of a token that may be drawn
 _LEAST_SCALED = np.float32(-1e4)  # instead of -inf, which times 0 is no number
 
 Floats = NDArray[np.float32]
@@ -61,7 +61,7 @@ class Filters:
     def _leave_out_top(self, weights: Floats) -> None:
         if self.xtc_threshold > MAX_XTC_THRESHOLD:
             return
-        top = np.flatnonzero(weights >= max(self.xtc_threshold * weights.sum(dtype=np.float64), _LEAST))
+        top = np.flatnonzero(weights >= max(self.xtc_threshold * weights.sum(dtype=np.float64), LEAST))
         if top.size > 1:
             stays = top[np.flatnonzero(weights[top] == weights[top].min())[-1]]  # of some equal ones the last
             weights[top[top != stays]] = 0
@@ -84,7 +84,7 @@ def _keep_least(keys: Floats, weights: Floats, share: float) -> None:
 
     Ties: lower id first. One stays at least. All keys are never sorted.
     """
-    missing = max(share * float(weights.sum(dtype=np.float64)), _LEAST)
+    missing = max(share * float(weights.sum(dtype=np.float64)), LEAST)
     low, high = _bracket(keys, weights, share)
     sure = keys <= low
     mass = float(np.dot(weights, sure))

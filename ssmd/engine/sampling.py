@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.engine.dry import DryPenalty
-from ssmd.engine.filters import Filters, nearness
+from ssmd.engine.filters import LEAST, Filters, nearness
 from ssmd.engine.frequency import Frequency
 from ssmd.engine.repetition import Repetition
 from ssmd.engine.sampling_params import SamplingParams
@@ -215,7 +215,7 @@ class Sampler:
         keys = nearness(self._scaled(rows, highest), weights)
         columns = np.cumsum(sums, dtype=np.float64)
         token = self._pick(weights, sums, columns)
-        return self._within(token, keys, weights, self.params.typical_p * float(columns[-1]))
+        return self._within(token, keys, weights, max(self.params.typical_p * float(columns[-1]), LEAST))
 
     def _scaled(self, rows: Floats, highest: float) -> Floats:
         """(logit - highest) / temperature, in a place of its own."""

@@ -128,6 +128,13 @@ def test_what_asks_for_nothing_changes_nothing(tiny: Daemon, fields: dict[str, A
             "frequency_penalty": st.sampled_from([-2, 2]),
             "presence_penalty": st.sampled_from([-1, 2]),
             "logprobs": st.just(True),
+            "typical_p": st.sampled_from([0, 0.4]),
+            "xtc_probability": st.just(1),
+            "xtc_threshold": st.sampled_from([0, 0.05]),
+            "dry_multiplier": st.just(2),
+            "dry_allowed_length": st.just(1),
+            "dry_sequence_breakers": st.just([":"]),
+            "logit_bias": st.sampled_from([{"5": 100}, {"90": -100, "3": 100}]),
         },
     ),
 )

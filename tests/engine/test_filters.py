@@ -137,3 +137,12 @@ def test_what_is_impossible_is_never_drawn() -> None:
 
 
 _NONE = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("fields", [{"typical_p": 0.0}, {"top_p": 0.0}, {"typical_p": 0.0, "top_p": 0.0}])
+def test_a_share_of_nothing_leaves_one(fields: dict[str, Any]) -> None:
+    sampler = Sampler(SamplingParams(seed=3, **fields))
+    for likely in (1, 2, 100):
+        logits = np.full(128, -50, np.float32)
+        logits[:likely] = 0
+        assert sampler.sample(logits).token < likely
