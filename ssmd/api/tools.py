@@ -38,7 +38,13 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     if len(value) > MAX_TOOLS:
         what = f"{where} has {len(value)} tools, at most {MAX_TOOLS} are possible"
         raise Rejected(what, code="invalid_value", param=where)
-    return tuple(_tool(tool, f"{where}[{i}]") for i, tool in enumerate(value))
+    tools = tuple(_tool(tool, f"{where}[{i}]") for i, tool in enumerate(value))
+    named: dict[str, Any] = {}
+    for i, tool in enumerate(tools):
+        if named.setdefault(tool["function"]["name"], tool) != tool:  # whose schema would a call be valid by
+            at = f"{where}[{i}].function.name"
+            _wrong(at, "is the name of another tool", tool["function"]["name"])
+    return tools
 
 
 def _tool(tool: Any, where: str) -> Mapping[str, Any]:
