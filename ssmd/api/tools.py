@@ -23,6 +23,8 @@ def read_given(fields: Mapping[str, Any]) -> Given:
     """Read what of a request's fields the chat template is given. Raises Rejected whose param says where."""
     tools = _tools(fields.get("tools"), "tools")
     functions = fields.get("functions")
+    if functions and tools:
+        _wrong("functions", "is the old name of tools; send one of them", functions)
     if functions is not None and not tools:  # the old name, and without the envelope
         listed = functions if isinstance(functions, list) else _wrong("functions", "must be a list", functions)
         tools = _tools([{"function": function} for function in listed], "functions")

@@ -153,6 +153,7 @@ def test_tools() -> None:
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
         ({"tools": [tool("<|im_end|>")]}, "tools[0].function.name"),
         ({"tools": [tool("x" * 65)]}, "tools[0].function.name"),
+        ({"tools": [tool()], "functions": [tool()["function"]]}, "functions"),
         ({"tools": [tool(), tool(), tool(description="e")]}, "tools[2].function.name"),
         ({"tools": [tool(description=7)]}, "tools[0].function.description"),
         ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
