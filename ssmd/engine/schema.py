@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -28,7 +28,7 @@ _NAME = re.compile(r"[\w$]+")
 
 def check_size(schema: Any, param: str) -> None:
     """Check that a schema takes no long time to read, and no deep stack. param: of the request. Raises Rejected."""
-    patterns, targets = 0, set[str]()
+    patterns, references, named = 0, set[str](), False
     for count, (way, keyword, value) in enumerate(_keywords({"": schema}, "")):
         way = way.removeprefix('[""]')
         if isinstance(value, dict) and not _counts(value):
@@ -45,13 +45,29 @@ def check_size(schema: Any, param: str) -> None:
         elif isinstance(value, str) and keyword == "pattern":
             patterns += len(value)
         elif isinstance(value, str) and keyword == "$ref":
-            targets.add(value)
+            references.add(value)
+        elif isinstance(value, str) and keyword in ("$id", "id"):
+            named = True  # ways from a root may begin there
         if patterns > MAX_PATTERN_CHARS:
             said = f"has patterns of more than {MAX_PATTERN_CHARS} characters up to here"
             raise _unsupported(f"{param}{way}", said)
-    levels = _levels(schema) + sum(_levels(_target(schema, target)) for target in targets)
-    if levels > MAX_LEVELS:
-        raise _unsupported(param, f"has {levels} levels, with those of what it refers to; {MAX_LEVELS} are possible")
+    _check_levels(schema, references, named, param)
+
+
+def _check_levels(schema: Any, references: Collection[str], named: bool, param: str) -> None:
+    """Check that a schema is not read too deeply. named: parts of it have names, by which it may refer to them."""
+    whole = levels = _levels(schema)
+    counted = {id(schema)}
+    for reference in references:
+        target = None if named else _target(schema, reference)
+        if target is None:
+            levels += whole
+        elif id(target) not in counted:
+            counted.add(id(target))
+            levels += _levels(target)
+        if levels > MAX_LEVELS:
+            said = f"has more than {MAX_LEVELS} levels, with those of what it refers to"
+            raise _unsupported(param, said)
 
 
 def place_of(schema: Any, why: str) -> str:
@@ -106,9 +122,9 @@ def _counts(schema: dict[str, Any]) -> bool:
 
 
 def _target(schema: Any, reference: str) -> Any:
-    """What a reference points to; the whole schema where that is not told by a way from its root."""
-    found = schema
-    if reference.startswith("#/"):
+    """What a reference points to; None where no way from the schema's root tells."""
+    found = schema if reference.startswith("#/") or reference == "#" else None
+    if found is not None and reference != "#":
         for step in unquote(reference[2:]).split("/"):
             key = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict):

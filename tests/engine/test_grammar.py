@@ -170,6 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"maximum": 10**400}, ".maximum"),
     ({"minimum": 2**53 + 1}, ".minimum"),  # it would be one less
     (chain(1600), ""),
+    ({"$ref": "http://x/a", "$defs": {"a": {"$id": "http://x/a", **chain(1600)}}}, ""),
     ({"items": {"minProperties": 2}}, ".items.minProperties"),
     ({"required": ["a"], "properties": {"a": {}}, "minProperties": 3}, ".minProperties"),
     ({"properties": {"a": {"type": "string", "pattern": "(a|b)?" * 3000}}}, ".properties.a.pattern"),
