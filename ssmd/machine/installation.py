@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shlex
@@ -33,7 +34,8 @@ def to_add(*extras: str) -> str:
     """The command that adds extras: a clone's own script, else pip with the packages that they stand for, as ssmd
     itself may be on no index."""
     if _in_a_clone():
-        return f"scripts/setup {' '.join(extras)}"
+        setup = r"powershell -ExecutionPolicy Bypass -File scripts\setup.ps1" if os.name == "nt" else "scripts/setup"
+        return f"{setup} {' '.join(extras)}"
     packages = dict.fromkeys(package for name in extras for package in extra(name))
     return to_install(*packages) if packages else f"pip install 'WHEEL[{','.join(extras)}]', with ssmd's wheel"
 
