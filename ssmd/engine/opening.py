@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 _KEPT_TEXTS = 2  # tokenizers of 20 to 60 MB, which take a tenth of a second and more to read
 
 
-def open_host(settings: Settings, model: str | None, *, keep: bool) -> Host:
-    """Host `model`, or all that are installed, and load what is to be there at the start. `keep` False: no store,
-    nothing is written down.
+def open_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool = False) -> Host:
+    """Host `model`, or all that are installed, and load what is to be there at the start: a model that is alone, but
+    with `lazy` only where it was named. `keep` False: no store, nothing is written down.
 
     Raises Rejected where that cannot be loaded, ModelError, ArtifactError, StoreError or SettingsError.
     """
@@ -42,7 +42,7 @@ def open_host(settings: Settings, model: str | None, *, keep: bool) -> Host:
     there = shelf.models()
     if not there:
         resolve(None, settings.models_dir)  # which says what to do
-    alone = len(there) == 1
+    alone = len(there) == 1 and not (lazy and model is None)
     numbers, writer = Metrics(), None
     if keep:
         settings.prepare()

@@ -53,9 +53,9 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def hosting(models: Path, model: str | None = None, **settings: Any) -> Iterator[Host]:
+def hosting(models: Path, model: str | None = None, lazy: bool = False, **settings: Any) -> Iterator[Host]:
     given = {"models_dir": models, "data_dir": models.parent / "data", "threads": 1, **settings}
-    host = open_host(Settings(**given), model, keep=True)
+    host = open_host(Settings(**given), model, keep=True, lazy=lazy)
     host.ready()
     try:
         yield host
@@ -101,6 +101,16 @@ def test_a_runtime_that_is_asked_for_is_the_only_one(models: Path) -> None:
     with hosting(models, "llama") as host:
         assert [model.id for model in host.shelf.models()] == [LLAMA]
         assert host.live().models[0]["idle_until"] is None, "and stays"
+
+
+def test_a_daemon_that_was_started_for_no_model_loads_none(models: Path) -> None:
+    """Though only one is installed: the system starts it with the machine, and maybe nobody asks."""
+    with hosting(models, runtime="openvino", lazy=True) as host:
+        assert loaded(host) == set()
+        lent(host, OTHER).release()
+        assert host.live().models[0]["idle_until"] is not None, "it goes again"
+    with hosting(models, "llama", lazy=True) as host:
+        assert loaded(host) == {LLAMA}, "it was named"
 
 
 def test_a_model_loads_once_for_all_who_ask_and_goes_when_it_is_idle(models: Path) -> None:

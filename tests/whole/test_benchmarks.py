@@ -19,6 +19,7 @@ import operators
 import pytest
 import rendering
 import sampling
+import service
 import speculation
 import store_scale
 import structured
@@ -87,6 +88,17 @@ def test_host(
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(printed) == 2 + 11, printed
     assert all(float(line.split("|")[2]) >= 0 for line in printed[2:])
+
+
+def test_service(artifacts: TinyArtifacts, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An idle daemon looks around once a second; uvicorn's own loop does it ten times."""
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / artifacts["llama-f32"].name).symlink_to(artifacts["llama-f32"])
+    service.main("llama", tmp_path, rounds=1, watched_s=3)
+    printed = capsys.readouterr().out
+    assert re.search(r"^\| when asked for \| \d+ \| \d+ \|", printed, re.MULTILINE)
+    [woken] = re.findall(r"waits that ended in 3 s, of all threads \| (\d+)", printed)
+    assert int(woken) < 15
 
 
 def test_runtimes_of_three_kinds(
