@@ -29,8 +29,8 @@ from resume import story
 
 from ssmd.config import Settings
 from ssmd.installed import resolve
+from ssmd.machine.threads import default_threads
 from ssmd.model.artifact import Artifact
-from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.text.tokenizer import Tokenizer
 
 CLIENTS = (1, 4, 8, 16)

@@ -25,11 +25,11 @@ from typing import Any, Protocol
 from daemon_process import conditions
 from llama_library import Library, Llama
 
+from ssmd.machine.threads import default_threads
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.bench import weights_bytes
 from ssmd.runtime.hoststate.program import FlatProgram
-from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import get_runtime
 from ssmd.runtime.weightread import WeightRead
 

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from daemon_process import conditions
 
+from ssmd.machine.threads import default_threads
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.signatures import LANES, lanes_name
-from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import get_runtime
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from llama_server import LlamaServer
 
 from ssmd.config import Settings
 from ssmd.installed import resolve
+from ssmd.machine.threads import default_threads
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
-from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import Program, get_runtime
 
 ROUNDS = 5

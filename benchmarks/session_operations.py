@@ -27,10 +27,10 @@ from resume import story
 
 from ssmd.config import Settings
 from ssmd.installed import resolve
+from ssmd.machine.threads import default_threads
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import State
 from ssmd.runtime import buckets
-from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import Program, get_runtime
 from ssmd.text.tokenizer import Tokenizer
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ssmd.daemon import discovery
 from ssmd.daemon.discovery import Address, DaemonError
+from ssmd.machine.process import started
 from ssmd_tray.view import plain
 
 LONGEST_S = 300.0  # a model that is loaded at the start
@@ -39,17 +40,10 @@ def command_of(process: int) -> Command | None:
     """How a daemon was started: its command, folder and environment; None where the system does not tell, or it is no
     `ssmd serve`. Linux tells.
     """
-    place = Path("/proc") / str(process)
-    try:
-        arguments = tuple(os.fsdecode(one) for one in (place / "cmdline").read_bytes().split(b"\0")[:-1])
-        lines = (place / "environ").read_bytes().split(b"\0")
-        folder = (place / "cwd").resolve(strict=True)
-    except OSError:
+    found = started(process)
+    if found is None or "serve" not in found.arguments:
         return None
-    if "serve" not in arguments:
-        return None
-    variables = dict(os.fsdecode(line).split("=", 1) for line in lines if b"=" in line)
-    return Command(arguments, folder, variables)
+    return Command(found.arguments, found.folder, found.variables)
 
 
 def start(data_dir: Path, command: Command, longest_s: float = LONGEST_S) -> Address:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssmd.machine.processor import cpu_name
+from ssmd.machine.threads import default_threads
 from ssmd.runtime.hoststate.graph import Graph, GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
-from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
 from ssmd_litert import greeting, lanes
 from ssmd_litert.library import LibraryGraph, package_version, problem

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ssmd.machine.processor import cpu_name
-from ssmd.runtime.hoststate.threads import default_threads
+from ssmd.machine.threads import default_threads
 from ssmd.runtime.protocol import Device
 
 NPU_DRIVER = "https://github.com/intel/linux-npu-driver/releases"

@@ -20,9 +20,9 @@ from ssmd import __version__
 from ssmd.machine.memory import most_resident
 from ssmd.machine.processor import cpu_name
 from ssmd.machine.size import show_size
+from ssmd.machine.threads import default_threads
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.execution import execute, shown, told
-from ssmd.runtime.hoststate.threads import default_threads
 from ssmd_openvino import library
 from ssmd_openvino.runtime import PLUGINS, WEIGHTS, OpenVINORuntime, compiler_of, ways
 

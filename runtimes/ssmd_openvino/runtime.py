@@ -12,10 +12,10 @@ from ssmd.machine.installation import to_install
 from ssmd.machine.memory import available, drop_mapped, trim
 from ssmd.machine.processor import cpu_name
 from ssmd.machine.size import show_size
+from ssmd.machine.threads import default_threads
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.signatures import lanes_name
-from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
 from ssmd.runtime.trial import probed
 from ssmd_openvino import library

@@ -6,26 +6,93 @@ import contextlib
 import os
 import platform
 import re
+import subprocess
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 
 MOST_THREADS = 256  # that anyone may ask of a runtime: more is a mistake, and a library would try to start them
+# Of /proc/cpuinfo on ARM, which has no names: who made a core, and which of ARM's own it is (as `lscpu` has them).
+_MAKERS = {0x41: "ARM", 0x46: "Fujitsu", 0x48: "HiSilicon", 0x4E: "NVIDIA", 0x51: "Qualcomm", 0x61: "Apple"}
+_ARM, _CORES = (
+    0x41,
+    {
+        0xD03: "Cortex-A53",
+        0xD04: "Cortex-A35",
+        0xD05: "Cortex-A55",
+        0xD07: "Cortex-A57",
+        0xD08: "Cortex-A72",
+        0xD09: "Cortex-A73",
+        0xD0A: "Cortex-A75",
+        0xD0B: "Cortex-A76",
+        0xD0C: "Neoverse-N1",
+        0xD0D: "Cortex-A77",
+        0xD40: "Neoverse-V1",
+        0xD41: "Cortex-A78",
+        0xD44: "Cortex-X1",
+        0xD46: "Cortex-A510",
+        0xD47: "Cortex-A710",
+        0xD48: "Cortex-X2",
+        0xD49: "Neoverse-N2",
+        0xD4D: "Cortex-A715",
+        0xD4E: "Cortex-X3",
+        0xD4F: "Neoverse-V2",
+        0xD80: "Cortex-A520",
+        0xD81: "Cortex-A720",
+        0xD82: "Cortex-X4",
+    },
+)
+_WANTED = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm", "sve")  # of vector extensions
+_LIMIT_S = 5.0  # for a command of the system
 
 
 def cpu_name() -> str:
     """What tells processors apart on which a graph may round differently: model name and vector extensions."""
-    name, flags = platform.processor() or platform.machine(), ""
+    if sys.platform == "darwin" and (name := sysctl("machdep.cpu.brand_string")):
+        return name
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return name
-    if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+        text = ""
+    return name_in(text, platform.processor() or platform.machine())
+
+
+def name_in(cpuinfo: str, machine: str) -> str:
+    """What `cpu_name` says where /proc/cpuinfo reads so; `machine` is what is known without it."""
+    name, flags = machine, ""
+    if found := re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE):
         name = found[1].strip()
-    if found := re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE):
-        wanted = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm", "sve")
-        flags = "+".join(w for w in wanted if w in found[1].split())
+    if cores := _arm_cores(cpuinfo):
+        name = f"{machine} {' and '.join(cores)}"
+    if found := re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE):
+        flags = "+".join(w for w in _WANTED if w in found[1].split())
     return f"{name} {flags}".strip()
+
+
+def _arm_cores(cpuinfo: str) -> list[str]:
+    """The kinds of cores that an ARM processor has, sorted: "ARM Cortex-A55"; by number where none has a name here."""
+    makers = re.findall(r"^CPU implementer\s*:\s*(0x[0-9a-f]+)$", cpuinfo, re.MULTILINE | re.IGNORECASE)
+    parts = re.findall(r"^CPU part\s*:\s*(0x[0-9a-f]+)$", cpuinfo, re.MULTILINE | re.IGNORECASE)
+    kinds = {(int(maker, 16), int(part, 16)) for maker, part in zip(makers, parts, strict=False)}
+
+    def named(maker: int, part: int) -> str:
+        core = _CORES.get(part, "") if maker == _ARM else ""
+        return f"{_MAKERS.get(maker, f'{maker:#x}')} {core or f'{part:#05x}'}"
+
+    return sorted(named(*kind) for kind in kinds)
+
+
+@cache
+def sysctl(name: str) -> str:
+    """A value that the kernel of macOS tells, or "" where it tells none."""
+    try:
+        done = subprocess.run(
+            ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=True, timeout=_LIMIT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
 
 
 def give_way() -> None:

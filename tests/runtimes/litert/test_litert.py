@@ -22,12 +22,12 @@ from flat_programs import altered, conversation, silent, stale
 
 from ssmd.build.builder import BuildError
 from ssmd.machine.processor import cpu_name
+from ssmd.machine.threads import default_threads
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import State
 from ssmd.runtime.hoststate.buffers import ALIGNMENT, Snapshots, aligned, carve, stack_bytes, stacked
 from ssmd.runtime.hoststate.graph import GraphError, Tensor
 from ssmd.runtime.hoststate.program import FlatProgram
-from ssmd.runtime.hoststate.threads import default_threads
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable
 from ssmd_litert.calls import LibraryCall
 from ssmd_litert.capacity import open_capacity

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+from ssmd.machine.processor import sysctl
 
 MOST_BY_DEFAULT = 8  # beyond that a decode step waits for memory, not for cores
 _SYSTEM = Path("/sys")
@@ -15,7 +18,10 @@ def default_threads() -> int:
 
 
 def _cores() -> int:
-    """Two hardware threads of one core share the unit that does the work: they count once."""
+    """Two hardware threads of one core share the unit that does the work: they count once. Of a Mac's cores the fast
+    ones count alone: a step waits for the slowest."""
+    if sys.platform == "darwin" and (fast := sysctl("hw.perflevel0.physicalcpu")).isdecimal():
+        return int(fast)
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cpus = os.sched_getaffinity(0)
