@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import platformdirs
 from pydantic import AfterValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ssmd.machine import folder, hosts
+from ssmd.machine import folder, homes, hosts
 from ssmd.machine.duration import parse_duration
 from ssmd.machine.processor import MOST_THREADS
 from ssmd.machine.settingsfile import read_settings
@@ -59,7 +58,7 @@ def use_file(path: Path) -> None:
 def config_file() -> Path:
     """Where the settings file is looked for. It need not exist unless SSMD_CONFIG names it."""
     named = os.environ.get(f"{PREFIX}CONFIG")
-    return Path(named).expanduser() if named else Path(platformdirs.user_config_dir("ssmd")) / "config.toml"
+    return Path(named).expanduser() if named else homes.settings() / "config.toml"
 
 
 def _default_models_dir(settings: dict[str, Any]) -> Path:
@@ -79,7 +78,7 @@ class Settings(BaseSettings):
     )
 
     data_dir: AbsolutePath = Field(
-        default_factory=lambda: Path(platformdirs.user_data_dir("ssmd")),
+        default_factory=homes.data,
         validate_default=True,
         description="sessions and, unless models_dir says otherwise, models; default: the platform's own, such as "
         "`~/.local/share/ssmd`",

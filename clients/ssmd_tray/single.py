@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ssmd.machine.folder import make_private
 from ssmd.machine.lockfile import lock
+from ssmd.machine.privatefile import NOLINK
 
 LOCK = "tray.lock"
 SOCKET = "tray.sock"
@@ -26,8 +27,7 @@ class Single:
     def take(data_dir: Path) -> Single | None:
         """Be the tray of a data directory, made if it is missing; None if another process is. Raises OSError."""
         make_private(data_dir)
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-        descriptor = os.open(data_dir / LOCK, flags, 0o600)
+        descriptor = os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | NOLINK, 0o600)
         try:
             if lock(descriptor):
                 return Single(descriptor)

@@ -199,7 +199,7 @@ def read_keys(file: Path) -> tuple[Key, ...]:
 
 def _read(file: Path) -> str:
     """The text of a file that nobody else can read or change. Raises SettingsError."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)  # a pipe is not waited for
+    flags = os.O_RDONLY | privatefile.PLAIN | getattr(os, "O_NONBLOCK", 0)  # a pipe is not waited for
     try:
         with os.fdopen(os.open(file, flags), "rb") as opened:
             found = os.fstat(opened.fileno())

@@ -62,8 +62,7 @@ def _opened(file: Path, flags: int) -> int:
             raise PermissionError("it is no regular file")
         if privatefile.of_another_user(found):
             raise PermissionError(f"it belongs to user {found.st_uid}")
-        if hasattr(os, "fchmod"):
-            os.fchmod(descriptor, 0o600)
+        privatefile.close_to_others(descriptor)
     except BaseException:
         os.close(descriptor)
         raise

@@ -68,7 +68,7 @@ def announce(data_dir: Path, address: Address) -> None:
     new = data_dir / _NEW
     with contextlib.suppress(FileNotFoundError):  # of one that was killed
         new.unlink()
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | privatefile.PLAIN, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(written, file)
@@ -102,7 +102,7 @@ def running(data_dir: Path) -> int | None:
     """
     try:
         found = data_dir.stat()
-        if hasattr(os, "getuid") and found.st_uid != os.getuid():
+        if not privatefile.owned(found):
             raise DaemonError(f"{data_dir} belongs to user {found.st_uid}, whose daemon is not yours to ask")
         return holder(data_dir / LOCK_FILE)
     except (FileNotFoundError, NotADirectoryError):
@@ -207,6 +207,4 @@ def _is_own_socket(path: str) -> bool:
         found = os.lstat(path)
     except (OSError, ValueError):  # Windows has no Unix sockets, so none is found there
         return False
-    return (
-        os.path.isabs(path) and stat.S_ISSOCK(found.st_mode) and hasattr(os, "getuid") and found.st_uid == os.getuid()
-    )
+    return os.path.isabs(path) and stat.S_ISSOCK(found.st_mode) and privatefile.owned(found)

@@ -75,8 +75,7 @@ class LogFile(RotatingFileHandler):
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise PermissionError(f"{self.baseFilename} is no regular file")
-            if hasattr(os, "fchmod"):
-                os.fchmod(descriptor, 0o600)
+            privatefile.close_to_others(descriptor)
             return open(descriptor, "a", encoding=self.encoding, errors=self.errors)
         except BaseException:
             os.close(descriptor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import platformdirs
+from ssmd.machine import homes
 
 
 def data_dir(flag: Path | None) -> Path:
@@ -16,7 +16,7 @@ def data_dir(flag: Path | None) -> Path:
     _check_variables()
     given = flag or _variable("SSMD_DATA_DIR")
     if given is None and not _settled():
-        given = Path(platformdirs.user_data_dir("ssmd"))
+        given = homes.data()
     if given is None:
         from ssmd.config import Settings
 
@@ -60,4 +60,4 @@ def _settled() -> bool:
     named = ("SSMD_CONFIG", "SSMD_DATA_DIR", "SSMD_MODELS_DIR")
     if any(name.upper() in named and (name == "SSMD_CONFIG" or name not in named) for name in os.environ):
         return True
-    return (Path(platformdirs.user_config_dir("ssmd")) / "config.toml").exists()
+    return (homes.settings() / "config.toml").exists()

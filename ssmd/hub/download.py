@@ -18,6 +18,7 @@ import httpx2
 
 from ssmd.hub import hub
 from ssmd.hub.hub import HubError, HubFile, HubUnreachable
+from ssmd.machine.privatefile import NOLINK, owned
 from ssmd.machine.size import show_size
 
 WAITS_S = (0.5, 1.0, 2.0, 4.0)  # before each further attempt; then it is given up
@@ -193,8 +194,7 @@ def check_room(missing: int, folder: Path, other: str) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-    descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NOLINK, 0o666)
     try:
         yield descriptor
     finally:
@@ -210,7 +210,7 @@ def held(partial: Path, name: str) -> Iterator[None]:
     with suppress(FileExistsError):
         partial.mkdir()
     found = partial.lstat()
-    if not stat.S_ISDIR(found.st_mode) or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
+    if not stat.S_ISDIR(found.st_mode) or not owned(found):
         raise HubError(f"{partial} is in the way and not a folder of yours: remove it")
     lock = filelock.FileLock(partial / LOCK, timeout=0)
     try:

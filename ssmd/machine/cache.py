@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 
-import platformdirs
 import xxhash
 
+from ssmd.machine import homes
+
 log = logging.getLogger(__name__)
+_HELD = sys.platform == "win32"  # a file that is open cannot be given another name, nor taken away
 _BLOCK = 1 << 20  # bytes; what is read stays in the processor's cache
 
 
 def cache_folder() -> Path:
     """The folder of caches: SSMD_CACHE_DIR, else the user's own."""
-    return Path(os.environ.get("SSMD_CACHE_DIR") or platformdirs.user_cache_dir("ssmd"))
+    return Path(os.environ.get("SSMD_CACHE_DIR") or homes.caches())
 
 
 class CachedFile:
-    """A file and, in another beside it, its size and checksum. It is written under another name and put in place whole.
+    """A file and, in another beside it, its size and checksum. It is written under another name and put in place whole;
+    on Windows, where no file is moved that a library still holds, it keeps that name, and the one beside it says so.
 
     Nothing here raises for a folder that cannot be written to: the log says what that costs.
     """
@@ -36,7 +41,10 @@ class CachedFile:
         """Whether the file is there and as it was written."""
         try:
             seal = json.loads(self._seal.read_text())
-            if not isinstance(seal, dict) or self.path.stat().st_size != seal.get("size"):
+            if not isinstance(seal, dict):
+                return False
+            self.path = self.path.with_name(str(seal.get("file", self.path.name)))
+            if self.path.stat().st_size != seal.get("size"):
                 return False
             if "sha256" not in seal:
                 return _checksum(self.path) == seal.get("xxh3")
@@ -51,8 +59,9 @@ class CachedFile:
         """A name to write to, where nothing is yet. None: go without."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fresh = self.path.with_name(f"{self.path.stem}.{os.getpid()}.tmp")
+            fresh = self.path.with_name(f"{self._seal.stem}.{os.getpid()}.tmp")
             fresh.unlink(missing_ok=True)
+            self._sweep()
             fresh.touch(mode=0o600)  # fails here, not inside a library, if it cannot be written
             fresh.unlink()
         except OSError as err:
@@ -66,11 +75,15 @@ class CachedFile:
             if fresh.is_file():
                 fresh.chmod(0o600)
                 seal = _sealed(fresh)
-                os.replace(fresh, self.path)
+                if _HELD:
+                    self.path = fresh
+                else:
+                    os.replace(fresh, self.path)
                 self._seal.write_text(seal)
         except OSError as err:
             log.warning("the cache %s could not be kept (%s)", self.path, err)
-            fresh.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
 
     def drop(self) -> None:
         for path in (self.path, self._seal):
@@ -79,9 +92,16 @@ class CachedFile:
             except OSError as err:
                 log.warning("the cache %s could not be removed (%s)", path, err)
 
+    def _sweep(self) -> None:
+        """Remove what other processes left under names of their own, but what one of them holds."""
+        for left in self.path.parent.glob(f"{self._seal.stem}.*.tmp") if _HELD else ():
+            with contextlib.suppress(OSError):
+                left.unlink()
+
 
 def _sealed(path: Path) -> str:
-    return json.dumps({"size": path.stat().st_size, "xxh3": _checksum(path)})
+    named = {"file": path.name} if _HELD else {}
+    return json.dumps({"size": path.stat().st_size, "xxh3": _checksum(path), **named})
 
 
 def _checksum(path: Path) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
 from pathlib import Path
+
+from ssmd.machine.privatefile import NOFOLLOW
 
 LOCK_FILE = "daemon.lock"  # of a data directory
 TRIES = 25  # of who takes it, or looks at it: whoever looks holds it for a moment
@@ -32,9 +35,8 @@ def named(descriptor: int) -> int:
 
 def holder(file: Path) -> int | None:
     """The process that holds a lock file, 0 if it has not said which it is; None if nobody does. Raises OSError."""
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
-        descriptor = os.open(file, flags)
+        descriptor = os.open(file, os.O_RDONLY | NOFOLLOW)
     except FileNotFoundError:
         return None
     try:
@@ -50,7 +52,9 @@ if sys.platform == "win32":
         os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
         try:
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        except PermissionError:
+        except OSError as err:
+            if err.errno not in (errno.EACCES, 0):  # wine gives no number
+                raise
             return False
         finally:
             os.lseek(descriptor, 0, os.SEEK_SET)

@@ -8,6 +8,9 @@ import re
 import sys
 from pathlib import Path
 
+if sys.platform == "win32":
+    from ssmd.machine import windows
+
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _BIG_BYTES = 8 << 20
 _MADV_DONTNEED = 4  # mman.h of Linux
@@ -37,7 +40,9 @@ def trim() -> None:
 
 def available() -> int | None:
     """Bytes that this process can still take without others being moved out, by the system and by the limit of a
-    container; None where the system does not tell (Linux does)."""
+    container; None where the system does not tell (Linux and Windows do)."""
+    if sys.platform == "win32":
+        return windows.memory_free()
     free = [_field(_MEMINFO, "MemAvailable")]
     with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
         free.append(int((_CGROUP / "memory.max").read_text()) - int((_CGROUP / "memory.current").read_text()))
@@ -47,6 +52,8 @@ def available() -> int | None:
 
 def resident() -> int | None:
     """Bytes of this process in memory now, those of mapped files too; None where the system does not tell."""
+    if sys.platform == "win32":
+        return windows.resident()
     return _status("VmRSS")
 
 
@@ -58,13 +65,14 @@ def mapped() -> int | None:
 
 def most_resident() -> int | None:
     """The most bytes that `resident` has ever been; None where the system does not tell."""
+    if sys.platform == "win32":
+        return windows.most_resident()
     # Not ru_maxrss where there is another way: on Linux it begins with what the process that started this one held.
     peak = _status("VmHWM")
     if peak is None:
-        with contextlib.suppress(ImportError):
-            import resource
+        import resource
 
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return peak
 
 
@@ -73,6 +81,8 @@ def _status(field: str) -> int | None:
 
 
 def _field(file: Path, field: str) -> int | None:
+    if sys.platform != "linux":
+        return None
     try:
         found = re.search(rf"^{field}:\s*(\d+) kB$", file.read_text(), re.MULTILINE)
     except OSError:
@@ -85,6 +95,8 @@ def drop_mapped(file: Path) -> None:
 
     What a library has packed into memory of its own it need not keep in the file's form, too.
     """
+    if sys.platform != "linux":
+        return
     try:
         maps, mapped = _MAPS.read_text().splitlines(), str(file.resolve())
     except OSError:

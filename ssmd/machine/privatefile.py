@@ -6,7 +6,21 @@ import os
 import stat
 from pathlib import Path
 
-NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+# Windows follows no link of whoever may not make one, waits for no pipe in a folder, and would change ends of lines.
+PLAIN = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+NOLINK = PLAIN | getattr(os, "O_NOFOLLOW", 0)
+NOFOLLOW = NOLINK | getattr(os, "O_NONBLOCK", 0)
+
+
+def owned(found: os.stat_result) -> bool:
+    """Whether the file belongs to this user; on Windows whoever may open it."""
+    return not hasattr(os, "getuid") or found.st_uid == os.getuid()
+
+
+def close_to_others(descriptor: int) -> None:
+    """Leave an open file to this user alone; on Windows its folder says who may read it."""
+    if hasattr(os, "fchmod"):
+        os.fchmod(descriptor, 0o600)
 
 
 def others_write(found: os.stat_result) -> bool:

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ssmd.machine.privatefile import PLAIN
 from ssmd.machine.size import show_size
 
 SPARE_BYTES = 32 << 20  # for the turns of others
@@ -27,8 +28,7 @@ class SparingFile(io.FileIO):
     """
 
     def __init__(self, file: Path, spare: int) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        super().__init__(os.open(file, flags, 0o600), "w+")
+        super().__init__(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | PLAIN, 0o600), "w+")
         self._folder, self._spare = file.parent, spare
 
     def write(self, data: Any, /) -> int:

@@ -25,6 +25,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
 from ssmd.machine.folder import make_private
+from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.rows import erasure
 from ssmd.sessions.rows.faults import DiskFull, disk_full, errors
 from ssmd.sessions.turn import StoreError
@@ -189,8 +190,8 @@ def _prepare(data_dir: Path, file: Path) -> None:
     ours = file.exists() or next(data_dir.iterdir(), None) is None
     if ours and stat.S_IMODE(data_dir.stat().st_mode) & 0o077:
         data_dir.chmod(0o700)
-    # O_NOFOLLOW: a link planted in a shared directory must not redirect where conversations are written.
-    os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600))
+    # NOLINK: a link planted in a shared directory must not redirect where conversations are written.
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT | NOLINK, 0o600))
     if stat.S_IMODE(file.stat().st_mode) & 0o077:
         file.chmod(0o600)
     with file.open("rb") as f:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from ssmd.machine.lockfile import LOCK_FILE, lock, named
+from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.turn import StoreError
 
 
@@ -21,8 +22,7 @@ class DirectoryLock:
         """Lock the data directory for this process. Raises StoreError that names the holder and gives the advice."""
         file = data_dir / LOCK_FILE
         try:
-            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-            descriptor = os.open(file, flags, 0o600)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | NOLINK, 0o600)
         except OSError as err:
             raise StoreError(f"cannot use {file}: {err.strerror}; check that you may write there") from err
         try:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from sqlalchemy import Connection, Engine
 
+from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.rows import database
 from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.rows.holding import stored_bytes
@@ -119,9 +120,8 @@ class Room:
     def _make(self) -> None:
         """Random bytes, as a file system may keep zeros in no room at all."""
         made = self._file.with_name(f".{FILE}-{os.getpid()}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         try:
-            with open(os.open(made, flags, 0o600), "wb") as f:
+            with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NOLINK, 0o600), "wb") as f:
                 f.write(os.urandom(RESERVE_BYTES))
                 f.flush()
                 os.fsync(f.fileno())
