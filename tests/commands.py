@@ -2,6 +2,7 @@
 
 That takes a quarter of the processor time of `python -m ssmd`: most of a short command's life is imports. What reads
 the environment when it is imported (huggingface_hub) is left to the command. Run as a script this file is that process.
+Windows cannot fork: there each command is a process from its beginning.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import atexit
 import functools
 import json
 import os
-import resource
 import runpy
 import signal
 import subprocess
@@ -23,6 +23,7 @@ from typing import Any
 
 from noted import note_all
 
+_OF_WINDOWS = ("SYSTEMROOT", "PATH", "TEMP", "USERPROFILE", "LOCALAPPDATA", "APPDATA", "PYTHONPATH", "PYTHONUTF8")
 _ONE_AT_A_TIME = threading.Lock()
 _IMPORTED = (
     "ssmd.cli",
@@ -45,6 +46,8 @@ def ssmd(
     are from elsewhere. Raises TimeoutError after `timeout` s."""
     if not foreign and "SSMD_DATA_DIR" in env:
         note_all(arguments, Path(env["SSMD_DATA_DIR"]))
+    if not hasattr(os, "fork"):
+        return _started(arguments, env, given, timeout, before)
     with tempfile.TemporaryDirectory() as place, _ONE_AT_A_TIME:
         folder = Path(place)
         (folder / "in").write_text(given)
@@ -60,6 +63,26 @@ def ssmd(
         if code is None:
             raise TimeoutError(f"ssmd {' '.join(arguments)} had not ended after {timeout} s: {out}{err}")
         return subprocess.CompletedProcess(["ssmd", *arguments], code, out, err)
+
+
+def _started(
+    arguments: tuple[str, ...], env: Mapping[str, str], given: str, timeout: float, before: str
+) -> subprocess.CompletedProcess[str]:
+    words = ["ssmd", *arguments]
+    program = f"{before}\nimport runpy, sys\nsys.argv = {words!r}\nrunpy.run_module('ssmd', run_name='__main__')"
+    inherited = {name: os.environ[name] for name in _OF_WINDOWS if name in os.environ}
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            env={**inherited, **env},
+            input=given,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as err:
+        raise TimeoutError(f"ssmd {' '.join(arguments)} had not ended after {timeout} s: {err.stdout!r}") from err
 
 
 @functools.cache
@@ -115,6 +138,8 @@ def _become(asked: dict[str, Any]) -> None:
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
     if asked["file_limit"] is not None:
+        import resource
+
         resource.setrlimit(resource.RLIMIT_FSIZE, (asked["file_limit"],) * 2)
     exec(asked["before"], {})
     sys.argv = ["ssmd", *asked["arguments"]]

@@ -204,12 +204,12 @@ def test_prepare_refuses_a_directory_of_another_user(tmp_path: Path) -> None:
 def test_prepare_refuses_a_file_in_the_way(tmp_path: Path) -> None:
     file = write_file(tmp_path / "f", "")
     for path in (file, file / "data"):
-        with pytest.raises(SettingsError, match=f"--data-dir = .*: {file} is a file, not a folder"):
+        with pytest.raises(SettingsError, match=f"--data-dir = .*: {re.escape(str(file))} is a file, not a folder"):
             Settings(data_dir=path)
 
 
 def test_a_default_with_a_file_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platformdirs.user_data_dir", lambda _: str(write_file(tmp_path / "f", "")))
+    monkeypatch.setattr("platformdirs.user_data_dir", lambda *_, **__: str(write_file(tmp_path / "f", "")))
     with pytest.raises(SettingsError, match=r"the default data dir: .* is a file, not a folder"):
         Settings()
 
@@ -220,7 +220,7 @@ def test_a_settings_file_that_others_may_write_is_refused(tmp_path: Path, monkey
     file.chmod(0o600)
     assert Settings().api_key is not None
     file.chmod(0o666)
-    with pytest.raises(SettingsError, match=f"chmod go-w {file}"):
+    with pytest.raises(SettingsError, match=f"chmod go-w {re.escape(str(file))}"):
         Settings()
 
 
@@ -231,7 +231,7 @@ def test_a_settings_file_with_a_key_that_others_may_read_is_refused(
     file = write_file(tmp_path / "config.toml", 'api_key = "a-secret-key"\n')
     monkeypatch.setenv("SSMD_CONFIG", str(file))
     file.chmod(mode)
-    with pytest.raises(SettingsError, match=f"chmod 600 {file}"):
+    with pytest.raises(SettingsError, match=f"chmod 600 {re.escape(str(file))}"):
         Settings()
     write_file(file, "port = 1\n")
     assert Settings().port == 1

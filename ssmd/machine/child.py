@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any
 
+from ssmd.machine.crash import crash
 from ssmd.machine.size import show_size
 
 log = logging.getLogger(__name__)
@@ -231,5 +232,6 @@ class Child:
             return f"it was not done after {PATIENCE * seconds:.0f} s"
         if sys.platform != "win32" and code == -signal.SIGXCPU:
             return f"it took more than {seconds:g} s of processor time"
-        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        crashed = crash(code)
+        name = crashed.name if crashed else f"exit code {code}"
         return f"it took more than {show_size(self._memory)} of memory, or crashed ({name})"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import sys
 from pathlib import Path
+
+if sys.platform == "win32":
+    from ssmd.machine import windows
 
 
 def expanded(path: Path) -> Path:
@@ -35,9 +40,29 @@ def absolute(path: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder and those above it that are missing, all with mode 0700. Raises OSError."""
+    """Make a folder and those above it that are missing, all with mode 0700, or what Windows has for that. Raises
+    OSError."""
     for one in (*reversed(folder.absolute().parents), folder):
+        made = not one.is_dir()
         one.mkdir(mode=0o700, exist_ok=True)
+        if made and sys.platform == "win32":
+            close_to_others(one)
+
+
+def close_to_others(folder: Path) -> None:
+    """Leave a folder to this user alone, by mode 0700 or, on Windows, by its list of who may. Raises OSError."""
+    if sys.platform == "win32":
+        with contextlib.suppress(OSError):  # of a disk without such lists, as sticks are: `others_open` tells
+            windows.make_private(folder)
+    else:
+        folder.chmod(0o700)
+
+
+def others_open(folder: Path) -> bool:
+    """Whether others than this user and the system's own can open a folder. Raises OSError."""
+    if sys.platform == "win32":
+        return windows.others_open(folder)
+    return bool(stat.S_IMODE(folder.stat().st_mode) & 0o077)
 
 
 def own(path: Path, called: str, advice: str) -> None:
@@ -58,6 +83,8 @@ def own(path: Path, called: str, advice: str) -> None:
                 )
             if stat.S_IMODE(found.st_mode) != 0o700:
                 path.chmod(0o700)
+        elif others_open(path):
+            close_to_others(path)
         if not os.access(path, os.W_OK | os.X_OK):
             raise ValueError(f"{called} {path} cannot be written; {advice}")
     except OSError as err:

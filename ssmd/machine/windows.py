@@ -1,16 +1,18 @@
-"""What Windows alone has, asked of its own libraries: memory, and who may open what lies in a folder."""
+"""What Windows alone tells or does, asked of its own libraries: memory, and who may open what lies in a folder."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from pathlib import Path
 
-# Full access for the folder's owner, administrators and the system, for what is made in it too; nothing comes from the
-# folder above. Python's own os.mkdir(mode=0o700) says the same, from 3.12.4 on.
-_PRIVATE = "D:P(A;OICI;FA;;;{owner})(A;OICI;FA;;;BA)(A;OICI;FA;;;SY)"
-_OTHERS = ("WD", "AN", "BU", "AU", "BG", "IU", "NU")  # everyone, anonymous, users, who logged on, guests, ...
-_DACL, _PROTECTED = 0x4, 0x80000000  # winnt.h
+# Full access for the owner, administrators and the system, to the folder and what is made in it; nothing comes from the
+# folder above. It is what Python's os.mkdir makes of mode 0o700 from 3.12.4 on.
+_PRIVATE = "D:P(A;OICI;FA;;;OW)(A;OICI;FA;;;BA)(A;OICI;FA;;;SY)"
+# Everyone, who is not named, guests, users, who logged on, who sits there, who comes over the network.
+_OTHERS = re.compile(r"\(A;[^)]*;(WD|AN|BG|BU|AU|IU|NU)\)")
+_DACL, _PROTECTED, _REVISION = 0x4, 0x80000000, 1  # winnt.h, sddl.h
 
 if sys.platform == "win32":
     from ctypes import wintypes
@@ -34,7 +36,7 @@ if sys.platform == "win32":
             *((name, ctypes.c_size_t) for name in ("peak", "resident", *"abcd", "page", "page_peak")),
         )
 
-    _kernel, _advapi = ctypes.WinDLL("kernel32"), ctypes.WinDLL("advapi32")
+    _kernel, _advapi = ctypes.WinDLL("kernel32", use_last_error=True), ctypes.WinDLL("advapi32", use_last_error=True)
     _kernel.GetCurrentProcess.restype = wintypes.HANDLE
     _kernel.K32GetProcessMemoryInfo.argtypes = (wintypes.HANDLE, ctypes.c_void_p, wintypes.DWORD)
     _kernel.LocalFree.argtypes = (ctypes.c_void_p,)
@@ -56,3 +58,39 @@ if sys.platform == "win32":
         found = _Process(length=ctypes.sizeof(_Process))
         told = _kernel.K32GetProcessMemoryInfo(_kernel.GetCurrentProcess(), ctypes.byref(found), found.length)
         return int(getattr(found, field)) if told else None
+
+    def make_private(folder: Path) -> None:
+        """Leave a folder, and what is made in it from now on, to its owner. Raises OSError where that is not done."""
+        descriptor = ctypes.c_void_p()
+        text = ctypes.c_wchar_p(_PRIVATE)
+        _done(
+            _advapi.ConvertStringSecurityDescriptorToSecurityDescriptorW(
+                text, _REVISION, ctypes.byref(descriptor), None
+            )
+        )
+        try:
+            which = ctypes.c_uint32(_DACL | _PROTECTED)
+            _done(_advapi.SetFileSecurityW(ctypes.c_wchar_p(str(folder)), which, descriptor))
+        finally:
+            _kernel.LocalFree(descriptor)
+
+    def others_open(path: Path) -> bool:
+        """Whether other users of this computer may open a file or folder. Raises OSError."""
+        name, needed = ctypes.c_wchar_p(str(path)), wintypes.DWORD()
+        _advapi.GetFileSecurityW(name, _DACL, None, 0, ctypes.byref(needed))
+        descriptor = ctypes.create_string_buffer(needed.value)
+        _done(_advapi.GetFileSecurityW(name, _DACL, descriptor, needed, ctypes.byref(needed)))
+        text = ctypes.c_wchar_p()
+        _done(
+            _advapi.ConvertSecurityDescriptorToStringSecurityDescriptorW(
+                descriptor, _REVISION, _DACL, ctypes.byref(text), None
+            )
+        )
+        try:
+            return "D:" not in (rights := text.value or "") or _OTHERS.search(rights) is not None
+        finally:
+            _kernel.LocalFree(text)
+
+    def _done(told: int) -> None:
+        if not told:
+            raise ctypes.WinError(ctypes.get_last_error())

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import IO
 
 import numpy as np
 
+from ssmd.machine.crash import crash
 from ssmd.machine.privatefile import read_own
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import State
@@ -29,7 +29,6 @@ from ssmd.runtime.verify import Report, verify
 log = logging.getLogger(__name__)
 LIMIT_S = 3600  # a compiler of large models takes minutes
 COMPILED_FOR = ("npu", "gpu", "ane")
-CRASHES = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", "SIGILL")  # others come from outside: short memory, a shutdown
 MOST_BYTES = 64 << 10  # of a verdict, and of what a process says
 _SECRET = re.compile(r"(TOKEN|KEY|KEYS_FILE|SECRET|PASSWORD)$")
 _LOGGED = re.compile(r"(VERBOSE|INFO|WARNING): \[")  # by LiteRT, also after the last word
@@ -149,9 +148,8 @@ def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
         raise CrashError(f"it was not done after {limit_s:.0f} s", accident=True) from err
     except OSError as err:
         raise CrashError(f"no process could be started to try it: {err}", accident=True) from err
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        raise CrashError(f"it crashed ({name})", accident=name not in CRASHES)
+    if crashed := crash(done.returncode):
+        raise CrashError(f"it crashed ({crashed.name})", accident=not crashed.own)
     if done.returncode or not stdout:
         lines = stderr.splitlines() or [""]  # of a traceback: the last is the error
         last = next((line for line in reversed(lines) if not _LOGGED.match(line)), lines[-1])

@@ -30,8 +30,8 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
-def test_it_ends_when_the_daemon_does(sign: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", ["SIGKILL", "SIGINT"])
+def test_it_ends_when_the_daemon_does(sign: str, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "data").mkdir(mode=0o700)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
@@ -46,7 +46,7 @@ def test_it_ends_when_the_daemon_does(sign: signal.Signals, tmp_path: Path) -> N
             pid = int(daemon.stdout.readline())
             assert _is_there(pid)
             assert os.getpriority(os.PRIO_PROCESS, pid) >= 15
-            daemon.send_signal(sign)
+            daemon.send_signal(signal.Signals[sign])
         soon(lambda: not _is_there(pid))
         hub.going.set()
     assert [path for path in (tmp_path / "models").rglob("*") if path.is_file()] == []

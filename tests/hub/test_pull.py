@@ -275,8 +275,9 @@ def test_a_link_in_the_partial_folder_is_not_followed(hub: Mirror, tmp_path: Pat
     assert mine.read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_in_the_middle(hub: Mirror, tmp_path: Path, sign: signal.Signals) -> None:
+@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
+def test_stopped_in_the_middle(hub: Mirror, tmp_path: Path, name: str) -> None:
+    sign = signal.Signals[name]
     hub.stalls[WEIGHTS] = 500_000
     # Python leaves SIGINT ignored where a shell started the tests in the background.
     process = subprocess.Popen(

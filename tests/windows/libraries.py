@@ -1,4 +1,4 @@
-"""The libraries that Windows has and wine 8 has not: made from the C files beside this one, and from lists of exports."""
+"""Libraries that Windows has and wine 8 has not: made from the C files beside this one, and from lists of exports."""
 
 from __future__ import annotations
 

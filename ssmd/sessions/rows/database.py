@@ -24,7 +24,7 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
-from ssmd.machine.folder import make_private
+from ssmd.machine.folder import close_to_others, make_private, others_open
 from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.rows import erasure
 from ssmd.sessions.rows.faults import DiskFull, disk_full, errors
@@ -188,8 +188,8 @@ def _prepare(data_dir: Path, file: Path) -> None:
     """Make the directory (0700) and the file (0600); SQLite gives its side files the mode of the file."""
     make_private(data_dir)
     ours = file.exists() or next(data_dir.iterdir(), None) is None
-    if ours and stat.S_IMODE(data_dir.stat().st_mode) & 0o077:
-        data_dir.chmod(0o700)
+    if ours and others_open(data_dir):
+        close_to_others(data_dir)
     # NOLINK: a link planted in a shared directory must not redirect where conversations are written.
     os.close(os.open(file, os.O_RDWR | os.O_CREAT | NOLINK, 0o600))
     if stat.S_IMODE(file.stat().st_mode) & 0o077:
