@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,17 @@ from typing import Any
 QUESTIONS = ("Name a river in Germany.", "And one in France?", "Which of the two is longer?")
 START_S = 180.0  # of a busy machine
 END_S = 60.0
+# A daemon to which Ctrl-Break, or SIGTERM, comes when there is a file: wine 8 can send none from another process.
+SIGNAL = "signal"
+SIGNALLED = f"""
+import os, runpy, signal, threading, time
+def wait():
+    while not os.path.exists(os.path.join(os.environ["SSMD_DATA_DIR"], {SIGNAL!r})):
+        time.sleep(0.1)
+    signal.raise_signal(getattr(signal, "SIGBREAK", signal.SIGTERM))
+threading.Thread(target=wait, daemon=True).start()
+runpy.run_module("ssmd", run_name="__main__")
+"""
 
 
 def main() -> None:
@@ -38,22 +48,21 @@ def main() -> None:
         usage = ask(url, model, messages, QUESTIONS[2])
         assert usage["ssmd"]["resume"] == "exact", usage
         assert usage["prompt_tokens_details"]["cached_tokens"] > 0, usage
-        print(f"-- {ssmd('ps').splitlines()[0].split(',')[0].split(' at ')[0]}")
+        assert f"process {process.pid}" in ssmd("ps")
         ssmd("stop")
         print(f"-- stopped, exit code {process.wait(END_S)}")
-    with daemon(model) as (process, url):
-        process.send_signal(getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM))
+    with daemon(model, "-c", SIGNALLED) as (process, url):
+        (folder / "data" / SIGNAL).touch()
         print(f"-- ended by a signal, exit code {process.wait(END_S)}")
     [session] = json.loads(ssmd("session", "list", "--json"))
     print(f"-- one session of {session['turns']} turns is kept")
 
 
 @contextlib.contextmanager
-def daemon(model: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def daemon(model: str, *program: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A daemon, and where it answers. It is gone at the end, however that comes."""
-    group = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # or a signal would end this process, too
-    command = [sys.executable, "-m", "ssmd", "serve", model, "--port", "0"]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, creationflags=group)
+    command = [sys.executable, *(program or ("-m", "ssmd")), "serve", model, "--port", "0"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     file = Path(os.environ["SSMD_DATA_DIR"]) / "daemon.json"
     try:
         yield process, _url(process, file)
