@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from ssmd.machine.privatefile import others_write
 from ssmd.machine.spelling import nearest
 from ssmd.model.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
 from ssmd.refit import catalog
@@ -195,7 +195,7 @@ def _folders(path: Path) -> list[Path]:
     try:
         found = sorted(p for p in path.iterdir() if re.fullmatch(NAME_PATTERN, p.name) and p.is_dir())
         for folder in (path, *found):
-            if hasattr(os, "getuid") and folder.stat().st_mode & stat.S_IWOTH:
+            if others_write(folder.stat()):
                 raise ModelError(
                     f"the models folder {folder} can be written by every user of this computer, so what lies there "
                     f"cannot be trusted; look it through, then: chmod -R go-w {folder}"

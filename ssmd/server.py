@@ -52,6 +52,7 @@ from ssmd.daemon.pulls import Pulls
 from ssmd.engine.host import Host
 from ssmd.engine.opening import close_host, open_host
 from ssmd.machine.descriptors import raise_limit
+from ssmd.machine.hangup import on_hangup
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.privatesocket import listen_privately
 from ssmd.machine.size import show_size
@@ -222,10 +223,7 @@ def _served(host: Host, model: str | None) -> str:
 
 def _reread_on_hangup(keys: Keys) -> None:
     """Read the keys again whenever SIGHUP comes; in a thread, as a signal may come in the middle of a log line."""
-    if hasattr(signal, "SIGHUP"):
-        signal.signal(
-            signal.SIGHUP, lambda *_: threading.Thread(target=keys.reread, name="ssmd-keys", daemon=True).start()
-        )
+    on_hangup(lambda: threading.Thread(target=keys.reread, name="ssmd-keys", daemon=True).start())
 
 
 def start_logging(level: str) -> None:

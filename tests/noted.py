@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from ssmd.model.made import note
 
 def note_all(arguments: Iterable[str], data_dir: Path) -> None:
     """Note the artifacts that a command's arguments name, and those of the data directory."""
-    named = [Path(argument) for argument in arguments if "/" in argument]
+    named = [Path(argument) for argument in arguments if os.sep in argument]
     for folder in [*named, *(child for one in named for child in _folders(one)), *data_dir.glob("models/*/*")]:
         if (folder / MANIFEST).is_file():
             make_private(data_dir)

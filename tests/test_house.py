@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -36,6 +38,20 @@ WITH = {  # imported: comes with
     "markupsafe": "jinja2",
     "flatbuffers": "ai-edge-litert",
 }
+UNIX_MODULES = ("fcntl", "grp", "posix", "pty", "pwd", "resource", "termios", "tty")
+UNIX_NAMES = {
+    "os": {
+        *("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "chown", "fchmod", "fchown", "fork", "getgid"),
+        *("geteuid", "getloadavg", "getpgid", "getpgrp", "getpriority", "getuid", "killpg", "mkfifo", "nice", "pread"),
+        *("pwrite", "sched_getaffinity", "setpriority", "setsid", "statvfs", "sysconf", "tcgetpgrp", "uname", "wait"),
+    },
+    "signal": {"SIGALRM", "SIGBUS", "SIGCHLD", "SIGHUP", "SIGKILL", "SIGTSTP", "SIGUSR1", "SIGXCPU"},
+    "socket": {"AF_UNIX", "SO_PEERCRED"},
+    "select": {"POLLRDHUP", "epoll", "poll"},
+    "mmap": {"MADV_DONTNEED", "MAP_ANONYMOUS", "MAP_PRIVATE"},
+}
+# They ask first whether it is there.
+ELSEWHERE = ("ssmd_litert.weights_on_disk", "ssmd_wgpu.resident")
 MAKERS = ("ssmd.authoring", "ssmd.build", "ssmd.families", "ssmd.hub")  # what a running runtime never meets
 
 
@@ -144,6 +160,31 @@ def test_what_is_imported_is_among_the_dependencies() -> None:
 def _same(name: str) -> str:
     """Names of distributions as the index compares them."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_what_not_every_system_has_is_asked_for_in_one_room() -> None:
+    """Names that Python lacks on Windows; scripts/check has mypy look for all of them."""
+    for module, file in MODULES.items():
+        if not module.startswith("ssmd.machine.") and module not in ELSEWHERE:
+            modules = [name for name, _ in imports(file) if name in UNIX_MODULES]
+            bad = [*modules, *_unix_names(file.read_text("utf-8"))]
+            assert not bad, f"{module} uses {bad}: that belongs into ssmd/machine"
+
+
+def _unix_names(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.attr in UNIX_NAMES.get(node.value.id, ()):
+                yield f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr"):
+            of, name = node.args[0], node.args[1]
+            if isinstance(of, ast.Name) and isinstance(name, ast.Constant) and name.value in UNIX_NAMES.get(of.id, ()):
+                yield f"{of.id}.{name.value}"
+
+
+def test_no_name_of_unix_goes_unseen() -> None:
+    assert list(_unix_names("def f():\n    os.open('a', os.O_RDWR | os.O_CLOEXEC)")) == ["os.O_CLOEXEC"]
+    assert list(_unix_names("hasattr(signal, 'SIGHUP')")) == ["signal.SIGHUP"]
 
 
 def test_no_upward_import_goes_unseen(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import select
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ssmd.api.reading import place_of
 from ssmd.api.seldom import TOO_MANY, keep_short
-from ssmd.machine import descriptors
+from ssmd.machine import descriptors, hangup
 from ssmd.machine.privatesocket import process_at
 
 log = logging.getLogger(__name__)
@@ -168,7 +167,8 @@ class _Connection(H11Protocol):
         self._head, self._reading = _cancelled(self._head), _cancelled(self._reading)
 
     def data_received(self, data: bytes) -> None:
-        if data.startswith(b"POST ") and _has_left(self.transport):  # it would be seen before there is an answer
+        # It would be seen before there is an answer.
+        if data.startswith(b"POST ") and hangup.has_hung_up(self.transport.get_extra_info("socket")):
             self.transport.abort()
             return
         super().data_received(data)
@@ -259,16 +259,6 @@ class _Connection(H11Protocol):
             self.transport.abort()
         else:
             self._watch_reader()
-
-
-def _has_left(transport: asyncio.Transport) -> bool:
-    """Whether the other end is closed, or half so, where the system tells that before all that came is read (Linux)."""
-    hung_up = getattr(select, "POLLRDHUP", 0)
-    if not hung_up:
-        return False
-    one = select.poll()
-    one.register(transport.get_extra_info("socket"), hung_up)
-    return bool(one.poll(0))
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:

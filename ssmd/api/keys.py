@@ -199,9 +199,8 @@ def read_keys(file: Path) -> tuple[Key, ...]:
 
 def _read(file: Path) -> str:
     """The text of a file that nobody else can read or change. Raises SettingsError."""
-    flags = os.O_RDONLY | privatefile.PLAIN | getattr(os, "O_NONBLOCK", 0)  # a pipe is not waited for
     try:
-        with os.fdopen(os.open(file, flags), "rb") as opened:
+        with os.fdopen(os.open(file, os.O_RDONLY | privatefile.NOWAIT), "rb") as opened:
             found = os.fstat(opened.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise SettingsError(f"the keys file {file} is no file")

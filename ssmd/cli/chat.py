@@ -12,12 +12,13 @@ from typing import Any
 
 import typer
 
-from ssmd.cli import modes, terminal
+from ssmd.cli import terminal
 from ssmd.cli.chat_commands import COMMANDS, Over, unknown
 from ssmd.cli.session import plain
 from ssmd.cli.talk import Said, Show, Talk
 from ssmd.daemon.discovery import DaemonError
 from ssmd.daemon.said import number, of, text
+from ssmd.machine import modes
 
 ENDED = 128  # and the number of the signal that ends a chat
 

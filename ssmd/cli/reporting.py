@@ -21,11 +21,11 @@ _BEHIND_OTHERS = 15  # on the scale of nice
 @contextlib.contextmanager
 def reporting() -> Iterator[None]:
     """Tell of all that is done inside: {"stage", "done", "total", "unit"}, null where it is not known."""
+    from ssmd.machine.processor import behind_others
     from ssmd.machine.progress import reported
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a daemon in the background may have it ignored
-    with contextlib.suppress(OSError, AttributeError):  # Windows has no nice
-        os.nice(_BEHIND_OTHERS)
+    behind_others(_BEHIND_OTHERS)
     news = _News(os.dup(1))  # a descriptor of its own: a stage keeps back what is written to stdout
     threading.Thread(target=news.write_on, daemon=True).start()
     threading.Thread(target=_end_with_stdin, daemon=True).start()

@@ -150,9 +150,10 @@ def _check_utf8(what: str, text: str | None) -> None:
 
 
 def _chat(talk: Talk, settings: Settings, stats: bool, as_json: bool) -> None:
-    from ssmd.cli import modes, terminal
+    from ssmd.cli import terminal
     from ssmd.cli.chat import Chat
     from ssmd.cli.chat_commands import COMMANDS
+    from ssmd.machine import modes
 
     with contextlib.ExitStack() as held:
         typed: Typed = terminal.Lines()

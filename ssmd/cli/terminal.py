@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
-from ssmd.cli import modes
 from ssmd.cli.session import plain
+from ssmd.machine import modes
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession

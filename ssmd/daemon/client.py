@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from urllib.parse import urlencode, urlsplit
 
 from ssmd.daemon.answers import Shape, fits
 from ssmd.daemon.discovery import Address, DaemonError
+from ssmd.machine import privatesocket
 
 MAX_ANSWER_BYTES = 256 << 20
 MAX_EVENT_BYTES = 16 << 20
@@ -278,8 +278,4 @@ class _SocketConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        if sys.platform == "win32":
-            raise OSError("Python has no Unix sockets on Windows")
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
+        self.sock = privatesocket.connect(self._path, self.timeout)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ssmd.machine.child import command
+from ssmd.machine.child import command, kill_with_children
 
 log = logging.getLogger(__name__)
 MOST = 8  # that wait or run
@@ -208,11 +208,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
         return
     log.warning("a pull that was to end did not within %.0f s: it is killed", PATIENCE_S)
-    with contextlib.suppress(OSError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, 9)
-        else:
-            process.kill()
+    kill_with_children(process)
 
 
 def _last_words(errors: IO[bytes]) -> str:

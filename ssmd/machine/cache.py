@@ -59,7 +59,7 @@ class CachedFile:
         """A name to write to, where nothing is yet. None: go without."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fresh = self.path.with_name(f"{self._seal.stem}.{os.getpid()}.tmp")
+            fresh = self.path.with_name(f"{self._seal.stem}.{os.getpid()}{self.path.suffix if _HELD else '.tmp'}")
             fresh.unlink(missing_ok=True)
             self._sweep()
             fresh.touch(mode=0o600)  # fails here, not inside a library, if it cannot be written
@@ -94,7 +94,7 @@ class CachedFile:
 
     def _sweep(self) -> None:
         """Remove what other processes left under names of their own, but what one of them holds."""
-        for left in self.path.parent.glob(f"{self._seal.stem}.*.tmp") if _HELD else ():
+        for left in self.path.parent.glob(f"{self._seal.stem}.*{self.path.suffix}") if _HELD else ():
             with contextlib.suppress(OSError):
                 left.unlink()
 

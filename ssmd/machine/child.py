@@ -65,6 +65,18 @@ def environment() -> dict[str, str]:
     return told | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+def kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    """End a process that began a session of its own, with those that it started.
+
+    On Windows these see that it is gone.
+    """
+    with contextlib.suppress(OSError):
+        if sys.platform == "win32":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def send(stream: IO[bytes], message: Packet) -> None:
     """Write a message. Raises OSError."""
     head = json.dumps(message.head).encode()

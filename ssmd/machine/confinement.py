@@ -55,6 +55,8 @@ def end_with(parent: int) -> None:
 
 
 def _address_space() -> int:
+    if sys.platform == "win32":
+        return 0
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -24,7 +24,7 @@ _ERROR = 0xC0000000  # the severity of a status; others of it are out of memory,
 
 @dataclass(frozen=True)
 class Crash:
-    """own: whether its own code is why; else short memory, a shutdown, or somebody who ended it."""
+    """The end of a process by what its code did (`own`), or by short memory, a shutdown, or somebody else."""
 
     name: str
     own: bool

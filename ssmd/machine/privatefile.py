@@ -9,7 +9,8 @@ from pathlib import Path
 # Windows follows no link of whoever may not make one, waits for no pipe in a folder, and would change ends of lines.
 PLAIN = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 NOLINK = PLAIN | getattr(os, "O_NOFOLLOW", 0)
-NOFOLLOW = NOLINK | getattr(os, "O_NONBLOCK", 0)
+NOWAIT = PLAIN | getattr(os, "O_NONBLOCK", 0)
+NOFOLLOW = NOLINK | NOWAIT
 
 
 def owned(found: os.stat_result) -> bool:

@@ -16,27 +16,6 @@ _PROBE_S = 1.0
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
 
 
-def listen_privately(path: Path, backlog: int) -> socket.socket:
-    """Listen at `path`, also where a process that is gone left its socket. Raises OSError that says what is there."""
-    if sys.platform == "win32":
-        raise OSError(errno.ENOSYS, "Python has no Unix sockets on Windows")
-    with _alone_in(path.parent):
-        _make_way(path)
-        one = PrivateSocket(path)
-        try:
-            before = os.umask(0o177)
-            try:
-                one.bind(str(path))  # follows no link
-            finally:
-                os.umask(before)
-            one.made = path.lstat()
-            one.listen(backlog)
-        except BaseException:
-            one.close()
-            raise
-    return one
-
-
 def process_at(one: socket.socket) -> int | None:
     """The process at the other end of a Unix socket, as it was when it connected; None if the system does not tell."""
     if sys.platform != "linux" or one.family != socket.AF_UNIX:
@@ -45,8 +24,37 @@ def process_at(one: socket.socket) -> int | None:
     return int(process)
 
 
-if sys.platform != "win32":
+if sys.platform == "win32":
+
+    def listen_privately(path: Path, backlog: int) -> socket.socket:
+        """Raises OSError that says so."""
+        raise OSError(errno.ENOSYS, "Python has no Unix sockets on Windows")
+
+    def connect(path: Path, timeout_s: float | None) -> socket.socket:
+        """Raises OSError that says so."""
+        raise OSError(errno.ENOSYS, "Python has no Unix sockets on Windows")
+
+else:
     import fcntl
+
+    def listen_privately(path: Path, backlog: int) -> socket.socket:
+        """Listen at `path`, also where a process that is gone left its socket. Raises OSError that says what is
+        there."""
+        with _alone_in(path.parent):
+            _make_way(path)
+            one = PrivateSocket(path)
+            try:
+                before = os.umask(0o177)
+                try:
+                    one.bind(str(path))  # follows no link
+                finally:
+                    os.umask(before)
+                one.made = path.lstat()
+                one.listen(backlog)
+            except BaseException:
+                one.close()
+                raise
+        return one
 
     class PrivateSocket(socket.socket):
         """Takes its file away when it is closed, unless another stands there by then."""
@@ -101,3 +109,14 @@ if sys.platform != "win32":
             except OSError:  # it is busy, or is of another kind
                 pass
         raise OSError(errno.EADDRINUSE, "another process listens there; stop it")
+
+    def connect(path: Path, timeout_s: float | None) -> socket.socket:
+        """A connection to what listens at `path`. Raises OSError."""
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            one.settimeout(timeout_s)
+            one.connect(str(path))
+        except BaseException:
+            one.close()
+            raise
+        return one

@@ -51,11 +51,14 @@ def cpu_name() -> str:
     """What tells processors apart on which a graph may round differently: model name and vector extensions."""
     if sys.platform == "darwin" and (name := sysctl("machdep.cpu.brand_string")):
         return name
+    name = platform.processor() or platform.machine()
+    if sys.platform != "linux":  # under wine that file is there
+        return name
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    return name_in(text, platform.processor() or platform.machine())
+    return name_in(text, name)
 
 
 def name_in(cpuinfo: str, machine: str) -> str:
@@ -93,6 +96,30 @@ def sysctl(name: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
+
+
+def cpus() -> set[int]:
+    """The numbers of the hardware threads that this process may use."""
+    if sys.platform == "linux":
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def load_average() -> tuple[float, float, float] | None:
+    """How many processes wanted to run, over 1, 5 and 15 minutes; None where the system does not count them."""
+    if sys.platform == "win32":
+        return None
+    try:
+        return os.getloadavg()
+    except OSError:
+        return None
+
+
+def behind_others(nice: int) -> None:
+    """Let this process run when others do not want to, by so much on the scale of nice; Windows has none."""
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):
+            os.nice(nice)
 
 
 def give_way() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
-from ssmd.machine.processor import sysctl
+from ssmd.machine.processor import cpus, sysctl
 
 MOST_BY_DEFAULT = 8  # beyond that a decode step waits for memory, not for cores
 _SYSTEM = Path("/sys")
@@ -22,16 +21,14 @@ def _cores() -> int:
     ones count alone: a step waits for the slowest."""
     if sys.platform == "darwin" and (fast := sysctl("hw.perflevel0.physicalcpu")).isdecimal():
         return int(fast)
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cpus = os.sched_getaffinity(0)
+    own = cpus()
     siblings: set[str] = set()
-    for cpu in cpus:
+    for cpu in own:
         try:
             path = _SYSTEM / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
             siblings.add(path.read_text().strip())
         except OSError:
-            return len(cpus)
+            return len(own)
     return len(siblings)
 
 

@@ -5,7 +5,6 @@ What is measured and how is in docs/benchmarks.md. Everything goes through the i
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ssmd.machine import processor
 from ssmd.machine.memory import most_resident, resident, return_big_blocks, trim
-from ssmd.machine.processor import cpu_name
 from ssmd.model.artifact import REQUIRED, Artifact, Manifest
 from ssmd.model.state import State, StateSpec
 from ssmd.runtime.protocol import Handle, Program, Runtime
@@ -112,7 +111,7 @@ def bench(
     """
     manifest = artifact.manifest
     _check(manifest, position, repeats)
-    load_average = _load_average()
+    load_average = processor.load_average()
     return_big_blocks()  # as a daemon does
     with _loaded(artifact, runtime, device, threads) as (_, load_first_ms):
         pass
@@ -135,7 +134,7 @@ def bench(
         return Report(
             producer=program.producer,
             threads=program.threads,
-            cpu=cpu_name(),
+            cpu=processor.cpu_name(),
             load_average=load_average,
             position=position,
             repeats=repeats,
@@ -297,10 +296,3 @@ def _ms_since(begin: float) -> float:
 
 def _median(times: list[float]) -> float:
     return float(np.median(times))
-
-
-def _load_average() -> tuple[float, float, float] | None:
-    try:
-        return os.getloadavg()
-    except (AttributeError, OSError):  # no such thing there
-        return None

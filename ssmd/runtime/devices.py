@@ -6,7 +6,6 @@ As a program: the runtime named first; what was found is printed as JSON.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ssmd.machine.child import command
+from ssmd.machine.processor import behind_others
 from ssmd.runtime.protocol import Device, RuntimeUnavailable, get_runtime, runtime_names
 from ssmd.runtime.trial import CrashError, last_line
 
@@ -101,8 +101,7 @@ def main() -> None:
     """Print what was found, whatever a library writes to stdout, and end before it can write or crash once more."""
     answer = os.dup(1)
     os.dup2(2, 1)
-    with contextlib.suppress(OSError, AttributeError):  # Windows has no nice
-        os.nice(_BEHIND_OTHERS)
+    behind_others(_BEHIND_OTHERS)
     found = look(sys.argv[1])
     os.write(answer, (json.dumps(asdict(found)) + "\n").encode())
     os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ class Systemd:
         """Raises ServiceError where no systemd can be asked."""
         if system:
             found = Systemd(Path("/etc/systemd/system") / UNIT, True)
-            if os.getuid():
+            if sys.platform != "win32" and os.getuid():
                 raise ServiceError(NOT_ROOT)
         else:
             config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -181,6 +182,8 @@ def _home(definition: Definition) -> str:
 
 def _groups() -> str:
     """Those whose members may open GPUs and NPUs, as far as they are here: a unit with another one does not start."""
+    if sys.platform == "win32":
+        return ""
     import grp
 
     return " ".join(g.gr_name for g in grp.getgrall() if g.gr_name in ("render", "video"))

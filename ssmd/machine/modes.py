@@ -23,11 +23,11 @@ def quiet() -> Iterator[Callable[[], None]]:
 
     What is yielded sets the modes again: who goes on in the background, and is fetched from there, hears of neither.
     """
-    try:
-        import termios
-    except ImportError:  # Windows: its console echoes nothing that nobody reads
+    if sys.platform == "win32":  # whose console echoes nothing that nobody reads
         yield lambda: None
         return
+    import termios
+
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     silent: list[Any] = [*before]
