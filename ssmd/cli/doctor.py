@@ -138,7 +138,17 @@ def _data_dir(settings: Settings) -> dict[str, Any]:
     except OSError:
         free = None
     sizes = {"free_bytes": free, "stored_bytes": stored, "quota_bytes": settings.quota}
-    return {"path": str(folder), "problem": problem or damage, **sizes}
+    return {"path": str(folder), "problem": problem or damage, "open_to_others": _open_to_others(folder), **sizes}
+
+
+def _open_to_others(folder: Path) -> bool:
+    """Whether others can open the data directory, though it was closed to them: its disk keeps no rights."""
+    from ssmd.machine.folder import others_open
+
+    try:
+        return others_open(folder)
+    except OSError:  # there is none yet
+        return False
 
 
 def _data_problem(settings: Settings) -> str | None:

@@ -122,6 +122,11 @@ def _places(found: dict[str, Any]) -> Iterator[tuple[bool, str]]:
             "not counted, an older ssmd wrote it" if place["stored_bytes"] is None else show_size(place["stored_bytes"])
         )
         yield True, f"data directory {place['path']}: {stored} stored, of a quota of {show_size(place['quota_bytes'])}"
+    if place["open_to_others"]:
+        yield (
+            False,
+            f"data directory {place['path']}: its disk keeps no rights, so other users of it can read all there is",
+        )
     if place["free_bytes"] is not None:
         free = f"disk: {show_size(place['free_bytes'])} free"
         if place["free_bytes"] < FULL_BYTES:

@@ -43,12 +43,19 @@ def to_add(*extras: str) -> str:
 def to_install(*packages: str) -> str:
     """The command that installs packages where this Python finds them."""
     if not has_pip():
-        command = f"uv pip install --python {shlex.quote(sys.executable)}"
+        command = f"uv pip install --python {_quoted(sys.executable)}"
     elif Path(shutil.which("pip") or "").parent == Path(sys.executable).parent:
         command = "pip install"
     else:  # what `pip` alone means would go elsewhere, or nowhere
-        command = f"{shlex.quote(sys.executable)} -m pip install"
-    return f"{command} {shlex.join(packages)}"
+        command = f"{_quoted(sys.executable)} -m pip install"
+    return f"{command} {' '.join(map(_quoted, packages))}"
+
+
+def _quoted(word: str) -> str:
+    """A word as the system's shell takes it: that of Windows knows no single quotes."""
+    if sys.platform == "win32":
+        return word if re.fullmatch(r"[\w.:\\/=-]+", word) else f'"{word}"'
+    return shlex.quote(word)
 
 
 def broken(package: str, err: BaseException) -> str:

@@ -132,7 +132,7 @@ def _write_tokenizer(folder: Path, fields: dict[str, Any]) -> None:
     special = [t for t, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"])
+    (folder / "chat_template.jinja").write_bytes(fields["tokenizer.chat_template"].encode())  # its line ends are tokens
     _write_json(folder / "tokenizer_config.json", {f"{kind}_token": text for kind, text in SPECIAL.items()})
     _write_json(folder / "generation_config.json", {"eos_token_id": [2, 0]})
 

@@ -166,7 +166,8 @@ def test_the_store_is_looked_at_and_not_touched(home: Path, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
     Store.open(tmp_path).close()
     assert report(home, *models)["data_dir"] | {"free_bytes": 0} == {
-        "path": str(tmp_path), "problem": None, "free_bytes": 0, "stored_bytes": 0, "quota_bytes": 8 << 30
+        "path": str(tmp_path), "problem": None, "open_to_others": False,
+        "free_bytes": 0, "stored_bytes": 0, "quota_bytes": 8 << 30
     }  # fmt: skip
     file = tmp_path / "sessions.sqlite3"
     with sqlite3.connect(file) as connection:

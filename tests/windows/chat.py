@@ -1,6 +1,6 @@
 """A chat with a kill in it, as its user has it: a daemon, two turns, TerminateProcess (SIGKILL), a daemon, a third.
 
-Runs on any system, with that Python's ssmd: python chat.py MODEL FOLDER. What it prints of the texts and of what was
+Runs on any system, with that Python's ssmd: python chat.py RUNTIME FOLDER. What it prints of the texts and of what was
 resumed is the same everywhere; scripts/wine compares it.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+MODEL = "smollm2"
 QUESTIONS = ("Name a river in Germany.", "And one in France?", "Which of the two is longer?")
 START_S = 180.0  # of a busy machine
 END_S = 60.0
@@ -34,9 +35,13 @@ runpy.run_module("ssmd", run_name="__main__")
 
 
 def main() -> None:
-    model, folder = sys.argv[1], Path(sys.argv[2])
+    runtime, folder = sys.argv[1], Path(sys.argv[2]) / sys.argv[1]
+    model = f"{MODEL}@{runtime}"
+    folder.mkdir()
     os.environ.pop("SSMD_API_KEY", None)
     os.environ |= {"SSMD_DATA_DIR": str(folder / "data"), "SSMD_CACHE_DIR": str(folder / "cache")}
+    shown = json.loads(ssmd("show", MODEL, "--runtime", runtime, "--json"))
+    print(f"-- {MODEL} for {runtime}, build {shown['build'][:16]}")
     messages: list[dict[str, str]] = []
     with daemon(model) as (process, url):
         for question in QUESTIONS[:2]:
@@ -87,7 +92,7 @@ def _url(process: subprocess.Popen[bytes], file: Path) -> str:
 def ask(url: str, model: str, messages: list[dict[str, str]], question: str) -> dict[str, Any]:
     """Say something in the conversation, and print the answer; its usage."""
     messages.append({"role": "user", "content": question})
-    body = {"model": model.partition("@")[0], "messages": messages, "max_tokens": 48, "temperature": 0}
+    body = {"model": model, "messages": messages, "max_tokens": 48, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
