@@ -76,7 +76,7 @@ class LogFile(RotatingFileHandler):
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise PermissionError(f"{self.baseFilename} is no regular file")
             privatefile.close_to_others(descriptor)
-            return open(descriptor, "a", encoding=self.encoding, errors=self.errors)
+            return open(descriptor, "a", encoding=self.encoding, errors=self.errors, newline="\n")
         except BaseException:
             os.close(descriptor)
             raise

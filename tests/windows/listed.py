@@ -21,8 +21,44 @@ ARTIFACTS = (
     "mamba-f32",
 )  # of another system; here none is built
 NOT_COLLECTED = ("tests/machine/test_progress.py",)  # it draws on a terminal of Unix
+_MODES = "rights are no modes there; tests/machine/test_folder.py sees who may open a folder"
+_UNIX = "of Unix: its sockets, pipes, links, users or signals"
+_TEST = "the test itself is written for Unix: its paths, line ends or shell"
 NOT_HERE = {  # reasons: parts of the ids of tests
-    "Windows has no Unix sockets": ("test_privatesocket.py",),
+    _MODES: (
+        *("test_prepare_makes_a_private_directory", "test_prepare_refuses_what_others_can_write", "test_modes"),
+        *("test_a_settings_file_that_others_may_write", "test_a_settings_file_with_a_key_that_others_may_read"),
+        *("test_an_artifact_is_known_wherever", "test_what_is_damaged_or_could_be_anybodys", "test_it_is_held_by_one"),
+        *(
+            "test_a_directory_of_others_keeps_its_mode",
+            "test_it_is_found_where_it_says",
+            "test_a_directory_that_is_closed",
+        ),
+        *("test_a_file_that_others_may_have_read_or_written", "test_one_that_others_could_read_is_closed_to_them"),
+        *("test_a_verdict_that_others_could_have_written", "test_it_has_two_files_of_a_bounded_size"),
+    ),
+    _UNIX: (
+        *("test_privatesocket.py", "test_services.py::test_a_service_of_the_machine", "test_at_a_socket"),
+        *("test_prepare_refuses_a_directory_of_another_user", "test_logfile.py::test_what_lies_in_its_place"),
+        *(
+            "test_lock.py::test_what_lies_in_its_place",
+            "test_not_even_a_file[pipe]",
+            "test_an_accident_is_no_verdict[KILL]",
+        ),
+        *("test_an_accident_is_no_verdict[TERM]", "test_an_accident_is_no_verdict[XCPU]", "test_a_second_daemon"),
+        *("test_a_quota_that_became_smaller",),
+    ),
+    _TEST: (
+        *("test_prepare_refuses_a_file_in_the_way", "test_a_misspelt_variable_is_refused_by_name[ssmd_apikey"),
+        *(
+            "test_installation.py::test_a_clone",
+            "test_installation.py::test_a_wheel",
+            "test_installation.py::test_pip_is",
+        ),
+        *("test_what_is_installed_anew_has_its_bounds", "test_what_one_left_that_was_killed"),
+        "test_a_field_that_no_daemon_writes[{'url'",
+    ),
+    "a file that is open cannot be damaged, nor exchanged": ("test_a_damaged_weight_cache_is_replaced",),
 }
 
 
