@@ -211,7 +211,7 @@ def test_a_stream_of_libllama_is_its_prompt_and_its_tokens() -> None:
 def test_tool_turns(
     artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tool_turns, "IDLE_S", 0.5)
+    monkeypatch.setattr(tool_turns, "IDLE_S", 1.0)
     monkeypatch.setattr(tool_turns, "OTHERWISE", {"two calls": tool_turns.OTHERWISE["two calls"]})
     tool_turns.main([str(artifacts["mamba-f32"])], answers=2)
     printed = capsys.readouterr().out
