@@ -25,7 +25,10 @@ ROUNDS = 7
 SETTLE_S = 5.0
 WATCHED_S = 60.0
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-WAITS = re.compile(r"\b(epoll_p?wait2?|futex|p?poll|p?select6?|clock_nanosleep|restart_syscall)\(")
+WAITS = re.compile(
+    r"\b(epoll_p?wait2?|futex|p?poll|p?select6?|clock_nanosleep|restart_syscall)"
+    r"\((?!.*(?:, 0\) |_WAKE))"  # no looks without a wait, and nobody woken
+)
 
 
 def main(
@@ -95,7 +98,7 @@ def switches(pid: int) -> int:
 
 
 def traced(pid: int, watched_s: float) -> collections.Counter[str]:
-    """How many waits of which system call ended meanwhile."""
+    """How many waits of which system call there were meanwhile, without those that look and do not wait."""
     command = ["timeout", str(watched_s), "strace", "-f", "-qq", "-p", str(pid)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return collections.Counter(WAITS.findall(done.stderr))

@@ -51,7 +51,7 @@ def test_a_wheel_and_an_sdist_of_this_version(built: list[Path]) -> None:
 
 def test_the_sdist_has_what_is_committed(built: list[Path]) -> None:
     """Within the folders and files that pyproject.toml names for it."""
-    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["hatch"]["build"]["targets"]
+    hatch = tomllib.loads(release.git("show", "HEAD:pyproject.toml"))["tool"]["hatch"]["build"]["targets"]
     named = tuple(one.lstrip("/") for one in hatch["sdist"]["include"])
     committed = release.git("ls-tree", "-r", "-z", "--name-only", "HEAD").split("\0")
     expected = {name for name in committed if name in named or name.startswith(tuple(f"{one}/" for one in named))}
