@@ -11,7 +11,7 @@ RUN = (
     *("tests/sessions/test_old_files.py", "tests/sessions/files/test_transfer.py"),
     *("tests/hub/test_wheel.py", "tests/daemon_client/test_discovery.py", "tests/daemon_client/test_logfile.py"),
     *("tests/runtimes/litert/test_litert.py", "tests/runtime/test_trial.py", "tests/runtime/test_caches.py"),
-    *("tests/cli/test_config_cli.py", "tests/cli/test_data_dir.py"),
+    *("tests/cli/test_data_dir.py",),
 )
 ARTIFACTS = (
     "llama-f32",
