@@ -379,6 +379,7 @@ def test_pull_for_core_ml_on_another_system(
     assert done.output.splitlines()[-1].startswith(f"{made.path}: ")
     assert "; Core ML cannot execute here: it is a part of macOS" in done.output
     assert made.manifest.golden == "none"
+    assert (made.path / "model.mlpackage").stat().st_mode & 0o700 == 0o700  # which not only root can open
     files = [name for name in built.manifest.files if name != GOLDEN]
     assert [made.file(name).read_bytes() for name in files] == [built.file(name).read_bytes() for name in files]
     program = runtime_of("coreml").load(made, device="cpu")
@@ -444,7 +445,7 @@ def test_every_model_is_shipped_for_both_runtimes() -> None:
 
 
 def test_what_is_shipped_for_core_ml() -> None:
-    headers = for_some("coreml")
+    headers = for_some("coreml", "smollm2")
     for header in headers.values():
         assert (header.runtime, header.device_class, header.quantization) == ("coreml", "gpu", "int8")
         assert (header.buckets, header.tiers) == ((16, 64, 256), (2048,))
@@ -452,18 +453,18 @@ def test_what_is_shipped_for_core_ml() -> None:
         assert max(header.golden.rms) < 0.1
 
 
-def for_some(runtime: str) -> dict[str, Any]:
-    """The headers, by name, of a runtime that two of the models are shipped for."""
+def for_some(runtime: str, *names: str) -> dict[str, Any]:
+    """The headers, by name, of a runtime that these models alone are shipped for."""
     models = {f.stem: json.loads(f.read_text()) for f in (ROOT / "scripts" / "models").glob("*.json")}
     headers = {g.header.name: g.header for g in shipped(runtime)}
-    assert set(headers) == {"smollm2", "granite-4.0-h-350m"}
+    assert set(headers) == set(names)
     for name, header in headers.items():
         assert differences(header, models[name]["config"]) == {}
     return headers
 
 
 def test_what_is_shipped_for_the_npu() -> None:
-    for header in for_some("npu").values():
+    for header in for_some("npu", "smollm2", "granite-4.0-h-350m").values():
         assert (header.runtime, header.device_class, header.quantization) == ("openvino", "npu", "f16")
         assert (header.buckets, header.tiers) == ((64,), (2048,))
         assert header.conversion["npu_lint"] == "passed"
