@@ -82,11 +82,16 @@ function Exchange({turn, fork, last, busy, usage, does}) {
   const question = askOf(turn);
   const asked = question.at(-1);
   const {content, tool_calls: calls} = answerOf(turn);
+  const done = async (text) => {
+    setEditing(false);
+    if (text) await does.again(turn, text);
+    setEditing(Boolean(draftOf(turn.id))); // what could not be sent
+  };
   const end = turn.complete ? ENDS[turn.finish_reason] : "Stopped here.";
   return html`<article class="turn" data-turn=${turn.id}>
     ${editing
       ? html`<${Asked} messages=${question.slice(0, -1)} /><${Editor} name=${turn.id} text=${draftOf(turn.id) || asked.content}
-          done=${(text) => (setEditing(false), text && does.again(turn, text))} />`
+          done=${done} />`
       : html`<${Asked} messages=${question} />`}
     ${!editing &&
     html`<div class="tools right">
