@@ -445,7 +445,7 @@ def test_every_model_is_shipped_for_both_runtimes() -> None:
 
 
 def test_what_is_shipped_for_core_ml() -> None:
-    headers = for_some("coreml", "smollm2")
+    headers = for_some("coreml", "granite-4.0-h-350m", "smollm2")
     for header in headers.values():
         assert (header.runtime, header.device_class, header.quantization) == ("coreml", "gpu", "int8")
         assert (header.buckets, header.tiers) == ((16, 64, 256), (2048,))
