@@ -17,6 +17,7 @@ QUICK = Paces(
     away=0.05,
     away_most=0.4,
     events=0.01,
+    told=0.01,
     silent_generating=0.3,
     silent=0.6,
     answer=0.5,

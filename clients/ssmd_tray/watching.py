@@ -31,6 +31,7 @@ class Paces:
     away: float = 1.0  # at first; each time twice as long
     away_most: float = 30.0
     events: float = 0.2  # of the stream, at least: who says more than that is read no faster
+    told: float = 1.0  # of what is told of the stream in one state: to draw it takes of a core that answers want
     silent_generating: float = 3.0  # of the stream; then the daemon is asked
     silent: float = 15.0
     answer: float = 5.0
@@ -136,6 +137,7 @@ class Watch:
                 if event is not None:
                     came = True
                     self._tell(event, client, "stream")
+                    reading.rest(self._paces.told, self, event.get("state"))
                 elif reading.error is not None:
                     if came and reading.error.status not in _NO_STREAM:
                         raise reading.error
@@ -205,6 +207,16 @@ class _Reading:
             watch._called = False
             event, self._new = self._new, None
             return event
+
+    def rest(self, seconds: float, watch: Watch, state: object) -> None:
+        """Wait while the daemon's state is this one and nobody looks; of what comes meanwhile the youngest is next."""
+
+        def over() -> bool:
+            other = self._new is not None and self._new.get("state") != state
+            return other or self.over or watch._ended or watch._called
+
+        with self._changed:
+            self._changed.wait_for(over, seconds)
 
     def _read(self) -> None:
         error = None

@@ -379,7 +379,8 @@ def test_what_has_no_room_is_told_who_has_it(models: Path) -> None:
 
 
 def test_a_stream_goes_on_while_others_wait_for_a_model(three: Several) -> None:
-    with three.asking("llama", max_tokens=200, **LONG) as stream, three.held_back(GRANITE) as gate, ThreadPoolExecutor() as threads:
+    asked = three.asking("llama", max_tokens=200, **LONG)
+    with asked as stream, three.held_back(GRANITE) as gate, ThreadPoolExecutor() as threads:
         received(stream, b'"content":"')
         waiting = [threads.submit(three.chat, "granite", f"Who is there, {n}?") for n in range(3)]
         assert gate.reached.wait(10)
