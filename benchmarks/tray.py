@@ -10,6 +10,7 @@ fast as they can. Needs the extra `tray`; Linux alone, for /proc.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 import subprocess
@@ -28,7 +29,7 @@ if "DISPLAY" not in os.environ:
     os.environ["QT_QPA_PLATFORM"] = "offscreen"
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 STORY = [{"role": "user", "content": "Tell a long story of a lighthouse and its keeper."}]
-IDLE_S, TOKENS, ROUNDS = 20.0, 400, 6
+IDLE_S, TOKENS, ROUNDS = 20.0, 400, 20
 DAY = 86_400
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -78,13 +79,18 @@ def costs(daemon: HostProcess, data: Path) -> None:
         found = memory_mb(pid)
         row("resident memory", f"{found['VmRSS']:.0f} MB, of which {found['RssAnon']:.0f} MB are its own")
     without, beside = list[float](), list[float]()
+    without.append(statistics.fmean(answer()))
     for _ in range(ROUNDS):
-        without.append(statistics.fmean(answer()))
         with tray(data):
             beside.append(statistics.fmean(answer()))
-    ratios = [b / a for a, b in zip(without, beside, strict=True)]
+        without.append(statistics.fmean(answer()))
+    around = [statistics.fmean(pair) for pair in itertools.pairwise(without)]  # before it and after: the machine drifts
+    low, middle, high = statistics.quantiles([b / a for a, b in zip(around, beside, strict=True)])
     mine, its = statistics.median(beside), statistics.median(without)
-    row("TBT beside it, ms", f"{mine:.2f}, {its:.2f} without; ratios {min(ratios):.3f} to {max(ratios):.3f}")
+    row(
+        "TBT beside it, ms",
+        f"{mine:.2f}, {its:.2f} without; median ratio {middle:.3f}, quartiles {low:.3f} and {high:.3f}",
+    )
 
 
 def a_day(daemon: HostProcess, address: Address) -> None:
