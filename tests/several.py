@@ -133,13 +133,13 @@ def several(models: Path, *, stall_s: float = 30.0, **settings: Any) -> Iterator
 class Events:
     """The metrics as they come from the stream. times: seconds, of each event. Ends by itself when the daemon does."""
 
-    def __init__(self, served: Served, headers: Mapping[str, str] = NOBODY) -> None:
+    def __init__(self, served: Served, headers: Mapping[str, str] = NOBODY, query: str = "") -> None:
         extra = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.found: list[dict[str, Any]] = []
         self.raw: list[bytes] = []
         self.times: list[float] = []
         self.ended = threading.Event()
-        self._socket = served.connect(f"GET {STREAM} HTTP/1.1\r\nhost: localhost\r\n{extra}\r\n".encode())
+        self._socket = served.connect(f"GET {STREAM}{query} HTTP/1.1\r\nhost: localhost\r\n{extra}\r\n".encode())
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 

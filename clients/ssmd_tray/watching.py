@@ -19,6 +19,7 @@ from ssmd.daemon.discovery import Address, DaemonError
 
 METRICS = "/ssmd/v1/metrics"
 STREAM = "/ssmd/v1/metrics/stream"
+_A_SECOND = "?interval=1"  # between two events of one state: each costs the answers some time
 _NO_STREAM = (404, 405, 406, 501)  # of a daemon that has none
 
 
@@ -127,7 +128,7 @@ class Watch:
 
     def _follow(self, client: Client) -> None:
         """Tell what the stream says until it ends. Raises DaemonError if neither it nor the daemon answers."""
-        reading = _Reading(client.stream(STREAM), self._changed, self._paces.events)
+        reading = _Reading(client.stream(STREAM + _A_SECOND), self._changed, self._paces.events)
         with self._changed:
             self._events = reading.events
         came = False

@@ -9,8 +9,9 @@ import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -18,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from ssmd import __version__
 from ssmd.api import pulls, sse
+from ssmd.api.body import StrictModel, validate
 from ssmd.api.keys import caller_of, is_in_force
 from ssmd.daemon.pulls import Pulls
 from ssmd.engine.host import DRAINING, Host
@@ -28,7 +30,8 @@ from ssmd.sessions.turn import StoreError
 
 log = logging.getLogger(__name__)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-PERIOD_S = 0.25  # between two events of the stream
+PERIOD_S = 0.25  # between two events of the stream, for who does not ask for fewer
+MOST_S = 60.0  # that one may ask for
 AGED_S = 10.0  # after which percentiles have changed though nothing came
 
 
@@ -57,8 +60,9 @@ def routes(host: Host, store: Store | None, pulling: Pulls, stall_s: float) -> l
         await refresh()
         return JSONResponse(_seen_by(caller_of(request.scope).domain, await asyncio.to_thread(snapshot)))
 
-    def pulse() -> object:
-        return host.pulse(), pulling.changes
+    def pulse() -> tuple[object, object]:
+        state, all_else = host.pulse()
+        return state, (all_else, pulling.changes)
 
     return [
         Route("/metrics", prometheus),
@@ -82,11 +86,25 @@ def _seen_by(domain: Domain, snapshot: dict[str, Any]) -> dict[str, Any]:
     return {**snapshot, "running": seen(snapshot["running"]), "recent": seen(snapshot["recent"])}
 
 
-class _Listener:
-    """One who reads the stream. event: the last one made for it, until it is taken. last: none comes after it."""
+class _Pace(StrictModel):
+    """Query parameters: seconds between two events that tell of one state."""
 
-    def __init__(self, domain: Domain) -> None:
+    model_config = ConfigDict(strict=False)  # they are text
+    interval: Annotated[float, Field(ge=PERIOD_S, le=MOST_S)] = PERIOD_S
+
+
+class _Listener:
+    """One who reads the stream. event: the last one made for it, until it is taken. last: none comes after it.
+
+    due_s: of the monotonic clock, from when on the next one may come though the state is the same. number: of the
+    snapshot that it was told last.
+    """
+
+    def __init__(self, domain: Domain, interval_s: float) -> None:
         self.domain = domain
+        self.interval_s = interval_s
+        self.due_s = -math.inf
+        self.number = 0
         self.event = b""
         self.last = False
         self.news = asyncio.Event()
@@ -95,12 +113,13 @@ class _Listener:
 class _Stream:
     """The ASGI app of the stream: one snapshot for all who listen, and none while nothing changes.
 
-    pulse: what is another one when the snapshot may be. refresh: brings up to date what that has from the store.
+    pulse: what is another one when the snapshot may be, and first, when its state may be. refresh: brings up to date
+    what that has from the store.
     """
 
     def __init__(
         self,
-        pulse: Callable[[], object],
+        pulse: Callable[[], tuple[object, object]],
         snapshot: Callable[[], dict[str, Any]],
         refresh: Callable[[], Awaitable[None]],
         stall_s: float,
@@ -109,18 +128,20 @@ class _Stream:
         self._listeners: set[_Listener] = set()
         self._pump: asyncio.Task[None] | None = None
         self._making = asyncio.Lock()
-        self._seen: object = None
+        self._seen: tuple[object, object] = (None, None)
         self._made = -math.inf
+        self._number = 0  # of snapshots that told something new
         self._last: dict[str, Any] = {}
         self._encoded: dict[Domain, bytes] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pace = validate(_Pace, dict(Request(scope).query_params))
         stream = sse.EventStream(send, self._stall_s)
         await stream.open({})
         if scope["method"] == "HEAD":
             await stream.close()
             return
-        mine = _Listener(caller_of(scope).domain)
+        mine = _Listener(caller_of(scope).domain, pace.interval)
         leaving = asyncio.create_task(_departure(receive, mine))
         self._listeners.add(mine)
         try:
@@ -162,24 +183,29 @@ class _Stream:
             await self._show()
 
     async def _show(self, new: _Listener | None = None) -> None:
-        """Make an event for all if anything is new; who is new gets one in any case."""
+        """Make an event if anything is new to one who is due; all are when the state is another one. Who is new gets
+        one in any case."""
         async with self._making:
-            pulse, age = self._pulse(), time.monotonic() - self._made
-            only = [] if new is None else [new]
-            if age < PERIOD_S or (age < AGED_S and pulse == self._seen):
-                self._hand_out(only)
-                return
-            if age >= AGED_S:
-                await self._refresh()
-            before, self._last = self._last, await asyncio.to_thread(self._snapshot)
-            self._seen, self._made, self._encoded = pulse, time.monotonic(), {}
-            self._hand_out(only if _alike(before, self._last) else self._listeners)
+            pulse, now = self._pulse(), time.monotonic()
+            changed = pulse[0] != self._seen[0]
+            due = [one for one in self._listeners if changed or now >= one.due_s]
+            age = now - self._made
+            if due and age >= PERIOD_S and (age >= AGED_S or pulse != self._seen):
+                if age >= AGED_S:
+                    await self._refresh()
+                before, self._last = self._last, await asyncio.to_thread(self._snapshot)
+                self._seen, self._made = pulse, time.monotonic()
+                if not _alike(before, self._last):
+                    self._number += 1
+                    self._encoded = {}
+            self._hand_out({one for one in due if one is new or one.number != self._number})
 
     def _hand_out(self, listeners: Iterable[_Listener]) -> None:
         for one in listeners:
             if one.domain not in self._encoded:
                 self._encoded[one.domain] = sse.encode(_seen_by(one.domain, self._last))
             one.event, one.last = self._encoded[one.domain], self._last["state"] == DRAINING
+            one.number, one.due_s = self._number, time.monotonic() + one.interval_s - PERIOD_S / 2
             one.news.set()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, create_model
 
-from ssmd.api import chat_body, completions_body, models, pulls, sessions, shapes, tickets, unserved, words
+from ssmd.api import chat_body, completions_body, metrics, models, pulls, sessions, shapes, tickets, unserved, words
 from ssmd.api.body import StrictModel
 from ssmd.api.declared_messages import MESSAGES, TOOLS
 from ssmd.api.fields import Neutral
@@ -164,7 +164,19 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/health"): Operation("Whether the daemon answers", "daemon", answer=shapes.Health, bad=_OPEN, open=True),
     ("GET", "/metrics"): Operation("Numbers for Prometheus", "daemon", answer=(PROMETHEUS,)),
     ("GET", "/ssmd/v1/metrics"): Operation("The same for people's screens", "daemon", answer=shapes.Metrics),
-    ("GET", "/ssmd/v1/metrics/stream"): Operation("The same, whenever it changes", "daemon", answer=(EVENTS,)),
+    ("GET", "/ssmd/v1/metrics/stream"): Operation(
+        "The same, whenever it changes",
+        "daemon",
+        answer=(EVENTS,),
+        query={
+            "interval": {
+                "type": "number",
+                "minimum": metrics.PERIOD_S,
+                "maximum": metrics.MOST_S,
+                "default": metrics.PERIOD_S,
+            }
+        },
+    ),
     ("GET", "/ssmd/v1/runtimes"): Operation("Which runtimes and devices can be used", "daemon"),
     ("POST", "/ssmd/v1/stop"): Operation("What SIGTERM does", "daemon", 202, answer=shapes.Ending),
     ("GET", "/ssmd/v1/catalog"): Operation("The models that can be pulled", "pulls"),

@@ -168,13 +168,14 @@ class Host:
         answering = any(row["phase"] != "loading" for row in running)
         return Live(self._state(answering), self.problem, rows, running, held | seen)
 
-    def pulse(self) -> object:
-        """What is another one when `live` or the metrics may be: for who asks often."""
+    def pulse(self) -> tuple[object, object]:
+        """What is another one when `live` or the metrics may be, for who asks often: of what the state is made, and of
+        all else."""
         with self._loader.changed:
             models = [(h.status, h.pinned, len(h.waiting), h.idle_until) for h in self._loader.hosted.values()]
             busy = any(h.leases for h in self._loader.hosted.values())
-        state = self.draining, self._loader.starting, self.problem
-        return self.metrics.changes, models, state, time.monotonic() if busy else None
+        state = self.draining, self._loader.starting, self.problem, busy
+        return (models, state), (self.metrics.changes, time.monotonic() if busy else None)
 
     def foremost(self) -> Model | None:
         """The model that was asked last of those that are loaded, or the only one there is."""

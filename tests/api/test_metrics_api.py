@@ -219,6 +219,35 @@ def test_four_events_a_second_at_most_and_none_while_nothing_changes(three: Seve
         assert len(watching.found) == before, "all is quiet again"
 
 
+def test_who_asks_for_fewer_events_misses_no_state(three: Several) -> None:
+    with Events(three.served) as all_, Events(three.served, query="?interval=60") as few:
+        soon(lambda: bool(all_.found and few.found))
+        with three.asking("llama", "On and on", **LONG) as stream:
+            begun(stream)
+            soon(lambda: few.found[-1]["state"] == "generating")
+            finished(stream)
+        soon(lambda: few.found[-1]["state"] == "idle" and few.found[-1]["running"] == [])
+        soon(lambda: all_.found[-1]["requests"]["ok"] == 1)
+        assert len(few.found) < len(all_.found)
+
+
+def test_fewer_events_tell_what_came_in_between(three: Several) -> None:
+    with Events(three.served) as all_, Events(three.served, query="?interval=0.7") as few:
+        soon(lambda: bool(few.found))
+        three.chat("llama")
+        soon(lambda: all_.found[-1]["requests"]["ok"] == 1)
+        soon(lambda: few.raw[-1] == all_.raw[-1])
+
+
+@pytest.mark.parametrize(
+    "query", ["interval=0.1", "interval=61", "interval=nan", "interval=soon", "interval=", "every=1"]
+)
+def test_what_is_no_interval_is_refused(query: str, three: Several) -> None:
+    answer = three.ask("GET", f"{STREAM}?{query}")
+    assert answer.status == 400
+    assert answer.json["error"]["param"] == query.partition("=")[0]
+
+
 def test_what_happens_to_models_is_news(three: Several, artifacts: TinyArtifacts) -> None:
     def states() -> dict[str, str]:
         return {row["id"]: row["state"] for row in watching.found[-1]["models"]} if watching.found else {}
