@@ -136,7 +136,7 @@ def save_texts(source: Source, folder: Path) -> None:
     """Copy what an artifact takes over from its source as it is."""
     (folder / "tokenizer.json").write_bytes(source.tokenizer_json)
     if source.chat_template is not None:
-        (folder / "chat_template.jinja").write_text(source.chat_template)
+        (folder / "chat_template.jinja").write_bytes(source.chat_template.encode())
 
 
 @contextmanager
