@@ -48,8 +48,8 @@ CODE = (
     *(f"ssmd/model/{name}.py" for name in ("artifact", "formats", "plan", "rope", "source", "state")),
 )
 RUNTIME_CODE = (
-    *("build", "capacity", "delegated", "modelfile", "weights_on_disk", "constants", "recipe", "convert", "lint"),
-    *("xamba", "piecewise", "stacks", "pack", "plan", "reference", "package"),
+    *("build", "capacity", "delegated", "inplace", "modelfile", "summed", "weights_on_disk", "constants", "recipe"),
+    *("convert", "lint", "xamba", "piecewise", "stacks", "pack", "plan", "reference", "package"),
 )
 # What a build reaches besides, and no key sees, for it changes often and seldom what is built: what runs an artifact,
 # and the names of its parts. test_reproducibility.py builds one of each runtime, and finds what it did change.

@@ -21,9 +21,11 @@ from ssmd.runtime.hoststate.signatures import LANES, lanes_name, signature_name
 from ssmd_litert import recipe
 from ssmd_litert.capacity import open_capacity
 from ssmd_litert.delegated import delegate_all
+from ssmd_litert.inplace import write_states_last
 from ssmd_litert.lint import lint
 from ssmd_litert.modelfile import Edited, edit
 from ssmd_litert.runtime import LiteRTRuntime
+from ssmd_litert.summed import add_up
 
 if TYPE_CHECKING:
     from ssmd.authoring.model import Model
@@ -90,9 +92,12 @@ class LiteRTConverter:
                 exported.unlink()
         else:
             exported.rename(model)
-        changes: list[Callable[[Edited], None]] = [delegate_all]
+        changes: list[Callable[[Edited], None]] = [delegate_all, add_up]
         if module.spec.rows:
             changes.append(partial(open_capacity, nominal=NOMINAL))
+        if states := [t.name for t in module.spec.recurrent]:
+            lanes = [of_lane(name, lane) for name in states for lane in range(max(LANES))]
+            changes.append(partial(write_states_last, states={*states, *lanes}))
         with stage("put the graphs into forms that run fast"):
             edit(model, *changes)
         with stage("look at what runs where"):

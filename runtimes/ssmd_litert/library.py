@@ -34,6 +34,9 @@ _ANY_INT = 2  # kLiteRtAnyTypeInt
 _ERRORS_ONLY = 3  # LITERT_ERROR
 _ELEMENTS: dict[int, np.dtype[Any]] = {1: np.dtype(np.float32), 2: np.dtype(np.int32)}
 _ELEMENT_OF = {dtype: code for code, dtype in _ELEMENTS.items()}
+METADATA = "ssmd.states"  # of a model whose signatures all write each state after its last reader,
+IN_PLACE = b"written after they are read"  # which they say there
+_MOST_SAID = 64  # bytes of it that are read
 _HOST_MEMORY = 1  # kLiteRtTensorBufferTypeHostMemory
 _LOCK_READ, _LOCK_WRITE = 0, 1
 _NAMES = ("libLiteRt.so", "libLiteRt.dylib", "libLiteRt.dll", "LiteRt.dll")
@@ -66,6 +69,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "LiteRtAddOpaqueOptions": (c_void_p, c_void_p),
     "LiteRtCreateCompiledModel": (c_void_p, c_void_p, c_void_p, POINTER(c_void_p)),
     "LiteRtCompiledModelResizeInputTensorNonStrict": (c_void_p, c_size_t, c_size_t, POINTER(c_int), c_size_t),
+    "LiteRtGetModelMetadata": (c_void_p, c_char_p, POINTER(c_void_p), POINTER(c_size_t)),
     "LiteRtGetNumModelSignatures": (c_void_p, POINTER(c_size_t)),
     "LiteRtGetModelSignature": (c_void_p, c_size_t, POINTER(c_void_p)),
     "LiteRtGetSignatureKey": (c_void_p, POINTER(c_char_p)),
@@ -170,6 +174,7 @@ class LibraryGraph(Graph):
                 self._call("LiteRtCreateModelFromFile", self._environment, str(path).encode(), byref(self._model))
             else:
                 self._environment, self._model = beside._environment, beside._model
+            self.in_place = self._metadata(METADATA) == IN_PLACE
             self.indices, known = self._read_signatures()
             self.names = tuple(known)  # of all signatures in the file
             self.signatures = {name: signature for name, signature in known.items() if wanted(name)}
@@ -300,6 +305,13 @@ class LibraryGraph(Graph):
             )
             self._buffers[address] = buffer
         return self._buffers[address]
+
+    def _metadata(self, name: str) -> bytes:
+        """What the model says under this name; nothing if it does not."""
+        place, size = c_void_p(), c_size_t()
+        if self.functions.LiteRtGetModelMetadata(self._model, name.encode(), byref(place), byref(size)):
+            return b""
+        return ctypes.string_at(place, min(size.value, _MOST_SAID)) if place.value else b""
 
     def _read_signatures(self) -> tuple[dict[str, int], dict[str, Signature]]:
         indices: dict[str, int] = {}

@@ -41,7 +41,7 @@ class Held:
     position: int = 0  # tokens fed; while rows are missing, those that came
     missing: Missing | None = None  # None: the handle is whole
     released: bool = False
-    lost: bool = False  # with its device
+    lost: bool = False  # with its device, or in a step that failed
 
 
 H = TypeVar("H", bound=Held)
@@ -228,7 +228,7 @@ class CheckedProgram(ABC, Generic[H]):
         self._check_open()
         held = self._own(handle)
         if held.lost:
-            raise StateLost("this state was lost with its device")
+            raise StateLost("this state was lost, with its device or in a step that failed")
         if held.released:
             raise ProgramError("the handle was released")
         if whole and held.missing is not None:

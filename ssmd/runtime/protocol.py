@@ -30,7 +30,8 @@ class ProgramError(ValueError):
 
 
 class StateLost(RuntimeError):
-    """The device went away, and with it the state of the handles on it, which are of no use but to be released.
+    """The device went away, or a step failed half way, and with it the state of handles, which are of no use but to be
+    released.
 
     The program works again, or tries to at its next call.
     """

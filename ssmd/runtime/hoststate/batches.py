@@ -142,7 +142,7 @@ class Batch:
         key = (self.lanes, side)
         if key not in slot.bounds:
             inputs = {**slot.recurrent[side], **slot.caches.arrays}
-            slot.bounds[key] = self._call.bound(inputs, slot.recurrent[1 - side])
+            slot.bounds[key] = self._call.bound(inputs, slot.recurrent[slot.other(side)])
         return slot.bounds[key]
 
 
@@ -286,18 +286,22 @@ class Batches:
             for array in (*slot.recurrent[0].values(), *slot.caches.stacks):
                 array[...] = noise.standard_normal(array.shape, np.float32) * 0.1
         streams: list[Stream] = [(slots[0], 0, 3, 1), (slots[1], 0, slots[1].caches.capacity - 1, 2)]
+        written = [list(slot.recurrent[slot.other(0)].values()) for slot in slots]
+        began = [slot.arenas[0].copy() for slot in slots]
         expected = []
-        for stream in streams:
+        for stream, states in zip(streams, written, strict=True):
             with self._turn:
                 self._check_open()
                 logits, rows = self._alone(stream)
-                expected.append([a.copy() for a in (logits, *rows.lane(0), *stream[0].recurrent[1].values())])
+                expected.append([a.copy() for a in (logits, *rows.lane(0), *states)])
         for first in range(0, batch.lanes, 2):
+            for slot, memory in zip(slots, began, strict=True):  # which a step may have written
+                np.copyto(slot.arenas[0], memory)
             with self._turn:
                 self._check_open()
                 batch.compute({first + i: stream for i, stream in enumerate(streams)})
-            for lane, (slot, *_), wanted in zip((first, first + 1), streams, expected, strict=True):
-                found = (batch.logits[lane], *batch.rows.lane(lane), *slot.recurrent[1].values())
+            for lane, states, wanted in zip((first, first + 1), written, expected, strict=True):
+                found = (batch.logits[lane], *batch.rows.lane(lane), *states)
                 if not all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True)):
                     return f"lane {lane} gives other numbers than a step alone"
         return ""

@@ -62,9 +62,11 @@ class Call(Protocol):
 
 class Graph(Protocol):
     signatures: dict[str, Signature]
+    in_place: bool  # whether all signatures, those of several lanes too, may write a state where they read it
 
     def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
-        """A call that reads and writes these very arrays. They must stay where they are; no output may be an input."""
+        """A call that reads and writes these very arrays. They must stay where they are; an output may be an input only
+        if it is a state, `in_place`."""
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
         """Drop what was bound to arrays inside `memory`, which is about to go away."""

@@ -1,7 +1,8 @@
 """The calls of a Program over the signatures of a graph with flat IO (ssmd/authoring/flat.py), whatever runs it.
 
-A step reads a handle's recurrent state from one arena and writes it into the other; committing the step swaps them, so
-nothing is copied. Attention layers put out only their new rows, which the host appends to the caches.
+A step writes a handle's recurrent state where it read it, if the graph can: one that fails then loses the state. Else
+it reads one arena and writes the other, and committing the step swaps them. Either way nothing is copied. Attention
+layers put out only their new rows, which the host appends to the caches.
 
 The caches may have several capacities (tiers), as a step attends over all slots there are: it runs in the smallest one
 that has room for the tokens after it. There is a signature for each, or one whose caches take any capacity, which is
@@ -28,7 +29,7 @@ from ssmd.runtime.hoststate.graph import Array, Call, Graph, GraphError
 from ssmd.runtime.hoststate.signatures import check_signatures, is_open, signature_name
 from ssmd.runtime.hoststate.slot import NewRows, Slot, recurrent_tensors
 from ssmd.runtime.hoststate.step import Step
-from ssmd.runtime.protocol import Logits, ProgramError
+from ssmd.runtime.protocol import Logits, ProgramError, StateLost
 
 if TYPE_CHECKING:
     from ssmd.model.artifact import Manifest
@@ -77,7 +78,8 @@ class FlatProgram(CheckedProgram[_Handle]):
         self.open_capacity = is_open(graph.signatures)
         self._capacity = 0  # of the last of several that were decoded together
         self._groups = row_groups(self.spec)
-        self._flips = bool(self.spec.recurrent)  # a step writes another arena than it reads
+        self._in_place = graph.in_place and bool(self.spec.recurrent)
+        self._began = False  # whether a step has come to where it writes
         self._steps = [Step(length, self.vocabulary, self._groups) for length in sorted({1, *self.buckets})]
         self._slots: set[Slot] = set()  # of live handles
         self._spare: list[Slot] = [self._make_slot(self._tiers[0])]  # the one used last is the last
@@ -117,20 +119,22 @@ class FlatProgram(CheckedProgram[_Handle]):
 
     def _prefill(self, handle: _Handle, ids: NDArray[np.int32]) -> Logits:
         step = next(s for s in self._steps if s.length >= len(ids))
-        self._run(step, handle, ids)
+        with self._at_stake([handle]):
+            self._run(step, handle, ids)
         self._commit(handle, len(ids))
         return step.logits.copy()
 
     def _decode(self, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
         step, order = self._steps[0], self._in_order(handles) if len(handles) > 1 else [0]
-        for lanes, seated in self.batches.parts(len(handles)):
-            chosen, order = order[:seated], order[seated:]
-            streams = [(handles[i], int(ids[i])) for i in chosen]
-            if lanes > 1 and self._run_together(lanes, streams, [logits[i] for i in chosen]):
-                continue
-            for i in chosen:
-                self._run(step, handles[i], ids[i : i + 1])
-                logits[i] = step.logits
+        with self._at_stake(handles):
+            for lanes, seated in self.batches.parts(len(handles)):
+                chosen, order = order[:seated], order[seated:]
+                streams = [(handles[i], int(ids[i])) for i in chosen]
+                if lanes > 1 and self._run_together(lanes, streams, [logits[i] for i in chosen]):
+                    continue
+                for i in chosen:
+                    self._run(step, handles[i], ids[i : i + 1])
+                    logits[i] = step.logits
         for handle in handles:  # all of them, or none if a run raised
             self._commit(handle, 1)
 
@@ -182,8 +186,24 @@ class FlatProgram(CheckedProgram[_Handle]):
         """The smallest capacity that has room for so many tokens in all."""
         return next(t for t in self._tiers if t >= tokens)
 
+    @contextmanager
+    def _at_stake(self, handles: Sequence[_Handle]) -> Iterator[None]:
+        """Compute steps inside. One that fails leaves the handles as they were, unless it wrote their states in place:
+        those are lost. Raises StateLost for GraphError and MemoryError then."""
+        self._began = False
+        try:
+            yield
+        except BaseException as err:
+            if not (self._in_place and self._began):
+                raise
+            for handle in handles:
+                handle.lost = True
+            if isinstance(err, GraphError | MemoryError):
+                raise StateLost(f"a step failed ({err}); ask once more, it goes on from what is stored") from err
+            raise
+
     def _make_slot(self, capacity: int) -> Slot:
-        return Slot(self.spec, self._groups, self.context or 0, capacity, self.open_capacity)
+        return Slot(self.spec, self._groups, self.context or 0, capacity, self.open_capacity, self._in_place)
 
     def _make_room(self, slot: Slot, tokens: int, rows: int) -> None:
         """Move a slot, with its first `rows` rows, up to the smallest tier that has room for `tokens` in all."""
@@ -243,18 +263,22 @@ class FlatProgram(CheckedProgram[_Handle]):
 
     def _run_together(self, lanes: int, streams: Sequence[tuple[_Handle, int]], logits: Sequence[Logits]) -> bool:
         """Compute a step of several handles in one call, without committing it, and fill the logits of each. Returns
-        False if that failed, which leaves them as they were."""
+        False if that failed, which leaves them as they were. Raises GraphError if it did not."""
         for handle, _ in streams:
             self._make_room(handle.slot, handle.position + 1, handle.position)
         given = [(h.slot, h.side, h.position, token) for h, token in streams]
-        return self.batches.run(lanes, given, logits)
+        self._began = True
+        computed = self.batches.run(lanes, given, logits)
+        if self._in_place and not computed:
+            raise GraphError(f"that of {lanes} streams together")
+        return computed
 
     def _call(self, step: Step, slot: Slot, side: int) -> Call:
-        """The signature bound to a slot, reading recurrent state on `side` and writing it on the other. Made once."""
+        """The signature bound to a slot, reading recurrent state on `side`. Made once."""
         key = (step.length, side)
         if key not in slot.calls:
             inputs = {**step.arrays, **slot.recurrent[side], **slot.caches.arrays}
-            outputs = {**step.arrays, **slot.recurrent[1 - side], **step.rows.arrays}
+            outputs = {**step.arrays, **slot.recurrent[slot.other(side)], **step.rows.arrays}
             slot.calls[key] = self.graph.bind(self._signature(step, slot), inputs, outputs)
         return slot.calls[key]
 
@@ -263,7 +287,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         return signature_name(step.length, capacity, capacity if self.open_capacity else self._tiers[0])
 
     def _run(self, step: Step, handle: _Handle, ids: NDArray[np.int32]) -> None:
-        """Compute a step without committing it: until then the handle is what it was."""
+        """Compute a step without committing it."""
         slot, count = handle.slot, len(ids)
         step.tokens[:count] = ids
         if count < step.length:
@@ -272,12 +296,13 @@ class FlatProgram(CheckedProgram[_Handle]):
         step.n_valid[0] = count
         self._make_room(slot, handle.position + count, handle.position)
         slot.caches.show(handle.position)
-        self._call(step, slot, handle.side).run()
+        call = self._call(step, slot, handle.side)
+        self._began = True
+        call.run()
         slot.append(step.rows.taken(count), handle.position, count)
 
     def _commit(self, handle: _Handle, count: int) -> None:
-        if self._flips:
-            handle.side ^= 1
+        handle.side = handle.slot.other(handle.side)
         handle.position += count
 
     def self_test(self) -> None:
@@ -288,17 +313,20 @@ class FlatProgram(CheckedProgram[_Handle]):
         """
         step, slot = self._steps[0], self._spare[0]
         call = self._call(step, slot, 0)
-        outputs: dict[str, Array] = {"logits": step.arrays["logits"], **slot.recurrent[1], **step.rows.arrays}
-        known = {**step.arrays, **slot.recurrent[0], **slot.caches.arrays}
+        written = slot.recurrent[slot.other(0)]
+        outputs: dict[str, Array] = {"logits": step.arrays["logits"], **written, **step.rows.arrays}
+        known: dict[str, Array] = {}
         noise = np.random.default_rng(0)
         try:
             for token in (self.vocabulary - 1, 0):
                 step.tokens[0], step.pos[0], step.n_valid[0] = token, 0, 1
+                for array in outputs.values():
+                    array.fill(np.nan)
                 some = noise.standard_normal(_NOISE, np.float32) * 0.1
                 for array in slot.recurrent[0].values():
                     array[...] = np.resize(some, array.shape)
-                for array in outputs.values():
-                    array.fill(np.nan)
+                read = {n: a.copy() if self._in_place else a for n, a in slot.recurrent[0].items()}
+                known = {**step.arrays, **read, **slot.caches.arrays}
                 call.run()
             for name, expected in self.graph.run_managed(self._signature(step, slot), known).items():
                 if not np.isfinite(expected).all():

@@ -1,4 +1,4 @@
-"""The memory of one handle: two arenas of recurrent state, caches of keys and values, and the canonical rows.
+"""The memory of one handle: arenas of recurrent state, caches of keys and values, and the canonical rows.
 
 Shapes as the graph has them (L layers of one shape, S = capacity of the caches, T = bucket):
 
@@ -95,15 +95,21 @@ class Slot:
     """Memory that one handle owns until its release, and another one afterwards."""
 
     def __init__(
-        self, spec: StateSpec, groups: tuple[RowGroup, ...], context: int, capacity: int, masked: bool = False
+        self,
+        spec: StateSpec,
+        groups: tuple[RowGroup, ...],
+        context: int,
+        capacity: int,
+        masked: bool = False,
+        in_place: bool = False,
     ) -> None:
         """`context`: the most tokens there can be; `capacity`: those that the caches have room for at first; `masked`:
-        whether the graph is told which slots count."""
+        whether the graph is told which slots count; `in_place`: there is one arena, which a step reads and writes."""
         self.groups = groups
         self.caches = Caches(groups, capacity, context, masked)
         self._context = context
         self._used = 0  # rows that may hold something else than zero
-        pairs = [carve(recurrent_tensors(spec)) for _ in range(2)]
+        pairs = [carve(recurrent_tensors(spec)) for _ in range(1 if in_place else 2)]
         self.arenas: list[Memory] = [memory for memory, _ in pairs]
         self.recurrent: list[dict[str, Array]] = [arrays for _, arrays in pairs]
         self.calls: dict[tuple[int, int], Call] = {}  # by length and the side that is read
@@ -116,6 +122,10 @@ class Slot:
         self._store: Array = np.empty((0, 0))
         self._group_stores: list[Array] = []
         self._new_store()
+
+    def other(self, side: int) -> int:
+        """The side that a step writes which reads this one."""
+        return (side + 1) % len(self.arenas)
 
     @property
     def blocks(self) -> list[Memory]:
@@ -161,7 +171,7 @@ class Slot:
 
     def clear(self) -> None:
         """Make the slot as if new: nothing of the last conversation is left where a graph reads before it writes."""
-        self.arenas[0].fill(0)  # the first step reads this one and writes the whole of the other
+        self.arenas[0].fill(0)  # the first step reads this one; the whole of another is written before it is read
         for cache, group in zip(self.caches.stacks, self.groups, strict=True):
             group.tokens(cache, 0, self._used)[...] = 0
         self._used = self._kept_from = 0

@@ -99,8 +99,9 @@ def test_memory_that_is_not_shared_is_noticed(
     assert conversation(program) == expected
 
 
-def test_a_failed_run_leaves_the_handle_as_it_was(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = LiteRTRuntime().load(granite)
+def test_a_failed_run_leaves_the_handle_as_it_was(closed: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where states are not written in place."""
+    program = LiteRTRuntime().load(closed)
     handles = [program.new_state() for _ in range(3)]
     for i, handle in enumerate(handles):
         program.prefill(handle, [i] * 20)
