@@ -109,7 +109,8 @@ class Slot:
         self.caches = Caches(groups, capacity, context, masked)
         self._context = context
         self._used = 0  # rows that may hold something else than zero
-        pairs = [carve(recurrent_tensors(spec)) for _ in range(1 if in_place else 2)]
+        sides = 1 if in_place or not spec.recurrent else 2
+        pairs = [carve(recurrent_tensors(spec)) for _ in range(sides)]
         self.arenas: list[Memory] = [memory for memory, _ in pairs]
         self.recurrent: list[dict[str, Array]] = [arrays for _, arrays in pairs]
         self.calls: dict[tuple[int, int], Call] = {}  # by length and the side that is read

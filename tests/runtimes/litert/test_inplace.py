@@ -20,7 +20,7 @@ from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.protocol import StateLost
 from ssmd_litert.calls import LanesCall, LibraryCall
 from ssmd_litert.inplace import write_states_last
-from ssmd_litert.library import IN_PLACE, METADATA, LibraryGraph
+from ssmd_litert.library import METADATA, LibraryGraph
 from ssmd_litert.modelfile import Edited, edit
 from ssmd_litert.runtime import LiteRTRuntime
 
@@ -112,7 +112,7 @@ def test_a_graph_whose_reader_needs_the_new_state_stays_as_it_is(granite: Artifa
     before = file.read_bytes()
     edit(file, lambda edited: write_states_last(edited, {*states, *(of_lane(n, b) for n in states for b in range(8))}))
     assert file.read_bytes() == before
-    assert IN_PLACE not in before
+    assert METADATA.encode() not in [m.name for m in Edited(file).model.metadata or ()]
 
 
 def begun(program: FlatProgram, count: int) -> list[Any]:

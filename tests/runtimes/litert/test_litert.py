@@ -360,6 +360,7 @@ def test_a_conversation_moves_up_by_itself(
 
     monkeypatch.setattr(program.graph, "bind", watched)
     handle = program.new_state()
+    handle.slot.unbind()  # what the self-test bound
     program.prefill(handle, ids[:60])
     program.decode([handle], [1])
     assert run == ["prefill_64", "decode"]
