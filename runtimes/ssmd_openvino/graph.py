@@ -44,6 +44,7 @@ class OpenVINOGraph(Graph):
         self._tensor = library.openvino().Tensor
         self._compiled = dict(compiled)
         ports = {id(model): _Ports(model, states) for model in {id(m): m for m in compiled.values()}.values()}
+        self.any_capacity = len(ports) == 1
         self.signatures: dict[str, Signature] = {
             name: ports[id(compiled[name])].signature(*lengths_of) for name, lengths_of in lengths.items()
         }

@@ -110,16 +110,15 @@ def _off(report: Report) -> str:
 
 
 def run_all(program: Program, tiers: Iterable[int]) -> None:
-    """Run every signature once: golden values need few of the buckets, the least of the tiers, and one stream. Where a
-    signature serves all tiers, it runs with the least and the largest."""
-    tiers = tuple(tiers)
-    if getattr(program, "open_capacity", False):
-        tiers = (*tiers[:1], *tiers[1:][-1:])
+    """Run every signature once: golden values need few of the buckets, the least of the tiers, and one stream. Where
+    one model serves all tiers, it runs with the least and the largest."""
+    below = (0, *tuple(tiers)[:-1])  # each of the tiers
+    if getattr(program, "any_capacity", False):
+        below = (*below[:1], *below[1:][-1:])
     prepare(program)
-    below = 0
-    for tier in tiers or (0,):
+    for tier_below in below:
         for length in (1, *program.buckets):
-            position = max(0, below + 1 - length)  # the first after which there are more tokens than the tier below has
+            position = max(0, tier_below + 1 - length)  # the first after which there are more tokens than that has
             zeros = {t.name: np.zeros(t.shape_at(position), t.numpy_dtype) for t in program.spec.tensors}
             handle = program.restore(State(position, 0, zeros))
             if length == 1:
@@ -127,7 +126,6 @@ def run_all(program: Program, tiers: Iterable[int]) -> None:
             else:
                 program.prefill(handle, [0] * length)
             program.release(handle)
-        below = tier
 
 
 def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:

@@ -99,21 +99,22 @@ def test_only_the_end_of_what_a_trial_says_is_read() -> None:
     assert len(last_line([sys.executable, "-c", "print('x' * (1 << 20))"])) <= 64 << 10
 
 
+@pytest.mark.parametrize(("name", "lanes"), [("granite-f32", {4, 8}), ("openvino-granite-f32", {4})])
 def test_what_is_opened_later_is_opened_in_a_trial(
-    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifacts: TinyArtifacts, name: str, lanes: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path))
-    artifact = Artifact.open(artifacts["granite-f32"])
-    program: Any = get_runtime("litert").load(artifact)
-    lengths: list[int] = []
+    artifact = Artifact.open(artifacts[name])
+    program: Any = get_runtime(artifact.manifest.runtime).load(artifact)
+    calls: list[tuple[int, int]] = []
     prefill = program.prefill
 
     def noted(handle: Any, ids: list[int]) -> Any:
-        lengths.append(len(ids))
+        calls.append((program.position(handle), len(ids)))
         return prefill(handle, ids)
 
     monkeypatch.setattr(program, "prefill", noted)
-    run_all(program, artifact.manifest.tiers)
-    assert program.batches._tried == {4, 8}
-    assert lengths == [*artifact.manifest.buckets] * 2, "with the least capacity and with the largest"
+    run_all(program, (64, 256, 512))
+    assert program.batches._tried == lanes
+    assert calls == [(0, 16), (0, 64), (241, 16), (193, 64)], "with the least capacity and with the largest"
     program.close()

@@ -63,6 +63,7 @@ class Call(Protocol):
 class Graph(Protocol):
     signatures: dict[str, Signature]
     in_place: bool  # whether all signatures, those of several lanes too, may write a state where they read it
+    any_capacity: bool = False  # whether one model computes the signatures of all capacities
 
     def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
         """A call that reads and writes these very arrays. They must stay where they are; an output may be an input only

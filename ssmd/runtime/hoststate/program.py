@@ -76,6 +76,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         check_signatures(graph.signatures, manifest, self.spec, self._tiers)
         self.graph = graph
         self.open_capacity = is_open(graph.signatures)
+        self.any_capacity = self.open_capacity or graph.any_capacity
         self._capacity = 0  # of the last of several that were decoded together
         self._groups = row_groups(self.spec)
         self._in_place = graph.in_place and bool(self.spec.recurrent)
