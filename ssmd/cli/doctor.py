@@ -252,7 +252,7 @@ def _look(runtime: str, models_dir: Path, report: Path | None, device: str | Non
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     if report is not None:
-        report.write_text(json.dumps(found, indent=1) + "\n")
+        report.write_text(json.dumps(found, indent=1) + "\n", newline="\n")
         typer.echo(f"written to {report}", err=True)
     if any(one.problem for one in mine) or not found["ok"]:
         raise typer.Exit(1)

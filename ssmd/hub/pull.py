@@ -219,4 +219,4 @@ def _remember(home: Path, revision: str, commit: str) -> None:
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=1) + "\n")
+    file.write_text(json.dumps(value, indent=1) + "\n", newline="\n")

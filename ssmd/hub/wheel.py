@@ -120,7 +120,7 @@ def _by_pip(wheel: Wheel, to: Path, progress: Progress) -> None:
     folder.mkdir()
     try:
         (folder / "requirements.txt").write_text(
-            f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.file.sha256}\n"
+            f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.file.sha256}\n", newline="\n"
         )
         environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))}
         with (folder / "said").open("w+b") as said:

@@ -138,4 +138,4 @@ def _write_tokenizer(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=1) + "\n")
+    file.write_text(json.dumps(value, indent=1) + "\n", newline="\n")

@@ -66,7 +66,7 @@ def verified(graph: StrippedGraph, folder: Path) -> list[tuple[StepError, float]
     folder.mkdir()
     source = SeededSource(header.config, golden.seed)
     refit(graph, source, folder)
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_bytes(b"{}")
     (folder / GOLDEN).write_bytes(b"")
     artifact = seal(folder, _fields(header, source.config, "verified", lineage="0" * 64))
     with _cache_in(folder):
