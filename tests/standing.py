@@ -34,7 +34,7 @@ def held_elsewhere(data: Path) -> Iterator[int]:
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(data)], stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout is not None
-            assert holder.stdout.readline() == b"held\n"
+            assert holder.stdout.readline().strip() == b"held"
             yield holder.pid
         finally:
             holder.kill()

@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import re
-import resource
 import shutil
 import struct
 import subprocess
@@ -170,6 +169,7 @@ def usage(free: int) -> SimpleNamespace:
 
 def test_a_disk_that_fills_up(server: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(server, monkeypatch, "index")
+    resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
     try:

@@ -35,6 +35,7 @@ runpy.run_module("ssmd", run_name="__main__")
 
 
 def main() -> None:
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # each line is seen when it comes
     runtime, folder = sys.argv[1], Path(sys.argv[2]) / sys.argv[1]
     model = f"{MODEL}@{runtime}"
     folder.mkdir()
