@@ -432,7 +432,7 @@ def test_nothing_is_fetched_for_an_npu_that_is_not_here(what: tuple[str], server
     where = {"PIP_INDEX_URL": f"{server.url}/simple", "HF_ENDPOINT": server.url}
     code, out, [said] = command(tmp_path, *what, "--runtime", "npu", **where)
     assert (code, out) == (1, "")
-    assert said.startswith("error: runtime npu: no Intel NPU here (there is no /dev/accel/accel*)")
+    assert said.startswith("error: runtime npu: no Intel NPU ")
     assert said.endswith("the processor runs what is built for it: add --device cpu")
     assert not server.asked
 

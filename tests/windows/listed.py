@@ -18,6 +18,7 @@ ARTIFACTS = (  # of another system; here none is built
 NOT_COLLECTED = ("tests/machine/test_progress.py",)  # it draws on a terminal of Unix
 _MODES = "rights are no modes there; tests/machine/test_folder.py sees who may open a folder"
 _UNIX = "of Unix: its sockets, pipes, links, users or signals"
+_BARE = "this Python has no pip and no PyTorch: nothing is fetched by the one nor built with the other"
 _TEST = "the test itself is written for Unix: its paths, line ends or shell"
 NOT_HERE = {  # reasons: parts of the ids of tests
     _MODES: (
@@ -42,6 +43,7 @@ NOT_HERE = {  # reasons: parts of the ids of tests
         ),
         *("test_an_accident_is_no_verdict[TERM]", "test_an_accident_is_no_verdict[XCPU]", "test_a_second_daemon"),
         *("test_a_quota_that_became_smaller", "test_what_no_kernel_tells_is_nothing"),
+        *("test_what_was_pulled_for_an_npu_does_not_stand_in", "test_folders_of_pip_come_and_go"),
     ),
     _TEST: (
         *("test_prepare_refuses_a_file_in_the_way", "test_a_misspelt_variable_is_refused_by_name[ssmd_apikey"),
@@ -50,8 +52,13 @@ NOT_HERE = {  # reasons: parts of the ids of tests
             "test_installation.py::test_a_wheel",
             "test_installation.py::test_pip_is",
         ),
+        *("test_settings_files_name_the_index",),
         *("test_what_is_installed_anew_has_its_bounds", "test_what_one_left_that_was_killed"),
         *("test_what_comes_is_read_once", "test_of_a_file_without_end_the_last_part_is_read"),
+    ),
+    _BARE: (
+        *("test_what_ends_early_is_refused[pip]", "test_a_hub_that_is_named_comes_first", "test_a_revision_is_that_of"),
+        *("test_offline_nothing_is_asked[build", "test_nothing_is_fetched_for_a_build_that_cannot_be"),
     ),
     "wine binds a socket to another computer's address": ("203.0.113.9:7763", "128.0.0.1:7763"),
     "a file that is open cannot be damaged, nor exchanged": ("test_a_damaged_weight_cache_is_replaced",),
