@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from email.utils import formatdate
 from functools import partial
 from types import FrameType
 
@@ -60,7 +61,8 @@ from ssmd.machine.size import show_size
 log = logging.getLogger(__name__)
 SWITCH_S = 0.0005  # for which one thread may keep the others, of which one decodes, from running
 STALL_S = 30.0
-LOOK_S = 1  # between two looks at whether commands still find the daemon
+LOOK_S = 1  # between two looks at whether commands still find the daemon, while somebody is connected
+ALONE_S = 60 if os.name == "posix" else LOOK_S  # while nobody is: every look wakes the machine
 GRACE_S = 10.0
 STUCK_S = 10.0  # for which, after that, a step of the model may go on
 FLUSH_S = 5
@@ -164,11 +166,12 @@ def serve(
     home, leaving = None, contextlib.ExitStack()
     if keep:
         discovery.check_alone(settings.data_dir)
-    sockets, place = listen(settings)
+    sockets: list[socket.socket] = []
     try:
         if keep:
             settings.prepare()
             home = leaving.enter_context(moved_in(settings.data_dir))
+        sockets, place = listen(settings)  # after the log is there: nobody may see stderr
         host = open_host(settings, model, keep=keep, lazy=True)
     except BaseException:
         leaving.__exit__(*sys.exc_info())
@@ -192,7 +195,7 @@ def serve(
         timeout_notify=0,  # whenever it looks whether to end
         ws="none",
     )
-    connections.limit(config, connections.Limits.here())
+    connections.limit(config, connections.Limits.here(), first=lambda: server.awake())
 
     def ready() -> None:
         gc.freeze()  # what is there by now stays: to look through all of it takes 70 ms, during which no token comes
@@ -244,15 +247,23 @@ class _Server(uvicorn.Server):
         self._host = host
         self._ready = ready
         self._draining = False
+        self._woken = asyncio.Event()
         self._wake: Callable[[], object] = lambda: None
 
     async def main_loop(self) -> None:
-        """Look around once in LOOK_S, and when woken to end; uvicorn's own wakes an idle machine ten times as often."""
-        woken, loop = asyncio.Event(), asyncio.get_running_loop()
-        self._wake = partial(loop.call_soon_threadsafe, woken.set)
+        """Look around once in LOOK_S while somebody is connected, seldom while nobody is, and when woken; uvicorn's own
+        wakes an idle machine ten times a second."""
+        self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._woken.set)
         while not await self.on_tick(0):
+            self._woken.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(woken.wait(), LOOK_S)
+                await asyncio.wait_for(self._woken.wait(), LOOK_S if self.server_state.connections else ALONE_S)
+
+    def awake(self) -> None:
+        """Look around again, as somebody came; their answer is dated now, not at the last look."""
+        now = formatdate(usegmt=True).encode()
+        self.server_state.default_headers = [(b"date", now), *self.config.encoded_headers]
+        self._woken.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

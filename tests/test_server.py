@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,26 @@ def test_it_says_when_it_is_ready_and_is(artifact: Path, tmp_path: Path) -> None
     with running(tmp_path, str(artifact)) as (_, served):
         assert served.ask("GET", "/health").json["status"] == "ok"
     assert oct((tmp_path / "data").stat().st_mode)[-3:] == "700"
+
+
+def test_it_sleeps_while_nobody_is_connected(artifact: Path, tmp_path: Path) -> None:
+    """And its clock is right for who comes then."""
+    with running(tmp_path, str(artifact)) as (process, served):
+        served.ask("GET", "/health")
+        time.sleep(1.5)  # the last look after who left
+        before = _sleeps(process.pid)
+        time.sleep(3)
+        assert _sleeps(process.pid) - before <= 1
+        dated = parsedate_to_datetime(served.ask("GET", "/health").headers["date"])
+        assert time.time() - dated.timestamp() < 2
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def _sleeps(process: int) -> int:
+    """How often a process's first thread went to sleep so far."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 def test_a_signal_lets_what_runs_come_to_its_end(artifact: Path, tmp_path: Path) -> None:
@@ -231,6 +252,7 @@ def test_a_port_in_use(artifact: Path, tmp_path: Path) -> None:
         said = failing(tmp_path, str(artifact), "--port", str(port))
     assert f"127.0.0.1 port {port}" in said
     assert "--port" in said
+    assert f"ended: cannot listen on 127.0.0.1 port {port}" in (tmp_path / "data" / "daemon.log").read_text()
 
 
 def test_what_cannot_be_served(artifact: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import h11
@@ -65,9 +65,12 @@ class Limits:
         return Limits(most=max(1, min(MOST, (free - min(_SPARE, free // 4)) // 2)))
 
 
-def limit(config: Config, limits: Limits) -> None:
-    """Give uvicorn's connections these limits, before it starts, and keep the log of what strangers cause short."""
-    of_server = {"limits": limits, "idle": {}, "awaited": {}}
+def limit(config: Config, limits: Limits, first: Callable[[], None] = lambda: None) -> None:
+    """Give uvicorn's connections these limits, before it starts, and keep the log of what strangers cause short.
+
+    first: called when somebody connects while nobody was.
+    """
+    of_server = {"limits": limits, "idle": {}, "awaited": {}, "first": staticmethod(first)}
     config.http = type("Connection", (_Connection,), of_server)
     config.backlog = AT_ONCE  # which to asyncio also is how many it takes in at a time
     config.timeout_keep_alive = IDLE_S
@@ -139,6 +142,7 @@ class _Connection(H11Protocol):
     limits: Limits
     idle: dict[_Connection, None]  # of this server, the one that is idle for longest first
     awaited: dict[str, dict[_Connection, None]]  # by client those whose bodies are to come, the longest first
+    first: Callable[[], None]
     conn: _Parser
     flow: _Flow
 
@@ -149,6 +153,8 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in the class above it
         super().connection_made(transport)
+        if len(self.connections) == 1:
+            self.first()
         self.conn, self.flow = _Parser(), _Flow(transport)
         process = process_at(transport.get_extra_info("socket"))
         if process is not None:  # clients are told apart by where they are: here there are no addresses

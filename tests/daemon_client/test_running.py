@@ -76,9 +76,10 @@ def test_from_its_start_to_its_end(artifact: Path, tmp_path: Path) -> None:
 
 def test_what_tells_of_it_is_removed_and_comes_again(artifact: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    with running(tmp_path, str(artifact)) as (process, _):
+    with running(tmp_path, str(artifact)) as (process, served):
         one = found(data)
         (data / FILE).unlink()
+        served.ask("GET", "/health")  # while nobody is connected it looks seldom
         soon(lambda: find(data) == one)
         assert ssmd(tmp_path, "stop").returncode == 0
         assert process.wait(10) == 0
