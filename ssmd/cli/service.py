@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,11 @@ System = Annotated[bool, typer.Option("--system", help="A service of the machine
 PATHS = frozenset(
     f"SSMD_{name}" for name in ("DATA_DIR", "MODELS_DIR", "CACHE_DIR", "CONFIG", "SOCKET", "API_KEYS_FILE")
 )
+FOLDERS = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")  # that decide where ours are
+START_S = 60.0  # until the daemon can be asked
+SYSTEM_S = 8.0  # in which a service of the machine fails, if it does: its data are not for who asks
+DOWN_S = 1.0  # less than a manager waits before it starts it again
+LOOK_S = 0.2
 NOT_RUNNING = 3  # as systemctl and the LSB have it
 
 
@@ -40,7 +46,8 @@ def install(
     from ssmd.config import Settings
 
     flags = {"SSMD_DATA_DIR": data_dir, "SSMD_MODELS_DIR": models_dir}
-    definition = _definition({name: str(path.absolute()) for name, path in flags.items() if path is not None})
+    given = {name: str(path.absolute()) for name, path in flags.items() if path is not None}
+    definition = _definition(given, system=system)
     settings = Settings(data_dir=data_dir, models_dir=models_dir)
     settings.check_exposure()
     manager = _manager(system)
@@ -52,6 +59,11 @@ def install(
     else:
         _check_alone(manager, settings.data_dir)
     changed = manager.install(definition)
+    if not changed and not system and _is_of_another_version(settings.data_dir):
+        manager.stop()
+        manager.start()
+        changed = True
+    _wait(manager, system)
     said = "is installed and runs" if changed else "was installed as it is, and runs"
     typer.echo(f"the service {said}; it starts {manager.when}: {manager.file}")
     if manager.name == "systemd" and not system:
@@ -83,8 +95,10 @@ def status(system: System = False) -> None:
 
 @app.command("start")
 def start(system: System = False) -> None:
-    """Start the service."""
-    _installed(system).start()
+    """Start the service, and wait until it can be asked."""
+    manager = _installed(system)
+    manager.start()
+    _wait(manager, system)
 
 
 @app.command("stop")
@@ -94,7 +108,7 @@ def stop(system: System = False) -> None:
     if sys.platform == "win32":
         from ssmd.cli.stop import stop as end
 
-        end()
+        end(data_dir=manager.data_dir())
     manager.stop()
 
 
@@ -105,11 +119,12 @@ def logs(
     system: System = False,
 ) -> None:
     """Show what the service wrote, also where it could not start."""
-    command = _installed(system).log(lines, follow=follow)
+    manager = _installed(system)
+    command = manager.log(lines, follow=follow)
     if command is None:
         from ssmd.cli.logs import logs as own
 
-        own(follow=follow, lines=lines)
+        own(follow=follow, lines=lines, data_dir=manager.data_dir())
     elif code := subprocess.run(command, check=False).returncode:
         raise typer.Exit(code)
 
@@ -122,18 +137,64 @@ def _manager(system: bool) -> Manager:
 
 def _installed(system: bool) -> Manager:
     manager = _manager(system)
-    if not manager.file.exists():
+    if not manager.status().installed:
         fail("the service is not installed; install it with: ssmd service install")
     return manager
 
 
-def _definition(more: dict[str, str]) -> Definition:
+def _wait(manager: Manager, system: bool) -> None:
+    """Wait until the daemon says where it is; of a service of the machine, until it has run for a while. Fails, with
+    its last words, where it ends before.
+    """
+    from ssmd.daemon.discovery import find
+    from ssmd.daemon.place import data_dir
+
+    where = manager.data_dir() or data_dir(None)
+    until = time.monotonic() + (SYSTEM_S if system else START_S)
+    ran = time.monotonic()
+    while time.monotonic() < until:
+        now = manager.status()
+        if now.running:
+            ran = time.monotonic()
+            if not system and where.exists() and (found := find(where)) and now.pid in (None, found.pid):
+                return
+        elif time.monotonic() - ran > DOWN_S:
+            fail(f"the service is installed, and its daemon has ended: {_last(manager, where)}")
+        time.sleep(LOOK_S)
+
+
+def _last(manager: Manager, data_dir: Path) -> str:
+    """The last line that the daemon wrote, or where to look."""
+    from ssmd.daemon.logfile import Reader
+
+    if command := manager.log(20, follow=False):
+        shown = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        lines = [line for line in shown.stdout.splitlines() if "error: " in line]
+    else:
+        try:
+            lines = [line for line in Reader(data_dir).last(1) if " ended: " in line]
+        except OSError:
+            lines = []
+    return lines[-1] if lines else "`ssmd service logs` may say why, `ssmd serve` does"
+
+
+def _is_of_another_version(data_dir: Path) -> bool:
+    """Whether the daemon that runs began before an upgrade."""
+    from ssmd import __version__
+    from ssmd.daemon.discovery import find
+
+    found = find(data_dir)
+    return found is not None and found.version != __version__
+
+
+def _definition(more: dict[str, str], *, system: bool) -> Definition:
     """What the service runs: this installation, with the settings that the variables have now."""
-    from ssmd.config import SECRETS, variables
+    from ssmd.config import SECRETS, environment, variables
     from ssmd.machine.services.service import Definition
     from ssmd.machine.variables import OTHERS
 
-    kept = {name: value for name in (*variables(), *OTHERS) if (value := os.environ.get(name))}
+    now = environment()
+    kept = {name: value for name in (*variables(), *OTHERS) if (value := now.get(name))}
     for name in SECRETS:
         if (variable := f"SSMD_{name.upper()}") in kept:
             fail(
@@ -142,7 +203,10 @@ def _definition(more: dict[str, str]) -> Definition:
             )
     for name in PATHS & kept.keys():  # the service has another working directory
         kept[name] = os.path.abspath(os.path.expanduser(kept[name]))
-    return Definition((sys.executable, "-m", "ssmd", "serve"), kept | more)
+    if not system:  # those of the system's own manager may be others
+        kept |= {name: value for name in FOLDERS if os.path.isabs(value := now.get(name, ""))}
+    # -P: what lies in the folder that it starts in, such as a random.py in a home, is no module of ours
+    return Definition((sys.executable, "-P", "-m", "ssmd", "serve"), kept | more)
 
 
 def _check_reachable(python: str) -> None:
@@ -159,8 +223,8 @@ def _check_alone(manager: Manager, data_dir: Path) -> None:
     """Refuse beside a daemon that somebody started by hand: it holds the data directory."""
     from ssmd.daemon.discovery import find
 
-    found = find(data_dir) if data_dir.exists() else None
-    if found is not None and found.pid != manager.status().pid:
+    found, service = find(data_dir) if data_dir.exists() else None, manager.status()
+    if found is not None and not (service.running and service.pid in (None, found.pid)):
         fail(
             f"a daemon (ssmd {found.version}, process {found.pid}) runs already at {found.place}; "
             "end it first: ssmd stop"

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -108,7 +109,9 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 def test_from_install_to_uninstall(machine: Machine) -> None:
     assert "not installed" in machine.ssmd("service", "status", fails=3)
     assert "not installed" in machine.ssmd("service", "stop", fails=1)
+    (machine.folder / "home" / "random.py").write_text("raise SystemExit('this is none of ours')")
     assert "is installed and runs; it starts when you log in" in machine.ssmd("service", "install")
+    assert machine.serves(machine.pid)
     assert "was installed as it is" in machine.ssmd("service", "install")
     soon(lambda: "process" in machine.ssmd("service", "status"), START_S)
     first = machine.pid
@@ -128,7 +131,7 @@ def test_from_install_to_uninstall(machine: Machine) -> None:
     machine.ssmd("stop")  # whoever ends the daemon by hand means it
     assert "inactive" in machine.ssmd("service", "status", fails=3)
     machine.ssmd("service", "start")
-    soon(lambda: machine.pid != 0, START_S)
+    assert machine.serves(machine.pid)
     machine.ssmd("service", "stop")
     assert machine.pid == 0
     assert "removed" in machine.ssmd("service", "uninstall")
@@ -141,6 +144,19 @@ def test_what_cannot_be_a_service(machine: Machine) -> None:
     assert "API key" in machine.ssmd("service", "install", fails=1, SSMD_HOST="0.0.0.0")
     assert "did you mean" in machine.ssmd("service", "install", fails=1, SSMD_PROT="1")
     assert not list(Path(machine.folder, "home").rglob("*.service"))
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        said = machine.ssmd("service", "install", fails=1, SSMD_PORT=port, XDG_CONFIG_HOME="where the shell is")
+        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in said
+        assert f"port {port}: Address already in use" in machine.ssmd("service", "logs", "-n", "3")
+    [file] = Path(machine.folder, "home").rglob("user/*.service")
+    soon(lambda: machine.pid != 0, START_S)
+    file.unlink()  # by hand, while it runs
+    assert "process" in machine.ssmd("service", "status")
+    assert "removed" in machine.ssmd("service", "uninstall")
+    assert machine.pid == 0
+
     command = [sys.executable, "-m", "ssmd", "serve"]
     with subprocess.Popen(command, env=machine.environment, stdout=subprocess.DEVNULL) as daemon:
         try:

@@ -55,8 +55,23 @@ def test_words_and_values_come_back_as_they_were_from_systemd(tmp_path: Path) ->
     ).read_text()
     assert 'ExecStart="/a b/$$x/100%%" "-m"\n' in text
     assert 'Environment="SSMD_DATA_DIR=/a b/ü \\"q\\" 100%% $HOME \'x\' \\\\n"\n' in text
-    with pytest.raises(ServiceError, match="line end"):
-        Systemd(tmp_path / "u", False).text(Definition(("/x",), {"SSMD_PIN": "a\nExecStart=/bin/evil"}))
+    for value, why in (("a\nExecStart=/bin/evil", "line end"), ("/d\udcff", "UTF-8")):
+        with pytest.raises(ServiceError, match=why):
+            Systemd(tmp_path / "u", False).text(Definition(("/x",), {"SSMD_PIN": value}))
+
+
+def test_where_an_installed_service_keeps_its_data(tmp_path: Path) -> None:
+    managers = (
+        Systemd(tmp_path / "unit", False),
+        Launchd(tmp_path / "plist", "gui/501", tmp_path),
+        TaskScheduler(tmp_path / "task", "me"),
+    )
+    for manager in managers:
+        assert manager.data_dir() is None, "nothing is installed"
+        for variables, expected in ((DEFINITION.environment, Path(ODD)), ({"SSMD_PORT": "1"}, None)):
+            encoding = "utf-16" if manager.name == "the Task Scheduler" else "utf-8"
+            written(manager.file, manager.text(Definition(DEFINITION.command, variables)), encoding=encoding)
+            assert manager.data_dir() == expected, manager
 
 
 def test_a_service_of_the_machine_has_its_own_data(tmp_path: Path) -> None:
@@ -74,6 +89,8 @@ def test_launchds_property_list(tmp_path: Path) -> None:
     assert found["ProgramArguments"] == [sys.executable, "-m", "ssmd", "serve"]
     assert found["EnvironmentVariables"]["SSMD_DATA_DIR"] == ODD
     assert (found["RunAtLoad"], found["KeepAlive"]) == (True, {"SuccessfulExit": False})
+    with pytest.raises(ServiceError, match="property list"):
+        agent.text(Definition(("/x",), {"SSMD_PIN": "a\x01"}))
 
 
 def test_the_task_of_windows(tmp_path: Path) -> None:
@@ -94,7 +111,8 @@ def test_the_variables_of_a_task_are_set_by_the_python_that_starts(tmp_path: Pat
     names = {"t": "http://schemas.microsoft.com/windows/2004/02/mit/task"}
     line = root.findtext(".//t:Arguments", namespaces=names)
     assert line is not None
-    program = line.removeprefix('-c "').removesuffix('"').replace('\\"', '"')
+    assert "%" not in line, "it would be one of Windows' variables"
+    program = line.removeprefix('-P -c "').removesuffix('"')
     shown = "print(os.environ['SSMD_DATA_DIR'], sys.argv)"
     program = program.replace("runpy.run_module('ssmd', run_name='__main__')", shown)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

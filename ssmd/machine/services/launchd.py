@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import plistlib
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from ssmd.machine.services.service import NOT_ROOT, Definition, ServiceError, St
 
 LABEL = "io.ssmd.daemon"
 THROTTLE_S = 10  # between two starts
+STOP_S = 30  # until what does not end is killed
+LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -55,25 +58,37 @@ class Launchd:
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": THROTTLE_S,
-            "ExitTimeOut": 30,
+            "ExitTimeOut": STOP_S,
             "Umask": 0o077,
             "StandardErrorPath": str(self.output),
         }
-        return plistlib.dumps(said).decode()
+        try:
+            return plistlib.dumps(said).decode()
+        except ValueError as err:
+            raise ServiceError(f"a variable or path cannot be written into a property list: {err}") from err
 
     def install(self, definition: Definition) -> bool:
         """Write the property list and load it; one that was loaded is loaded anew."""
         new, before = written(self.file, self.text(definition)), self.status()
         if not new and before.running:
             return False
-        asked(["launchctl", "bootout", self._target], fails=False)
+        self._unload()
         asked(["launchctl", "enable", self._target])
         asked(["launchctl", "bootstrap", self.domain, str(self.file)])
         return True
 
+    def _unload(self) -> None:
+        """Unload it, and wait until it has ended: it is loaded again only then."""
+        asked(["launchctl", "bootout", self._target], fails=False)
+        deadline = time.monotonic() + STOP_S
+        while asked(["launchctl", "print", self._target], fails=False).returncode == 0:
+            if time.monotonic() > deadline:
+                raise ServiceError(f"{self._target} does not end; look at it with: launchctl print {self._target}")
+            time.sleep(LOOK_S)
+
     def uninstall(self) -> bool:
         """Unload it, and remove the property list."""
-        asked(["launchctl", "bootout", self._target], fails=False)
+        self._unload()
         return removed(self.file)
 
     def status(self) -> Status:
@@ -83,6 +98,13 @@ class Launchd:
         pid = re.search(r"^\s*pid = (\d+)$", shown, re.MULTILINE)
         there = self.file.exists()
         return Status(there, pid is not None, state[1] if state else "not loaded", int(pid[1]) if pid else None, there)
+
+    def data_dir(self) -> Path | None:
+        """Of the property list that is written."""
+        if not self.file.exists():
+            return None
+        variables = plistlib.loads(self.file.read_bytes())["EnvironmentVariables"]
+        return Path(variables["SSMD_DATA_DIR"]) if "SSMD_DATA_DIR" in variables else None
 
     def start(self) -> None:
         """Start it; one that was stopped is loaded first."""

@@ -67,6 +67,9 @@ class Manager(Protocol):
     def status(self) -> Status:
         """Look at it."""
 
+    def data_dir(self) -> Path | None:
+        """Where the service that is installed keeps its data; None for where this user's daemon does."""
+
     def start(self) -> None:
         """Start it, if it does not run."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ssmd.machine.services.service import (
@@ -80,14 +82,19 @@ class Systemd:
             if sys.platform != "win32" and os.getuid():
                 raise ServiceError(NOT_ROOT)
         else:
-            config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-            found = Systemd(config / "systemd" / "user" / UNIT, False)
+            found = Systemd(Path.home() / ".config" / "systemd" / "user" / UNIT, False)
         state = asked([*found._systemctl, "is-system-running"], fails=False)
         if state.stdout.strip() in ("", "offline", "unknown"):
             said = " ".join(state.stderr.split())[:300] or state.stdout.strip()
             whose = "of the machine" if system else "of this user"
             raise ServiceError(f"no systemd {whose} can be asked here ({said}); start the daemon with: ssmd serve")
-        return found
+        return found if system else found._where_it_looks()
+
+    def _where_it_looks(self) -> Systemd:
+        """The unit in the folder of this user's units: systemd's own variables tell it which, not those of a shell."""
+        shown = asked([*self._systemctl, "show", "--property=UnitPath", "--value"]).stdout
+        folder = next((one for one in shlex.split(shown) if one.endswith("/systemd/user")), self.file.parent)
+        return replace(self, file=Path(folder) / UNIT)
 
     @property
     def when(self) -> str:
@@ -116,7 +123,6 @@ class Systemd:
             *(f"Environment={_quoted(f'{name}={value}')}" for name, value in sorted(environment.items())),
             "Restart=on-failure",
             "RestartSec=2",
-            "RestartPreventExitStatus=2",
             "TimeoutStopSec=30",
             (_SYSTEM.format(home=_home(definition), groups=_groups()) if self.system else _USER).rstrip(),
             "",
@@ -139,10 +145,11 @@ class Systemd:
         return True
 
     def uninstall(self) -> bool:
-        """Stop it, and remove the unit."""
-        if not self.file.exists():
+        """Stop it, and remove the unit; also one whose file somebody removed, and that runs on."""
+        if not self.status().installed:
             return False
-        asked([*self._systemctl, "disable", "--now", UNIT], fails=False)
+        asked([*self._systemctl, "stop", UNIT], fails=False)
+        asked([*self._systemctl, "disable", UNIT], fails=False)
         removed(self.file)
         asked([*self._systemctl, "daemon-reload"])
         asked([*self._systemctl, "reset-failed", UNIT], fails=False)
@@ -156,7 +163,15 @@ class Systemd:
         active, result = found.get("ActiveState", "unknown"), found.get("Result", "success")
         state = f"{active} ({result if active == 'failed' else found.get('SubState', '')})"
         pid = int(found.get("MainPID") or 0) or None
-        return Status(self.file.exists(), active == "active", state, pid, found.get("UnitFileState") == "enabled")
+        there = self.file.exists() or pid is not None
+        return Status(there, active == "active", state, pid, found.get("UnitFileState") == "enabled")
+
+    def data_dir(self) -> Path | None:
+        """Of the unit that is written."""
+        if self.file.exists():
+            found = re.search(r'^Environment="SSMD_DATA_DIR=(.*)"$', self.file.read_text("utf-8"), re.MULTILINE)
+            return Path(re.sub(r"\\(.)", r"\1", found[1]).replace("%%", "%")) if found else None
+        return None
 
     def start(self) -> None:
         """Start the unit."""
@@ -193,5 +208,7 @@ def _quoted(word: str) -> str:
     """A word as systemd reads it: no specifier in it is one."""
     if any(c in word for c in "\n\r\0"):
         raise ServiceError(f"{word!r} has a line end, which no unit can hold")
+    if any("\ud800" <= c <= "\udfff" for c in word):
+        raise ServiceError(f"{word!r} is not of UTF-8, as all of a unit has to be")
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'

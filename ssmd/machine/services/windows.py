@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ _XML = """\
   </Actions>
 </Task>
 """
+_STATUS, _RESULT = 3, 6  # columns of what schtasks says at length
+_RUNS = "267009"  # SCHED_S_TASK_RUNNING, in every language; the status is in that of Windows
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,11 @@ class TaskScheduler:
         windowless = str(python.with_name("pythonw.exe")) if python.name.lower() == "python.exe" else str(python)
         arguments = list(definition.command[1:])
         if definition.environment:
-            values = "; ".join(f"os.environ[{k!r}] = {v!r}" for k, v in sorted(definition.environment.items()))
-            words = [arguments[1], *arguments[2:]]  # after -m
+            values = "; ".join(f"os.environ[{k!r}] = {_literal(v)}" for k, v in sorted(definition.environment.items()))
+            words = arguments[arguments.index("-m") + 1 :]
             program = f"import os, runpy, sys; {values}; sys.argv = {words!r}; "
             program += "runpy.run_module('ssmd', run_name='__main__')"
-            arguments = ["-c", program]
+            arguments = ["-P", "-c", program]
         return _XML.format(
             description=escape(DESCRIPTION),
             user=escape(self.user),
@@ -78,6 +82,8 @@ class TaskScheduler:
         new, before = written(self.file, self.text(definition), encoding="utf-16"), self.status()
         if not new and before.running:
             return False
+        if before.running:  # else the task would begin no second one
+            asked(["schtasks", "/End", "/TN", NAME], fails=False)
         asked(["schtasks", "/Create", "/TN", NAME, "/XML", str(self.file), "/F"])
         self.start()
         return True
@@ -90,10 +96,18 @@ class TaskScheduler:
 
     def status(self) -> Status:
         """What the Task Scheduler knows; it tells no process."""
-        done = asked(["schtasks", "/Query", "/TN", NAME, "/FO", "CSV", "/NH"], fails=False)
+        done = asked(["schtasks", "/Query", "/TN", NAME, "/V", "/FO", "CSV", "/NH"], fails=False)
         row = next(iter(csv.reader(io.StringIO(done.stdout))), [])
-        there = done.returncode == 0 and len(row) >= 3
-        return Status(there, there and row[2] == "Running", row[2] if there else "not registered", None, there)
+        there = done.returncode == 0 and len(row) > _RESULT
+        running = there and (row[_STATUS] == "Running" or row[_RESULT] == _RUNS)
+        return Status(there, running, row[_STATUS] if there else "not registered", None, there)
+
+    def data_dir(self) -> Path | None:
+        """Of the task that is written."""
+        if not self.file.exists():
+            return None
+        found = re.search(r"os\.environ\['SSMD_DATA_DIR'\] = ('[^']*')", self.file.read_text("utf-16"))
+        return Path(ast.literal_eval(found[1])) if found else None
 
     def start(self) -> None:
         """Run the task."""
@@ -106,3 +120,12 @@ class TaskScheduler:
     def log(self, lines: int, *, follow: bool) -> Sequence[str] | None:
         """None: the daemon's own log has all there is."""
         return None
+
+
+def _literal(text: str) -> str:
+    """A text as Python reads it, without what a command line or the Task Scheduler would change: quotes, % and $."""
+    return "'" + "".join(c if c.isascii() and (c.isalnum() or c in " :/._,-") else _escaped(c) for c in text) + "'"
+
+
+def _escaped(char: str) -> str:
+    return "\\\\" if char == "\\" else f"\\U{ord(char):08x}"
