@@ -62,6 +62,16 @@ def test_the_sdist_has_what_is_committed(built: list[Path]) -> None:
     assert {"docker/Dockerfile", "tests/data/sessions-0001.sqlite", "scripts/release"} < found
 
 
+def test_how_git_is_set_here_makes_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, (name, value) in enumerate((("core.autocrlf", "true"), ("tar.umask", "0077"))):
+        monkeypatch.setenv(f"GIT_CONFIG_KEY_{number}", name)
+        monkeypatch.setenv(f"GIT_CONFIG_VALUE_{number}", value)
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "2")
+    written = release.committed(tmp_path / "tree") / "scripts" / "release"
+    assert written.read_bytes() == release.git("show", "HEAD:scripts/release").encode()
+    assert written.stat().st_mode & 0o777 == 0o755
+
+
 def test_other_bytes_are_noticed(built: list[Path], tmp_path: Path) -> None:
     for file in built:
         (tmp_path / file.name).write_bytes(file.read_bytes())
