@@ -45,6 +45,8 @@ def install(
     """
     from ssmd.config import Settings
 
+    if system:  # its settings are not those of root
+        os.environ["XDG_CONFIG_HOME"] = "/etc"
     flags = {"SSMD_DATA_DIR": data_dir, "SSMD_MODELS_DIR": models_dir}
     given = {name: str(path.absolute()) for name, path in flags.items() if path is not None}
     definition = _definition(given, system=system)

@@ -77,6 +77,8 @@ def test_where_an_installed_service_keeps_its_data(tmp_path: Path) -> None:
 def test_a_service_of_the_machine_has_its_own_data(tmp_path: Path) -> None:
     text = unit(tmp_path, system=True, definition=Definition(("/opt/python",), {})).read_text()
     assert 'Environment="SSMD_DATA_DIR=/var/lib/ssmd"\n' in text
+    assert 'Environment="HOME=/var/lib/ssmd"\n' in text, "a user that systemd makes up has no other"
+    assert 'Environment="XDG_CONFIG_HOME=/etc"\n' in text
     assert "DynamicUser=yes\n" in text
     assert "ProtectHome=yes\n" in text
     text = unit(tmp_path, system=True, definition=Definition(("/home/me/python",), {})).read_text()

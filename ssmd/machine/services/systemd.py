@@ -24,6 +24,13 @@ from ssmd.machine.services.service import (
 
 UNIT = f"{NAME}.service"
 SYSTEM_DATA = f"/var/lib/{NAME}"
+# A user that systemd makes up has no home, and so no folder of settings.
+_OF_THE_MACHINE = {
+    "HOME": SYSTEM_DATA,
+    "SSMD_CACHE_DIR": f"/var/cache/{NAME}",
+    "SSMD_DATA_DIR": SYSTEM_DATA,
+    "XDG_CONFIG_HOME": "/etc",
+}
 # What a manager without rights of its own can set: no namespaces, which some distributions forbid to users.
 _USER = """\
 NoNewPrivileges=yes
@@ -109,7 +116,7 @@ class Systemd:
         """The unit."""
         environment = dict(definition.environment)
         if self.system:
-            environment = {"SSMD_DATA_DIR": SYSTEM_DATA, "SSMD_CACHE_DIR": f"/var/cache/{NAME}"} | environment
+            environment = _OF_THE_MACHINE | environment
         lines = [
             "# Written by `ssmd service install`; changes of yours belong into `systemctl edit`.",
             "[Unit]",
