@@ -195,8 +195,8 @@ class LibraryGraph(Graph):
     def options(self, threads: int, weight_cache: Path | None) -> dict[str, str]:
         """What LiteRT is told, in TOML, by the name of whom it concerns."""
         text = f"num_threads = {threads}\n"
-        if weight_cache is not None:  # a basic string of TOML is written like one of JSON
-            text += f"weight_cache_file_path = {json.dumps(str(weight_cache))}\n"
+        if weight_cache is not None:  # LiteRT takes what stands between the quotes as it is: no escape in it is read
+            text += f'weight_cache_file_path = "{weight_cache}"\n'
         chosen = f"selected_signature_keys = {json.dumps(list(self.signatures))}\n"
         return {"xnnpack": text, "runtime_options_string": chosen}
 

@@ -42,8 +42,9 @@ NAMES = ("llama-int8", "granite-f32")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "litert"
+    folder = tmp_path / 'cäche "q" 日'  # LiteRT has to take any name
+    monkeypatch.setenv("SSMD_CACHE_DIR", str(folder))
+    return folder / "litert"
 
 
 @pytest.fixture(params=NAMES)
