@@ -10,6 +10,6 @@ if ($asked -match " --runtime (openvino|npu) ") { $runtime = "openvino" }
 if ($asked -match " --runtime wgpu ") { $runtime = "wgpu" }
 & (Join-Path $PSScriptRoot "setup.ps1") $runtime
 if ($given.Count -eq 0 -or "$($given[0])".StartsWith("-")) { $given = @("smollm2") + $given }
-Set-Location (Split-Path $PSScriptRoot)
+Set-Location -LiteralPath (Split-Path $PSScriptRoot)
 & ".venv\Scripts\ssmd.exe" serve $given
 exit $LASTEXITCODE

@@ -2,7 +2,7 @@
 #   powershell -ExecutionPolicy Bypass -File scripts\setup.ps1 [EXTRA ...]      default: litert
 param([Parameter(ValueFromRemainingArguments = $true)] [string[]] $Extras = @("litert"))
 $ErrorActionPreference = "Stop"
-Set-Location (Split-Path $PSScriptRoot)
+Set-Location -LiteralPath (Split-Path $PSScriptRoot)
 $python = ".venv\Scripts\python.exe"
 $needs = "ssmd needs Python 3.11, 3.12 or 3.13; none was found: install one, or name it: `$env:PYTHON = 'C:\...\python.exe'"
 
