@@ -100,7 +100,7 @@ class Launchd:
         return Status(there, pid is not None, state[1] if state else "not loaded", int(pid[1]) if pid else None, there)
 
     def data_dir(self) -> Path | None:
-        """Of the property list that is written."""
+        """The data directory that the written property list names; None if it names none."""
         if not self.file.exists():
             return None
         variables = plistlib.loads(self.file.read_bytes())["EnvironmentVariables"]

@@ -174,7 +174,7 @@ class Systemd:
         return Status(there, active == "active", state, pid, found.get("UnitFileState") == "enabled")
 
     def data_dir(self) -> Path | None:
-        """Of the unit that is written."""
+        """The data directory that the written unit names; None if it names none."""
         if self.file.exists():
             found = re.search(r'^Environment="SSMD_DATA_DIR=(.*)"$', self.file.read_text("utf-8"), re.MULTILINE)
             return Path(re.sub(r"\\(.)", r"\1", found[1]).replace("%%", "%")) if found else None

@@ -103,7 +103,7 @@ class TaskScheduler:
         return Status(there, running, row[_STATUS] if there else "not registered", None, there)
 
     def data_dir(self) -> Path | None:
-        """Of the task that is written."""
+        """The data directory that the written task names; None if it names none."""
         if not self.file.exists():
             return None
         found = re.search(r"os\.environ\['SSMD_DATA_DIR'\] = ('[^']*')", self.file.read_text("utf-16"))
