@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ssmd.api.body import StrictModel, parse_object, shown
-from ssmd.engine.lark import check_lark
+from ssmd.engine.lark import check_lark, held
 from ssmd.engine.request import Grammar, Rejected
 from ssmd.text.closed import closed
 
@@ -138,11 +138,11 @@ def of_grammar(text: str, param: str) -> Grammar:
         raise _wrong(param, "is empty")
     if is_lark_syntax(text):
         check_lark(text, param)
-        return Grammar(text, param)
+        return Grammar(held(text), param)
     if len(text.encode()) > MAX_GBNF_BYTES or text.count("::=") > MAX_GBNF_RULES:
         raise _wrong(param, f"is too large: {MAX_GBNF_BYTES} bytes and {MAX_GBNF_RULES} rules are possible in GBNF")
     try:
-        return Grammar(any_to_lark(text), param)
+        return Grammar(held(any_to_lark(text)), param)
     except RecursionError:
         raise _wrong(param, "is nested too deeply") from None
     except Exception as err:  # it raises plain ones

@@ -29,6 +29,7 @@ MAX_FORCED = 5000  # tokens that an answer may be bound to begin with
 FORCED_LEAST = 5  # tokens in a row that can be nothing else, from which on feeding them at once is quicker than steps
 _SHOWN = 300  # characters of what llguidance says
 _THREADS = 2
+_UNFIT = "doesn't satisfy the grammar"  # what llguidance says of a token that may not come
 _MARK = b"\xff"  # before the name of a token that is none of the text, as llguidance wants it
 
 Floats = NDArray[np.float32]
@@ -58,7 +59,7 @@ class Grammars:
             known, threads = self._known, self._threads
         text = grammar.text if grammar.begun else _led(grammar.text, self._lead)
         matcher = LLMatcher(known, text, log_level=0, limits=_limits())
-        guide = Guide(matcher, known, threads, self._vocabulary)
+        guide = Guide(matcher, known, threads, self._vocabulary, grammar.param)
         endless = not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED
         if endless or matcher.is_error() or not guide.goes_on:
             for part in grammar.parts:
@@ -110,12 +111,13 @@ class Guide:
         known: LLTokenizer,
         threads: ThreadPoolExecutor,
         vocabulary: int,
+        param: str,
         first: Floats | None = None,
     ) -> None:
-        """first: what may be the first token, if that is known."""
+        """param: of the request. first: what may be the first token, if that is known."""
         self.ended = False  # the grammar allows no more tokens but one that stops
         self._matcher, self._known, self._threads = matcher, known, threads
-        self._vocabulary = vocabulary
+        self._vocabulary, self._param = vocabulary, param
         self._making: Future[None] | None = None
         if first is None:
             self._mask = np.empty((0, 8), np.float32)
@@ -125,7 +127,7 @@ class Guide:
 
     def copy(self) -> Guide:
         """The same, for another choice; before any token was taken."""
-        return Guide(self._matcher.deep_copy(), self._known, self._threads, self._vocabulary, self._mask)
+        return Guide(self._matcher.deep_copy(), self._known, self._threads, self._vocabulary, self._param, self._mask)
 
     @property
     def goes_on(self) -> bool:
@@ -177,8 +179,10 @@ class Guide:
         np.take(_BITS, bits, axis=0, out=self._mask)
 
     def _failed(self) -> Rejected:
-        said = f"the grammar of the answer cannot be followed any further: {_said(self._matcher)}"
-        return Rejected(said, status=500, code="grammar_failed")
+        why = _said(self._matcher)
+        said = f"{self._param} cannot be followed any further: {why}"
+        # Who asks again has it again: but for a token that was never to be taken, the grammar is what is wrong.
+        return Rejected(said, status=500 if _UNFIT in why else 400, code="grammar_failed", param=self._param)
 
 
 class _Vocabulary:

@@ -295,6 +295,8 @@ def test_a_grammar_that_fails_on_the_way_fails_the_answer(tiny: Daemon, monkeypa
     assert found[-1]["error"]["code"] == "grammar_failed"
     assert "cannot be followed any further" in found[-1]["error"]["message"]
     assert re.fullmatch("[ab]+", text_of(found[:-1]))
+    whole = tiny.chat(grammar=AMBIGUOUS, max_tokens=300, temperature=1, seed=1)
+    assert (whole.status, whole.error["code"], whole.error["param"]) == (400, "grammar_failed", "grammar")
     assert whole_text(tiny.chat("after it", store=False))
 
 

@@ -15,6 +15,7 @@ import jsonschema
 import numpy as np
 import pytest
 import vocabularies
+from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemas import grammar_of, schemas
@@ -249,3 +250,34 @@ def test_a_token_that_may_not_come_is_an_error_and_nothing_is_free_after_it() ->
     assert (caught.value.status, caught.value.code) == (500, "grammar_failed")
     with pytest.raises(Rejected):
         guide.take(vocabularies.id_of("byte-level", "{"))
+
+
+def test_where_nothing_can_be_said_that_fits_the_grammar_is_what_is_wrong() -> None:
+    guide = grammars("byte-level").read(of_grammar('start: "go" A\nA: /x/ & /y/\n', "guided_grammar"))
+    with pytest.raises(Rejected, match="guided_grammar cannot be followed any further: nothing can be said") as caught:
+        while not guide.ended:
+            guide.take(allowed(guide)[-1])
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "grammar_failed", "guided_grammar")
+
+
+ENDLESS = (
+    'start: A B\nA: /a*/\nB: "a"\n',
+    'root ::= x "a"\nx ::= [a]+\n',
+    'start: "," SPACES " a"\nSPACES: " "*\n%llguidance {"no_forcing": false}\n',
+)
+
+
+def test_what_is_bound_to_come_for_ever_holds_up_nobody() -> None:
+    """In a process of its own: llguidance would not let go of this one."""
+    code = (
+        "import sys; sys.path.insert(0, 'tests/engine'); sys.path.insert(0, 'tests'); import test_grammar as own\n"
+        "for text in own.ENDLESS:\n"
+        "    for seed in range(9):\n"
+        "        own.said('byte-level', own.of_grammar(text, 'grammar'), seed, most=30, forced=True)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_what_is_bound_to_come_is_still_said_at_once() -> None:
+    guide = grammars("byte-level").read(of_grammar('root ::= [ab] "the quick brown fox" [ab]{2}', "grammar"))
+    assert len(guide.take(vocabularies.id_of("byte-level", "a"), 100)) >= FORCED_LEAST
