@@ -220,16 +220,26 @@ class Choice:
         told = [*parts, *self._push(rest)]
         if hit:
             return self._cut_off(told)
-        told += self._reader.end()
+        told += self._end_reading(end == "length")
         called = end == "stop" and self._reader.called and self._request.tool_choice.name is None
         self.end = "tool_calls" if called else end
         return self._deltas(told)
 
     def _cut_off(self, parts: Sequence[Part]) -> Sequence[Delta]:
-        told = [*parts, *self._reader.end()]
+        told = [*parts, *self._end_reading(True)]
         self.end, self.cut = "tool_calls" if self._reader.called else "stop", True
         self._held.clear()  # of tokens that reach into the stop string
         return self._deltas(told)
+
+    def _end_reading(self, early: bool) -> list[Part]:
+        """What was held back. early: the answer was not at its end; the beginning of a call that it was bound to be is
+        not said then.
+        """
+        bound = self._request.tool_choice.mode == "required" if self._of_calls is None else self._guide is not None
+        if not (early and bound):
+            return self._reader.end()
+        self.cut = self.cut or (self._reader.holds and not self._reader.calling)
+        return self._reader.end(in_call=True)
 
     def _held_back(self) -> tuple[str, bool]:
         """Text not sent yet, and whether a stop string cuts it."""

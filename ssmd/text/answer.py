@@ -58,6 +58,11 @@ class AnswerReader:
         return None if self._calls is None else self._calls.begun
 
     @property
+    def calling(self) -> bool:
+        """Whether a call was told of that is not over."""
+        return self._calls is not None and self._calls.calling
+
+    @property
     def calls_over(self) -> int:
         """How many calls are over."""
         return 0 if self._calls is None else self._calls.over
@@ -84,11 +89,14 @@ class AnswerReader:
         self._reasoning.state = "over"
         return out if self._calls.mark(marker, out) else None
 
-    def end(self) -> list[Part]:
-        """Nothing more comes: what was held back is told as what it is by now."""
-        out = self._told(*self._reasoning.end())
+    def end(self, *, in_call: bool = False) -> list[Part]:
+        """Nothing more comes: what was held back is told as what it is by now. in_call: it can only have become a call,
+        and is none of what is said.
+        """
+        thought, said = self._reasoning.end()
+        out = self._told(thought, "" if in_call else said)
         if self._calls is not None:
-            self._calls.end(out)
+            self._calls.end(out, in_call=in_call)
         return out
 
     def _told(self, thought: str, said: str) -> list[Part]:

@@ -321,6 +321,33 @@ def test_a_call_that_has_to_be_is_valid_whatever_is_drawn(tiny: Daemon, choice: 
 
 
 @pytest.mark.parametrize(
+    "cut", [{"max_tokens": 1}, {"max_tokens": 6}, {"max_tokens": 12}, {"stop": ["name"], "max_tokens": 40}]
+)
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_that_has_to_be_is_never_content_however_early_it_is_cut(
+    tiny: Daemon, choice: Any, cut: dict[str, Any]
+) -> None:
+    tiny.engine.program.say()  # type: ignore[attr-defined]
+    asked = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 12, "logit_bias": {}, **cut}
+    answer = tiny.chat("Call, but briefly", **asked)
+    found = choice_of(answer)
+    assert found["message"] == {"role": "assistant", "content": "", "refusal": None}
+    assert found["finish_reason"] == ("stop" if "stop" in cut else "length")
+    assert text_of(chunks(tiny.chat("Call, but briefly", **asked, stream=True, store=False))) == ""
+    assert tiny.turns(answer.json["usage"]["ssmd"]["session"])[-1].answer.content == ""
+    messages = [{"role": "user", "content": "Call, but briefly"}, found["message"], {"role": "user", "content": "So?"}]
+    assert tiny.chat(messages=messages, max_tokens=2).status == 200
+    quiet(tiny)
+
+
+def test_nor_is_one_of_a_strict_tool(tiny: Daemon) -> None:
+    strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}  # type: ignore[dict-item]
+    found = choice_of(ask(tiny, f"I look.\n{CALL}", tools=[strict], max_tokens=25))
+    assert (found["message"]["content"], found["finish_reason"]) == ("I look.", "length")
+    assert "tool_calls" not in found["message"]
+
+
+@pytest.mark.parametrize(
     ("parameters", "where"),
     [
         ({"type": "array", "items": {"type": "integer"}}, ".type"),

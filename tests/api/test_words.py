@@ -121,6 +121,13 @@ def test_what_is_not_served_says_why(path: str, tiny: Daemon) -> None:
     assert WHY[path] in answer.error["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/conversations"])
+def test_who_wants_the_newer_endpoints_is_told_what_to_ask(path: str, tiny: Daemon) -> None:
+    answer = ask(tiny, path, input="hello", model="tiny")
+    assert (answer.status, answer.error["code"]) == (404, "not_supported")
+    assert "ask /v1/chat/completions" in answer.error["message"]
+
+
 def test_the_sdk_is_told_why_there_are_no_embeddings(tiny: Daemon) -> None:
     found = openai("embeddings", tiny.url, {"input": "x", "model": tiny.model})
     assert found == {"class": "NotFoundError", "code": "not_supported"}

@@ -60,6 +60,11 @@ class CallReader:
         return self._body.unsaid if self._body is not None and self._marker else None
 
     @property
+    def calling(self) -> bool:
+        """Whether a call was told of that is not over."""
+        return self._body is not None and self._body.calling
+
+    @property
     def over(self) -> int:
         """How many calls are over."""
         return len(self._over)
@@ -98,12 +103,21 @@ class CallReader:
             self._break(marker, out)
         return True
 
-    def end(self, out: list[Part]) -> None:
-        """Nothing more comes: what was held back is told as what it is by now."""
-        if self._body is not None:
+    def end(self, out: list[Part], *, in_call: bool = False) -> None:
+        """Nothing more comes: what was held back is told as what it is by now. in_call: it is of a call that is cut,
+        and nothing that is said.
+        """
+        if self._body is not None and in_call:
+            parts: list[Part] = []
+            self._body.end(parts)
+            self._note(parts, out)
+            self._body = None
+        elif self._body is not None:
             self._end_body(out)
-        if self._state == "after":
-            self._held = ""  # a part of the call's last marker
+        if self._state == "after" or in_call:
+            self._held = ""  # a part of the call's last marker, or of its first
+        if in_call:
+            self._spaces.clear()
         self._release(out)
         if not self._over:
             self._say("", out)
