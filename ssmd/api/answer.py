@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ssmd.api.fields import HEADER as IGNORED
@@ -89,7 +89,8 @@ class Answer(ABC):
 class Asking:
     """A body that was read. stream: answer by events. answer: how, once the head is known. followed: the same for who
     follows it. keep_alive_s: how long the model is to stay, None: as it does. background: go on when the client leaves.
-    ignored: fields of it, as Fields names them.
+    ignored: fields of it, as Fields names them. variables: fields that are one for the chat template, and how it is
+    called there. named: how more that is ignored is named; raises Rejected where nothing may be.
     """
 
     model: Model
@@ -100,6 +101,13 @@ class Asking:
     keep_alive_s: float | None = None
     background: bool = False
     ignored: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    named: Callable[[Collection[str]], tuple[str, ...]] = tuple
+
+    def told(self, known: Callable[[str], bool]) -> Asking:
+        """The same, which names as ignored what its model's template does not know. Raises Rejected."""
+        unknown = [name for name, variable in self.variables.items() if not known(variable)]
+        return replace(self, ignored=(*self.ignored, *self.named(unknown)), variables={})
 
     def headed(self, head: Head) -> Head:
         """A head that says what of the body is ignored."""

@@ -14,6 +14,7 @@ from ssmd.api.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
 from ssmd.api.errors import error_body
 from ssmd.api.fields import Fields
 from ssmd.api.front import Front
+from ssmd.api.tools import variables_of
 from ssmd.api.under_way import UnderWay
 from ssmd.engine.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Rejected, TokenLogprob, Usage
@@ -47,6 +48,8 @@ def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -
         keep_alive_s=body.keep_alive,
         background=bool(body.background),
         ignored=ignored,
+        variables=variables_of(vars(body)),
+        named=sorting.named,
     )
 
 

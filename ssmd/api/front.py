@@ -136,6 +136,10 @@ class Front:
                             raise
                         asking, answering.followed = other, other.follow  # the name means another one now
                 held.callback(lease.release)
+                if asking.variables:
+                    engine = lease.engine
+                    asking = await read(lambda: asking.told(engine.knows))
+                    answering.followed = asking.follow
                 mine = replace(answering.request, load_ms=(time.perf_counter() - asked) * 1e3)
                 submit = partial(lease.engine.submit_all, recallable=not asking.background)
                 answering.begin(await read(lambda: submit(mine, delivery, delivery.check)))

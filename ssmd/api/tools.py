@@ -97,5 +97,12 @@ def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name in ALIASES if (value := fields.get(name)) is not None} | given
 
 
+def variables_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The fields of a request, as errors name them, that are a variable of the chat template, and its name."""
+    given = fields.get("chat_template_kwargs") or {}
+    plain = {name: name for name in ALIASES if fields.get(name) is not None}
+    return plain | {f"chat_template_kwargs.{name}": name for name, value in given.items() if value is not None}
+
+
 def _wrong(param: str, what: str, value: Any) -> NoReturn:
     raise Rejected(f"{param} {what} (got {shown(value)})", code="invalid_value", param=param)

@@ -31,6 +31,7 @@ from ssmd.engine.writer import Writer
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.text.apart import Texts, opened
+from ssmd.text.template import TemplateError
 
 
 class Engine:
@@ -169,6 +170,12 @@ class Engine:
     def words(self) -> RawPlanner:
         """Text to ids and back, as prompts are read."""
         return self._raw
+
+    def knows(self, variable: str) -> bool:
+        """Whether the chat template looks a variable up; True where nobody can tell. Blocks the first time."""
+        with contextlib.suppress(TemplateError):
+            return variable in self._texts.template.variables
+        return True
 
     def rendered(self, request: Request) -> str:
         """What the template makes of a request's messages. Raises Rejected."""

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,15 @@ class TemplateApart:
     def __init__(self, source: str, child: Child) -> None:
         self.source = source
         self._child = child
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that it looks up, as ChatTemplate.variables has them. Raises TemplateError."""
+        try:
+            found = json_of(_checked(self._child.ask(Packet({"do": "variables"}), RENDER_S)).body)
+        except (ChildError, ValueError) as err:
+            raise TemplateError(f"the chat template's variables are not known: {err}") from err
+        return frozenset(name for name in found if isinstance(name, str)) if isinstance(found, list) else frozenset()
 
     def render(
         self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: Given = NOTHING_MORE

@@ -5,6 +5,7 @@ It answers jobs from its standard input until that ends. A limit ends it in the 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ class Work:
             "settled": self._settled,
             "after": self._after,
             "read": self._read,
+            "variables": self._variables,
         }
 
     def do(self, job: Packet) -> Packet:
@@ -68,6 +70,10 @@ class Work:
         assert self.template is not None
         (first, *tail), given = _asked(body)
         return _told(self.template.render_after(first, fields["skipped"], tail, now=_now(fields), given=given))
+
+    def _variables(self, fields: Fields, body: bytes) -> Packet:
+        assert self.template is not None
+        return Packet({}, encoded(json.dumps(sorted(self.template.variables))))
 
     def _read(self, fields: Fields, body: bytes) -> Packet:
         assert self.tokenizer is not None

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import jinja2
+from jinja2 import meta
 
 from ssmd.model.artifact import SpecialTokens
 from ssmd.text.arguments import read_arguments
@@ -84,6 +85,10 @@ class Template(Protocol):
 
     source: str
 
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names that it looks up in what it is given, as ChatTemplate.variables. Raises TemplateError."""
+
     def render(
         self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: Given = NOTHING_MORE
     ) -> str:
@@ -125,6 +130,14 @@ class ChatTemplate:
             return self._whole([_shown(m) for m in messages], now, generate, given)
         text = self._whole(_marked(messages), now, False, given)
         return _begun(text, messages[-1].content)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that it looks up in what it is given: any other variable changes nothing. Raises TemplateError."""
+        try:
+            return frozenset(meta.find_undeclared_variables(_sandbox.parse(self.source)))
+        except Exception as err:  # of source that nests deeper than Jinja's own functions go
+            raise TemplateError(f"the chat template's variables are not known: {type(err).__name__}") from err
 
     def _whole(self, shown: Sequence[Mapping[str, Any]], now: datetime, generate: bool, given: Given) -> str:
         tools, variables = given.tools or None, given.variables

@@ -288,3 +288,20 @@ def test_a_hostile_tokenizer_is_refused_when_it_is_opened(vocabulary: Path, tmp_
 def test_the_clock_is_the_one_given(vocabulary: Path) -> None:
     with closing(open_texts(vocabulary, (), "{{ strftime_now('%Y %Z') }}", SPECIAL)) as texts:
         assert texts.template.render([], now=datetime(2031, 1, 1, tzinfo=UTC)) == "2031 UTC"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[0].content }}{% if enable_thinking is defined %}{{ bos_token }}{% endif %}", None),
+        ("{% set x = 1 %}{{ x }}{% for m in messages %}{{ m }}{{ loop.index }}{% endfor %}", {"messages"}),
+        ("{% if y is not defined %}{% set y = 1 %}{% endif %}{{ y }}", {"y"}),
+        ("{% macro f(a) %}{{ a }}{{ tools }}{% endmacro %}{{ f(1) }}", {"tools"}),
+    ],
+)
+def test_the_names_that_a_template_looks_up(vocabulary: Path, source: str, expected: set[str] | None) -> None:
+    found = ChatTemplate(source, SPECIAL).variables
+    assert found == ({"messages", "enable_thinking", "bos_token"} if expected is None else expected)
+    if expected is None:
+        with closing(open_texts(vocabulary, (), source, SPECIAL)) as texts:
+            assert texts.template.variables == found
