@@ -260,7 +260,7 @@ def test_where_nothing_can_be_said_that_fits_the_grammar_is_what_is_wrong() -> N
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "grammar_failed", "guided_grammar")
 
 
-ENDLESS = (
+FOR_EVER = (
     'start: A B\nA: /a*/\nB: "a"\n',
     'root ::= x "a"\nx ::= [a]+\n',
     'start: "," SPACES " a"\nSPACES: " "*\n%llguidance {"no_forcing": false}\n',
@@ -271,7 +271,7 @@ def test_what_is_bound_to_come_for_ever_holds_up_nobody() -> None:
     """In a process of its own: llguidance would not let go of this one."""
     code = (
         "import sys; sys.path.insert(0, 'tests/engine'); sys.path.insert(0, 'tests'); import test_grammar as own\n"
-        "for text in own.ENDLESS:\n"
+        "for text in own.FOR_EVER:\n"
         "    for seed in range(9):\n"
         "        own.said('byte-level', own.of_grammar(text, 'grammar'), seed, most=30, forced=True)"
     )

@@ -1,0 +1,92 @@
+"""What a request takes beside the model: from its first byte to the answer's last, less what the model computed.
+
+    benchmarks/request_cost.py [MODEL]     an artifact's name or path; default: smollm2
+
+One client, one request after the other, each answered in full. Less: the prompt's prefill, the restore of a state, and
+the time between tokens, whose share that is not the model's overhead.py and structured.py tell. Before: until the
+prompt is fed and from then to the first token; after: the rest, with the commit of what is stored, and all of HTTP. Of
+each kind the first requests, which import, compile and warm up, are not counted. Goal: 3 ms at the 95th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from daemon_process import DaemonProcess, conditions
+
+from ssmd.config import Settings
+from ssmd.installed import resolve
+
+FIRST = 5
+Fields = dict[str, Any]
+SCHEMA: Fields = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn", "Lima"]}, "size": {"enum": ["small", "big"]}},
+    "required": ["city", "size"],
+    "additionalProperties": False,
+}
+TOOL: Fields = {"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": SCHEMA}}
+KINDS: dict[str, Fields] = {
+    "plain": {},
+    "a schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}},
+    "tools": {"tools": [TOOL]},
+    "a forced call": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+}
+
+
+def asked(connection: http.client.HTTPConnection, body: Fields) -> tuple[float, float]:
+    """How long a request took beside the model, in ms: before its first token, and in all."""
+    raw = json.dumps(body)
+    started = time.perf_counter()
+    connection.request("POST", "/v1/chat/completions", raw, {"content-type": "application/json"})
+    response = connection.getresponse()
+    answer = response.read()
+    took_ms = (time.perf_counter() - started) * 1e3
+    if response.status != 200:
+        raise RuntimeError(answer.decode())
+    usage = json.loads(answer)["usage"]
+    own = usage["ssmd"]
+    before_ms = own["ttft_ms"] - own["prefill_ms"] - own["restore_ms"]
+    decoded_ms = (own["tbt_ms"] or 0.0) * (usage["completion_tokens"] - 1)
+    return before_ms, took_ms - own["prefill_ms"] - own["restore_ms"] - decoded_ms
+
+
+def main(name: str, requests: int) -> None:
+    artifact = Path(name) if Path(name).exists() else resolve(name, Settings().models_dir, "auto")
+    print(
+        f"# request_cost: {artifact.parent.name}, {artifact.name}; {conditions()}; {requests} requests of each kind\n"
+    )
+    print("| a request with | stored | before p50, ms | p95 | after p50, ms | p95 | in all p50, ms | p95 |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as at, DaemonProcess(artifact, Path(at) / "data") as daemon:
+        model = daemon.get("/v1/models")[1]["data"][0]["id"]
+        time.sleep(3)  # what is made when nobody asks
+        for kind, fields in KINDS.items():
+            for store in (False, True):
+                found = []
+                for i in range(FIRST + requests):
+                    content = f"How is the weather on day {i} in Bonn, and why?"
+                    body = {"model": model, "messages": [{"role": "user", "content": content}], "store": store}
+                    body |= {"max_tokens": 24, "temperature": 0.8, "seed": i, **fields}
+                    connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=60)
+                    found.append(asked(connection, body))
+                    connection.close()
+                before, whole = np.array(found[FIRST:]).T
+                cells = [*np.percentile(before, [50, 95]), *np.percentile(whole - before, [50, 95])]
+                cells += np.percentile(whole, [50, 95]).tolist()
+                print(f"| {kind} | {'yes' if store else 'no'} | {' | '.join(f'{x:.1f}' for x in cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--requests", type=int, default=100)
+    given = parser.parse_args()
+    main(given.model, given.requests)
