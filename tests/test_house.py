@@ -187,6 +187,22 @@ def test_no_name_of_unix_goes_unseen() -> None:
     assert list(_unix_names("hasattr(signal, 'SIGHUP')")) == ["signal.SIGHUP"]
 
 
+def test_what_an_artifact_or_a_source_holds_has_the_same_bytes_on_every_system() -> None:
+    """Its files are hashed and moved; a text has Windows' own line ends there unless it is said otherwise."""
+    for module, file in MODULES.items():
+        if module.startswith(("ssmd.model.", "ssmd.hub.", "ssmd.refit.", "ssmd.build.")) or module.endswith(".build"):
+            lines = list(_loose_texts(file.read_text("utf-8")))
+            assert not lines, f"{module} writes a text in lines {lines} with the line ends of whatever system it is"
+
+
+def _loose_texts(text: str) -> Iterator[int]:
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="write_text"), keywords=given):
+                if all(keyword.arg != "newline" for keyword in given):
+                    yield node.lineno
+
+
 def test_no_upward_import_goes_unseen(tmp_path: Path) -> None:
     """The walk itself: it sees imports inside functions and of names that are modules."""
     file = tmp_path / "sample.py"

@@ -139,7 +139,7 @@ def _ordered(package: Path) -> None:
     names = {old: str(uuid5(NAMESPACE_URL, items[old]["path"])) for old in items}
     manifest["itemInfoEntries"] = {names[old]: items[old] for old in sorted(items, key=names.__getitem__)}
     manifest["rootModelIdentifier"] = names[manifest["rootModelIdentifier"]]
-    file.write_text(json.dumps(manifest, indent=1) + "\n")
+    file.write_text(json.dumps(manifest, indent=1) + "\n", newline="\n")
 
 
 def _weights_stand_once(package: Package) -> None:

@@ -98,7 +98,7 @@ class OpenVINOConverter:
 
     def constants(self, folder: Path) -> Constants:
         models = sorted(folder.glob("*.xml"))
-        places = {(int(p[1]), int(p[2])) for model in models for p in _PLACE.finditer(model.read_text())}
+        places = {(int(p[1]), int(p[2])) for model in models for p in _PLACE.finditer(model.read_text("utf-8"))}
         return {WEIGHTS: sorted(places), **{model.name: () for model in models}}
 
     def load(self, artifact: Artifact) -> FlatProgram:
@@ -220,7 +220,7 @@ class SharedWeights:
                     first, size = int(place[1]), int(place[2])
                     return f'offset="{self._place(data[first : first + size])}" size="{size}"'
 
-                model.write_text(_PLACE.sub(moved, model.read_text()))
+                model.write_text(_PLACE.sub(moved, model.read_text("utf-8")), "utf-8", newline="\n")
         own.unlink()
 
     def _place(self, content: bytes) -> int:

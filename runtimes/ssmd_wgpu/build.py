@@ -79,7 +79,8 @@ class WgpuConverter:
             with stage("hash the source"):
                 lineage = source.lineage
             save_texts(source, made)
-            (made / FILE).write_text(plan.model_dump_json(indent=1, exclude={"rope"}) + "\n")  # its tables are weights
+            described = plan.model_dump_json(indent=1, exclude={"rope"}) + "\n"  # its tables are weights
+            (made / FILE).write_bytes(described.encode())
             rows = rows_of(family, config, plan, source)
             with stage("pack the weights"):
                 shapes = plan.packed()

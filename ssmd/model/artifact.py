@@ -208,5 +208,5 @@ def seal(path: Path, fields: dict[str, Any], known: Mapping[str, FileEntry] | No
     }
     whole = json.loads(json.dumps({**fields, "format": FORMAT, "files": files}))
     whole["build"] = build_hash(whole)
-    (path / MANIFEST).write_text(json.dumps(whole, indent=1) + "\n")
+    (path / MANIFEST).write_text(json.dumps(whole, indent=1) + "\n", newline="\n")
     return Artifact(path, read_manifest(path))
