@@ -20,7 +20,7 @@ from ssmd.engine.request import Done, Event, Failed, Rejected
 from ssmd.engine.sharing import Open, Shares
 from ssmd.engine.turns import Turns
 from ssmd.engine.warmup import WarmUp
-from ssmd.runtime.protocol import Logits, Program, StateLost
+from ssmd.runtime.protocol import Handle, Logits, Program, StateLost
 from ssmd.sessions.checkpoint import NewCheckpoint
 from ssmd.text.tokenizer import Tokenizer
 
@@ -60,6 +60,7 @@ class Worker:
         self._room = room
         self._gaps: list[float] = []  # ms, of this step
         self._new = 0  # tokens of it
+        self._left: list[Handle] = []  # to be given back once the ends are told: to clear one takes up to 3 ms
         self._warm_up = WarmUp()
         self._idling = True  # something that no request waits for may be under way
         self._thread = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
@@ -98,6 +99,8 @@ class Worker:
                 self._step()
             except Exception:  # of a request that is over already, or of none: the others go on
                 log.exception("the worker failed at a piece of work")
+            finally:
+                self._give_back()
         self._turns.leave(self)
         self._warm_up.cancel()
         cut = unavailable("the server was shut down", "shutting_down")
@@ -105,6 +108,11 @@ class Worker:
         for generation in [*self.running, *waiting]:
             generation.progress.error = cut
             self._cancel(generation)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        while self._left:
+            self._program.release(self._left.pop())
 
     def _idle(self) -> None:
         """A piece of work that no request waits for; none of them takes longer than a restore or a bucket."""
@@ -307,12 +315,14 @@ class Worker:
             g.cancelled = True
 
     def _close_choice(self, g: Generation, choice: Choice) -> None:
-        """Keep the state at the end of a choice, and give the handle back."""
+        """Keep the state at the end of a choice, whose handle goes back."""
         if choice.handle is None:
             return
-        g.kept.end(choice)
-        self._program.release(choice.handle)
-        choice.handle = None
+        try:
+            g.kept.end(choice)
+        finally:
+            self._left.append(choice.handle)
+            choice.handle = None
 
     def _cancel(self, g: Generation) -> None:
         """End a request early: what was sent is its answer."""
@@ -336,7 +346,7 @@ class Worker:
             self.running.remove(g)
         g.kept.discard()
         if p.handle is not None:
-            self._program.release(p.handle)
+            self._left.append(p.handle)
             p.handle = None
         self._count()
         g.kept.commit(p.choices, Done(g.finish_reasons, g.usage(True, self._program.context)), partial(self._tell, g))

@@ -880,6 +880,37 @@ def test_a_restore_that_fails_ends_its_request_and_leaves_nothing_behind(
     assert ask(engine, *talk).usage.resume == "exact"
 
 
+def test_what_cannot_be_saved_gives_its_memory_back(
+    engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch, endless: SamplingParams
+) -> None:
+    """As a step that failed half way leaves states that can only be released."""
+    program, used, left = loaded[1], list[int](), list[int]()
+    decode, release = program.decode, program.release
+
+    def fails(handles: list[Handle], tokens: list[int]) -> Any:
+        used.append(id(handles[0]))
+        if len(used) == 4:
+            patched.setattr(program, "save", lost)
+            lost()
+        return decode(handles, tokens)
+
+    def lost(*_: object, **__: object) -> None:
+        raise StateLost("a step failed")
+
+    def released(handle: Handle) -> None:
+        left.append(id(handle))
+        release(handle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(program, "release", released)
+        patched.setattr(program, "decode", fails)
+        failed = ask(engine, user("I am lost."), max_tokens=50, sampling=endless)
+        assert isinstance(failed.end, Failed)
+        assert (failed.end.error.status, failed.end.error.code) == (503, "device_lost")
+        soon(lambda: used[-1] in left)
+    assert isinstance(ask(engine, user("I am not.")).end, Done)
+
+
 def test_a_failing_step_ends_its_request_alone(
     engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch, endless: SamplingParams
 ) -> None:
