@@ -723,7 +723,7 @@ def test_a_lost_device_is_opened_again(granite: Artifact, name: str) -> None:
     with pytest.raises(StateLost, match="was lost and is open again: ask once more"):
         one.decode([handle], [1])
     for use in (lambda: one.decode([handle], [1]), lambda: one.save(other), lambda: one.clone(other)):
-        with pytest.raises(StateLost, match="was lost with its device"):
+        with pytest.raises(StateLost, match="was lost, with its device"):
             use()
     again = one.restore(state)
     assert decode(one, again, IDS[:3]).tobytes() == expected
