@@ -493,7 +493,12 @@ def test_a_one_shot_answer_that_is_ended_leaves_no_file(models: Path, tmp_path: 
     home.env["TMPDIR"] = str(tmp_path / "temporary")
     (tmp_path / "temporary").mkdir()
     command = [sys.executable, "-m", "ssmd", "run", "mamba", "Tell me", "--max-tokens", "100000"]
-    with subprocess.Popen(command, env=home.env, stdout=subprocess.PIPE) as process:
+    before = signal.signal(number, signal.SIG_DFL)  # which the tests may have been started to ignore, as by nohup
+    try:
+        process = subprocess.Popen(command, env=home.env, stdout=subprocess.PIPE)
+    finally:
+        signal.signal(number, before)
+    with process:
         assert process.stdout is not None
         assert process.stdout.read(1)
         assert [*(tmp_path / "temporary").glob("ssmd-*")]
