@@ -315,20 +315,22 @@ class FlatProgram(CheckedProgram[_Handle]):
         step, slot = self._steps[0], self._spare[0]
         call = self._call(step, slot, 0)
         written = slot.recurrent[slot.other(0)]
-        outputs: dict[str, Array] = {"logits": step.arrays["logits"], **written, **step.rows.arrays}
-        known: dict[str, Array] = {}
+        others: dict[str, Array] = {"logits": step.arrays["logits"], **step.rows.arrays}
+        outputs = {**others, **written}
+        read: dict[str, Array] = slot.recurrent[0]
         noise = np.random.default_rng(0)
         try:
-            for token in (self.vocabulary - 1, 0):
+            for last, token in enumerate((self.vocabulary - 1, 0)):
                 step.tokens[0], step.pos[0], step.n_valid[0] = token, 0, 1
-                for array in outputs.values():
+                for array in (others if self._in_place else outputs).values():
                     array.fill(np.nan)
                 some = noise.standard_normal(_NOISE, np.float32) * 0.1
                 for array in slot.recurrent[0].values():
                     array[...] = np.resize(some, array.shape)
-                read = {n: a.copy() if self._in_place else a for n, a in slot.recurrent[0].items()}
-                known = {**step.arrays, **read, **slot.caches.arrays}
+                if last and self._in_place:
+                    read = {name: array.copy() for name, array in read.items()}
                 call.run()
+            known = {**step.arrays, **read, **slot.caches.arrays}
             for name, expected in self.graph.run_managed(self._signature(step, slot), known).items():
                 if not np.isfinite(expected).all():
                     raise GraphError(f"its {name} are no numbers: the weights are damaged")
