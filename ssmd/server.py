@@ -53,9 +53,9 @@ from ssmd.daemon.pulls import Pulls
 from ssmd.engine.host import Host
 from ssmd.engine.opening import close_host, open_host
 from ssmd.machine.descriptors import raise_limit
-from ssmd.machine.hangup import on_hangup
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.privatesocket import listen_privately
+from ssmd.machine.signals import on_hangup, waking
 from ssmd.machine.size import show_size
 
 log = logging.getLogger(__name__)
@@ -253,11 +253,13 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         """Look around once in LOOK_S while somebody is connected, seldom while nobody is, and when woken; uvicorn's own
         wakes an idle machine ten times a second."""
-        self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._woken.set)
-        while not await self.on_tick(0):
-            self._woken.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), LOOK_S if self.server_state.connections else ALONE_S)
+        loop = asyncio.get_running_loop()
+        self._wake = partial(loop.call_soon_threadsafe, self._woken.set)
+        with waking(loop):
+            while not await self.on_tick(0):
+                self._woken.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), LOOK_S if self.server_state.connections else ALONE_S)
 
     def awake(self) -> None:
         """Look around again, as somebody came; their answer is dated now, not at the last look."""

@@ -136,6 +136,18 @@ def test_it_sleeps_while_nobody_is_connected(artifact: Path, tmp_path: Path) -> 
         assert process.wait(20) == 0
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a signal for one thread, by its number")
+def test_a_signal_ends_an_idle_one_whichever_thread_it_comes_to(artifact: Path, tmp_path: Path) -> None:
+    """A system may give it to any; Python runs what handles it in the first, which then sleeps for a minute."""
+    with running(tmp_path, str(artifact)) as (process, served):
+        served.ask("GET", "/health")
+        time.sleep(1.5)  # the last look after who left
+        other = max(int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir())
+        assert other != process.pid
+        os.kill(other, signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
 def _sleeps(process: int) -> int:
     """How often a process's first thread went to sleep so far."""
     status = Path(f"/proc/{process}/status").read_text()

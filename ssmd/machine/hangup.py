@@ -1,12 +1,10 @@
-"""Hang-ups: of a connection, and SIGHUP."""
+"""Whether the other end of a connection hung up."""
 
 from __future__ import annotations
 
 import select
-import signal
 import socket
 import sys
-from collections.abc import Callable
 
 
 def has_hung_up(one: socket.socket) -> bool:
@@ -16,9 +14,3 @@ def has_hung_up(one: socket.socket) -> bool:
     polled = select.poll()
     polled.register(one, select.POLLRDHUP)
     return bool(polled.poll(0))
-
-
-def on_hangup(do: Callable[[], None]) -> None:
-    """Do that whenever SIGHUP comes; on Windows it never does."""
-    if sys.platform != "win32":
-        signal.signal(signal.SIGHUP, lambda *_: do())
