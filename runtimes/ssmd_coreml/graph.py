@@ -17,8 +17,6 @@ OUTPUT = "new_"  # before the name of a state in the outputs: no two values of a
 class CoreMLGraph(Graph):
     """The functions of a Core ML package as a Graph. Not thread-safe: the program makes one call at a time."""
 
-    in_place = False
-
     def __init__(self, functions: Mapping[str, Function], interfaces: Mapping[str, Interface]) -> None:
         self._functions = dict(functions)
         self.signatures: dict[str, Signature] = {

@@ -50,7 +50,7 @@ def _joined(edited: Edited, graph: Any, operator: Any, known: Known) -> list[Any
             shape = [int(n) for n in graph.tensors[group[0]].shape]
             shape[axis] = sum(int(graph.tensors[i].shape[axis]) for i in group)
             parts.append(add_tensor(graph, tuple(shape), graph.tensors[group[0]].type, b"joined"))
-            found.append(_operator(edited, _Op.CONCATENATION, group, parts[-1], operator.builtinOptions, _JOIN))
+            found.append(edited.operator(_Op.CONCATENATION, group, parts[-1], operator.builtinOptions, _JOIN))
     operator.inputs = np.array(parts, np.int32)
     return [*found, operator]
 
@@ -63,7 +63,7 @@ def _repeated(edited: Edited, graph: Any, operator: Any, known: Known) -> list[A
     ones = np.ones([1 if n == m else n for n, m in zip(shape, own, strict=True)], np.float32)
     inputs = [int(operator.inputs[0]), edited.add_constant(graph, ones, known)]
     kind = schema.BuiltinOptions.MulOptions
-    return [_operator(edited, _Op.MUL, inputs, int(operator.outputs[0]), schema.MulOptionsT(), kind)]
+    return [edited.operator(_Op.MUL, inputs, int(operator.outputs[0]), schema.MulOptionsT(), kind)]
 
 
 def _batched(edited: Edited, graph: Any, operator: Any, known: Known) -> list[Any]:
@@ -78,11 +78,8 @@ def _batched(edited: Edited, graph: Any, operator: Any, known: Known) -> list[An
     def reshaped(tensor: int, shape: tuple[int, ...], into: int | None = None) -> int:
         if tuple(map(int, graph.tensors[tensor].shape)) == shape and into is None:
             return tensor
-        options = schema.ReshapeOptionsT()
-        options.newShape = np.array(shape, np.int32)
         target = add_tensor(graph, shape, schema.TensorType.FLOAT32, b"reshaped") if into is None else into
-        inputs = [tensor, edited.add_numbers(graph, shape, known)]
-        found.append(_operator(edited, _Op.RESHAPE, inputs, target, options, schema.BuiltinOptions.ReshapeOptions))
+        found.append(edited.reshape(graph, tensor, target, known))
         return target
 
     outputs, inner = (int(n) for n in graph.tensors[weight].shape)
@@ -94,15 +91,7 @@ def _batched(edited: Edited, graph: Any, operator: Any, known: Known) -> list[An
     whole = (1, rows, outputs)
     product = made if shape == whole else add_tensor(graph, whole, schema.TensorType.FLOAT32, b"product")
     kind = schema.BuiltinOptions.BatchMatMulOptions
-    found.append(_operator(edited, _Op.BATCH_MATMUL, [left, right], product, options, kind))
+    found.append(edited.operator(_Op.BATCH_MATMUL, [left, right], product, options, kind))
     if product != made:
         reshaped(product, shape, made)
     return found
-
-
-def _operator(edited: Edited, code: int, inputs: list[int], output: int, options: Any, kind: int) -> Any:
-    made = schema.OperatorT()
-    made.opcodeIndex = edited.place_of(code)
-    made.inputs, made.outputs = np.array(inputs, np.int32), np.array([output], np.int32)
-    made.builtinOptions, made.builtinOptionsType = options, kind
-    return made

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from ssmd.machine.cache import cache_folder
+from ssmd.machine.memory import drop_mapped
 from ssmd.machine.privatefile import read_own
 from ssmd.runtime.hoststate.batches import Cost
 from ssmd.runtime.hoststate.signatures import LANES, lanes_name
@@ -36,13 +37,15 @@ class LanesFile:
 
     def open(self, lanes: int) -> LibraryGraph:
         """Open the graph of so many lanes. Raises GraphError."""
-        return LibraryGraph(
+        graph = LibraryGraph(
             self._path,
             threads=self._threads,
             weight_cache=self._cache.kept(),
             wanted=lambda name: name == lanes_name(lanes),
             beside=self._graph,
         )
+        drop_mapped(self._path)
+        return graph
 
 
 class LanesNotes:

@@ -15,8 +15,6 @@ from ssmd.runtime.hoststate.graph import SLOTS, Array, Graph, GraphError, Signat
 class ManagedGraph(Graph):
     """Slower and right: documented calls only. For versions whose C interface is not known, or refuses."""
 
-    in_place = False
-
     def __init__(self, path: Path, *, threads: int) -> None:
         from ai_edge_litert.compiled_model import CompiledModel, CpuOptions, HardwareAccelerator, Options
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ai_edge_litert import schema_py_generated as schema
 from numpy.typing import NDArray
 
 OPERATORS = {value: name for name, value in vars(schema.BuiltinOperator).items() if isinstance(value, int)}
+_RESHAPE = schema.BuiltinOptions.ReshapeOptions
 _ALIGNMENT = 64  # of constants in the file
 _SMALL = 1024  # bytes of a constant that stays within the flatbuffer
 _COPY_BYTES = 8 << 20
@@ -67,6 +68,21 @@ class Edited:
             kind = schema.TensorType.INT32 if array.dtype == np.int32 else schema.TensorType.FLOAT32
             known[key] = add_tensor(graph, array.shape, kind, b"constant", self._buffers[key])
         return known[key]
+
+    def operator(self, code: int, inputs: Sequence[int], output: int, options: Any, kind: int) -> Any:
+        """An operator for a graph's list; options: its schema object, of this kind of schema.BuiltinOptions."""
+        made = schema.OperatorT()
+        made.opcodeIndex = self.place_of(code)
+        made.inputs, made.outputs = np.array(inputs, np.int32), np.array([output], np.int32)
+        made.builtinOptions, made.builtinOptionsType = options, kind
+        return made
+
+    def reshape(self, graph: Any, tensor: int, target: int, known: Known) -> Any:
+        """The operator that gives a tensor's values to `target`, in the shape that has."""
+        options = schema.ReshapeOptionsT()
+        options.newShape = np.array(graph.tensors[target].shape, np.int32)
+        inputs = [tensor, self.add_numbers(graph, tuple(map(int, options.newShape)), known)]
+        return self.operator(schema.BuiltinOperator.RESHAPE, inputs, target, options, _RESHAPE)
 
 
 def add_tensor(graph: Any, shape: tuple[int, ...], kind: int, name: bytes, buffer: int = 0) -> int:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssmd.machine.memory import drop_mapped
 from ssmd.machine.processor import cpu_name
 from ssmd.machine.threads import default_threads
 from ssmd.runtime.hoststate.graph import Graph, GraphError
@@ -98,5 +99,6 @@ def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, ca
             raise
         else:
             cache.keep()
+            drop_mapped(path)
             return program
     raise AssertionError("unreachable")

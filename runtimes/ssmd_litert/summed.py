@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 
 from ssmd_litert.modelfile import Edited, Known, add_tensor
@@ -60,32 +59,21 @@ def _parts(
 
 
 def _added(edited: Edited, graph: Any, operator: Any, joined: Any, weights: int, known: Known) -> list[Any]:
+    """What stands for a sum: each part times its row of the weights, added up in order, in the shape of the sum."""
     made: list[Any] = []
 
-    def add(code: int, inputs: list[int], shape: tuple[int, ...], options: Any, kind: int, into: int = -1) -> int:
-        result = schema.OperatorT()
-        result.opcodeIndex, result.inputs = edited.place_of(code), np.array(inputs, np.int32)
-        result.builtinOptions, result.builtinOptionsType = options, kind
-        output = into if into >= 0 else add_tensor(graph, shape, schema.TensorType.FLOAT32, b"added")
-        result.outputs = np.array([output], np.int32)
-        made.append(result)
+    def add(code: int, inputs: list[int], like: int, options: Any, kind: int) -> int:
+        shape = tuple(map(int, graph.tensors[like].shape))
+        output = add_tensor(graph, shape, schema.TensorType.FLOAT32, b"added")
+        made.append(edited.operator(code, inputs, output, options, kind))
         return output
 
-    _, _, channels = (int(n) for n in graph.tensors[weights].shape)
-    size = edited.add_numbers(graph, (1, 1, channels), known)
-    target = int(operator.outputs[0])
-    rows = tuple(int(n) for n in graph.tensors[int(joined.inputs[0])].shape)
-    total, last = -1, len(joined.inputs) - 1
-    for place, part in enumerate(int(i) for i in joined.inputs):
+    _, _, channels = map(int, graph.tensors[weights].shape)
+    size, rows, total = edited.add_numbers(graph, (1, 1, channels), known), int(joined.inputs[0]), -1
+    for place, part in enumerate(map(int, joined.inputs)):
         begin = edited.add_numbers(graph, (place, 0, 0), known)
-        row = add(_Op.SLICE, [weights, begin, size], (1, 1, channels), schema.SliceOptionsT(), _Kind.SliceOptions)
+        row = add_tensor(graph, (1, 1, channels), schema.TensorType.FLOAT32, b"added")
+        made.append(edited.operator(_Op.SLICE, [weights, begin, size], row, schema.SliceOptionsT(), _Kind.SliceOptions))
         product = add(_Op.MUL, [part, row], rows, schema.MulOptionsT(), _Kind.MulOptions)
-        sum_ = (_Op.ADD, [total, product], rows, schema.AddOptionsT(), _Kind.AddOptions)
-        total = product if total < 0 else add(*sum_)
-        if place == last:
-            shape = tuple(int(n) for n in graph.tensors[target].shape)
-            options = schema.ReshapeOptionsT()
-            options.newShape = np.array(shape, np.int32)
-            numbers = edited.add_numbers(graph, shape, known)
-            add(_Op.RESHAPE, [total, numbers], shape, options, _Kind.ReshapeOptions, into=target)
-    return made
+        total = product if not place else add(_Op.ADD, [total, product], rows, schema.AddOptionsT(), _Kind.AddOptions)
+    return [*made, edited.reshape(graph, total, int(operator.outputs[0]), known)]

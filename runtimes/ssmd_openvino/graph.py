@@ -31,8 +31,6 @@ _DTYPES = {"f32": np.dtype(np.float32), "i32": np.dtype(np.int32)}
 class OpenVINOGraph(Graph):
     """A compiled OpenVINO model as a Graph. Not thread-safe: the program makes one call at a time."""
 
-    in_place = False  # in which order a plugin reads and writes is its own affair
-
     def __init__(
         self, compiled: Mapping[str, Any], lengths: Mapping[str, tuple[int, int]], states: Sequence[str]
     ) -> None:

@@ -62,7 +62,7 @@ class Call(Protocol):
 
 class Graph(Protocol):
     signatures: dict[str, Signature]
-    in_place: bool  # whether all signatures, those of several lanes too, may write a state where they read it
+    in_place: bool = False  # whether all signatures, those of lanes too, may write a state where they read it
     any_capacity: bool = False  # whether one model computes the signatures of all capacities
 
     def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:

@@ -25,11 +25,6 @@ from ssmd_litert.library import LibraryGraph
 from ssmd_litert.runtime import LiteRTRuntime
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "cache"))
-
-
 @pytest.fixture(params=["granite-f32", "llama-int8", "llama-int4"])
 def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Artifact:
     return Artifact.open(artifacts[request.param])
@@ -40,11 +35,6 @@ def apart(request: pytest.FixtureRequest, artifacts: Mapping[str, Path], monkeyp
     """Whose states are written elsewhere than they are read."""
     monkeypatch.setattr(LibraryGraph, "_metadata", lambda *_: b"")
     return Artifact.open(artifacts[request.param])
-
-
-@pytest.fixture
-def granite(artifacts: Mapping[str, Path]) -> Artifact:
-    return Artifact.open(artifacts["granite-f32"])
 
 
 def loaded(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int] = (4, 8)) -> FlatProgram:

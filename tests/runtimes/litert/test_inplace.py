@@ -28,19 +28,9 @@ RECURRENT = ("granite-f32", "granite-int8", "mamba2-groups-f32", "lfm2-f32", "ba
 _Op = schema.BuiltinOperator
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSMD_CACHE_DIR", str(tmp_path / "cache"))
-
-
 @pytest.fixture(params=RECURRENT)
 def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Artifact:
     return Artifact.open(artifacts[request.param])
-
-
-@pytest.fixture
-def granite(artifacts: Mapping[str, Path]) -> Artifact:
-    return Artifact.open(artifacts["granite-f32"])
 
 
 def in_turn(graph: Any, source: int, target: int, views: set[int]) -> bool:

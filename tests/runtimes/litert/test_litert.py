@@ -18,7 +18,7 @@ import kept
 import numpy as np
 import pytest
 from conftest import TinyArtifacts
-from flat_programs import altered, conversation, silent, stale
+from flat_programs import altered, conversation, mapped, silent, stale
 
 from ssmd.build.builder import BuildError
 from ssmd.machine.processor import cpu_name
@@ -29,8 +29,10 @@ from ssmd.runtime.hoststate.buffers import ALIGNMENT, Snapshots, aligned, carve,
 from ssmd.runtime.hoststate.graph import GraphError, Tensor
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable
+from ssmd_litert import lanes
 from ssmd_litert.calls import LibraryCall
 from ssmd_litert.capacity import open_capacity
+from ssmd_litert.lanes import LanesFile
 from ssmd_litert.library import LibraryGraph
 from ssmd_litert.managed import ManagedGraph
 from ssmd_litert.modelfile import edit
@@ -40,21 +42,9 @@ from ssmd_litert.weight_cache import WeightCache
 NAMES = ("llama-int8", "granite-f32")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / 'cäche "q" 日'  # LiteRT has to take any name
-    monkeypatch.setenv("SSMD_CACHE_DIR", str(folder))
-    return folder / "litert"
-
-
 @pytest.fixture(params=NAMES)
 def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Artifact:
     return Artifact.open(artifacts[request.param])
-
-
-@pytest.fixture
-def granite(artifacts: Mapping[str, Path]) -> Artifact:
-    return Artifact.open(artifacts["granite-f32"])
 
 
 @pytest.fixture
@@ -209,6 +199,18 @@ def test_weight_cache_is_written_once_and_used(artifact: Artifact, cache: Path) 
     assert sorted(p.suffix for p in files) == [".json", ".xnnpack"]
     assert conversation(LiteRTRuntime().load(artifact)) == expected
     assert {p: p.stat().st_mtime_ns for p in cache.iterdir()} == files
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_of_the_model_file_are_given_back(artifact: Artifact) -> None:
+    """None is resident once the graph is there, nor once lanes are, and they come back if somebody reads them."""
+    expected = conversation(LiteRTRuntime().load(artifact))
+    program, file = LiteRTRuntime().load(artifact), artifact.file("model.tflite")
+    assert mapped(file) == 0
+    assert isinstance(program.graph, LibraryGraph)
+    LanesFile(program.graph, file, 1, WeightCache("x", "1", "cpu")).open(4).close()
+    assert mapped(file) == 0
+    assert conversation(program) == expected
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "flipped", "no seal", "odd seal", "a folder"])
@@ -401,6 +403,7 @@ def test_a_step_is_the_same_whatever_capacity_the_one_before_had(granite: Artifa
 def test_conversations_of_two_lengths_cost_one_change_a_step(
     granite: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lanes, "sizes", lambda graph: [])  # which would be tried meanwhile, and take some together
     program = LiteRTRuntime().load(granite)
     handles = [program.new_state() for _ in range(5)]
     for i, handle in enumerate(handles):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flat_programs import altered, conversation, silent, stale
+from flat_programs import altered, conversation, mapped, silent, stale
 
 from ssmd.machine.memory import drop_mapped
 from ssmd.machine.processor import cpu_name
@@ -188,18 +188,6 @@ def test_pages_of_the_weights_file_are_given_back(artifacts: Mapping[str, Path],
     expected = conversation(program)
     drop_mapped(artifact.file(WEIGHTS))
     assert conversation(program) == expected
-
-
-def mapped(file: Path) -> int:
-    """Bytes of `file` that are resident in this process."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split()[0]
-        if "-" in head and not head.endswith(":"):
-            inside = line.endswith(str(file.resolve()))
-        elif inside and head == "Rss:":
-            total += int(line.split()[1]) * 1024
-    return total
 
 
 # devices
