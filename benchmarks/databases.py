@@ -29,10 +29,10 @@ from engines import OwnEngine, hosting
 from serving import Answer, Served, serving
 from talkers import SESSIONS, Told, told_by
 
+from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
-from ssmd.server import create_app
 from ssmd.sessions.fsck.repair import Checked, check, repair
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.store import Store

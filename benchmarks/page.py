@@ -30,9 +30,10 @@ from browser import Window, chromium
 from serving import serving
 
 from ssmd.api.page import Page
+from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.engine.opening import close_host, open_host
-from ssmd.server import create_app, listen
+from ssmd.server import listen
 
 LOADS = 11
 TOKENS = 400

@@ -11,7 +11,6 @@ from typing import NoReturn
 from ssmd.machine.privatefile import others_write
 from ssmd.machine.spelling import nearest
 from ssmd.model.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
-from ssmd.refit import catalog
 from ssmd.runtime.devices import why_not
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
 
@@ -123,6 +122,8 @@ def named(model: str, models_dir: Path) -> list[Installed]:
 
 def _unknown(model: str, models_dir: Path) -> NoReturn:
     """Raises ModelError that says what may have been meant, and how to get it."""
+    from ssmd.refit import catalog  # here and below: it and all families, which a daemon starts without, take 50 ms
+
     here, known = {i.name for i in installed(models_dir) if not i.problem}, catalog.names()
     wanted = model if model in known else nearest(model, [*here, *known])
     question = "" if wanted in ("", model) else f"did you mean {wanted}? "
@@ -164,6 +165,8 @@ def _rank(candidate: Installed, least: int) -> tuple[bool, float, int, str]:
 
 
 def _none_for(runtime: str, found: list[Installed]) -> str:
+    from ssmd.refit import catalog
+
     there = ", ".join(sorted({i.manifest.runtime for i in found if i.manifest}))
     name = found[0].name
     said = f"model {name!r} has no artifact for runtime {runtime!r}; it has: {there}"

@@ -1,4 +1,4 @@
-"""The daemon: a host of models behind HTTP. `create_app` builds the app, `serve` runs it until a signal ends it."""
+"""The daemon: a host of models behind HTTP, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -16,40 +16,19 @@ import time
 from collections.abc import Callable
 from email.utils import formatdate
 from functools import partial
+from importlib import import_module
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from ssmd import __version__
-from ssmd.api import (
-    chat,
-    completions,
-    connections,
-    health,
-    metrics,
-    models,
-    openapi,
-    pulls,
-    requests,
-    runtimes,
-    sessions,
-    stop,
-    tickets,
-    unserved,
-    words,
-)
+from ssmd.api import connections
 from ssmd.api.keys import Keys
-from ssmd.api.page import Page
-from ssmd.api.runtimes import Runtimes
-from ssmd.api.security import Rules, guarded
-from ssmd.api.under_way import UnderWay
 from ssmd.config import Settings
 from ssmd.daemon import discovery
 from ssmd.daemon.discovery import Address
 from ssmd.daemon.home import moved_in
 from ssmd.daemon.logfile import OneLine
-from ssmd.daemon.pulls import Pulls
 from ssmd.engine.host import Host
 from ssmd.engine.opening import close_host, open_host
 from ssmd.machine.descriptors import raise_limit
@@ -60,7 +39,6 @@ from ssmd.machine.size import show_size
 
 log = logging.getLogger(__name__)
 SWITCH_S = 0.0005  # for which one thread may keep the others, of which one decodes, from running
-STALL_S = 30.0
 LOOK_S = 1  # between two looks at whether commands still find the daemon, while somebody is connected
 ALONE_S = 60 if os.name == "posix" else LOOK_S  # while nobody is: every look wakes the machine
 GRACE_S = 10.0
@@ -71,41 +49,6 @@ LINGER_S = 5.0  # for which, after that, threads may go on that read what was as
 
 class ServerError(RuntimeError):
     """The daemon cannot start; the message says what to change."""
-
-
-def create_app(
-    host: Host,
-    settings: Settings,
-    keys: Keys | None = None,
-    *,
-    stall_s: float = STALL_S,
-    end: Callable[[], None] = lambda: None,
-) -> ASGIApp:
-    """The ASGI app. keys: default: those of the settings. `stall_s`: how long a client may leave its answer unread
-    before it is given up. end: what stops the daemon. Raises SettingsError.
-    """
-    keys = Keys.of(settings) if keys is None else keys
-    store, under_way, usable = None if host.writer is None else host.writer.store, UnderWay(), Runtimes()
-    pulling, page = Pulls(settings.models_dir, settings.data_dir, offline=settings.offline), Page.read()
-    routes = [
-        *page.routes(),
-        *chat.routes(host, under_way, stall_s, truncate=settings.truncation == "auto", strict=settings.strict),
-        *completions.routes(host, under_way, stall_s, strict=settings.strict),
-        *words.routes(host, strict=settings.strict),
-        *unserved.routes(),
-        *requests.routes(under_way, stall_s),
-        *models.routes(host),
-        *health.routes(host),
-        *metrics.routes(host, store, pulling, stall_s),
-        *runtimes.routes(usable),
-        *pulls.routes(host, pulling, usable),
-        *sessions.routes(host, store),
-        *openapi.routes(),
-        *stop.routes(end),
-        *tickets.routes(keys),
-    ]
-    rules = Rules.of(settings, keys, sessions.BODY_LIMITS, page.paths | openapi.PATHS)
-    return guarded(routes, rules)
 
 
 def listen(settings: Settings) -> tuple[list[socket.socket], str]:
@@ -172,12 +115,15 @@ def serve(
             settings.prepare()
             home = leaving.enter_context(moved_in(settings.data_dir))
         sockets, place = listen(settings)  # after the log is there: nobody may see stderr
+        threading.Thread(target=import_module, args=("ssmd.app",), name="ssmd-app", daemon=True).start()
         host = open_host(settings, model, keep=keep, lazy=True)
     except BaseException:
         leaving.__exit__(*sys.exc_info())
         for one in sockets:
             one.close()
         raise
+
+    from ssmd.app import create_app  # which the thread has read while the model was
 
     async def look() -> None:
         if home is not None:
@@ -198,6 +144,7 @@ def serve(
     connections.limit(config, connections.Limits.here(), first=lambda: server.awake())
 
     def ready() -> None:
+        gc.enable()
         gc.freeze()  # what is there by now stays: to look through all of it takes 70 ms, during which no token comes
         host.ready()
         said = f"ssmd {__version__} serves {_served(host, model)} at {place}"

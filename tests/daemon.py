@@ -14,12 +14,12 @@ from typing import Any
 from engines import OwnEngine, hosting
 from serving import Answer, Served, serving
 
+from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.engine.host import Host
 from ssmd.engine.persistence import Persistence
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
-from ssmd.server import create_app
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Turn
 

@@ -18,12 +18,12 @@ from conftest import TinyArtifacts
 from daemon import CHAT, NO_END, soon
 from serving import Answer, Served, serving
 
+from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.host import Host
 from ssmd.engine.opening import close_host, open_host
 from ssmd.engine.shelf import Model
-from ssmd.server import create_app
 
 LLAMA, OTHER, GRANITE = "llama@litert", "llama@openvino", "granite@litert"
 NAMES = {LLAMA: "llama-f32", OTHER: "openvino-llama-f32", GRANITE: "granite-int8"}

@@ -23,7 +23,7 @@ from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Rejected, To
 def routes(
     host: Host, under_way: UnderWay, stall_s: float, *, truncate: bool = False, strict: bool = False
 ) -> list[Route]:
-    """The endpoint, for `server.create_app`. truncate: as the setting `truncation` has it. strict: the setting."""
+    """The endpoint, for `app.create_app`. truncate: as the setting `truncation` has it. strict: the setting."""
     fields = Fields(ChatBody.model_fields, NOT_BUILT, strict=strict)
     front = Front(host, partial(_read, host, fields, truncate), under_way, stall_s)
     return [Route("/v1/chat/completions", front, methods=["POST"])]

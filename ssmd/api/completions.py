@@ -23,7 +23,7 @@ PATH = "/v1/completions"
 
 
 def routes(host: Host, under_way: UnderWay, stall_s: float, *, strict: bool = False) -> list[Route]:
-    """The endpoint, for `server.create_app`. strict: the setting."""
+    """The endpoint, for `app.create_app`. strict: the setting."""
     front = Front(host, partial(_read, host, Fields(FIELDS, REFUSED, strict=strict)), under_way, stall_s)
     return [Route(PATH, front, methods=["POST"])]
 

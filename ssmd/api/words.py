@@ -40,7 +40,7 @@ class DetokenizeBody(StrictModel):
 
 
 def routes(host: Host, *, strict: bool = False) -> list[Route]:
-    """The endpoints, for `server.create_app`. strict: the setting."""
+    """The endpoints, for `app.create_app`. strict: the setting."""
     words = _Words(host, strict=strict)
     return [
         Route("/tokenize", words.tokenize, methods=["POST"]),

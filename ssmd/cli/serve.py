@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,7 @@ def serve(
 
     Every option is also an environment variable (SSMD_PORT, SSMD_API_KEY, ...) and a key of the settings file.
     """
+    gc.disable()  # until the daemon is ready: of what a start makes nothing is to be thrown away
     from ssmd import server
     from ssmd.cli.pull import first_model
     from ssmd.config import Settings

@@ -21,8 +21,8 @@ from ssmd.api import unserved
 from ssmd.api.openapi import described
 from ssmd.api.security import Security
 from ssmd.api.surface import OPERATIONS, Operation
+from ssmd.app import create_app
 from ssmd.config import Settings
-from ssmd.server import create_app
 
 KEY = "somebody-has-this-one"
 MODEL_OF = {"{model}": "llama", "{session}": "ses_none", "{id}": "none", "{file}": "index.html"}
@@ -168,6 +168,6 @@ def test_the_page_runs_nothing_and_fetches_nothing(tiny: Daemon) -> None:
 
 def test_a_start_does_not_import_what_describes_it() -> None:
     late = ("fastapi", "ssmd.api.surface", "ssmd.api.shapes", "ssmd.api.reference")
-    code = f"import sys, ssmd.server; print([m for m in {late} if m in sys.modules])"
+    code = f"import sys, ssmd.app, ssmd.server; print([m for m in {late} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "[]"

@@ -130,7 +130,7 @@ def test_what_is_forced_comes_at_once_and_copies_go_their_own_ways() -> None:
 
 
 def test_nothing_is_made_before_the_first_grammar() -> None:
-    code = "import sys, ssmd.server; assert 'llguidance' not in sys.modules"
+    code = "import sys, ssmd.app, ssmd.server; assert 'llguidance' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

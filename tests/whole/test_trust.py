@@ -20,8 +20,8 @@ from starlette.routing import Route
 from test_server import running
 
 from ssmd.api.security import Security
+from ssmd.app import create_app
 from ssmd.config import Settings
-from ssmd.server import create_app
 
 ROOT = "/ssmd/v1/sessions"
 KEYS = {name: f"the-key-of-{name}" for name in ("alice", "bob", "carol")}

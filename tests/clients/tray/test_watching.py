@@ -27,9 +27,9 @@ from starlette.routing import Route
 from test_server import long_stream, running
 from watched import QUICK, Seen, metrics
 
+from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.machine.privatesocket import listen_privately
-from ssmd.server import create_app
 from ssmd_tray.history import History
 from ssmd_tray.seeing import Seeing
 from ssmd_tray.view import Icon

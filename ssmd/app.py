@@ -1,0 +1,69 @@
+"""The app: what a host of models answers over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.types import ASGIApp
+
+from ssmd.api import (
+    chat,
+    completions,
+    health,
+    metrics,
+    models,
+    openapi,
+    pulls,
+    requests,
+    runtimes,
+    sessions,
+    stop,
+    tickets,
+    unserved,
+    words,
+)
+from ssmd.api.keys import Keys
+from ssmd.api.page import Page
+from ssmd.api.runtimes import Runtimes
+from ssmd.api.security import Rules, guarded
+from ssmd.api.under_way import UnderWay
+from ssmd.config import Settings
+from ssmd.daemon.pulls import Pulls
+from ssmd.engine.host import Host
+
+STALL_S = 30.0
+
+
+def create_app(
+    host: Host,
+    settings: Settings,
+    keys: Keys | None = None,
+    *,
+    stall_s: float = STALL_S,
+    end: Callable[[], None] = lambda: None,
+) -> ASGIApp:
+    """The ASGI app. keys: default: those of the settings. `stall_s`: how long a client may leave its answer unread
+    before it is given up. end: what stops the daemon. Raises SettingsError.
+    """
+    keys = Keys.of(settings) if keys is None else keys
+    store, under_way, usable = None if host.writer is None else host.writer.store, UnderWay(), Runtimes()
+    pulling, page = Pulls(settings.models_dir, settings.data_dir, offline=settings.offline), Page.read()
+    routes = [
+        *page.routes(),
+        *chat.routes(host, under_way, stall_s, truncate=settings.truncation == "auto", strict=settings.strict),
+        *completions.routes(host, under_way, stall_s, strict=settings.strict),
+        *words.routes(host, strict=settings.strict),
+        *unserved.routes(),
+        *requests.routes(under_way, stall_s),
+        *models.routes(host),
+        *health.routes(host),
+        *metrics.routes(host, store, pulling, stall_s),
+        *runtimes.routes(usable),
+        *pulls.routes(host, pulling, usable),
+        *sessions.routes(host, store),
+        *openapi.routes(),
+        *stop.routes(end),
+        *tickets.routes(keys),
+    ]
+    rules = Rules.of(settings, keys, sessions.BODY_LIMITS, page.paths | openapi.PATHS)
+    return guarded(routes, rules)
