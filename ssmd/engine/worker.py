@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 
+from ssmd.engine.answers import Answers
 from ssmd.engine.calling import Calling
 from ssmd.engine.choice import Choice
 from ssmd.engine.feeding import FORCED_BESIDE_OTHERS, feed, feed_forced, is_read
@@ -16,11 +16,11 @@ from ssmd.engine.generation import Generation
 from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
 from ssmd.engine.queue import Queue, unavailable
-from ssmd.engine.request import Done, Event, Failed, Rejected
+from ssmd.engine.request import Rejected
 from ssmd.engine.sharing import Open, Shares
 from ssmd.engine.turns import Turns
 from ssmd.engine.warmup import WarmUp
-from ssmd.runtime.protocol import Handle, Logits, Program, StateLost
+from ssmd.runtime.protocol import Logits, Program, StateLost
 from ssmd.sessions.checkpoint import NewCheckpoint
 from ssmd.text.tokenizer import Tokenizer
 
@@ -51,16 +51,13 @@ class Worker:
         self._program = program
         self._queue = queue
         self._persistence = persistence
-        self._metrics = metrics
         self._tokenizer, self._calling = tokenizer, calling
         self._stop_tokens = stop_tokens
         self._max_running = max_running
         self._shares = Shares(max_running, spare_lanes, getattr(program, "step_cost", float))
         self._turns = turns
         self._room = room
-        self._gaps: list[float] = []  # ms, of this step
-        self._new = 0  # tokens of it
-        self._left: list[Handle] = []  # to be given back once the ends are told: to clear one takes up to 3 ms
+        self._answers = Answers(program, metrics, self.running, queue.told)
         self._warm_up = WarmUp()
         self._idling = True  # something that no request waits for may be under way
         self._thread = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
@@ -100,19 +97,15 @@ class Worker:
             except Exception:  # of a request that is over already, or of none: the others go on
                 log.exception("the worker failed at a piece of work")
             finally:
-                self._give_back()
+                self._answers.give_back()
         self._turns.leave(self)
         self._warm_up.cancel()
         cut = unavailable("the server was shut down", "shutting_down")
         waiting = [g for _ in range(len(self._queue)) if (g := self._queue.take()) is not None]
         for generation in [*self.running, *waiting]:
             generation.progress.error = cut
-            self._cancel(generation)
-        self._give_back()
-
-    def _give_back(self) -> None:
-        while self._left:
-            self._program.release(self._left.pop())
+            self._answers.cancel(generation)
+        self._answers.give_back()
 
     def _idle(self) -> None:
         """A piece of work that no request waits for; none of them takes longer than a restore or a bucket."""
@@ -134,12 +127,12 @@ class Worker:
 
     def _admit(self) -> None:
         while (gone := self._queue.departed()) is not None:
-            self._finish(gone)
+            self._answers.finish(gone)
         if not self._queue:  # as at nearly every token
             return
         while (generation := self._next()) is not None:
             if generation.cancelled:
-                self._finish(generation)
+                self._answers.finish(generation)
                 continue
             generation.progress.admitted = time.perf_counter()
             generation.kept.restore()
@@ -171,7 +164,7 @@ class Worker:
     def _step(self) -> None:
         """One piece of prefill for the request that waits longest for it, then one token for every open choice."""
         for gone in [g for g in self.running if g.cancelled]:
-            self._cancel(gone)
+            self._answers.cancel(gone)
         decoding = [g for g in self.running if g.progress.choices]
         ready = None
         if len(decoding) < len(self.running):
@@ -201,7 +194,7 @@ class Worker:
                 log.exception("a step failed")
             for g in [g for g in generations if g in self.running]:
                 g.progress.error = _why(err)
-                self._cancel(g)
+                self._answers.cancel(g)
 
     def _read_on(self, g: Generation, joins: bool, others: bool) -> None:
         """Read a piece of a prompt, or its last token unless that joins those who decode. others: who wait for it."""
@@ -239,8 +232,8 @@ class Worker:
             if last:
                 p.handle = None
             p.choices.append(choice)
-            self._take(g, choice, p.logits)
-        self._settle(g)
+            self._answers.take(g, choice, p.logits)
+        self._answers.settle(g)
 
     def _decode(self, generations: Sequence[Generation], joining: Generation | None = None) -> None:
         """A token for open choices of these, in one step with the last token of the prompt that is `joining`."""
@@ -261,13 +254,13 @@ class Worker:
                 rows = self._program.decode(handles, tokens)
             for (g, choice), row in zip(unended, rows, strict=False):
                 if choice.fed(1):
-                    self._guarded([g], partial(self._take, g, choice, row))
+                    self._guarded([g], partial(self._answers.take, g, choice, row))
             if joining is not None:
                 self._guarded([joining], partial(self._begin_answer, joining, rows[-1], saved, started))
         for g in running:
             if g in self.running:
                 self._open_choices(g)
-        self._count()
+        self._answers.count()
 
     def _feed_forced(self, open_: Sequence[Open], running: Sequence[Generation]) -> list[Open]:
         """Feed a piece of what a grammar left one of these choices no choice of, if that is quicker than steps; those
@@ -286,79 +279,7 @@ class Worker:
         with self._turns:
             logits = feed_forced(choice, self._program, others=others)
         if logits is not None:
-            self._take(g, choice, logits)
-
-    def _count(self) -> None:
-        """Count the tokens of this step that are not counted yet."""
-        if self._gaps or self._new:
-            self._metrics.tokens(self._gaps, self._new)
-            self._gaps, self._new = [], 0
-
-    def _take(self, g: Generation, choice: Choice, logits: Logits) -> None:
-        before, times = len(choice.tokens), choice.times
-        known = len(times)
-        deltas = choice.take(logits)
-        self._new += len(choice.tokens) - before
-        self._gaps += [(b - a) * 1e3 for a, b in pairwise(times[max(0, known - 1) :])]
-        if not known and choice.index == 0:
-            g.count_first_token(self._metrics)
-        for delta in deltas:
-            self._send(g, delta)
-        if choice.end is not None:
-            self._close_choice(g, choice)
-
-    def _send(self, g: Generation, event: Event) -> None:
-        try:
-            g.asked.deliver(event)
-        except Exception:  # the reader is gone: an event loop that was closed, say
-            log.debug("request %s: its reader is gone", g.asked.label)
-            g.cancelled = True
-
-    def _close_choice(self, g: Generation, choice: Choice) -> None:
-        """Keep the state at the end of a choice, whose handle goes back."""
-        if choice.handle is None:
-            return
-        try:
-            g.kept.end(choice)
-        finally:
-            self._left.append(choice.handle)
-            choice.handle = None
-
-    def _cancel(self, g: Generation) -> None:
-        """End a request early: what was sent is its answer."""
-        for choice in g.progress.choices:
-            choice.cancel()
-            try:
-                self._close_choice(g, choice)
-            except Exception:
-                log.exception("request %s: its state could not be saved", g.asked.label)
-        self._finish(g)
-
-    def _settle(self, g: Generation) -> None:
-        choices = g.progress.choices
-        if len(choices) == g.asked.request.n and all(choice.end is not None for choice in choices):
-            self._finish(g)
-
-    def _finish(self, g: Generation) -> None:
-        """Out of the running; the client hears the end after the commit."""
-        p = g.progress
-        if g in self.running:
-            self.running.remove(g)
-        g.kept.discard()
-        if p.handle is not None:
-            self._left.append(p.handle)
-            p.handle = None
-        self._count()
-        g.kept.commit(p.choices, Done(g.finish_reasons, g.usage(True, self._program.context)), partial(self._tell, g))
-
-    def _tell(self, g: Generation, stored: bool) -> None:
-        """Deliver the last event of a request. From the writer's thread, or the worker's when nothing is kept."""
-        usage, error = g.usage(stored, self._program.context), g.progress.error
-        g.count_end(self._metrics, usage)
-        self._send(g, Done(g.finish_reasons, usage) if error is None else Failed(error))
-        if stored:
-            g.kept.rerender()
-        self._queue.told()
+            self._answers.take(g, choice, logits)
 
 
 def _why(err: Exception) -> Rejected:
