@@ -26,7 +26,7 @@ from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.store import Store
 
-CLIENTS = 4
+CLIENTS = 8  # as many as decode together
 LOOK_AFTER = 3  # kills
 MOMENTS = {"under load": 0.40, "during a commit": 0.25, "as an answer ends": 0.15, "while it starts": 0.20}
 ROWS = (

@@ -105,6 +105,7 @@ def _of_family(family: str) -> set[Path]:
     return {f for f in every if f.stem != "registry" and (f.stem not in own or f"ssmd.families.{f.stem}" in reached)}
 
 
+@cache
 def code_of(text: str) -> str:
     """A module's lines but for those that are blank, all comment, or docstring."""
     skipped: set[int] = set()
