@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -29,6 +30,7 @@ MAX_FORCED = 5000  # tokens that an answer may be bound to begin with
 FORCED_LEAST = 5  # tokens in a row that can be nothing else, from which on feeding them at once is quicker than steps
 _SHOWN = 300  # characters of what llguidance says
 _THREADS = 2
+_KEPT = 8  # grammars that were read: tools and schemas come with each turn anew
 _UNFIT = "doesn't satisfy the grammar"  # what llguidance says of a token that may not come
 _MARK = b"\xff"  # before the name of a token that is none of the text, as llguidance wants it
 
@@ -43,11 +45,25 @@ class Grammars:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._stop_tokens = sorted(stop_tokens) or [vocabulary]  # one that cannot be drawn, where there is none
         self._making = threading.Lock()
+        self._kept: OrderedDict[Grammar, Guide] = OrderedDict()  # the one used last is the last
 
     def read(self, grammar: Grammar) -> Guide:
         """What an answer is to follow, from its beginning on; `Guide.copy` for each choice. Raises Rejected, of a part
         of it if that is wrong by itself.
         """
+        with self._making:
+            guide = self._kept.pop(grammar, None)
+            if guide is not None:
+                self._kept[grammar] = guide
+                return guide.copy()
+        guide = self._read(grammar)
+        with self._making:
+            self._kept[grammar] = guide
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+            return guide.copy()
+
+    def _read(self, grammar: Grammar) -> Guide:
         from llguidance import LLMatcher
 
         if (size := len(grammar.text.encode())) > MAX_BYTES:
@@ -63,7 +79,7 @@ class Grammars:
         endless = not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED
         if endless or matcher.is_error() or not guide.goes_on:
             for part in grammar.parts:
-                self.read(part)
+                self._read(part)
             why = _said(matcher) or "no answer is possible: it would never end, or this model's vocabulary has none"
             param = grammar.param + ("" if schema is None else place_of(schema, why))
             code = "invalid_value" if schema is None else "unsupported_schema"

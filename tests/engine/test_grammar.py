@@ -129,6 +129,18 @@ def test_what_is_forced_comes_at_once_and_copies_go_their_own_ways() -> None:
     assert len(allowed(first)) > 1
 
 
+def test_a_grammar_that_was_read_before_begins_anew() -> None:
+    found, other = grammars.__wrapped__("qwen"), of_regex("[ab]{3}", "guided_regex")
+    for _ in range(2):
+        guide = found.read(grammar_of(CITY))
+        start = allowed(guide)
+        guide.take(start[0])
+        assert allowed(found.read(grammar_of(CITY))) == start != allowed(found.read(other))
+    for n in range(20):  # more than are kept
+        found.read(of_regex(f"x{n}", "guided_regex"))
+    assert allowed(found.read(grammar_of(CITY))) == start
+
+
 def test_nothing_is_made_before_the_first_grammar() -> None:
     code = "import sys, ssmd.app, ssmd.server; assert 'llguidance' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
