@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from sqlalchemy import func, select
 
 from ssmd.model.state import StateSpec, TensorSpec
-from ssmd.sessions.files import contents, sessionfile
+from ssmd.sessions.files import sessionfile, turns
 from ssmd.sessions.files.transfer import Local, export_session, import_session
 from ssmd.sessions.rows.schema import checkpoint, layout, segment, turn
 from ssmd.sessions.store import Store
@@ -50,7 +50,7 @@ NEVER = {"os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.c
 def main(folder: Path, seed: str, first: int, count: int) -> None:
     sessionfile.MAX_FILE_BYTES = LIMIT
     sessionfile.MAX_HEADER_BYTES //= SCALE
-    contents.MAX_REBUILT_BYTES //= SCALE
+    turns.MAX_REBUILT_BYTES //= SCALE
     if seed == "make bombs":
         make_bombs(folder / "bombs")
         return

@@ -28,6 +28,7 @@ from sqlalchemy import func, select
 
 from ssmd.model.state import StateSpec
 from ssmd.sessions.files import contents, document, packing, sessionfile
+from ssmd.sessions.files import turns as file_turns
 from ssmd.sessions.files.sessionfile import SessionFileError
 from ssmd.sessions.files.transfer import Local, export_session, import_session
 from ssmd.sessions.fsck.repair import check
@@ -672,7 +673,7 @@ def test_turns_that_unfold_without_end(there: Store, tmp_path: Path, monkeypatch
     """In format 1 each turn may share any part of its parent's ids: a small file can ask for much memory."""
     (tmp_path / "here").mkdir()
     (tmp_path / "good.ssmd").write_bytes((Path(__file__).parents[2] / "data" / "session-file-1.ssmd").read_bytes())
-    monkeypatch.setattr(contents, "MAX_REBUILT_BYTES", 200)
+    monkeypatch.setattr(file_turns, "MAX_REBUILT_BYTES", 200)
     refused(there, tmp_path / "good.ssmd", "unfold to more than 200 bytes")
 
 
