@@ -1,18 +1,22 @@
 """The command `ssmd`, each time in a process of its own, forked from one that has imported what every command imports.
 
-That takes a quarter of the processor time of `python -m ssmd`: most of a short command's life is imports. What reads
-the environment when it is imported (huggingface_hub) is left to the command. Run as a script this file is that process.
-Windows cannot fork: there each command is a process from its beginning.
+That takes a quarter of the processor time of `python -m ssmd`: most of a short command's life is imports, and of a
+daemon's until it is ready. What reads the environment when it is imported (huggingface_hub) is left to the command, and
+so are the runtimes' libraries. Run as a script this file is that process. Windows cannot fork: there each command is a
+process from its beginning.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
+import gc
 import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,8 +32,12 @@ _ONE_AT_A_TIME = threading.Lock()
 _IMPORTED = (
     "ssmd.cli",
     *("ssmd.config", "ssmd.installed", "ssmd.families.registry", "ssmd.refit.catalog", "ssmd.model.smollm2"),
-    *("httpx2", "rich.console", "typer.rich_utils"),
+    *("httpx2", "rich.console", "typer.rich_utils", "filelock", "yaml"),
+    *("ssmd.server", "ssmd.daemon.home", "ssmd.sessions.files.transfer", "ssmd_litert.runtime", "jinja2.sandbox"),
+    *("uvicorn.protocols.http.h11_impl", "uvicorn.loops.asyncio", "uvicorn.lifespan.off"),
+    *("alembic.command", "alembic.ddl.sqlite", "sqlalchemy.dialects.sqlite.pysqlite"),
 )
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
 def ssmd(
@@ -53,7 +61,7 @@ def ssmd(
         (folder / "in").write_text(given)
         asked: dict[str, Any] = {"arguments": arguments, "env": dict(env), "folder": place, "cwd": str(Path.cwd())}
         asked |= {"timeout": timeout, "file_limit": file_limit, "before": before}
-        process = _forker()
+        process, _ = _forker()
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(asked) + "\n")
@@ -63,6 +71,43 @@ def ssmd(
         if code is None:
             raise TimeoutError(f"ssmd {' '.join(arguments)} had not ended after {timeout} s: {out}{err}")
         return subprocess.CompletedProcess(["ssmd", *arguments], code, out, err)
+
+
+def start(*arguments: str, env: Mapping[str, str], descriptors: int | None = None) -> subprocess.Popen[str]:
+    """The command as it begins, with pipes for what it prints. `descriptors`: how many files it may have open."""
+    if sys.platform == "linux":
+        return _Forked(arguments, env, descriptors)
+    few = [] if descriptors is None else ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
+    words = [*few, sys.executable, "-m", "ssmd", *arguments]
+    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+class _Forked(subprocess.Popen[str]):
+    """A process that the other one forked. Its parent is this one all the same: the process between them ends at once,
+    and this one takes up who is left then."""
+
+    def __init__(self, arguments: tuple[str, ...], env: Mapping[str, str], descriptors: int | None) -> None:
+        self._asked = {"arguments": arguments, "env": dict(env), "cwd": str(Path.cwd()), "descriptors": descriptors}
+        pipe = subprocess.PIPE
+        super().__init__(["ssmd", *arguments], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+
+    def _execute_child(self, *given: Any) -> None:
+        ends = tuple(given[10:16])  # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
+        take_up = ctypes.CDLL(None).prctl
+        with _ONE_AT_A_TIME:
+            process, files = _forker()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            take_up(_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(files, [b"f"], [ends[0], ends[3], ends[5]])
+                process.stdin.write(json.dumps(self._asked) + "\n")
+                process.stdin.flush()
+                self.pid = json.loads(process.stdout.readline())
+            finally:
+                take_up(_SUBREAPER, 0, 0, 0, 0)
+        self._child_created = True
+        self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
 
 
 def _started(
@@ -86,12 +131,20 @@ def _started(
 
 
 @functools.cache
-def _forker() -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+def _forker() -> tuple[subprocess.Popen[str], socket.socket]:
+    """That process, and where it gets open files from."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            pass_fds=[theirs.fileno()],
+        )
     atexit.register(_stop, process)
-    return process
+    return process, ours
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
@@ -101,15 +154,42 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 def _serve() -> dict[str, Any] | None:
     """Forks for each line of standard input and answers with the exit status. Returns what to run, in the fork."""
+    files = socket.socket(fileno=int(sys.argv[1]))
+    files.set_inheritable(False)
     for name in _IMPORTED:
         __import__(name)
+    gc.freeze()  # what is here stays: no fork has to look at it, which would copy it
     for line in sys.stdin:
         asked: dict[str, Any] = json.loads(line)
-        child = os.fork()
+        if "folder" not in asked:
+            _, asked["files"], _, _ = socket.recv_fds(files, 1, 3)
+            child = _forked_apart(asked["files"])
+        else:
+            child = os.fork()
         if not child:
+            files.close()
             return asked
-        print(json.dumps(_ended(child, asked["timeout"])), flush=True)
+        print(json.dumps(_ended(child, asked["timeout"]) if "folder" in asked else child), flush=True)
     return None
+
+
+def _forked_apart(files: list[int]) -> int:
+    """0 in a process whose parent has ended, its number here."""
+    seen, told = os.pipe()
+    between = os.fork()
+    if not between:
+        if os.fork():
+            os._exit(0)
+        os.close(seen)
+        os.write(told, str(os.getpid()).encode())
+        os.close(told)
+        return 0
+    for descriptor in (told, *files):
+        os.close(descriptor)
+    os.waitpid(between, 0)
+    number = int(os.read(seen, 16))
+    os.close(seen)
+    return number
 
 
 def _ended(child: int, timeout: float) -> int | None:
@@ -128,20 +208,21 @@ def _ended(child: int, timeout: float) -> int | None:
 
 
 def _become(asked: dict[str, Any]) -> None:
-    folder = Path(asked["folder"])
-    for descriptor, name, flags in ((0, "in", os.O_RDONLY), (1, "out", os.O_WRONLY), (2, "err", os.O_WRONLY)):
-        opened = os.open(folder / name, flags | os.O_CREAT, 0o600)
+    flags = (("in", os.O_RDONLY), ("out", os.O_WRONLY), ("err", os.O_WRONLY))
+    files = asked.get("files") or [os.open(Path(asked["folder"], n), f | os.O_CREAT, 0o600) for n, f in flags]
+    for descriptor, opened in enumerate(files):
         os.dup2(opened, descriptor)
         os.close(opened)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - without what the parent read ahead
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
-    if asked["file_limit"] is not None:
-        import resource
+    for name, limit in (("RLIMIT_FSIZE", asked.get("file_limit")), ("RLIMIT_NOFILE", asked.get("descriptors"))):
+        if limit is not None:
+            import resource
 
-        resource.setrlimit(resource.RLIMIT_FSIZE, (asked["file_limit"],) * 2)
-    exec(asked["before"], {})
+            resource.setrlimit(getattr(resource, name), (limit, limit))
+    exec(asked.get("before", ""), {})
     sys.argv = ["ssmd", *asked["arguments"]]
     runpy.run_module("ssmd", run_name="__main__")
 

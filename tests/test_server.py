@@ -18,6 +18,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 from conftest import TinyArtifacts
 from noted import note_all
@@ -51,14 +52,8 @@ def start(
 ) -> subprocess.Popen[str]:
     if not foreign:
         note_all(arguments, tmp_path / "data")
-    few = [] if descriptors is None else ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
-    return subprocess.Popen(
-        [*few, sys.executable, "-m", "ssmd", "serve", "--threads", "1", *arguments],
-        env=environment(tmp_path, **(extra or {})),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = environment(tmp_path, **(extra or {}))
+    return commands.start("serve", "--threads", "1", *arguments, env=env, descriptors=descriptors)
 
 
 @contextmanager

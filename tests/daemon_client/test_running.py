@@ -92,6 +92,7 @@ def test_stop_lets_what_runs_come_to_its_end(artifact: Path, tmp_path: Path) -> 
         client = Client(found(tmp_path / "data"))
         assert client.send("POST", "/ssmd/v1/stop") == {"status": "shutting_down"}
         assert client.send("POST", "/ssmd/v1/stop") == {"status": "shutting_down"}
+        soon(lambda: served.ask("GET", "/health").status == 503)  # it begins once the answer is on its way
         with pytest.raises(DaemonError, match="shutting down") as refused:
             client.send("POST", CHAT, {"model": artifact.name, "messages": [{"role": "user", "content": "x"}]})
         assert refused.value.code == "shutting_down"
