@@ -23,7 +23,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from noted import note_all
 
@@ -73,23 +73,34 @@ def ssmd(
         return subprocess.CompletedProcess(["ssmd", *arguments], code, out, err)
 
 
-def start(*arguments: str, env: Mapping[str, str], descriptors: int | None = None) -> subprocess.Popen[str]:
-    """The command as it begins, with pipes for what it prints. `descriptors`: how many files it may have open."""
+def start(
+    *arguments: str, env: Mapping[str, str], descriptors: int | None = None, log: IO[bytes] | None = None
+) -> subprocess.Popen[Any]:
+    """The command as it begins. What it prints goes to `log`, else to two pipes of text. `descriptors`: how many files
+    it may have open."""
+    said = subprocess.PIPE if log is None else log
     if sys.platform == "linux":
-        return _Forked(arguments, env, descriptors)
+        return _Forked(arguments, env, descriptors, said, text=log is None)
     few = [] if descriptors is None else ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
     words = [*few, sys.executable, "-m", "ssmd", *arguments]
-    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, env=env, stdout=said, stderr=said, text=log is None)
 
 
-class _Forked(subprocess.Popen[str]):
+class _Forked(subprocess.Popen[Any]):
     """A process that the other one forked. Its parent is this one all the same: the process between them ends at once,
     and this one takes up who is left then."""
 
-    def __init__(self, arguments: tuple[str, ...], env: Mapping[str, str], descriptors: int | None) -> None:
+    def __init__(
+        self,
+        arguments: tuple[str, ...],
+        env: Mapping[str, str],
+        descriptors: int | None,
+        said: int | IO[bytes],
+        *,
+        text: bool,
+    ) -> None:
         self._asked = {"arguments": arguments, "env": dict(env), "cwd": str(Path.cwd()), "descriptors": descriptors}
-        pipe = subprocess.PIPE
-        super().__init__(["ssmd", *arguments], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+        super().__init__(["ssmd", *arguments], stdin=subprocess.DEVNULL, stdout=said, stderr=said, text=text)
 
     def _execute_child(self, *given: Any) -> None:
         ends = tuple(given[10:16])  # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite

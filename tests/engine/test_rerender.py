@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from conftest import TinyArtifacts
 from daemon import soon
-from daemon_process import DaemonProcess
 from engine.test_engine import SAMPLING, Answer, Asked, answered, ask, program_of, user
 from engines import OwnEngine
+from forked import DaemonProcess
 from keeping import whole as whole_of
 
 from ssmd.engine.engine import Engine

@@ -14,7 +14,7 @@ from typing import Any
 import commands
 import pytest
 from conftest import TinyArtifacts
-from daemon_process import DaemonProcess
+from forked import DaemonProcess
 from keeping import Chat, assert_same, new_store, state_of
 
 from ssmd.model.state import StateSpec, TensorSpec

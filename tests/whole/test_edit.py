@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
-from daemon_process import DaemonProcess, Reply
+from daemon_process import Reply
+from forked import DaemonProcess
 from whole.test_resume import QUESTIONS, SAMPLING, SYSTEM, fed, say, ssmd
 
 # Besides the question: the answer's last token, and <|im_end|> \n <|im_start|> u s er \n … <|im_end|> \n <|im_start|>

@@ -9,7 +9,8 @@ import evaluated
 import numpy as np
 import pytest
 from conftest import TinyArtifacts
-from daemon_process import DaemonProcess, Reply
+from daemon_process import Reply
+from forked import DaemonProcess
 from whole.test_resume import QUESTIONS, SAMPLING, SYSTEM, fed, say
 
 from ssmd_wgpu.device import adapters

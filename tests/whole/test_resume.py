@@ -10,7 +10,8 @@ from pathlib import Path
 import commands
 import pytest
 from conftest import TinyArtifacts
-from daemon_process import DaemonProcess, Reply
+from daemon_process import Reply
+from forked import DaemonProcess
 
 SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse and you answer in few words."}
 QUESTIONS = (

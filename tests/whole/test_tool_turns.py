@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
-from daemon_process import DaemonProcess, Reply
+from daemon_process import Reply
+from forked import DaemonProcess
 from whole.test_resume import SAMPLING, fed, restart, say
 
 Fields = dict[str, Any]

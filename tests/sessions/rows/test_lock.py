@@ -9,7 +9,7 @@ from pathlib import Path
 import commands
 import pytest
 from conftest import TinyArtifacts
-from daemon_process import DaemonProcess
+from forked import DaemonProcess
 from standing import held_elsewhere
 
 from ssmd.machine.lockfile import LOCK_FILE
