@@ -74,15 +74,20 @@ def ssmd(
 
 
 def start(
-    *arguments: str, env: Mapping[str, str], descriptors: int | None = None, log: IO[bytes] | None = None
+    *arguments: str,
+    env: Mapping[str, str],
+    descriptors: int | None = None,
+    log: IO[bytes] | None = None,
+    before: str = "",
 ) -> subprocess.Popen[Any]:
     """The command as it begins. What it prints goes to `log`, else to two pipes of text. `descriptors`: how many files
-    it may have open."""
+    it may have open; `before`: as above."""
     said = subprocess.PIPE if log is None else log
     if sys.platform == "linux":
-        return _Forked(arguments, env, descriptors, said, text=log is None)
+        limits = {"cwd": str(Path.cwd()), "descriptors": descriptors, "before": before}
+        return _Forked({"arguments": arguments, "env": dict(env), **limits}, said, text=log is None)
     few = [] if descriptors is None else ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
-    words = [*few, sys.executable, "-m", "ssmd", *arguments]
+    words = [*few, sys.executable, "-c", _program(arguments, before)]
     return subprocess.Popen(words, env=env, stdout=said, stderr=said, text=log is None)
 
 
@@ -90,17 +95,10 @@ class _Forked(subprocess.Popen[Any]):
     """A process that the other one forked. Its parent is this one all the same: the process between them ends at once,
     and this one takes up who is left then."""
 
-    def __init__(
-        self,
-        arguments: tuple[str, ...],
-        env: Mapping[str, str],
-        descriptors: int | None,
-        said: int | IO[bytes],
-        *,
-        text: bool,
-    ) -> None:
-        self._asked = {"arguments": arguments, "env": dict(env), "cwd": str(Path.cwd()), "descriptors": descriptors}
-        super().__init__(["ssmd", *arguments], stdin=subprocess.DEVNULL, stdout=said, stderr=said, text=text)
+    def __init__(self, asked: dict[str, Any], said: int | IO[bytes], *, text: bool) -> None:
+        self._asked = asked
+        words = ["ssmd", *asked["arguments"]]
+        super().__init__(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, text=text)
 
     def _execute_child(self, *given: Any) -> None:
         ends = tuple(given[10:16])  # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
@@ -124,12 +122,10 @@ class _Forked(subprocess.Popen[Any]):
 def _started(
     arguments: tuple[str, ...], env: Mapping[str, str], given: str, timeout: float, before: str
 ) -> subprocess.CompletedProcess[str]:
-    words = ["ssmd", *arguments]
-    program = f"{before}\nimport runpy, sys\nsys.argv = {words!r}\nrunpy.run_module('ssmd', run_name='__main__')"
     inherited = {name: os.environ[name] for name in _OF_WINDOWS if name in os.environ}
     try:
         return subprocess.run(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", _program(arguments, before)],
             env={**inherited, **env},
             input=given,
             capture_output=True,
@@ -139,6 +135,11 @@ def _started(
         )
     except subprocess.TimeoutExpired as err:
         raise TimeoutError(f"ssmd {' '.join(arguments)} had not ended after {timeout} s: {err.stdout!r}") from err
+
+
+def _program(arguments: tuple[str, ...], before: str) -> str:
+    words = ["ssmd", *arguments]
+    return f"{before}\nimport runpy, sys\nsys.argv = {words!r}\nrunpy.run_module('ssmd', run_name='__main__')"
 
 
 @functools.cache
@@ -233,7 +234,7 @@ def _become(asked: dict[str, Any]) -> None:
             import resource
 
             resource.setrlimit(getattr(resource, name), (limit, limit))
-    exec(asked.get("before", ""), {})
+    exec(asked["before"], {})
     sys.argv = ["ssmd", *asked["arguments"]]
     runpy.run_module("ssmd", run_name="__main__")
 

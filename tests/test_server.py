@@ -49,11 +49,12 @@ def start(
     extra: Mapping[str, str] | None = None,
     descriptors: int | None = None,
     foreign: bool = False,
+    before: str = "",
 ) -> subprocess.Popen[str]:
     if not foreign:
         note_all(arguments, tmp_path / "data")
     env = environment(tmp_path, **(extra or {}))
-    return commands.start("serve", "--threads", "1", *arguments, env=env, descriptors=descriptors)
+    return commands.start("serve", "--threads", "1", *arguments, env=env, descriptors=descriptors, before=before)
 
 
 @contextmanager
@@ -63,8 +64,9 @@ def running(
     descriptors: int | None = None,
     extra: Mapping[str, str] | None = None,
     foreign: bool = False,
+    before: str = "",
 ) -> Iterator[tuple[subprocess.Popen[str], Served]]:
-    process = start(tmp_path, *arguments, descriptors=descriptors, extra=extra, foreign=foreign)
+    process = start(tmp_path, *arguments, descriptors=descriptors, extra=extra, foreign=foreign, before=before)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -119,11 +121,11 @@ def test_it_says_when_it_is_ready_and_is(artifact: Path, tmp_path: Path) -> None
 
 def test_it_sleeps_while_nobody_is_connected(artifact: Path, tmp_path: Path) -> None:
     """And its clock is right for who comes then."""
-    with running(tmp_path, str(artifact)) as (process, served):
+    with running(tmp_path, str(artifact), before="from ssmd import server; server.LOOK_S = 0.2") as (process, served):
         served.ask("GET", "/health")
-        time.sleep(1.5)  # the last look after who left
+        time.sleep(0.7)  # the last look after who left
         before = _sleeps(process.pid)
-        time.sleep(3)
+        time.sleep(1)
         assert _sleeps(process.pid) - before <= 1
         dated = parsedate_to_datetime(served.ask("GET", "/health").headers["date"])
         assert time.time() - dated.timestamp() < 2
@@ -166,16 +168,16 @@ def test_one_signal_ends_it_when_the_model_never_comes_back(artifact: Path, tmp_
     ended = _stuck_at_the_end(
         artifact,
         tmp_path,
-        "from ssmd.runtime.hoststate.program import FlatProgram as Program; server.GRACE_S = server.STUCK_S = 1; "
+        "from ssmd.runtime.hoststate.program import FlatProgram as Program; server.GRACE_S = server.STUCK_S = 0.5; "
         "Program._decode = stuck",
     )
-    said = "the model did not come back from a step within 2 s: stopping without it"
+    said = "the model did not come back from a step within 1 s: stopping without it"
     assert (ended.returncode, said in ended.stderr.splitlines()[-1]) == (1, True), ended.stderr
 
 
 @pytest.mark.parametrize("words", ["x", "x" * LONG_BYTES], ids=["short", "long"])
 def test_one_signal_ends_it_when_a_request_is_never_read(artifact: Path, tmp_path: Path, words: str) -> None:
-    lines = "from ssmd.api import front; server.FLUSH_S = server.LINGER_S = 1; front.parse_object = stuck"
+    lines = "from ssmd.api import front; server.FLUSH_S = server.LINGER_S = 0.5; front.parse_object = stuck"
     ended = _stuck_at_the_end(artifact, tmp_path, lines, words)
     said = "what was read for requests that are over did not end: stopping without it"
     assert (ended.returncode, said in ended.stderr.splitlines()[-1]) == (0, True), ended.stderr
@@ -183,19 +185,11 @@ def test_one_signal_ends_it_when_a_request_is_never_read(artifact: Path, tmp_pat
 
 def _stuck_at_the_end(artifact: Path, tmp_path: Path, lines: str, words: str = "x") -> subprocess.CompletedProcess[str]:
     """A daemon in which `lines` make something call `stuck`, which does not return, and that got one signal then."""
-    note_all([str(artifact)], tmp_path / "data")
     stuck = (
         "import sys, time; from ssmd import server; "
-        "stuck = lambda *_: (print('stuck', file=sys.stderr, flush=True), time.sleep(600)); "
-        f"{lines}; import runpy; runpy.run_module('ssmd', run_name='__main__', alter_sys=True)"
+        f"stuck = lambda *_: (print('stuck', file=sys.stderr, flush=True), time.sleep(600)); {lines}"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", stuck, "serve", "--threads", "1", str(artifact)],
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with start(tmp_path, str(artifact), before=stuck) as process:
         try:
             assert process.stdout is not None
             assert process.stderr is not None
@@ -341,7 +335,7 @@ def test_a_socket_in_place_of_a_port(artifact: Path, tmp_path: Path) -> None:
 
 
 def test_who_has_not_sent_all_when_it_ends_is_told_in_a_line(artifact: Path, tmp_path: Path) -> None:
-    with running(tmp_path, str(artifact)) as (process, served):
+    with running(tmp_path, str(artifact), before="from ssmd import server; server.FLUSH_S = 1") as (process, served):
         half = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{{\r\n"
         with served.connect(half.encode()) as one:
             served.ask("GET", "/health")

@@ -20,6 +20,14 @@ from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.store import Store
 
 
+def among(*runtimes: str) -> str:
+    """What a command runs first so that these are all the runtimes: to look at one takes a process of its own."""
+    return f"from ssmd.runtime import devices; devices.runtime_names = lambda: {runtimes!r}"
+
+
+LITERT = among("litert")  # where it is not the runtimes that are looked at
+
+
 def ssmd(home: Path, *arguments: str, before: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
     return commands.ssmd(*arguments, env=environment(home, **extra), before=before)
 
@@ -63,7 +71,7 @@ def test_what_a_script_gets(home: Path) -> None:
 
 
 def test_without_a_model(home: Path, tmp_path: Path) -> None:
-    done = ssmd(home, "doctor", "--models-dir", str(tmp_path / "none"))
+    done = ssmd(home, "doctor", "--models-dir", str(tmp_path / "none"), before=LITERT)
     assert done.returncode == 1
     assert done.stdout.startswith(
         f"ssmd {__version__} cannot answer here yet: no model is ready\nnext: ssmd pull smollm2\n"
@@ -71,25 +79,26 @@ def test_without_a_model(home: Path, tmp_path: Path) -> None:
     assert f"  no  models in {tmp_path / 'none'}: none" in done.stdout
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    found = report(home, "--models-dir", str(tmp_path / "open"), code=1)
+    found = report(home, "--models-dir", str(tmp_path / "open"), before=LITERT, code=1)
     assert "can be written by every user" in found["models_problem"]
 
 
 def test_a_broken_settings_file_is_a_finding(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("port = \n")
-    done = ssmd(home, "--config", str(file), "doctor")
+    done = ssmd(home, "--config", str(file), "doctor", before=LITERT)
     assert (done.returncode, done.stderr) == (1, "")
     first, then = done.stdout.splitlines()[:2]
     assert first.endswith("cannot start here: its settings are refused")
     assert then == "next: mend the settings, as said below"
     assert f"  no  settings: settings file {file} is not TOML" in done.stdout
     assert "  ok  model tiny" in done.stdout, "SSMD_DATA_DIR counts all the same"
-    found = report(home, code=1, SSMD_PROT="1", SSMD_QUOTA="much")
+    found = report(home, before=LITERT, code=1, SSMD_PROT="1", SSMD_QUOTA="much")
     assert "SSMD_PROT" in found["settings_problem"]
     assert "SSMD_QUOTA" in found["settings_problem"]
     assert found["data_dir"]["quota_bytes"] == 8 << 30
-    both = report(home, "--config", str(file), code=1, SSMD_PROT="1", SSMD_THREADS="x")["settings_problem"]
+    found = report(home, "--config", str(file), before=LITERT, code=1, SSMD_PROT="1", SSMD_THREADS="x")
+    both = found["settings_problem"]
     for wrong in ("is not TOML", "SSMD_PROT: no such setting", "SSMD_THREADS = 'x'"):
         assert wrong in both, "what is wrong in the file hides nothing"
     assert ssmd(home, "doctor", "--data-dir", str(file)).returncode == 2
@@ -127,12 +136,13 @@ def test_a_library_that_cannot_be_loaded(
     for name, text in files.items():
         (tmp_path / package / name).write_text(text)
     runtime = "litert" if package == "ai_edge_litert" else package
+    other = "wgpu" if runtime == "litert" else "litert"
     before = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
-    found = report(home, before=before, code=int(runtime == "litert"))
+    found = report(home, before=f"{before}; {among(runtime, other)}", code=int(runtime == "litert"))
     reasons = {one["name"]: one["why_not"] for one in found["runtimes"]}
     assert reasons.pop(runtime).startswith(said)
     assert "Traceback" not in json.dumps(found)
-    assert reasons["wgpu" if runtime == "litert" else "litert"] is None
+    assert reasons == {other: None}
     if runtime == "litert":
         done = ssmd(home, "run", "tiny", "hello", before=before)
         assert (done.returncode, done.stdout) == (1, "")
@@ -144,28 +154,28 @@ def test_a_daemon_that_runs(home: Path, tmp_path: Path) -> None:
     models = ("--models-dir", str(home / "data" / "models"), "--data-dir", str(tmp_path))
     lock = DirectoryLock.take(tmp_path, "")
     try:
-        found = report(home, *models)
+        found = report(home, *models, before=LITERT)
         assert found["daemon"]["pid"] == os.getpid()
         assert "does not say where" in found["daemon"]["problem"]
         announce(tmp_path, Address("http://127.0.0.1:7763", None, os.getpid(), "9.9", 1.0, "t" * 43))
-        found = report(home, *models)
+        found = report(home, *models, before=LITERT)
         assert (found["daemon"]["url"], found["daemon"]["version"]) == ("http://127.0.0.1:7763", "9.9")
         assert "t" * 43 not in json.dumps(found)
-        said = ssmd(home, "doctor", *models).stdout
+        said = ssmd(home, "doctor", *models, before=LITERT).stdout
         assert "next: ssmd run tiny, or an OpenAI client at http://127.0.0.1:7763/v1" in said
         assert f"  ok  daemon: ssmd 9.9 at http://127.0.0.1:7763, process {os.getpid()}, for " in said
         assert f"; this is {__version__}" in said
     finally:
         lock.release()
-    assert report(home, *models)["daemon"] is None
+    assert report(home, *models, before=LITERT)["daemon"] is None
 
 
 def test_the_store_is_looked_at_and_not_touched(home: Path, tmp_path: Path) -> None:
     models = ("--models-dir", str(home / "data" / "models"), "--data-dir", str(tmp_path))
-    assert report(home, *models)["data_dir"]["stored_bytes"] == 0
+    assert report(home, *models, before=LITERT)["data_dir"]["stored_bytes"] == 0
     assert not list(tmp_path.iterdir())
     Store.open(tmp_path).close()
-    assert report(home, *models)["data_dir"] | {"free_bytes": 0} == {
+    assert report(home, *models, before=LITERT)["data_dir"] | {"free_bytes": 0} == {
         "path": str(tmp_path), "problem": None, "open_to_others": False,
         "free_bytes": 0, "stored_bytes": 0, "quota_bytes": 8 << 30
     }  # fmt: skip
@@ -173,17 +183,17 @@ def test_the_store_is_looked_at_and_not_touched(home: Path, tmp_path: Path) -> N
     with sqlite3.connect(file) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '0001'")
     connection.close()
-    assert report(home, *models)["data_dir"]["stored_bytes"] is None
+    assert report(home, *models, before=LITERT)["data_dir"]["stored_bytes"] is None
     with sqlite3.connect(file) as connection:
         assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("0001",)]
     connection.close()
     file.write_bytes(b"no database" * 1000)
-    found = report(home, *models, code=1)
+    found = report(home, *models, before=LITERT, code=1)
     assert "sessions.sqlite3" in found["data_dir"]["problem"]
 
 
 def test_what_was_found_steers_no_terminal(home: Path) -> None:
-    found = report(home)
+    found = report(home, before=LITERT)
     found["models"][0]["problem"] = "\x1b[2J\n" + "x" * 5000
     found["runtimes"][0]["why_not"] = "\x9b1m"
     for line in lines(found):
@@ -192,7 +202,7 @@ def test_what_was_found_steers_no_terminal(home: Path) -> None:
 
 
 def test_a_full_disk_is_told(home: Path) -> None:
-    found = report(home)
+    found = report(home, before=LITERT)
     found["data_dir"]["free_bytes"] = 1_000_000
     assert any(line.startswith("  no  disk: 1.0 MB free: no state can be stored") for line in lines(found))
 

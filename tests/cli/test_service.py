@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import commands
 import pytest
 from daemon import soon
 
@@ -36,9 +37,7 @@ class Machine:
 
     def ssmd(self, *words: str, fails: int = 0, **more: str) -> str:
         """What a command says on both streams; `fails`: its exit code."""
-        command = [sys.executable, "-m", "ssmd", *words]
-        environment: Mapping[str, str] = {**self.environment, **more}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+        done = commands.ssmd(*words, env={**self.environment, **more})
         assert done.returncode == fails, done.stdout + done.stderr
         return done.stdout + done.stderr
 
