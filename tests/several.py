@@ -16,6 +16,7 @@ from typing import Any
 
 from conftest import TinyArtifacts
 from daemon import CHAT, NO_END, soon
+from noted import note_all
 from serving import Answer, Served, serving
 
 from ssmd.app import create_app
@@ -34,10 +35,11 @@ LONG: Mapping[str, Any] = {"n": 8, "logprobs": True, "top_logprobs": 20}  # what
 
 
 def models_folder(artifacts: TinyArtifacts, folder: Path) -> Path:
-    """A models directory of three artifacts; their files are links."""
+    """A models directory of three artifacts that were made here, for the data beside it; their files are links."""
     for id_, artifact in NAMES.items():
         path = artifacts[artifact]
         shutil.copytree(path, folder / id_.partition("@")[0] / path.name, copy_function=os.link)
+    note_all(map(str, folder.iterdir()), folder.parent / "data")
     return folder
 
 
