@@ -120,13 +120,15 @@ class Several:
 
 
 @contextmanager
-def several(models: Path, *, stall_s: float = 30.0, **settings: Any) -> Iterator[Several]:
-    """A daemon over a models directory; its data lies beside that."""
+def several(
+    models: Path, *, stall_s: float = 30.0, at: socket.socket | None = None, **settings: Any
+) -> Iterator[Several]:
+    """A daemon over a models directory; its data lies beside that. at: a socket that listens."""
     chosen = Settings(**{"models_dir": models, "data_dir": models.parent / "data", "threads": 1, **settings})
     host = open_host(chosen, None, keep=True)
     host.ready()
     try:
-        with serving(create_app(host, chosen, stall_s=stall_s)) as served:
+        with serving(create_app(host, chosen, stall_s=stall_s), at=at) as served:
             yield Several(served, host, models)
     finally:
         close_host(host)

@@ -67,7 +67,7 @@ def hurried() -> Iterator[Served]:
     """Little time and room."""
     go_on.clear()
     waiting.clear()
-    with serving(_app, Limits(most=4, head_s=1, stall_s=2)) as one:
+    with serving(_app, Limits(most=4, head_s=0.7, stall_s=1)) as one:
         yield one
 
 
@@ -110,7 +110,7 @@ def _drip(one: socket.socket) -> None:
 def test_the_second_head_has_a_deadline_too(hurried: Served) -> None:
     with hurried.connect(WHOLE) as one:
         assert _answer(one)
-        time.sleep(1.5)  # to say nothing between two requests is no half head
+        time.sleep(1)  # to say nothing between two requests is no half head
         one.sendall(WHOLE)
         assert _answer(one)
         one.sendall(HALF)
@@ -122,7 +122,7 @@ def test_the_second_head_has_a_deadline_too(hurried: Served) -> None:
 
 def test_an_answer_that_takes_long_is_not_cut(hurried: Served) -> None:
     with hurried.connect(WAITS) as one:
-        time.sleep(1.5)
+        time.sleep(1.2)
         go_on.set()
         assert _answer(one)
 
@@ -229,13 +229,13 @@ def test_bodies_that_do_not_come_make_room_for_who_has_none() -> None:
 @pytest.mark.parametrize("close", [b"", pytest.param(b"connection: close\r\n", marks=pytest.mark.full)])
 def test_an_answer_that_is_not_read_is_given_up(hurried: Served, close: bytes) -> None:
     with hurried.connect(LONG + close + b"\r\n", receive_buffer=4096) as one:
-        time.sleep(6)
+        time.sleep(2.5)
         assert _length(one) < LONG_BYTES
 
 
 def test_a_slow_reader_gets_all(hurried: Served) -> None:
     with hurried.connect(LONG + b"connection: close\r\n\r\n") as one:
-        assert _length(one, pauses=12) > LONG_BYTES
+        assert _length(one, pauses=6) > LONG_BYTES
 
 
 def _length(one: socket.socket, pauses: int = 0) -> int:
@@ -251,8 +251,11 @@ def _length(one: socket.socket, pauses: int = 0) -> int:
     return received
 
 
-def test_descriptors_that_run_out_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """asyncio tries again every second, and as often as its backlog each time."""
+def test_descriptors_that_run_out_are_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio tries again every second, here sooner, and as often as its backlog each time."""
+    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.2)
     seldom = Seldom()
     logging.getLogger("asyncio").addFilter(seldom)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -260,7 +263,7 @@ def test_descriptors_that_run_out_are_logged_once(caplog: pytest.LogCaptureFixtu
 
     async def accept(listening: socket.socket) -> None:
         async with await asyncio.start_server(lambda reader, writer: writer.close(), sock=listening):
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(0.7)
 
     with asyncio.Runner() as runner, socket.create_server(("127.0.0.1", 0)) as listening:
         runner.get_loop()
@@ -300,7 +303,7 @@ def test_a_body_of_tiny_pieces_does_not_hold_up_the_others() -> None:
             await asyncio.sleep(0)
             longest = max(longest, time.thread_time() - began)
 
-    body = bytes(i % 251 for i in range(100_000))
+    body = bytes(i % 251 for i in range(50_000))
     pieces = b"".join(b"1\r\n%c\r\n" % one for one in body)
     with serving(app) as one, one.connect(WHOLE[:-2] + b"transfer-encoding: chunked\r\n\r\n") as many:
         many.sendall(pieces + b"0\r\n\r\n")
@@ -308,7 +311,7 @@ def test_a_body_of_tiny_pieces_does_not_hold_up_the_others() -> None:
         assert seen.digest() == hashlib.sha256(body).digest()
         many.sendall(WHOLE)
         assert _answer(many)
-        assert longest < 0.05, longest  # of processor time; at once they take half a second
+        assert longest < 0.05, longest  # of processor time; at once they take a quarter of a second
 
 
 def test_a_head_of_many_lines_is_refused() -> None:

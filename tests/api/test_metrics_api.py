@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -193,7 +194,7 @@ def test_what_others_ask_is_not_told(models: Path) -> None:
 def test_four_events_a_second_at_most_and_none_while_nothing_changes(three: Several) -> None:
     with Events(three.served) as watching:
         soon(lambda: bool(watching.found))
-        time.sleep(1.2)
+        time.sleep(0.8)
         assert len(watching.found) == 1, "nothing came"
         assert watching.found[0]["state"] == "idle"
         with ExitStack() as stack:
@@ -328,7 +329,9 @@ def test_who_does_not_read_is_dropped(
 ) -> None:
     caplog.set_level("INFO", "ssmd.api.metrics")
     monkeypatch.setattr(metrics, "PERIOD_S", 0.001)
-    with several(models, stall_s=0.3) as one:
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else it takes megabytes before a write waits
+    with several(models, stall_s=0.3, at=listening) as one:
         raw = f"GET {STREAM} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
         with one.served.connect(raw, receive_buffer=4096), Events(one.served) as watching:
             soon(lambda: bool(watching.found))

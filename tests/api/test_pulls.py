@@ -10,7 +10,7 @@ from typing import Any
 
 import mirror
 import pytest
-import tiny
+from conftest import TinyArtifacts
 from daemon import soon
 from keyfile import bearer, written
 from mirror import Mirror
@@ -30,8 +30,8 @@ FIELDS = {
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_source(tmp_path_factory.mktemp("source") / "tiny", "llama")
+def source(artifacts: TinyArtifacts) -> Path:
+    return artifacts.source("llama-f32")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mirror
 import pytest
-import tiny
+from conftest import TinyArtifacts
 from daemon import soon
 
 from ssmd.refit import catalog
@@ -31,11 +31,11 @@ time.sleep(60)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("sign", ["SIGKILL", "SIGINT"])
-def test_it_ends_when_the_daemon_does(sign: str, tmp_path: Path) -> None:
+def test_it_ends_when_the_daemon_does(sign: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "data").mkdir(mode=0o700)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
-    with mirror.running(catalog.origin_of(NAME), tiny.write_source(tmp_path / "tiny", "llama")) as hub:
+    with mirror.running(catalog.origin_of(NAME), artifacts.source("llama-f32")) as hub:
         hub.stalls["model.safetensors"] = 200_000
         environment = kept | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
         command = [sys.executable, "-c", DAEMON, str(tmp_path), NAME]

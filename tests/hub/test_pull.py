@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import commands
 import httpx2
 import mirror
 import pytest
-import tiny
+from conftest import TinyArtifacts
 from huggingface_hub import constants
 from mirror import Mirror
 from safetensors.numpy import load_file, save_file
@@ -34,8 +35,8 @@ Ran = subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_source(tmp_path_factory.mktemp("source") / "tiny", "llama")
+def source(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(artifacts.source("llama-f32"), tmp_path_factory.mktemp("source") / "tiny")
 
 
 @pytest.fixture
