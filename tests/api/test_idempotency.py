@@ -323,8 +323,11 @@ def test_killed_between_commit_and_answer(artifact: Path, tmp_path: Path) -> Non
     store.close()
 
 
-def test_an_answer_that_could_not_be_stored_is_not_an_earlier_one(artifact: Path, tmp_path: Path) -> None:
-    with daemon(artifact, tmp_path / "data") as one:
+def test_an_answer_that_could_not_be_stored_is_not_an_earlier_one(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 0.4)
+    with daemon(artifact, tmp_path / "data", busy_ms=500) as one:
         assert one.store is not None
         earlier = ask(one, "locked")
         other = sqlite3.connect(one.store.file, isolation_level=None)

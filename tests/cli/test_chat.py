@@ -91,10 +91,24 @@ def test_no_store_keeps_nothing(either: Home) -> None:
         ('run llama <"$FILE"', "stdin is not UTF-8"),
     ],
 )
-@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize(
+    "locale",
+    [
+        pytest.param("C", marks=pytest.mark.full),  # test_in_a_locale_without_a_charset sees the same of one of them
+        "C.UTF-8",
+    ],
+)
 def test_what_cannot_be_a_prompt_is_a_wrong_command_line(
     home: Home, tmp_path: Path, given: str, said: str, locale: str
 ) -> None:
+    _is_refused(home, tmp_path, given, said, locale)
+
+
+def test_in_a_locale_without_a_charset(home: Home, tmp_path: Path) -> None:
+    _is_refused(home, tmp_path, 'run llama "$BAD"', "the prompt is not UTF-8", "C")
+
+
+def _is_refused(home: Home, tmp_path: Path, given: str, said: str, locale: str) -> None:
     (tmp_path / "file").write_bytes(b"caf\xe9")
     done = _shell(home, f"$SSMD {given}", LC_ALL=locale, BAD="caf\udce9", FILE=str(tmp_path / "file"))
     assert (done.returncode, done.stdout) == (2, "")

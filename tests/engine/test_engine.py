@@ -309,7 +309,7 @@ def test_a_state_whose_turn_does_not_come_is_for_who_asks_again(
     loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And goes after a while, though the daemon is never started again."""
-    for name, value in (("AHEAD_BYTES", 1), ("LOOK_S", 0.1), ("LOOSE_S", 3.0)):
+    for name, value in (("AHEAD_BYTES", 1), ("LOOK_S", 0.1), ("LOOSE_S", 2.0)):
         monkeypatch.setattr(writer_module, name, value)
     engine = OwnEngine(*loaded, store)
     prefilled = persistence._Kept.prefilled
@@ -328,7 +328,7 @@ def test_a_state_whose_turn_does_not_come_is_for_who_asks_again(
     engine._persistence._writer.flush()  # type: ignore[union-attr]  # it has a store
     assert store.bytes_stored() > 0
     assert store.sessions() == []
-    time.sleep(1)
+    time.sleep(0.3)
     again = ask(engine, LONG_SYSTEM, user("Are you there?"), store=False)
     assert written == [again.usage.cached_tokens]
     deadline = time.monotonic() + 20
@@ -364,6 +364,7 @@ def test_what_could_not_be_written_ahead_comes_with_its_turn(
 def test_all_sizes_are_counted_when_nobody_comes(engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an upgrade, where none is known."""
     monkeypatch.setattr(collecting, "_COUNTED_WHEN_IDLE", 2)
+    monkeypatch.setattr(writer_module, "IDLE_S", 0.05)
     for i in range(5):
         ask(engine, user(f"Hello {i}"))
     with store.writing() as connection:
@@ -603,7 +604,7 @@ def test_one_of_each_client_s_answers_gets_a_token_in_a_step(
     made = steps(engine.program, monkeypatch)
     slowly = partial(time.sleep, 0.002)
     greedy = [
-        Asked(engine, user(f"Mine {i}."), max_tokens=300, sampling=endless, client="a", before=slowly) for i in range(2)
+        Asked(engine, user(f"Mine {i}."), max_tokens=120, sampling=endless, client="a", before=slowly) for i in range(2)
     ]
     for one in greedy:
         assert isinstance(one.next(), Delta)
@@ -614,7 +615,7 @@ def test_one_of_each_client_s_answers_gets_a_token_in_a_step(
     assert both.count(3) <= 1, "of three answers two are computed in a step, but where the prompt's last token joins it"
     assert set(both) <= {2, 3}
     assert both.count(2) >= 39
-    assert [one.answer().usage.completion_tokens for one in greedy] == [300, 300]
+    assert [one.answer().usage.completion_tokens for one in greedy] == [120, 120]
 
 
 @pytest.mark.parametrize("credit", [0.001, 1.0])
@@ -630,7 +631,7 @@ def test_prompts_without_end_are_read_in_a_part_of_the_time(
         until[0] = len(made)
         time.sleep(0.003)
 
-    honest = Asked(engine, user("A long one."), max_tokens=380, sampling=endless, client="b", before=slowly)
+    honest = Asked(engine, user("A long one."), max_tokens=200, sampling=endless, client="b", before=slowly)
     assert isinstance(honest.next(), Delta)
     made.clear()
     long = user("x" * 300)

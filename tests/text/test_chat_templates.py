@@ -163,7 +163,7 @@ WHOLE: list[Fields] = [
 
 
 @pytest.mark.parametrize("name", [*MODELS, *MORE])
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=messages, asked=asked)
 @example(messages=WHOLE, asked={"add_generation_prompt": True, "tools": [TOOL, TOOL]})
 @example(messages=WHOLE, asked={"add_generation_prompt": False, "documents": [{"title": "ß", "text": "<b>\n"}]})
@@ -192,7 +192,7 @@ def test_the_conversations_reach_every_part_of_the_templates(vocabulary: Path) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     said=st.lists(
         st.lists(st.one_of(st.sampled_from([*tiny.SPECIAL, "\U00100001", "\U0010fff0", *PIECES]), words)).map("".join),

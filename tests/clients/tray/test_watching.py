@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -182,11 +183,11 @@ def test_one_without_a_stream_is_polled(tmp_path: Path) -> None:
 def test_one_whose_stream_is_none(tmp_path: Path, stream: Any) -> None:
     """It is polled, and its stream is tried again from time to time."""
     one = Scripted(metrics(), stream)
-    with standing_in(tmp_path, one.app), Seen(tmp_path) as seen:
+    with standing_in(tmp_path, one.app), Seen(tmp_path, replace(QUICK, stream_again=0.25)) as seen:
         seen.wait(lambda s: s.how == "polled")
-        time.sleep(1.5)
+        time.sleep(0.75)
     assert 2 <= len(one.times(STREAM)) <= 5
-    assert len(one.times(METRICS)) <= 15
+    assert len(one.times(METRICS)) <= 9
 
 
 @pytest.mark.parametrize(("status", "said"), [(401, "you may not"), (503, "you may not"), (200, "does not speak")])
@@ -197,8 +198,8 @@ def test_one_that_refuses(tmp_path: Path, status: int, said: str) -> None:
         assert said in sight.problem
         view = Seeing().view(sight)
         assert (view.icon, view.answers, view.runs) == (Icon.AWAY, False, True)
-        time.sleep(1.2)
-    assert len(one.times(METRICS)) <= 8, "it is asked ever less often"
+        time.sleep(0.75)
+    assert len(one.times(METRICS)) <= 6, "it is asked ever less often"
 
 
 def test_one_that_never_stops_talking(tmp_path: Path) -> None:
