@@ -9,7 +9,7 @@ from pathlib import Path
 
 import commands
 from noted import note_all
-from terminal import Terminal, terminal
+from terminal import Terminal, command
 from test_server import environment
 
 from ssmd.machine.folder import make_private
@@ -42,7 +42,7 @@ class Home:
 
     @contextmanager
     def chat(self, options: str = ASKED, model: str = "llama") -> Iterator[Terminal]:
-        with terminal(f"$SSMD run {model} {options}", self.env) as one:
+        with command("run", model, *options.split(), env=self.env) as one:
             one.until(BEGUN, 60)
             yield one
 

@@ -84,21 +84,26 @@ def start(
     it may have open; `before`: as above."""
     said = subprocess.PIPE if log is None else log
     if sys.platform == "linux":
-        limits = {"cwd": str(Path.cwd()), "descriptors": descriptors, "before": before}
-        return _Forked({"arguments": arguments, "env": dict(env), **limits}, said, text=log is None)
+        asked = {"arguments": arguments, "env": dict(env), "descriptors": descriptors, "before": before}
+        return _Forked(asked, subprocess.DEVNULL, said, text=log is None)
     few = [] if descriptors is None else ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
     words = [*few, sys.executable, "-c", _program(arguments, before)]
     return subprocess.Popen(words, env=env, stdout=said, stderr=said, text=log is None)
+
+
+def start_in(terminal: int, *arguments: str, env: Mapping[str, str]) -> subprocess.Popen[Any]:
+    """The command as it begins in a terminal of its own, an open file. On Linux alone."""
+    asked = {"arguments": arguments, "env": dict(env), "before": "", "terminal": True}
+    return _Forked(asked, terminal, terminal, text=False)
 
 
 class _Forked(subprocess.Popen[Any]):
     """A process that the other one forked. Its parent is this one all the same: the process between them ends at once,
     and this one takes up who is left then."""
 
-    def __init__(self, asked: dict[str, Any], said: int | IO[bytes], *, text: bool) -> None:
-        self._asked = asked
-        words = ["ssmd", *asked["arguments"]]
-        super().__init__(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, text=text)
+    def __init__(self, asked: dict[str, Any], typed: int, said: int | IO[bytes], *, text: bool) -> None:
+        self._asked = {"cwd": str(Path.cwd()), **asked}
+        super().__init__(["ssmd", *asked["arguments"]], stdin=typed, stdout=said, stderr=said, text=text)
 
     def _execute_child(self, *given: Any) -> None:
         ends = tuple(given[10:16])  # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
@@ -226,6 +231,13 @@ def _become(asked: dict[str, Any]) -> None:
         os.dup2(opened, descriptor)
         os.close(opened)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - without what the parent read ahead
+    if "terminal" in asked:
+        import fcntl
+        import termios
+
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - the parent's is written by the block
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])

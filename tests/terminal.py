@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
 import re
+import struct
 import sys
+import termios
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import commands
 import pexpect
+from pexpect.fdpexpect import fdspawn
 
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"  # as a terminal marks what is pasted
 ENTER, ALT_ENTER, CTRL_C, CTRL_D, UP = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
+DIMENSIONS = 60, 200  # rows, columns
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|[\r\x08\x00]")
 
 
 class Terminal:
     """What is typed is kept by the terminal until it is read: nothing here waits for a prompt before it types."""
 
-    def __init__(self, child: pexpect.spawn[str]) -> None:
+    def __init__(self, child: pexpect.spawn[str] | fdspawn[str]) -> None:
         self.child = child
 
     def type(self, text: str) -> None:
@@ -44,8 +53,38 @@ def plain(shown: str) -> str:
 def terminal(command: str, env: Mapping[str, str]) -> Iterator[Terminal]:
     """A shell command in a terminal; `$SSMD` in it is the command `ssmd`."""
     own = {**env, "TERM": "xterm", "SSMD": f"{sys.executable} -m ssmd"}
-    child = pexpect.spawn("/bin/sh", ["-c", command], env=own, encoding="utf-8", dimensions=(60, 200), timeout=30)
+    child = pexpect.spawn("/bin/sh", ["-c", command], env=own, encoding="utf-8", dimensions=DIMENSIONS, timeout=30)
     try:
         yield Terminal(child)
     finally:
         child.close(force=True)
+
+
+class _Paced(fdspawn):  # type: ignore[misc]  # pexpect has no types
+    """Waits before it sends, as pexpect does with a process that it started."""
+
+    delaybeforesend: float | None = 0.05
+
+    def send(self, typed: str) -> int:
+        time.sleep(self.delaybeforesend or 0)
+        return int(super().send(typed))
+
+
+@contextmanager
+def command(*arguments: str, env: Mapping[str, str]) -> Iterator[Terminal]:
+    """The command `ssmd` in a terminal, without a shell."""
+    if sys.platform != "linux":
+        with terminal(f"$SSMD {' '.join(arguments)}", env) as one:
+            yield one
+        return
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *DIMENSIONS, 0, 0))
+    process = commands.start_in(theirs, *arguments, env={**env, "TERM": "xterm"})
+    os.close(theirs)
+    child = _Paced(ours, encoding="utf-8", timeout=30)
+    try:
+        yield Terminal(child)
+    finally:
+        process.kill()
+        process.wait()
+        child.close()

@@ -255,7 +255,7 @@ def test_descriptors_that_run_out_are_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncio tries again every second, here sooner, and as often as its backlog each time."""
-    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.2)
+    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.2)
     seldom = Seldom()
     logging.getLogger("asyncio").addFilter(seldom)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
