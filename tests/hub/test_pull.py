@@ -53,12 +53,26 @@ def surroundings(home: Path, hub: Mirror | None, **extra: str) -> dict[str, str]
     return {**kept, **({} if hub is None else {"HF_ENDPOINT": hub.url}), **extra}
 
 
+ONLY_FETCHED = (
+    "import sys, ssmd.cli.pull; sys.modules['ssmd.cli.pull'].check_texts = lambda source: None; "
+    "from ssmd.refit import catalog; catalog.choose = lambda *_: (None, '')"
+)
+
+
 def ssmd(
-    home: Path, hub: Mirror | None, *arguments: str, file_limit: int | None = None, attempts: int = 5, **extra: str
+    home: Path,
+    hub: Mirror | None,
+    *arguments: str,
+    file_limit: int | None = None,
+    attempts: int = 5,
+    whole: bool = False,
+    **extra: str,
 ) -> Ran:
-    """Before it tries again it waits 10 ms at the most: half a second more each time is for real networks."""
-    soon = f"from ssmd.hub import download; download.WAITS_S = (0.01,) * {attempts - 1}"
-    return commands.ssmd(*arguments, env=surroundings(home, hub, **extra), file_limit=file_limit, before=soon)
+    """Before it tries again it waits 10 ms at the most: half a second more each time is for real networks. whole: what
+    was fetched is looked at then, which takes as long once more."""
+    soon = f"from ssmd.hub import download; download.WAITS_S = (0.01,) * {attempts - 1}; "
+    before = soon if whole else soon + ONLY_FETCHED
+    return commands.ssmd(*arguments, env=surroundings(home, hub, **extra), file_limit=file_limit, before=before)
 
 
 def pulled(home: Path, hub: Mirror | None, *arguments: str, **extra: Any) -> dict[str, Any]:
@@ -101,7 +115,7 @@ def test_pull_brings_what_a_build_reads(hub: Mirror, source: Path, tmp_path: Pat
     hub.files |= {"README.md": b"# model", "pytorch_model.bin": b"pickle", "consolidated.safetensors": b"twice"}
     hub.files |= {"onnx/model.onnx": b"other", ".gitattributes": b"", "handler.py": b"code"}
     commit = hub.commit_now()
-    done = ssmd(tmp_path, hub, "pull", NAME)
+    done = ssmd(tmp_path, hub, "pull", NAME, whole=True)
     assert (done.returncode, done.stderr) == (0, "")
     folder = tmp_path / "data/sources/acme--tiny-llama" / commit
     first, why_not, last = done.stdout.splitlines()
@@ -282,15 +296,7 @@ def test_a_link_in_the_partial_folder_is_not_followed(hub: Mirror, tmp_path: Pat
 def test_stopped_in_the_middle(hub: Mirror, tmp_path: Path, name: str) -> None:
     sign = signal.Signals[name]
     hub.stalls[WEIGHTS] = 500_000
-    # Python leaves SIGINT ignored where a shell started the tests in the background.
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ssmd", "pull", NAME],
-        env=surroundings(tmp_path, hub, HF_HUB_DOWNLOAD_TIMEOUT="60"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
-    )
+    process = commands.start("pull", NAME, env=surroundings(tmp_path, hub, HF_HUB_DOWNLOAD_TIMEOUT="60"))
     deadline = time.monotonic() + 60
     while hub.sent.get(WEIGHTS, 0) < 400_000 or (partial(tmp_path) / WEIGHTS).stat().st_size < 400_000:
         assert time.monotonic() < deadline
