@@ -15,6 +15,7 @@ from pathlib import Path
 
 import commands
 import pytest
+from conftest import TinyArtifacts
 from daemon import soon
 
 BOOTED = Path("/run/systemd/system")  # without it systemd thinks that another one began the machine
@@ -72,7 +73,7 @@ def _apart() -> None:
 
 
 @pytest.fixture
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def machine(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     if PROGRAM is None or shutil.which("systemctl") is None:
         pytest.skip("needs systemd")
     made = not BOOTED.exists()
@@ -80,6 +81,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         pytest.skip("needs a machine that systemd booted, or root")
     BOOTED.mkdir(parents=True, exist_ok=True)
     one = Machine(tmp_path_factory.mktemp("sd"))
+    (one.folder / "models" / "tiny").mkdir()  # where there is none a first daemon makes one
+    (one.folder / "models" / "tiny" / "litert-cpu-f32").symlink_to(artifacts["llama-f32"])
     manager = subprocess.Popen(
         [PROGRAM, "--user", "--log-target=null"], env=one.environment, preexec_fn=_apart, stderr=subprocess.DEVNULL
     )
