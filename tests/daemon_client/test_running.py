@@ -134,9 +134,13 @@ def test_a_killed_one_is_not_found_and_a_new_one_is(artifact: Path, tmp_path: Pa
 
 def test_one_that_starts(artifact: Path, tmp_path: Path) -> None:
     """It has the lock and is not to be asked yet; what one before it left does not count, though the number is its."""
+    go_on = tmp_path / "go on"
     late = (
-        "import time; from ssmd.engine import opening; load = opening.load\n"
-        "opening.load = lambda *a, **k: (print('loading', flush=True), time.sleep(3), load(*a, **k))[2]\n"
+        "import os, time; from ssmd.engine import opening; load = opening.load\n"
+        "def wait():\n"
+        "    print('loading', flush=True)\n"
+        f"    while not os.path.exists({str(go_on)!r}): time.sleep(0.02)\n"
+        "opening.load = lambda *a, **k: (wait(), load(*a, **k))[1]\n"
         "import runpy; runpy.run_module('ssmd', run_name='__main__', alter_sys=True)"
     )
     data = tmp_path / "data"
@@ -159,6 +163,7 @@ def test_one_that_starts(artifact: Path, tmp_path: Path) -> None:
                 assert said.returncode == 1
                 assert f"process {pid} uses {data} and answers nobody: it starts" in said.stderr
             assert f"(process {pid}) uses {data}: it is starting" in failing(tmp_path, str(artifact))
+            go_on.touch()
             assert " serves " in process.stdout.readline()
             assert found(data).pid == pid
         finally:
