@@ -278,7 +278,7 @@ def test_no_template_leads_to_a_wrong_state(
     cached = 0
     with engine_of(artifact, loaded[1], tmp_path / "data") as (engine, store):
         history: list[Message] = []
-        for n in range(30):
+        for n in range(20):
             history = changed(history, chance, n)
             stop = chance.choice([(), ("e",), (" ",), ("a", "o")])
             asked = Asked(
