@@ -26,8 +26,13 @@ MODULES = {module_of(file): file for file in FILES}
 ALL = {**{module_of(file): file for file in TESTS}, **MODULES}
 
 
-def imports(file: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(file: Path) -> tuple[tuple[str, bool], ...]:
     """(module, whether the import stands at the top level) of what is imported when the program runs."""
+    return tuple(_imports(file))
+
+
+def _imports(file: Path) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(file.read_text("utf-8"))
     top = set(map(id, tree.body))
     for node in _running(tree, started=file not in TESTS):

@@ -134,6 +134,13 @@ def several(
         close_host(host)
 
 
+def little_room() -> socket.socket:
+    """A socket that listens, whose connections keep a few kilobytes for who does not read: else it is megabytes."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listening
+
+
 class Events:
     """The metrics as they come from the stream. times: seconds, of each event. Ends by itself when the daemon does."""
 

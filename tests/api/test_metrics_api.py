@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import soon
 from keyfile import bearer, written
-from several import GRANITE, LLAMA, LONG, METRICS, STREAM, Events, Several, several
+from several import GRANITE, LLAMA, LONG, METRICS, STREAM, Events, Several, little_room, several
 
 from ssmd.api import metrics
 
@@ -329,9 +328,7 @@ def test_who_does_not_read_is_dropped(
 ) -> None:
     caplog.set_level("INFO", "ssmd.api.metrics")
     monkeypatch.setattr(metrics, "PERIOD_S", 0.001)
-    listening = socket.create_server(("127.0.0.1", 0))
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else it takes megabytes before a write waits
-    with several(models, stall_s=0.3, at=listening) as one:
+    with several(models, stall_s=0.3, at=little_room()) as one:
         raw = f"GET {STREAM} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
         with one.served.connect(raw, receive_buffer=4096), Events(one.served) as watching:
             soon(lambda: bool(watching.found))

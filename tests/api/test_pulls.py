@@ -19,6 +19,7 @@ from several import Events, Several, several
 from ssmd.daemon import pulls
 from ssmd.model import smollm2
 from ssmd.refit import catalog
+from ssmd.runtime import devices
 
 ROOT = "/ssmd/v1/pulls"
 NAME = "mamba-130m"  # of which the hub here has something else
@@ -182,7 +183,8 @@ def test_what_cannot_be_pulled_is_refused(body: Any, param: str | None, three: S
     assert rows(three) == []
 
 
-def test_a_read_only_key_looks_and_no_more(models: Path) -> None:
+def test_a_read_only_key_looks_and_no_more(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "runtime_names", lambda: ("litert",))
     with several(models, api_keys_file=written(models.parent / "keys", KEYS)) as one:
         screen = bearer("screens-look-at-this")
         for path in (ROOT, "/ssmd/v1/catalog"):

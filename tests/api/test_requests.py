@@ -15,7 +15,7 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import soon, text_of
 from keyfile import bearer, written
-from several import LLAMA, NOBODY, Several, models_folder, several
+from several import LLAMA, NOBODY, Several, little_room, models_folder, several
 
 from ssmd.engine.shelf import Model
 
@@ -356,11 +356,11 @@ def test_in_the_background_it_is_named_while_it_waits(models: Path) -> None:
 
 
 def test_in_the_background_it_goes_on_though_nobody_reads(models: Path) -> None:
-    with several(models, stall_s=0.05) as one:
+    with several(models, stall_s=0.05, at=little_room()) as one:
         for background, outcome in ((True, "ok"), (False, "cancelled")):
             before = one.metrics()["requests"].get(outcome, 0)
             body = json.dumps(
-                one.body("llama", max_tokens=450, stream=True, background=background, **{**LASTING, "n": 8})
+                one.body("llama", max_tokens=150, stream=True, background=background, **{**LASTING, "n": 8})
             )
             head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             raw = f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
