@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -16,6 +17,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ssmd.api import connections
+
+GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,9 @@ def serving(
 ) -> Iterator[Served]:
     """At a socket that listens, else at any free port."""
     at = at or socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none")
     connections.limit(config, limits or connections.Limits())
-    server = uvicorn.Server(config)
+    server = _Server(config)
     thread = threading.Thread(target=server.run, args=([at],), daemon=True)
     thread.start()
     while not server.started:
@@ -95,3 +98,23 @@ def serving(
     finally:
         server.should_exit = True
         thread.join()
+
+
+class _Server(uvicorn.Server):
+    """Ends some milliseconds after it is to: uvicorn's own looks ten times a second, and then sleeps as long."""
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            await asyncio.sleep(0.01)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers have GRACE_S to come to their end."""
+        for one in (*self.servers, *(sockets or ())):
+            one.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        until = time.monotonic() + GRACE_S
+        while (self.server_state.connections or self.server_state.tasks) and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+        for task in self.server_state.tasks:
+            task.cancel()
