@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from ssmd.api import security
 from ssmd.api.body import parse_object, read_body
 from ssmd.api.keys import Keys
 from ssmd.api.security import Rules, guarded
@@ -190,7 +191,8 @@ def test_a_declared_size_over_the_limit_is_refused_unread(served: Served) -> Non
         assert _status(one) == 413
 
 
-def test_a_chunked_body_is_counted_while_it_comes(served: Served) -> None:
+def test_a_chunked_body_is_counted_while_it_comes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security, "DRAIN_S", 0.5)
     head = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     with served.connect(head) as one:
         for _ in range(LIMIT // 1000 + 1):  # never ended

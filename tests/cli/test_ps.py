@@ -25,6 +25,8 @@ from starlette.routing import Route
 from test_server import environment
 
 from ssmd import __version__
+from ssmd.cli.ps import _told
+from ssmd.daemon.discovery import Address
 
 SERIES: dict[str, Any] = {"last": None, "p50": None, "p95": None, "n": 0, "recent": []}
 
@@ -167,9 +169,9 @@ def test_numbers_that_are_none(daemon: Daemon, value: Any) -> None:
         queue={"waiting": value},
     )
     daemon.ps()
+    address = Address("http://127.0.0.1:1", None, os.getpid(), __version__, time.time(), TOKEN)
     for name in ("models", "memory", "running", "queue", "state", "reason"):
-        daemon.answer = metrics(**{name: value})
-        daemon.ps()
+        assert _told(json.loads(json.dumps(metrics(**{name: value}))), address)
 
 
 def test_it_is_quick(daemon: Daemon, tmp_path: Path) -> None:
