@@ -303,8 +303,11 @@ def test_a_file_goes_to_whom_it_is_given(one: Daemon) -> None:
 
 @pytest.mark.parametrize("what", list(LEAKS))
 def test_nothing_that_was_written_is_between_two_owners(one: Daemon, what: str) -> None:
-    """After all of the above."""
+    """After all of the above; where another process took them, after a word of each."""
     assert one.store is not None
+    for name in KEYS:
+        told(Talk(one.served, one.model, name).say("Mine."))
+    quiet(one)
     with one.store.reading() as connection:
         assert connection.exec_driver_sql(LEAKS[what]).first() is None
         assert connection.exec_driver_sql("SELECT count(DISTINCT owner) FROM checkpoint").scalar_one() == len(KEYS)
