@@ -33,7 +33,14 @@ _IMPORTED = (
     "ssmd.cli",
     *("ssmd.config", "ssmd.installed", "ssmd.families.registry", "ssmd.refit.catalog", "ssmd.model.smollm2"),
     *("httpx2", "rich.console", "typer.rich_utils", "filelock", "yaml"),
-    *("ssmd.server", "ssmd.daemon.home", "ssmd.sessions.files.transfer", "ssmd_litert.runtime", "jinja2.sandbox"),
+    *(
+        "ssmd.server",
+        "ssmd.app",
+        "ssmd.daemon.home",
+        "ssmd.sessions.files.transfer",
+        "ssmd_litert.runtime",
+        "jinja2.sandbox",
+    ),
     *("uvicorn.protocols.http.h11_impl", "uvicorn.loops.asyncio", "uvicorn.lifespan.off"),
     *("alembic.command", "alembic.ddl.sqlite", "sqlalchemy.dialects.sqlite.pysqlite"),
 )
