@@ -166,7 +166,9 @@ def test_logits_and_states_are_those_of_transformers(
     measured[pair.variant, split] = worst
 
 
-@pytest.mark.parametrize("split", ["uneven", "shorter than the conv", "mostly pads"])
+@pytest.mark.parametrize(
+    "split", ["uneven", "shorter than the conv", pytest.param("mostly pads", marks=pytest.mark.full)]
+)
 def test_forms_for_open_lengths_compute_the_same(pair: Pair, split: str) -> None:
     host = Host(pair.module)
     pair.module.open = True
@@ -178,8 +180,18 @@ def test_forms_for_open_lengths_compute_the_same(pair: Pair, split: str) -> None
     assert max(worst, state_error(host.state(), pair.state)) < RELATIVE
 
 
-@pytest.mark.parametrize("positions", [(0, 21, 100), (3, 3), (149, 1, 64, 0, 2, 30, 148, 7, 90)])
-@pytest.mark.parametrize("opened", [False, True])
+MANY = (149, 1, 64, 0, 2, 30, 148, 7, 90)
+
+
+@pytest.mark.parametrize(
+    ("positions", "opened"),
+    [
+        *(((0, 21, 100), opened) for opened in (False, True)),
+        *(((3, 3), opened) for opened in (False, True)),
+        (MANY, True),
+        pytest.param(MANY, False, marks=pytest.mark.full),
+    ],
+)
 def test_streams_that_take_a_step_together_are_those_of_transformers(
     pair: Pair, positions: tuple[int, ...], opened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

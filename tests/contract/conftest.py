@@ -33,7 +33,9 @@ CASES = [
     *(Case(r, f, "f32") for r in ("litert", "openvino", "wgpu") for f in ("granite", "mamba")),
     *(Case(r, "granite", "int8") for r in ("litert", "openvino")),
     Case("npu", "granite", "f16"),
-    *(Case("coreml", f, "f16") for f in ("granite", "mamba")),
+    Case(
+        "coreml", "granite", "f16"
+    ),  # tests/runtimes/coreml has others: each call is computed in numpy, by the evaluator
     *(Case(r, f, "f32", device=usable_device(r)) for r in FOREIGN for f in FAMILIES),
 ]
 # For `scripts/test --full`: all others.
@@ -44,7 +46,7 @@ MORE = [
     for q in ("f32", "int8")
 ]
 MORE += [Case(r, "granite", "int8", refitted=True) for r in ("litert", "openvino")]
-MORE += [Case("coreml", "llama", "f16"), Case("wgpu", "falcon-mamba", "f32")]
+MORE += [Case("coreml", "llama", "f16"), Case("coreml", "mamba", "f16"), Case("wgpu", "falcon-mamba", "f32")]
 MORE += [replace(c, device="gl") for c in CASES + MORE if c.runtime == "wgpu"]
 GL = ("granite", "falcon-mamba")  # which use all kernels but those of quantized weights
 PARITY = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
@@ -57,6 +58,9 @@ def test_the_default_models_file_is_read_as_the_library_reads_it() -> None:
     found = dict(read.tensors())
     assert len(found) == len(theirs.tensors) == 272
     for tensor in theirs.tensors:
+        assert list(found[tensor.name].shape) == tensor.shape.tolist()[::-1]
+        if re.match(r"blk\.\d*[1-9]\.", tensor.name):  # of thirty layers that are made alike, three
+            continue
         expected = np.asarray(quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
         assert found[tensor.name].tobytes() == expected.tobytes(), tensor.name
 

@@ -23,7 +23,7 @@ from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.schema import checkpoint, segment, turn_checkpoint
 from ssmd.sessions.store import Store
 
-KILLS = [15, pytest.param(100, marks=pytest.mark.full)]
+KILLS = [5, pytest.param(100, marks=pytest.mark.full)]
 if "SSMD_KILLS" in os.environ:
     KILLS = [int(os.environ["SSMD_KILLS"])]
 KILLS_A_STORE = 5

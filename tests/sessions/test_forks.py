@@ -292,7 +292,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(moves, st.lists(st.sampled_from(["x", "y", "1", "2 "]), max_size=7), st.integers(-1, 3))
 def test_the_store_is_the_model(
     tmp_path_factory: pytest.TempPathFactory, moves: list[Any], said: list[str], which: int

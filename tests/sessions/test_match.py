@@ -203,7 +203,7 @@ turns_ = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     turns_,
     st.lists(st.sampled_from(["x", "y", "1", "2 ", "<think>a</think>1"]), max_size=7),

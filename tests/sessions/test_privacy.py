@@ -149,14 +149,14 @@ def test_the_daemon_erases_what_a_removal_left_undone(
     artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody asks it for anything any more."""
-    monkeypatch.setattr("ssmd.engine.writer.LOOK_S", 4.0)
+    monkeypatch.setattr("ssmd.engine.writer.LOOK_S", 1.0)
     with daemon(artifact, tmp_path / "data") as one:
         _, session = chat(one.served, one.model, ("user", SECRET))
         reader = sqlite3.connect(tmp_path / "data" / FILE, isolation_level=None)
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM turn").fetchall()
         assert one.served.ask("DELETE", f"/ssmd/v1/sessions/{session}").status == 200
-        time.sleep(1)
+        time.sleep(0.5)
         assert isinstance(one.engine._persistence, Persistence)
         one.engine._persistence._writer.flush()  # it tried, and has nothing to do
         assert traces(tmp_path, SECRET) != []
@@ -239,7 +239,7 @@ def test_what_a_killed_export_left(artifact: Path, tmp_path: Path, monkeypatch: 
         assert traces(tmp_path, SECRET) == []
 
 
-@pytest.fixture(params=[0o000, 0o022, 0o077])
+@pytest.fixture(params=[0o000, pytest.param(0o022, marks=pytest.mark.full), 0o077])  # which lies between
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     before = os.umask(request.param)
     yield request.param

@@ -12,6 +12,7 @@ from keeping import Chat, user
 
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.files.transfer import export_session, import_session
+from ssmd.sessions.rows import search
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, UnknownSession
@@ -94,11 +95,12 @@ def test_it_goes_on_where_it_ended(store: Store) -> None:
         store.search("bridge", 5, "nobody")
 
 
-def test_a_search_that_takes_too_long_says_where_it_is(store: Store) -> None:
+def test_a_search_that_takes_too_long_says_where_it_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "TURNS_AT_ONCE", 20)
     for i in range(6):
         chat = Chat(store, f"s{i}")
         parent = None
-        for n in range(90):  # more than one portion in all
+        for n in range(9):  # more than one portion in all
             chat.say(f"t{i}-{n}", parent, f"river {n}", "yes" if i else "a bridge", tokens=1)
             parent = f"t{i}-{n}"
     page, pages = store.search("bridge", 10, within_s=0), 1

@@ -260,7 +260,7 @@ class TestFind:
         with pytest.raises(ValueError, match="token ids"):
             find(store, Chat(store, "s").scope, bad, None)
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(1, 320), st.data())
     def test_it_is_the_longest_true_beginning(
         self, tmp_path_factory: pytest.TempPathFactory, positions: list[int], length: int, data: st.DataObject

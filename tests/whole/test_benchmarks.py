@@ -82,7 +82,7 @@ def test_host(
     for name in ("llama-f32", "openvino-llama-f32"):
         (tmp_path / "tiny" / artifacts[name].name).symlink_to(artifacts[name])
     monkeypatch.setenv("SSMD_MODELS_DIR", str(tmp_path))
-    for name, value in {"MODEL": "tiny", "OTHER": "tiny@openvino", "ROUNDS": 1, "COUNTED": 10, "LISTENERS": 2}.items():
+    for name, value in {"MODEL": "tiny", "OTHER": "tiny@openvino", "ROUNDS": 1, "COUNTED": 3, "LISTENERS": 2}.items():
         monkeypatch.setattr(host, name, value)
     host.main()
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
@@ -90,15 +90,18 @@ def test_host(
     assert all(float(line.split("|")[2]) >= 0 for line in printed[2:])
 
 
-def test_service(artifacts: TinyArtifacts, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_service(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An idle daemon looks around once a second; uvicorn's own loop does it ten times."""
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / artifacts["llama-f32"].name).symlink_to(artifacts["llama-f32"])
-    service.main("llama", tmp_path, rounds=1, watched_s=3)
+    monkeypatch.setattr(service, "SETTLE_S", 1.0)
+    service.main("llama", tmp_path, rounds=1, watched_s=2)
     printed = capsys.readouterr().out
     assert re.search(r"^\| when asked for \| \d+ \| \d+ \|", printed, re.MULTILINE)
-    [woken] = re.findall(r"waits that ended in 3 s, of all threads \| (\d+)", printed)
-    assert int(woken) < 15
+    [woken] = re.findall(r"waits that ended in 2 s, of all threads \| (\d+)", printed)
+    assert int(woken) < 10
 
 
 def test_runtimes_of_three_kinds(

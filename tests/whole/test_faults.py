@@ -14,9 +14,9 @@ from mixed import Campaign
 
 from ssmd.model.artifact import Artifact
 
-KILLS = int(os.environ.get("SSMD_KILLS", "4"))
-SECONDS = float(os.environ.get("SSMD_MIXED_SECONDS", "6"))
-DATABASES = int(os.environ.get("SSMD_DATABASES", "20"))
+KILLS = int(os.environ.get("SSMD_KILLS", "3"))
+SECONDS = float(os.environ.get("SSMD_MIXED_SECONDS", "3"))
+DATABASES = int(os.environ.get("SSMD_DATABASES", "9"))
 MODELS = ("granite-f32", *(pytest.param(name, marks=pytest.mark.full) for name in ("mamba-f32", "llama-f32")))
 
 

@@ -57,7 +57,7 @@ from ssmd.sessions.rows.turns import read_tree
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 
-STEPS = [100, pytest.param(2000, marks=pytest.mark.full)]
+STEPS = [50, pytest.param(2000, marks=pytest.mark.full)]
 if "SSMD_STEPS" in os.environ:
     STEPS = [int(os.environ["SSMD_STEPS"])]
 SEED = os.environ.get("SSMD_SEED")

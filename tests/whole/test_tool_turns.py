@@ -43,7 +43,7 @@ def talk(daemon: DaemonProcess, *, killed: bool) -> list[Reply]:
         reply = daemon.chat(messages, max_tokens=16, logprobs=True, top_logprobs=5, tools=[tool("weather")], **SAMPLING)
         replies.append(reply)
         messages += [say(reply.text, "assistant"), *new]
-        if killed:
+        if killed and new:
             restart(daemon)()
     return replies
 

@@ -344,19 +344,26 @@ def test_after_a_kill_all_is_as_before(artifacts: TinyArtifacts, tmp_path: Path)
             answer = talk.say("And now?")
             assert (told(answer)[0] == told(raw)[0]) == found
         assert listed(served, "bob")[0] != told(raw)[0]
-    with running(tmp_path, str(model), extra=extra | {"SSMD_SHARE_SESSIONS": "true"}) as (process, served):
+        process.kill()
+    # What follows depends on settings alone: daemons of this process.
+    mine = Settings(api_keys_file=tmp_path / "keys")
+    shared = mine.model_copy(update={"share_sessions": True})
+    with daemon(model, tmp_path / "data", settings=shared) as one:
+        served = one.served
         everybody = set(listed(served, "carol"))
         assert everybody == set(listed(served, "alice"))
         assert len(everybody) >= 6
         talk = old.of("carol")
         talk.served = served
         assert told(talk.say("And whose is it?"))[0] == told(raw)[0]
-    with running(tmp_path, str(model), extra=extra) as (process, served):
+    with daemon(model, tmp_path / "data", settings=mine) as one:
+        served = one.served
         assert listed(served, "alice")[0] == told(raw)[0], "it is hers still"
         assert told(raw)[0] not in listed(served, "carol")
         assert re.fullmatch(r"ses_[0-9a-f]{24}", told(raw)[0])
     backwards = "".join(f"{name} {key}\n" for name, key in reversed(KEYS.items()))
     written(tmp_path / "keys", backwards)
-    with running(tmp_path, str(model), extra=extra) as (process, served):
+    with daemon(model, tmp_path / "data", settings=mine) as one:
+        served = one.served
         assert told(raw)[0] not in listed(served, "carol"), "she is the first now, and it was gone on with by another"
         assert told(raw)[0] in listed(served, "alice")

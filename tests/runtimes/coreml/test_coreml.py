@@ -30,10 +30,12 @@ from mil import package as evaluator
 from mil.model import Model, open_package
 from mil.program import Program
 from numpy.typing import NDArray
+from typer.testing import CliRunner
 
 from ssmd.authoring.host import Host
 from ssmd.authoring.model import author
 from ssmd.build.builder import BuildError, Target
+from ssmd.cli import app
 from ssmd.families.registry import family_of
 from ssmd.model.artifact import Artifact, ArtifactError
 from ssmd.model.source import Source
@@ -121,7 +123,9 @@ def test_no_state_is_copied_to_be_written(artifacts: TinyArtifacts) -> None:
         assert "slice_update" not in counts
 
 
-@pytest.mark.parametrize("name", ["coreml-llama-int8", "coreml-granite-int8", "coreml-llama-int4"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("coreml-llama-int8", marks=pytest.mark.full), "coreml-granite-int8", "coreml-llama-int4"]
+)
 def test_quantized_against_pytorch_with_the_same_weights(name: str, artifacts: TinyArtifacts) -> None:
     """What quantization does to the weights is left out: they are read out of the package and put into the module."""
     artifact = Artifact.open(artifacts[name])
@@ -367,7 +371,7 @@ def test_a_state_is_rounded_to_float16_and_then_exact(artifacts: TinyArtifacts) 
     assert all(np.array_equal(again.tensors[n], saved.tensors[n]) for n in saved.tensors)
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("granite", 1e-2), ("llama", 1e-2), ("mamba", 1e-2)])
+@pytest.mark.parametrize(("name", "tolerance"), [("granite", 1e-2), ("mamba", 1e-2)])
 def test_half_against_transformers(name: str, tolerance: float, artifacts: TinyArtifacts) -> None:
     """Logits and states of 150 tokens, in units of the largest of their tensor."""
     artifact = Artifact.open(artifacts[f"coreml-{name}-f16"])
@@ -506,8 +510,8 @@ def test_the_doctor_exits_with_1_for_a_broken_artifact(artifacts: TinyArtifacts,
     folder = tmp_path / "models" / "m" / "coreml-gpu-int8"
     shutil.copytree(artifacts["coreml-granite-int8"], folder)
     command = ("doctor", "coreml", "--models-dir", str(tmp_path / "models"))
-    assert commands.ssmd(*command, env=os.environ).returncode == 0
+    assert CliRunner().invoke(app, command).exit_code == 0
     (folder / MODEL / "Manifest.json").write_text("{}")
-    done = commands.ssmd(*command, env=os.environ)
-    assert done.returncode == 1
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
     assert "has 2 bytes" in done.stderr

@@ -337,8 +337,17 @@ def test_what_others_write_meanwhile_is_not_lost() -> None:
     assert done.stdout == "on\n"
 
 
+@pytest.fixture(scope="module")
+def _quick_collections() -> Iterator[None]:
+    """Nobody looks for cycles in what the imports of all these libraries made: that takes a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
-def _no_cycles() -> Iterator[None]:
+def _no_cycles(_quick_collections: None) -> Iterator[None]:
     """Programs of a test give their memory back before the next one."""
     yield
     gc.collect()

@@ -5,17 +5,17 @@ Core ML and the NPU cannot execute here: OpenVINO's CPU plugin runs what was bui
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import commands
 import numpy as np
 import oracle
 import pytest
 import tiny
 from conftest import ONE_EACH
 from contract.driving import decode, error
+from typer.testing import CliRunner
 
+from ssmd.cli import app
 from ssmd.model.artifact import Artifact
 from ssmd_openvino.runtime import OpenVINORuntime
 
@@ -29,10 +29,10 @@ USUAL = ("bamba-last",)  # a hybrid with RoPE: of each kind of state one, and it
 def test_a_family_for_the_npu(variant: str, tmp_path: Path) -> None:
     source, models = tiny.write_source(tmp_path / "tiny", variant), str(tmp_path / "models")
     asked = ("--runtime", "npu", "--models-dir", models)
-    made = commands.ssmd("build", str(source), *asked, "--buckets", "16", "--context", "64", env=os.environ)
-    assert made.returncode == 0, made.stdout + made.stderr
-    done = commands.ssmd("verify", "tiny", *asked, "--device", "cpu", env=os.environ)
-    assert done.returncode == 0, done.stdout + done.stderr
+    made = CliRunner().invoke(app, ["build", str(source), *asked, "--buckets", "16", "--context", "64"])
+    assert made.exit_code == 0, made.output
+    done = CliRunner().invoke(app, ["verify", "tiny", *asked, "--device", "cpu"])
+    assert done.exit_code == 0, done.output
     assert "passed" in done.stdout
     program = OpenVINORuntime().load(Artifact.open(tmp_path / "models/tiny/openvino-npu-f16"), device="cpu")
     try:

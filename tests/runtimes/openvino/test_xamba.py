@@ -398,7 +398,7 @@ def test_sums_of_a_naive_mamba2_become_products(traced: Traced, plain: Plain, pa
 @pytest.mark.parametrize(
     ("variant", "activations", "tried"),
     [
-        ("granite", {"Swish": 10, "SoftPlus": 3}, (8, 16, 64)),
+        pytest.param("granite", {"Swish": 10, "SoftPlus": 3}, (8, 16, 64), marks=pytest.mark.full),
         pytest.param("llama", {"Swish": 3}, (8, 16, 32, 64), marks=pytest.mark.full),
         ("mamba", {"Swish": 6, "SoftPlus": 3}, (8, 64)),
     ],
@@ -425,7 +425,7 @@ def test_actiba_replaces_every_activation_and_more_segments_err_less(
 
 
 @pytest.mark.parametrize(
-    "segments", [pytest.param(n, marks=[] if n in (4, 32, 256) else [pytest.mark.full]) for n in SEGMENTS]
+    "segments", [pytest.param(n, marks=[] if n in (4, 256) else [pytest.mark.full]) for n in SEGMENTS]
 )
 def test_every_number_of_segments_compiles_within_a_model(traced: Traced, plain: Plain, segments: int) -> None:
     """Beside its neighbours, which the CPU plugin merges with it into one kernel, if it can."""

@@ -21,7 +21,7 @@ from ssmd_wgpu.runtime import WgpuRuntime
 
 pytestmark = pytest.mark.skipif(not adapters(), reason="no adapter: apt install mesa-vulkan-drivers libvulkan1")
 PROMPTS = (3, 40, 77, 1, 130, 64, 9, 255)  # tokens; some steps go into a second page
-STEPS = 12
+STEPS = 6
 # A family of each kind of layer, and each format of weights.
 CASES: list[tuple[str, Format]] = [
     *(("granite", q) for q in ("int8", "int4")),

@@ -1,6 +1,6 @@
 """Mutated `.ssmd` files: refused, or sound; nothing outside the data dir; memory within twice the limit.
 
-SSMD_FUZZ says how many (300); the same seed and number are always the same file.
+SSMD_FUZZ says how many (150); the same seed and number are always the same file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fuzz_session_file import apart
 
-CASES = int(os.environ.get("SSMD_FUZZ", "300"))
+CASES = int(os.environ.get("SSMD_FUZZ", "150"))
 SEED = os.environ.get("SSMD_FUZZ_SEED", "1")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
+import tempfile
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from sqlalchemy import LargeBinary, String
 from ssmd.sessions.checkpoint import NewCheckpoint
 from ssmd.sessions.fsck.repair import check, repair
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage
+from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.growth import _MAX_STEMS
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.store import Store
@@ -290,17 +293,28 @@ def values(name: str) -> list[str]:
     return found + (["NULL"] if column.nullable else [])
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("turn", ["t1", "t2"])
-def test_whatever_was_altered_the_words_go_on(tmp_path: Path, turn: str, column: str) -> None:
-    """A client's echo says what an altered turn said: it is written down anew, and the conversation is whole."""
-    for n, value in enumerate(values(column)):
-        store = new_store(tmp_path / f"{n}")
+@cache
+def _two_sessions() -> bytes:
+    """The database of what is altered."""
+    with tempfile.TemporaryDirectory() as folder, closing(new_store(Path(folder) / "data")) as store:
         one, other = Chat(store, "s"), Chat(store, "u")
         other.say("u1", None, "apart", "yes")
         one.say("t1", None, "hi", "hello", system="Be brief.")
         one.say("t2", "t1", "more", "<think>well</think>sure")
         one.say("t3", "t2", "and?", "done")
+        store.close()
+        return store.file.read_bytes()
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("turn", ["t1", "t2"])
+def test_whatever_was_altered_the_words_go_on(tmp_path: Path, turn: str, column: str) -> None:
+    """A client's echo says what an altered turn said: it is written down anew, and the conversation is whole."""
+    for n, value in enumerate(values(column)):
+        (tmp_path / f"{n}").mkdir(mode=0o700)
+        (tmp_path / f"{n}" / FILE).write_bytes(_two_sessions())
+        store = Store.open(tmp_path / f"{n}")
+        one = Chat(store, "s")
         said = conversation(store.path("t2"))
         before = plain(last(store, turn))
         alter(store, f"UPDATE turn SET {column} = {value} WHERE id = '{turn}'")

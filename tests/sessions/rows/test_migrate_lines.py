@@ -80,7 +80,7 @@ def old_digest(new: sqlite3.Connection, row: sqlite3.Row) -> bytes:
     return running.digest()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_turns_that_share_any_part_of_their_parents(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -512,7 +512,7 @@ def steps(draw: st.DrawFn) -> list[tuple[Any, ...]]:
     return draw(st.lists(st.one_of(say, say, say, quota, others, st.just(("collect",))), max_size=40))
 
 
-@settings(max_examples=int(os.environ.get("SSMD_EXAMPLES", "40")), deadline=None)
+@settings(max_examples=int(os.environ.get("SSMD_EXAMPLES", "25")), deadline=None)
 @given(st.sampled_from([HYBRID, ATTENTION, RECURRENT]), steps(), st.randoms(use_true_random=False))
 def test_whatever_happens(
     tmp_path_factory: pytest.TempPathFactory, spec: StateSpec, does: list[tuple[Any, ...]], rng: random.Random

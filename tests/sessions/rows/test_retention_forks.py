@@ -312,7 +312,7 @@ EVENTS = (
 )
 
 
-@settings(max_examples=int(os.environ.get("SSMD_EXAMPLES", "20")), deadline=None)
+@settings(max_examples=int(os.environ.get("SSMD_EXAMPLES", "12")), deadline=None)
 @given(
     st.sampled_from([HYBRID, ATTENTION, RECURRENT]),
     st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 30)), max_size=30),
