@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from contract.driving import Loaded, decode, feed, same, started
 
-
 MORE = [pytest.param(n, marks=pytest.mark.full) for n in (3, 5, 40)]  # between those that are tried always
 
 

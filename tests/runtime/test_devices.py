@@ -41,6 +41,10 @@ def test_all_that_are_registered_are_tried() -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
+        ("def (", "fails when it is loaded (SyntaxError: "),
+        ("import sys; sys.exit(3)", "(SystemExit: 3)"),
+        ("", "(AttributeError: "),
+        ("class Odd:\n    def __init__(self):\n        raise OSError('no driver')", "(OSError: no driver)"),
         ("import os; os.abort()", "tried in a process of its own, and it crashed (SIGABRT)"),
         (ODD + "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "it crashed (SIGSEGV)"),
         (ODD + "import os; os._exit(7)", "exit code 7"),

@@ -54,14 +54,14 @@ def test_it_keeps_the_contract(site: Path) -> None:
     """Rules 1, 2 and 4 and states in parts, of a model with KV rows and one without."""
     code, said = suite(site, *(f"tests/contract/test_{name}.py" for name in QUICK))
     assert code == 0, said
-    assert int(re.findall(r"(\d+) passed", said)[0]) >= 45, said
+    assert int(re.findall(r"(\d+) passed", said)[0]) >= 39, said
 
 
 @pytest.mark.full
 def test_it_keeps_the_whole_contract(site: Path) -> None:
     code, said = suite(site, "tests/contract")
     assert code == 0, said
-    assert int(re.findall(r"(\d+) passed", said)[0]) >= 132, said
+    assert int(re.findall(r"(\d+) passed", said)[0]) >= 124, said
 
 
 def test_the_suite_sees_a_state_that_is_wrong(site: Path) -> None:
@@ -81,11 +81,10 @@ def test_the_suite_sees_a_state_that_is_wrong(site: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("def (", "fails when it is loaded (SyntaxError: "),
-        ("raise RuntimeError('no luck')", "(RuntimeError: no luck); its package is odd-runtime"),
-        ("import sys; sys.exit(3)", "(SystemExit: 3)"),
-        ("", "(AttributeError: "),
-        ("class Odd:\n    def __init__(self):\n        raise OSError('no driver')", "(OSError: no driver)"),
+        (
+            "raise RuntimeError('no luck')",
+            "(RuntimeError: no luck); its package is odd-runtime",
+        ),  # more: test_devices.py
         ("class Odd:\n    def devices(self):\n        raise OSError('none')", "which devices it has (OSError: none)"),
     ],
 )

@@ -142,8 +142,8 @@ def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
         assert writer.stdout is not None
         opened = ""
         if kill % KILLS_A_STORE not in (0, 3):
-            opened = writer.stdout.readline()
-            time.sleep(rng.uniform(0, 0.4))
+            opened = "".join(writer.stdout.readline() for _ in range(rng.randint(1, 60)))
+            time.sleep(rng.uniform(0, 0.05))
         else:  # anywhere, while it makes or opens the database too
             time.sleep(rng.uniform(0, 1.2))
         writer.send_signal(signal.SIGKILL)

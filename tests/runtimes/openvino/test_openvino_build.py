@@ -128,7 +128,7 @@ def test_a_name_of_a_runtime_is_a_converter() -> None:
 
 
 def test_rewritten_graphs_say_so(tmp_path: Path) -> None:
-    source = Source.open(tiny.write_source(tmp_path / "source", "granite"))
+    source = Source.open(tiny.write_source(tmp_path / "source", "mamba2-groups"))
     asked: dict[str, Any] = {"name": "t", "buckets": (16,), "tiers": (64,)}
     made = builder.build(rewriting("npu", "cumba,reduba,actiba=32"), source, tmp_path / "made", **asked)
     xamba, operations = (made.manifest.conversion[k] for k in ("xamba", "operations"))
@@ -137,7 +137,7 @@ def test_rewritten_graphs_say_so(tmp_path: Path) -> None:
         assert {"CumSum", "ReduceSum", "Swish", "SoftPlus"}.isdisjoint(operations[name])
         assert xamba[name]["reduba"]["replaced"]["reduba"] == xamba[name]["reduba"]["before"]["ReduceSum"] > 0
         assert xamba[name]["reduba"]["logits_error"] < 1e-4  # the worst logit, in standard deviations; sums only
-        assert xamba[name]["actiba"]["before"]["Swish"] == 10
+        assert xamba[name]["actiba"]["before"]["Swish"] == 6
         assert 1e-4 < xamba[name]["actiba"]["logits_error"] < 0.2
     program = OpenVINORuntime().load(made, device="cpu")
     off = verify(made, program).worst.rms_relative

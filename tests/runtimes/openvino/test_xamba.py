@@ -171,7 +171,7 @@ def reduce_sum(*axes: int, keep: bool = False) -> Build:
 
 @pytest.mark.parametrize(("exclusive", "reverse"), [*itertools.product([False, True], repeat=2)])
 def test_cumba_is_a_cumulative_sum_over_any_axis(exclusive: bool, reverse: bool) -> None:
-    for shape in ((7,), (3, 7), (2, 3, 7), (2, 3, 4, 5)):
+    for shape in ((7,), (3, 7), (2, 3, 4, 5)):
         for axis in range(-len(shape), len(shape)):
             x = rand(*shape)
             model = built(cumsum(axis, exclusive, reverse), shape)
@@ -187,7 +187,7 @@ def test_cumba_is_a_cumulative_sum_over_any_axis(exclusive: bool, reverse: bool)
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_reduba_is_a_sum_over_adjacent_axes(keep: bool) -> None:
-    for shape in ((7,), (3, 7), (2, 3, 7), (2, 3, 4, 5)):
+    for shape in ((7,), (3, 7), (2, 3, 4, 5)):
         rank = len(shape)
         runs = [tuple(range(a, b)) for a in range(rank) for b in range(a + 1, rank + 1)]
         for axes in [*runs, (-1,), (-rank,)]:

@@ -26,7 +26,7 @@ from ssmd.sessions.rows.schema import checkpoint
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
-FLIPS = [10, pytest.param(240, marks=pytest.mark.full)]
+FLIPS = [24, pytest.param(240, marks=pytest.mark.full)]
 if "SSMD_FLIPS" in os.environ:
     FLIPS = [int(os.environ["SSMD_FLIPS"])]
 WORDS = "the words of {}"
