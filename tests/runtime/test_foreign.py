@@ -80,7 +80,7 @@ def test_the_suite_sees_a_state_that_is_wrong(site: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [
+    [  # more of them are in test_devices.py
         (
             "raise RuntimeError('no luck')",
             "(RuntimeError: no luck); its package is odd-runtime",
