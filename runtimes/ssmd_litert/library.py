@@ -7,6 +7,7 @@ the GIL during every call. The declarations below are those of 2.3; `open_librar
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.machine.installation import broken
+from ssmd.machine.narrow import narrow
 from ssmd.runtime.hoststate.graph import Array, Graph, GraphError, Signature, Tensor
 from ssmd_litert.calls import LanesCall, LibraryCall, Sizes, sizes_of
 
@@ -171,7 +173,7 @@ class LibraryGraph(Graph):
         try:
             if beside is None:
                 self._call("LiteRtCreateEnvironment", 2, options, byref(self._environment))
-                self._call("LiteRtCreateModelFromFile", self._environment, str(path).encode(), byref(self._model))
+                self._call("LiteRtCreateModelFromFile", self._environment, narrow(path).encode(), byref(self._model))
             else:
                 self._environment, self._model = beside._environment, beside._model
             self.in_place = self._metadata(METADATA) == IN_PLACE
@@ -188,15 +190,18 @@ class LibraryGraph(Graph):
                 self._call("LiteRtCreateOpaqueOptions", name.encode(), address, _keep, byref(more))
                 self._call("LiteRtAddOpaqueOptions", self._options, more)
             self._call("LiteRtCreateCompiledModel", self._environment, self._model, self._options, byref(self.compiled))
-        except BaseException:
+        except BaseException as err:
             self.close()
+            if isinstance(err, OSError):
+                raise GraphError(str(err)) from err
             raise
 
     def options(self, threads: int, weight_cache: Path | None) -> dict[str, str]:
         """What LiteRT is told, in TOML, by the name of whom it concerns."""
         text = f"num_threads = {threads}\n"
         if weight_cache is not None:  # LiteRT takes what stands between the quotes as it is: no escape in it is read
-            text += f'weight_cache_file_path = "{weight_cache}"\n'
+            with contextlib.suppress(OSError):
+                text += f'weight_cache_file_path = "{narrow(weight_cache)}"\n'
         chosen = f"selected_signature_keys = {json.dumps(list(self.signatures))}\n"
         return {"xnnpack": text, "runtime_options_string": chosen}
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.machine.narrow import narrow
 from ssmd.runtime.hoststate.graph import SLOTS, Array, Graph, GraphError, Signature, Tensor
 
 
@@ -20,8 +21,8 @@ class ManagedGraph(Graph):
 
         options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=CpuOptions(num_threads=threads))
         try:
-            self._model: Any = CompiledModel.from_file(str(path), options=options)
-        except RuntimeError as err:
+            self._model: Any = CompiledModel.from_file(narrow(path), options=options)
+        except (RuntimeError, OSError) as err:
             raise GraphError(str(err)) from err
         self.signatures = {
             name: Signature(

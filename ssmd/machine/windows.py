@@ -41,6 +41,8 @@ if sys.platform == "win32":
     _kernel.K32GetProcessMemoryInfo.argtypes = (wintypes.HANDLE, ctypes.c_void_p, wintypes.DWORD)
     _kernel.LocalFree.argtypes = (ctypes.c_void_p,)
 
+    _kernel.GetShortPathNameW.argtypes = (wintypes.LPCWSTR, wintypes.LPWSTR, wintypes.DWORD)
+
     def memory_free() -> int | None:
         """Bytes of memory that no process has taken."""
         found = _Memory(length=ctypes.sizeof(_Memory))
@@ -58,6 +60,14 @@ if sys.platform == "win32":
         found = _Process(length=ctypes.sizeof(_Process))
         told = _kernel.K32GetProcessMemoryInfo(_kernel.GetCurrentProcess(), ctypes.byref(found), found.length)
         return int(getattr(found, field)) if told else None
+
+    def short_name(path: Path) -> str:
+        """A path by its short names (8.3), where there are such; it has to exist. Raises OSError."""
+        size = _kernel.GetShortPathNameW(str(path), None, 0)
+        _done(size)
+        name = ctypes.create_unicode_buffer(size)
+        _done(_kernel.GetShortPathNameW(str(path), name, size))
+        return name.value
 
     def make_private(folder: Path) -> None:
         """Leave a folder, and what is made in it from now on, to its owner. Raises OSError where that is not done."""

@@ -201,6 +201,12 @@ def test_weight_cache_is_written_once_and_used(artifact: Artifact, cache: Path) 
     assert {p: p.stat().st_mtime_ns for p in cache.iterdir()} == files
 
 
+def test_a_model_in_a_folder_of_any_name(granite: Artifact, tmp_path: Path) -> None:
+    folder = tmp_path / "Jörg 日"
+    shutil.copytree(granite.path, folder)
+    assert conversation(LiteRTRuntime().load(Artifact.open(folder))) == conversation(LiteRTRuntime().load(granite))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_of_the_model_file_are_given_back(artifact: Artifact) -> None:
     """None is resident once the graph is there, nor once lanes are, and they come back if somebody reads them."""
