@@ -190,10 +190,11 @@ class LibraryGraph(Graph):
                 self._call("LiteRtCreateOpaqueOptions", name.encode(), address, _keep, byref(more))
                 self._call("LiteRtAddOpaqueOptions", self._options, more)
             self._call("LiteRtCreateCompiledModel", self._environment, self._model, self._options, byref(self.compiled))
-        except BaseException as err:
+        except OSError as err:  # the file has no name for LiteRT
             self.close()
-            if isinstance(err, OSError):
-                raise GraphError(str(err)) from err
+            raise GraphError(str(err)) from err
+        except BaseException:
+            self.close()
             raise
 
     def options(self, threads: int, weight_cache: Path | None) -> dict[str, str]:

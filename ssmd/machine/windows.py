@@ -40,7 +40,6 @@ if sys.platform == "win32":
     _kernel.GetCurrentProcess.restype = wintypes.HANDLE
     _kernel.K32GetProcessMemoryInfo.argtypes = (wintypes.HANDLE, ctypes.c_void_p, wintypes.DWORD)
     _kernel.LocalFree.argtypes = (ctypes.c_void_p,)
-
     _kernel.GetShortPathNameW.argtypes = (wintypes.LPCWSTR, wintypes.LPWSTR, wintypes.DWORD)
 
     def memory_free() -> int | None:

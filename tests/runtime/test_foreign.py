@@ -81,10 +81,7 @@ def test_the_suite_sees_a_state_that_is_wrong(site: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [  # more of them are in test_devices.py
-        (
-            "raise RuntimeError('no luck')",
-            "(RuntimeError: no luck); its package is odd-runtime",
-        ),  # more: test_devices.py
+        ("raise RuntimeError('no luck')", "(RuntimeError: no luck); its package is odd-runtime"),
         ("class Odd:\n    def devices(self):\n        raise OSError('none')", "which devices it has (OSError: none)"),
     ],
 )
