@@ -32,9 +32,16 @@ class LibraryCall:
     """
 
     def __init__(
-        self, graph: LibraryGraph, index: int, inputs: Sequence[c_void_p], outputs: Sequence[c_void_p], sizes: Sizes
+        self,
+        graph: LibraryGraph,
+        index: int,
+        inputs: Sequence[c_void_p],
+        outputs: Sequence[c_void_p],
+        sizes: Sizes,
+        memory: Sequence[Array] = (),
     ) -> None:
-        self._graph, self._index, self._sizes = graph, index, sizes
+        """memory: what the buffers lie over, which lives as long as the call."""
+        self._graph, self._index, self._sizes, self._memory = graph, index, sizes, memory
         self._tables = [np.array([b.value or 0 for b in side], np.uint64) for side in (inputs, outputs)]
         self._function = graph.functions.LiteRtRunCompiledModel
         given = (part for t in self._tables for part in (len(t), t.ctypes.data_as(POINTER(c_void_p))))
@@ -44,7 +51,10 @@ class LibraryCall:
         """Compute the outputs from the inputs. Raises GraphError if LiteRT reports a failure."""
         if self._sizes and self._graph.sized(self._index) != self._sizes:
             self._graph.size(self._index, self._sizes)
+        held, index = self._graph.held, self._index
+        held[index] = (self, held.get(index))  # a run that fails may have left the pointers of the one before
         self._compute()
+        held[index] = (self, None)
 
     def _compute(self) -> None:
         status = self._function(*self._arguments)

@@ -165,6 +165,10 @@ class LibraryGraph(Graph):
         self.functions = open_library()
         self._model, self._options, self.compiled, self._environment = (c_void_p() for _ in range(4))
         self._own_model = beside is None
+        # The last call of each signature, with its memory, whose pointers XNNPACK keeps. Were it free, the workspace of
+        # all signatures could come to lie there when it grows, and an input where its copy is: XNNPACK then takes that
+        # for copied, for ever.
+        self.held: dict[int, tuple[LibraryCall, object]] = {}
         self._buffers: dict[int, c_void_p] = {}
         self._sizes: dict[int, Sizes] = {}  # of inputs, by signature, where a call asked for others than the file's
         options = (_Option * 2)(
@@ -215,6 +219,7 @@ class LibraryGraph(Graph):
             [self.buffer(inputs[name]) for name in known.inputs],
             [self.buffer(outputs[name]) for name in known.outputs],
             sizes_of(known, inputs),
+            [*inputs.values(), *outputs.values()],
         )
 
     def bind_lanes(
@@ -275,6 +280,7 @@ class LibraryGraph(Graph):
         for buffer in self._buffers.values():
             self.functions.LiteRtDestroyTensorBuffer(buffer)
         self._buffers.clear()
+        self.held.clear()
         own = [(self.compiled, "LiteRtDestroyCompiledModel"), (self._options, "LiteRtDestroyOptions")]
         if self._own_model:
             own += [(self._model, "LiteRtDestroyModel"), (self._environment, "LiteRtDestroyEnvironment")]

@@ -336,6 +336,7 @@ class FlatProgram(CheckedProgram[_Handle]):
                     raise GraphError(f"its {name} are no numbers: the weights are damaged")
                 if not np.array_equal(expected, outputs[name]):
                     raise GraphError(f"the self-test of shared memory failed at {name!r}")
+            call.run()  # the last memory that the graph knows must be there, and its own is not any more
         finally:
             slot.clear()
         slot.caches.prepare()
