@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 from ssmd.machine.cache import cache_folder
-from ssmd.machine.memory import drop_mapped
 from ssmd.machine.privatefile import read_own
 from ssmd.runtime.hoststate.batches import Cost
 from ssmd.runtime.hoststate.signatures import LANES, lanes_name
@@ -31,9 +30,8 @@ def sizes(graph: LibraryGraph) -> list[int]:
 class LanesFile:
     """The signatures of several lanes in a model's file."""
 
-    def __init__(self, graph: LibraryGraph, path: Path, threads: int, cache: WeightCache) -> None:
-        """graph: that of one stream, which is open for as long as those of several are."""
-        self._graph, self._path, self._threads, self._cache = graph, path, threads, cache
+    def __init__(self, path: Path, threads: int, cache: WeightCache) -> None:
+        self._path, self._threads, self._cache = path, threads, cache
 
     def open(self, lanes: int) -> LibraryGraph:
         """Open the graph of so many lanes. Raises GraphError."""
@@ -42,9 +40,8 @@ class LanesFile:
             threads=self._threads,
             weight_cache=self._cache.kept(),
             wanted=lambda name: name == lanes_name(lanes),
-            beside=self._graph,
         )
-        drop_mapped(self._path)
+        graph.drop_file()
         return graph
 
 

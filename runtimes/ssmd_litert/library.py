@@ -26,6 +26,7 @@ from ssmd.machine.installation import broken
 from ssmd.machine.narrow import narrow
 from ssmd.runtime.hoststate.graph import Array, Graph, GraphError, Signature, Tensor
 from ssmd_litert.calls import LanesCall, LibraryCall, Sizes, sizes_of
+from ssmd_litert.excerpt import Excerpt
 
 PACKAGE = "ai-edge-litert"
 TESTED = "2.3."
@@ -64,7 +65,7 @@ class _Option(ctypes.Structure):
 _Destructor = ctypes.CFUNCTYPE(None, c_void_p)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "LiteRtCreateEnvironment": (c_int, POINTER(_Option), POINTER(c_void_p)),
-    "LiteRtCreateModelFromFile": (c_void_p, c_char_p, POINTER(c_void_p)),
+    "LiteRtCreateModelFromBuffer": (c_void_p, c_void_p, c_size_t, POINTER(c_void_p)),
     "LiteRtCreateOptions": (POINTER(c_void_p),),
     "LiteRtSetOptionsHardwareAccelerators": (c_void_p, c_int),
     "LiteRtCreateOpaqueOptions": (c_char_p, c_void_p, _Destructor, POINTER(c_void_p)),
@@ -158,13 +159,13 @@ class LibraryGraph(Graph):
         threads: int,
         weight_cache: Path | None,
         wanted: Callable[[str], bool] = lambda name: True,
-        beside: LibraryGraph | None = None,
     ) -> None:
-        """`wanted`: which signatures are compiled, by their names; `signatures` has those. beside: a graph of the same
-        file, which has read it and is closed after this one. Raises GraphError."""
+        """`wanted`: which signatures are read and compiled, by their names; `signatures` has those. Raises
+        GraphError."""
         self.functions = open_library()
         self._model, self._options, self.compiled, self._environment = (c_void_p() for _ in range(4))
-        self._own_model = beside is None
+        self._file = Excerpt(path, wanted)
+        self.names = self._file.names  # of all signatures in the file
         # The last call of each signature, with its memory, whose pointers XNNPACK keeps. Were it free, the workspace of
         # all signatures could come to lie there when it grows, and an input where its copy is: XNNPACK then takes that
         # for copied, for ever.
@@ -175,14 +176,10 @@ class LibraryGraph(Graph):
             _Option(_TAG_ACCELERATORS, _ANY_INT, _CPU), _Option(_TAG_SEVERITY, _ANY_INT, _ERRORS_ONLY)
         )
         try:
-            if beside is None:
-                self._call("LiteRtCreateEnvironment", 2, options, byref(self._environment))
-                self._call("LiteRtCreateModelFromFile", self._environment, narrow(path).encode(), byref(self._model))
-            else:
-                self._environment, self._model = beside._environment, beside._model
+            self._call("LiteRtCreateEnvironment", 2, options, byref(self._environment))
+            self._call("LiteRtCreateModelFromBuffer", self._environment, *self._file.place, byref(self._model))
             self.in_place = self._metadata(METADATA) == IN_PLACE
             self.indices, known = self._read_signatures()
-            self.names = tuple(known)  # of all signatures in the file
             self.signatures = {name: signature for name, signature in known.items() if wanted(name)}
             texts = self.options(threads, weight_cache)
             self._texts = {name: ctypes.create_string_buffer(text.encode()) for name, text in texts.items()}
@@ -194,9 +191,6 @@ class LibraryGraph(Graph):
                 self._call("LiteRtCreateOpaqueOptions", name.encode(), address, _keep, byref(more))
                 self._call("LiteRtAddOpaqueOptions", self._options, more)
             self._call("LiteRtCreateCompiledModel", self._environment, self._model, self._options, byref(self.compiled))
-        except OSError as err:  # the file has no name for LiteRT
-            self.close()
-            raise GraphError(str(err)) from err
         except BaseException:
             self.close()
             raise
@@ -276,18 +270,25 @@ class LibraryGraph(Graph):
                 self.functions.LiteRtDestroyTensorBuffer(buffer)
         return results
 
+    def drop_file(self) -> None:
+        """Give the pages of the model's file back: packed weights are the library's own."""
+        self._file.drop()
+
     def close(self) -> None:
         for buffer in self._buffers.values():
             self.functions.LiteRtDestroyTensorBuffer(buffer)
         self._buffers.clear()
         self.held.clear()
-        own = [(self.compiled, "LiteRtDestroyCompiledModel"), (self._options, "LiteRtDestroyOptions")]
-        if self._own_model:
-            own += [(self._model, "LiteRtDestroyModel"), (self._environment, "LiteRtDestroyEnvironment")]
-        for handle, destroy in own:
+        for handle, destroy in (
+            (self.compiled, "LiteRtDestroyCompiledModel"),
+            (self._options, "LiteRtDestroyOptions"),
+            (self._model, "LiteRtDestroyModel"),
+            (self._environment, "LiteRtDestroyEnvironment"),
+        ):
             if handle.value:
                 getattr(self.functions, destroy)(handle)
                 handle.value = None
+        self._file.close()
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self.functions, name)(*arguments)

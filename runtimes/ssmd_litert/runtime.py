@@ -6,10 +6,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssmd.machine.memory import drop_mapped
 from ssmd.machine.processor import cpu_name
 from ssmd.machine.threads import default_threads
-from ssmd.runtime.hoststate.graph import Graph, GraphError
+from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
 from ssmd_litert import greeting, lanes
@@ -81,10 +80,10 @@ class LiteRTRuntime:
 def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, cache: WeightCache) -> FlatProgram:
     """Load the graph, with the weight cache if that works. Raises GraphError if it fails without it too."""
     for weights in dict.fromkeys((cache.path(), None)):
-        graph: Graph | None = None
+        graph: LibraryGraph | None = None
         try:
             graph = LibraryGraph(path, threads=threads, weight_cache=weights, wanted=lanes.of_one_stream)
-            opener, notes = lanes.LanesFile(graph, path, threads, cache), lanes.LanesNotes(cache.name, threads)
+            opener, notes = lanes.LanesFile(path, threads, cache), lanes.LanesNotes(cache.name, threads)
             program = FlatProgram(graph, manifest, producer, threads, opener.open, lanes.sizes(graph), notes)
             program.self_test()
         except GraphError:
@@ -99,6 +98,6 @@ def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, ca
             raise
         else:
             cache.keep()
-            drop_mapped(path)
+            graph.drop_file()
             return program
     raise AssertionError("unreachable")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import mmap
 import os
 import shutil
 import subprocess
@@ -51,7 +52,9 @@ def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> A
 def closed(artifacts: TinyArtifacts, tmp_path: Path) -> Artifact:
     """One that was built when a graph had signatures for each capacity; it has 64 and 512."""
     packed = (Path(__file__).parents[2] / "data" / "closed" / "granite-f32.tar.zst").read_bytes()
-    assert kept.unpack(packed, artifacts.source("granite-f32"), tmp_path / "closed")
+    if not kept.unpack(packed, artifacts.source("granite-f32"), tmp_path / "closed"):
+        assert not kept.made_on_such_a_processor()
+        pytest.skip("it was kept with other weights: PyTorch makes those from a seed otherwise on this processor")
     return Artifact.open(tmp_path / "closed")
 
 
@@ -209,13 +212,14 @@ def test_a_model_in_a_folder_of_any_name(granite: Artifact, tmp_path: Path) -> N
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_of_the_model_file_are_given_back(artifact: Artifact) -> None:
-    """None is resident once the graph is there, nor once lanes are, and they come back if somebody reads them."""
+    """Next to none is resident once the graph is there, or lanes are, and they come back if somebody reads them."""
     expected = conversation(LiteRTRuntime().load(artifact))
     program, file = LiteRTRuntime().load(artifact), artifact.file("model.tflite")
-    assert mapped(file) == 0
+    assert mapped(file) <= 2 * mmap.PAGESIZE  # where the list of signatures was cut
     assert isinstance(program.graph, LibraryGraph)
-    LanesFile(program.graph, file, 1, WeightCache("x", "1", "cpu")).open(4).close()
-    assert mapped(file) == 0
+    others = LanesFile(file, 1, WeightCache("x", "1", "cpu")).open(4)
+    assert mapped(file) <= 4 * mmap.PAGESIZE
+    others.close()
     assert conversation(program) == expected
 
 
