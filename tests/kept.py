@@ -56,7 +56,14 @@ RUNTIME_CODE = (
 UNSEEN = (
     *("ssmd.machine.*", "ssmd.runtime.*", "ssmd.text.*", "ssmd.refit.*", "ssmd.model.random_source"),
     *("ssmd.families.registry", "ssmd_*.runtime", "ssmd_*.library", "ssmd_*.graph"),
-    *("ssmd_litert.calls", "ssmd_litert.greeting", "ssmd_litert.lanes", "ssmd_litert.managed", "ssmd_litert.profiler"),
+    *(
+        "ssmd_litert.calls",
+        "ssmd_litert.excerpt",
+        "ssmd_litert.greeting",
+        "ssmd_litert.lanes",
+        "ssmd_litert.managed",
+        "ssmd_litert.profiler",
+    ),
     *("ssmd_litert.weight_cache", "ssmd_openvino.compile", "ssmd_openvino.devices"),
     *("ssmd_coreml.backend", "ssmd_coreml.program"),
 )

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import mmap
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from ssmd.machine.memory import drop_pages
 from ssmd.runtime.hoststate.graph import GraphError
 
 _SUBGRAPHS, _SIGNATURES = 2, 7  # of Model
@@ -44,10 +44,7 @@ class Excerpt:
 
     def drop(self) -> None:
         """Give its pages back to the system, which reads them again if they are needed (Linux)."""
-        if sys.platform == "linux":
-            kept = -(-self._written // mmap.PAGESIZE) * mmap.PAGESIZE
-            if kept < self._bytes.nbytes:
-                self._memory.madvise(mmap.MADV_DONTNEED, kept, self._bytes.nbytes - kept)
+        drop_pages(self._memory, self._written)
 
     def close(self) -> None:
         self._bytes = self._bytes[:0].copy()  # nothing may look into the memory that goes

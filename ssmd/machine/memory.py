@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import re
 import sys
 from pathlib import Path
@@ -107,3 +108,12 @@ def drop_mapped(file: Path) -> None:
         if len(fields) == 6 and fields[5] == mapped and fields[1].startswith("r--"):
             first, last = (int(address, 16) for address in fields[0].split("-"))
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED)
+
+
+def drop_pages(memory: mmap.mmap, first: int) -> None:
+    """Give back the pages of a mapped file from byte `first` on, but for the one that it is in; they are read again if
+    needed (Linux)."""
+    if sys.platform == "linux":
+        kept = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        if kept < len(memory):
+            memory.madvise(mmap.MADV_DONTNEED, kept, len(memory) - kept)
