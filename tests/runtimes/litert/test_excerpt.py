@@ -94,7 +94,7 @@ def test_damage_is_one_error(file: Path, tmp_path: Path) -> None:
         except GraphError:
             refused += 1
     assert refused > 50
-    for content in (b"", b"\xff" * 64):
-        damaged.write_bytes(content)
+    for nothing in (b"", b"\xff" * 64):
+        damaged.write_bytes(nothing)
         with pytest.raises(GraphError, match="cannot be read"):
             Excerpt(damaged, lambda name: True)
