@@ -32,7 +32,7 @@ class Excerpt:
             with path.open("rb") as file:
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._bytes = np.frombuffer(self._memory, np.uint8)
-            self._written = 0  # where the last of the numbers ends that were changed
+            self._written: set[int] = set()  # bytes at the ends of the numbers that were changed
             self._cut(wanted)
         except (OSError, ValueError, struct.error) as err:  # struct's: an offset that leads out of the file
             raise GraphError(f"{path} cannot be read: {err}") from err
@@ -74,7 +74,7 @@ class Excerpt:
 
     def _write(self, place: int, number: int) -> None:
         struct.pack_into("<I", self._memory, place, number)
-        self._written = max(self._written, place + 4)
+        self._written |= {place, place + 3}
 
     def _at(self, place: int) -> int:
         """What the offset at a place leads to."""

@@ -7,6 +7,8 @@ import ctypes
 import mmap
 import re
 import sys
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 if sys.platform == "win32":
@@ -110,10 +112,11 @@ def drop_mapped(file: Path) -> None:
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED)
 
 
-def drop_pages(memory: mmap.mmap, first: int) -> None:
-    """Give back the pages of a mapped file from byte `first` on, but for the one that it is in; they are read again if
-    needed (Linux)."""
+def drop_pages(memory: mmap.mmap, but: Iterable[int]) -> None:
+    """Give back the pages of a mapped file that none of these bytes are in; they are read again if needed (Linux)."""
     if sys.platform == "linux":
-        kept = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
-        if kept < len(memory):
-            memory.madvise(mmap.MADV_DONTNEED, kept, len(memory) - kept)
+        kept = sorted({place // mmap.PAGESIZE for place in but})
+        for first, last in pairwise((-1, *kept, -(-len(memory) // mmap.PAGESIZE))):
+            if last > first + 1:
+                start = (first + 1) * mmap.PAGESIZE
+                memory.madvise(mmap.MADV_DONTNEED, start, min(last * mmap.PAGESIZE, len(memory)) - start)

@@ -213,12 +213,14 @@ def test_a_model_in_a_folder_of_any_name(granite: Artifact, tmp_path: Path) -> N
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_of_the_model_file_are_given_back(artifact: Artifact) -> None:
     """Next to none is resident once the graph is there, or lanes are, and they come back if somebody reads them."""
-    expected = conversation(LiteRTRuntime().load(artifact))
+    other = LiteRTRuntime().load(artifact)
+    expected = conversation(other)
+    other.close()
     program, file = LiteRTRuntime().load(artifact), artifact.file("model.tflite")
-    assert mapped(file) <= 2 * mmap.PAGESIZE  # where the list of signatures was cut
+    assert mapped(file) <= 8 * mmap.PAGESIZE  # where the lists of signatures were cut
     assert isinstance(program.graph, LibraryGraph)
     others = LanesFile(file, 1, WeightCache("x", "1", "cpu")).open(4)
-    assert mapped(file) <= 4 * mmap.PAGESIZE
+    assert mapped(file) <= 16 * mmap.PAGESIZE
     others.close()
     assert conversation(program) == expected
 
