@@ -60,6 +60,7 @@ UNSEEN = (
         "ssmd_litert.calls",
         "ssmd_litert.excerpt",
         "ssmd_litert.greeting",
+        "ssmd_litert.interface",
         "ssmd_litert.lanes",
         "ssmd_litert.managed",
         "ssmd_litert.profiler",

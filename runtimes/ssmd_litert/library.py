@@ -1,152 +1,47 @@
-"""libLiteRt.so through its C interface: load a model on the CPU, bind its tensors to numpy memory, run it.
+"""A model of LiteRT on the CPU, through the library's C interface: its tensors bound to numpy memory, and run.
 
 The Python wrapper of ai-edge-litert copies every tensor in and out, loads GPU and NPU plugins, and logs twenty lines to
-stderr. The C interface (litert/c/*.h of LiteRT 2.3) lets a graph read and write memory of ours, and ctypes releases
-the GIL during every call. The declarations below are those of 2.3; `open_library` refuses any other version.
+stderr. The C interface lets a graph read and write memory of ours, and ctypes releases the GIL during every call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint, c_uint32, c_void_p
-from functools import cache
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.machine.installation import broken
 from ssmd.machine.narrow import narrow
 from ssmd.runtime.hoststate.graph import Array, Graph, GraphError, Signature, Tensor
 from ssmd_litert.calls import LanesCall, LibraryCall, Sizes, sizes_of
 from ssmd_litert.excerpt import Excerpt
+from ssmd_litert.interface import (
+    ALIGNMENT,
+    ANY_INT,
+    CPU,
+    ELEMENTS,
+    ERRORS_ONLY,
+    HOST_MEMORY,
+    LOCK_READ,
+    LOCK_WRITE,
+    TAG_ACCELERATORS,
+    TAG_SEVERITY,
+    Option,
+    TensorType,
+    keep,
+    open_library,
+    tensor_type,
+)
 
-PACKAGE = "ai-edge-litert"
-TESTED = "2.3."
-ALIGNMENT = 64  # LITERT_HOST_MEMORY_BUFFER_ALIGNMENT
-_CPU = 1  # kLiteRtHwAcceleratorCpu
-_TAG_ACCELERATORS, _TAG_SEVERITY = 24, 25  # kLiteRtEnvOptionTagAutoRegisterAccelerators, …MinLoggerSeverity
-_ANY_INT = 2  # kLiteRtAnyTypeInt
-_ERRORS_ONLY = 3  # LITERT_ERROR
-_ELEMENTS: dict[int, np.dtype[Any]] = {1: np.dtype(np.float32), 2: np.dtype(np.int32)}
-_ELEMENT_OF = {dtype: code for code, dtype in _ELEMENTS.items()}
 METADATA = "ssmd.states"  # of a model whose signatures all write each state after its last reader,
 IN_PLACE = b"written after they are read"  # which they say there
 _MOST_SAID = 64  # bytes of it that are read
-_HOST_MEMORY = 1  # kLiteRtTensorBufferTypeHostMemory
-_LOCK_READ, _LOCK_WRITE = 0, 1
-_NAMES = ("libLiteRt.so", "libLiteRt.dylib", "libLiteRt.dll", "LiteRt.dll")
-
-
-class _Layout(ctypes.Structure):
-    _fields_ = (  # LiteRtLayout
-        ("rank", c_uint, 7),
-        ("has_strides", c_uint, 1),
-        ("dimensions", c_int32 * 8),
-        ("strides", c_uint32 * 8),
-    )
-
-
-class _TensorType(ctypes.Structure):
-    _fields_ = (("element", c_int), ("layout", _Layout))  # LiteRtRankedTensorType
-
-
-class _Option(ctypes.Structure):
-    _fields_ = (("tag", c_int), ("kind", c_int64), ("value", c_int64))  # LiteRtEnvOption with an integer LiteRtAny
-
-
-_Destructor = ctypes.CFUNCTYPE(None, c_void_p)
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "LiteRtCreateEnvironment": (c_int, POINTER(_Option), POINTER(c_void_p)),
-    "LiteRtCreateModelFromBuffer": (c_void_p, c_void_p, c_size_t, POINTER(c_void_p)),
-    "LiteRtCreateOptions": (POINTER(c_void_p),),
-    "LiteRtSetOptionsHardwareAccelerators": (c_void_p, c_int),
-    "LiteRtCreateOpaqueOptions": (c_char_p, c_void_p, _Destructor, POINTER(c_void_p)),
-    "LiteRtAddOpaqueOptions": (c_void_p, c_void_p),
-    "LiteRtCreateCompiledModel": (c_void_p, c_void_p, c_void_p, POINTER(c_void_p)),
-    "LiteRtCompiledModelResizeInputTensorNonStrict": (c_void_p, c_size_t, c_size_t, POINTER(c_int), c_size_t),
-    "LiteRtGetModelMetadata": (c_void_p, c_char_p, POINTER(c_void_p), POINTER(c_size_t)),
-    "LiteRtGetNumModelSignatures": (c_void_p, POINTER(c_size_t)),
-    "LiteRtGetModelSignature": (c_void_p, c_size_t, POINTER(c_void_p)),
-    "LiteRtGetSignatureKey": (c_void_p, POINTER(c_char_p)),
-    "LiteRtGetNumSignatureInputs": (c_void_p, POINTER(c_size_t)),
-    "LiteRtGetNumSignatureOutputs": (c_void_p, POINTER(c_size_t)),
-    "LiteRtGetSignatureInputName": (c_void_p, c_size_t, POINTER(c_char_p)),
-    "LiteRtGetSignatureOutputName": (c_void_p, c_size_t, POINTER(c_char_p)),
-    "LiteRtGetSignatureInputTensorByIndex": (c_void_p, c_size_t, POINTER(c_void_p)),
-    "LiteRtGetSignatureOutputTensorByIndex": (c_void_p, c_size_t, POINTER(c_void_p)),
-    "LiteRtGetRankedTensorType": (c_void_p, POINTER(_TensorType)),
-    "LiteRtCreateTensorBufferFromHostMemory": (POINTER(_TensorType), c_void_p, c_size_t, c_void_p, POINTER(c_void_p)),
-    "LiteRtCreateManagedTensorBuffer": (c_void_p, c_int, POINTER(_TensorType), c_size_t, POINTER(c_void_p)),
-    "LiteRtLockTensorBuffer": (c_void_p, POINTER(c_void_p), c_int),
-    "LiteRtUnlockTensorBuffer": (c_void_p,),
-    "LiteRtRunCompiledModel": (c_void_p, c_size_t, c_size_t, POINTER(c_void_p), c_size_t, POINTER(c_void_p)),
-    "LiteRtDestroyTensorBuffer": (c_void_p,),
-    "LiteRtDestroyCompiledModel": (c_void_p,),
-    "LiteRtDestroyOptions": (c_void_p,),
-    "LiteRtDestroyModel": (c_void_p,),
-    "LiteRtDestroyEnvironment": (c_void_p,),
-}
-
-
-def package_version() -> str:
-    """The installed version of ai-edge-litert. Raises ImportError when it is not installed."""
-    try:
-        return version(PACKAGE)
-    except PackageNotFoundError as err:
-        raise ImportError(f"{PACKAGE} is not installed") from err
-
-
-def open_library() -> Any:
-    """The shared library with all functions declared. Raises GraphError if it is another version or lacks one."""
-    if not package_version().startswith(TESTED):
-        raise GraphError(f"{PACKAGE} {package_version()} is not {TESTED}x, whose C interface is the one known here")
-    found = importlib.util.find_spec("ai_edge_litert")  # not imported: it would load the wrapper and its plugins
-    folders = list(found.submodule_search_locations or ()) if found else []
-    paths = [p for f in folders for n in _NAMES if (p := Path(f) / n).is_file()]
-    if not paths:
-        raise GraphError(f"{PACKAGE} has none of {_NAMES} in {folders}")
-    try:
-        library = ctypes.CDLL(str(paths[0]))
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(library, name)
-            function.argtypes = arguments
-            function.restype = None if name.startswith("LiteRtDestroy") else c_int
-    except (OSError, AttributeError) as err:
-        raise GraphError(f"{paths[0]} cannot be used: {err}") from err
-    return library
-
-
-@cache
-def problem() -> str:
-    """Why no model can be loaded here, or "": the library is tried, and where that fails the package's own wrapper."""
-    try:
-        open_library()
-    except GraphError:
-        try:
-            import_module("ai_edge_litert.compiled_model")
-        except (ImportError, OSError) as err:
-            return broken(PACKAGE, err)
-    return ""
-
-
-def _tensor_type(array: Array) -> _TensorType:
-    kind = _TensorType()
-    kind.element = _ELEMENT_OF[array.dtype]
-    kind.layout.rank = array.ndim
-    for axis, size in enumerate(array.shape):
-        kind.layout.dimensions[axis] = size
-    return kind
-
-
-_keep = _Destructor(lambda _: None)  # the options' text belongs to Python: LiteRT must not free it
 
 
 class LibraryGraph(Graph):
@@ -172,9 +67,7 @@ class LibraryGraph(Graph):
         self.held: dict[int, tuple[LibraryCall, object]] = {}
         self._buffers: dict[int, c_void_p] = {}
         self._sizes: dict[int, Sizes] = {}  # of inputs, by signature, where a call asked for others than the file's
-        options = (_Option * 2)(
-            _Option(_TAG_ACCELERATORS, _ANY_INT, _CPU), _Option(_TAG_SEVERITY, _ANY_INT, _ERRORS_ONLY)
-        )
+        options = (Option * 2)(Option(TAG_ACCELERATORS, ANY_INT, CPU), Option(TAG_SEVERITY, ANY_INT, ERRORS_ONLY))
         try:
             self._call("LiteRtCreateEnvironment", 2, options, byref(self._environment))
             self._call("LiteRtCreateModelFromBuffer", self._environment, *self._file.place, byref(self._model))
@@ -184,11 +77,11 @@ class LibraryGraph(Graph):
             texts = self.options(threads, weight_cache)
             self._texts = {name: ctypes.create_string_buffer(text.encode()) for name, text in texts.items()}
             self._call("LiteRtCreateOptions", byref(self._options))
-            self._call("LiteRtSetOptionsHardwareAccelerators", self._options, _CPU)
+            self._call("LiteRtSetOptionsHardwareAccelerators", self._options, CPU)
             for name, memory in self._texts.items():
                 more = c_void_p()
                 address = ctypes.addressof(memory)
-                self._call("LiteRtCreateOpaqueOptions", name.encode(), address, _keep, byref(more))
+                self._call("LiteRtCreateOpaqueOptions", name.encode(), address, keep, byref(more))
                 self._call("LiteRtAddOpaqueOptions", self._options, more)
             self._call("LiteRtCreateCompiledModel", self._environment, self._model, self._options, byref(self.compiled))
         except BaseException:
@@ -247,12 +140,12 @@ class LibraryGraph(Graph):
         try:
             for array in [*(inputs[n] for n in known.inputs), *results.values()]:
                 buffer = c_void_p()
-                kind = _tensor_type(array)
+                kind = tensor_type(array)
                 size = max(ALIGNMENT, array.nbytes)
                 self._call(
                     "LiteRtCreateManagedTensorBuffer",
                     self._environment,
-                    _HOST_MEMORY,
+                    HOST_MEMORY,
                     byref(kind),
                     size,
                     byref(buffer),
@@ -260,11 +153,11 @@ class LibraryGraph(Graph):
                 made.append(buffer)
             split = len(known.inputs)
             for name, buffer in zip(known.inputs, made[:split], strict=True):
-                self._copy(buffer, inputs[name], _LOCK_WRITE)
+                self._copy(buffer, inputs[name], LOCK_WRITE)
             sizes = sizes_of(known, inputs)
             LibraryCall(self, self.indices[signature], made[:split], made[split:], sizes).run()
             for array, buffer in zip(results.values(), made[split:], strict=True):
-                self._copy(buffer, array, _LOCK_READ)
+                self._copy(buffer, array, LOCK_READ)
         finally:
             for buffer in made:
                 self.functions.LiteRtDestroyTensorBuffer(buffer)
@@ -300,7 +193,7 @@ class LibraryGraph(Graph):
         self._call("LiteRtLockTensorBuffer", buffer, byref(address), mode)
         try:
             ours = c_void_p(array.ctypes.data)
-            target, source = (ours, address) if mode == _LOCK_READ else (address, ours)
+            target, source = (ours, address) if mode == LOCK_READ else (address, ours)
             ctypes.memmove(target, source, array.nbytes)
         finally:
             self._call("LiteRtUnlockTensorBuffer", buffer)
@@ -312,7 +205,7 @@ class LibraryGraph(Graph):
             raise GraphError(f"tensor memory at {address:#x} is not contiguous and aligned to {ALIGNMENT} bytes")
         if address not in self._buffers:
             buffer = c_void_p()
-            kind = _tensor_type(array)
+            kind = tensor_type(array)
             self._call(
                 "LiteRtCreateTensorBufferFromHostMemory", byref(kind), address, array.nbytes, None, byref(buffer)
             )
@@ -342,14 +235,14 @@ class LibraryGraph(Graph):
     def _read_tensors(self, signature: c_void_p, side: str) -> dict[str, Tensor]:
         """Read the tensors of one side, in the order in which a run takes its buffers."""
         tensors: dict[str, Tensor] = {}
-        count, tensor, name, kind = c_size_t(), c_void_p(), c_char_p(), _TensorType()
+        count, tensor, name, kind = c_size_t(), c_void_p(), c_char_p(), TensorType()
         self._call(f"LiteRtGetNumSignature{side}s", signature, byref(count))
         for index in range(count.value):
             self._call(f"LiteRtGetSignature{side}Name", signature, index, byref(name))
             self._call(f"LiteRtGetSignature{side}TensorByIndex", signature, index, byref(tensor))
             self._call("LiteRtGetRankedTensorType", tensor, byref(kind))
             text = (name.value or b"").decode()
-            if kind.element not in _ELEMENTS:
+            if kind.element not in ELEMENTS:
                 raise GraphError(f"tensor {text!r} has element type {kind.element}, expected float32 or int32")
-            tensors[text] = Tensor(tuple(kind.layout.dimensions[: kind.layout.rank]), _ELEMENTS[kind.element])
+            tensors[text] = Tensor(tuple(kind.layout.dimensions[: kind.layout.rank]), ELEMENTS[kind.element])
         return tensors

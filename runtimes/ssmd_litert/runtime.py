@@ -12,7 +12,8 @@ from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
 from ssmd_litert import greeting, lanes
-from ssmd_litert.library import LibraryGraph, package_version, problem
+from ssmd_litert.interface import package_version, problem
+from ssmd_litert.library import LibraryGraph
 from ssmd_litert.managed import ManagedGraph
 from ssmd_litert.weight_cache import WeightCache
 

@@ -71,7 +71,7 @@ def test_a_library_of_another_version_is_left_alone(
     granite: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = conversation(LiteRTRuntime().load(granite))
-    monkeypatch.setattr("ssmd_litert.library.TESTED", "9.9.")
+    monkeypatch.setattr("ssmd_litert.interface.TESTED", "9.9.")
     with caplog.at_level(logging.WARNING):
         program = LiteRTRuntime().load(granite)
     assert isinstance(program.graph, ManagedGraph)
