@@ -139,12 +139,12 @@ def test_a_broken_artifact_does_not_hide_a_good_one(tmp_path: Path) -> None:
     assert resolve("m", tmp_path) == good
 
 
-@pytest.mark.parametrize("name", ["litert", "openvino", "wgpu"])
-def test_a_runtime_that_is_not_installed_says_how(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "asks"), [("litert", "interface"), ("openvino", "library"), ("wgpu", "library")])
+def test_a_runtime_that_is_not_installed_says_how(name: str, asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(import_module(f"ssmd_{name}.library"), "version", absent)
+    monkeypatch.setattr(import_module(f"ssmd_{name}.{asks}"), "version", absent)
     monkeypatch.setattr(sys, "prefix", str(installation.ROOT / ".venv"))
     with pytest.raises(RuntimeUnavailable, match=rf"not installed .*; install it with: scripts/setup {name}$"):
         get_runtime(name)
