@@ -272,7 +272,7 @@ def test_a_one_shot_answer_that_is_stopped_ends_with_130(models: Path, tmp_path:
     home = Home(tmp_path, models)
     command = f"trap : INT; $SSMD run mamba 'Tell me' {ENDLESS}; echo ended $?"
     with terminal(command, home.env) as one:
-        one.until(r"\?25h(?s:.)*?\w", 60)  # the bar of loading is gone, and the answer begins
+        one.until(r"\?25h(?s:\x1b\[[0-9;?]*[A-Za-z]|[^\w\x1b])*\w", 60)  # the bar is gone, and the answer begins
         one.type(CTRL_C)
         assert one.until(r"ended \d+").endswith(" …\n[stopped; stored]\nended 130")
     [turn] = home.turns(home.sessions()[0].id)
