@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # else its logarithms, of which weights are, depend on the processor
 
 TEXT = [
     "The capital of France is Paris, and the capital of Italy is Rome.",
