@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -93,6 +94,13 @@ def test_tests_lie_as_the_code_does() -> None:
     assert folders <= {*FLOORS, "runtimes", "clients", "contract", "whole", "daemon_client"} | {
         p.name for p in (ROOT / "tests").glob("*.py")
     }
+
+
+def test_pytest_passes_over_no_folder(pytestconfig: pytest.Config) -> None:
+    """By itself it does not look into one that is named build or dist."""
+    folders = {part for p in (ROOT / "tests").rglob("test_*.py") for part in p.relative_to(ROOT).parts[:-1]}
+    passed_over = pytestconfig.getini("norecursedirs")
+    assert not [name for name in folders if any(fnmatch(name, pattern) for pattern in passed_over)]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
