@@ -32,7 +32,7 @@ from ssmd_litert.build import CONVERTER, LiteRTConverter
 from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
 from ssmd_litert.runtime import LiteRTRuntime
 
-# float32: XNNPACK's sums in another order than PyTorch's. int8, int4: weights and activations rounded, of random weights.
+# float32: XNNPACK's sums in another order than PyTorch's. Others: weights and activations rounded, of random weights.
 TOLERANCE = {"f32": 1e-5, "int8": 0.08, "int4": 0.35}
 
 
