@@ -9,6 +9,7 @@ are this process's own; the file stays as it is. Fields have the numbers of tens
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +25,14 @@ _MOST = 4096  # signatures, and bytes of a name
 
 
 class Excerpt:
-    """A file in memory. `names`: of all its signatures."""
+    """A file in memory. `names`: of all its signatures. `identity`: another file, or one written to, has another."""
 
     def __init__(self, path: Path, wanted: Callable[[str], bool]) -> None:
         """Keep the signatures that are `wanted`; all of them where they share graphs, or none is. Raises GraphError."""
         try:
             with path.open("rb") as file:
+                known = os.fstat(file.fileno())
+                self.identity = known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._bytes = np.frombuffer(self._memory, np.uint8)
             self._written: set[int] = set()  # bytes at the ends of the numbers that were changed

@@ -10,6 +10,7 @@ from pathlib import Path
 from ssmd.machine.cache import cache_folder
 from ssmd.machine.privatefile import read_own
 from ssmd.runtime.hoststate.batches import Cost
+from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.signatures import LANES, lanes_name
 from ssmd_litert.library import LibraryGraph
 from ssmd_litert.weight_cache import WeightCache
@@ -28,19 +29,23 @@ def sizes(graph: LibraryGraph) -> list[int]:
 
 
 class LanesFile:
-    """The signatures of several lanes in a model's file."""
+    """The signatures of several lanes in the file that a graph of one stream was opened from."""
 
-    def __init__(self, path: Path, threads: int, cache: WeightCache) -> None:
-        self._path, self._threads, self._cache = path, threads, cache
+    def __init__(self, path: Path, one: LibraryGraph, threads: int, cache: WeightCache) -> None:
+        self._path, self._identity, self._threads, self._cache = path, one.file_identity, threads, cache
 
     def open(self, lanes: int) -> LibraryGraph:
-        """Open the graph of so many lanes. Raises GraphError."""
+        """Open the graph of so many lanes. Raises GraphError, also if the file is not what it was: another build may
+        stand there by now, and where a trial is spared nothing else would tell."""
         graph = LibraryGraph(
             self._path,
             threads=self._threads,
             weight_cache=self._cache.kept(),
             wanted=lambda name: name == lanes_name(lanes),
         )
+        if graph.file_identity != self._identity:
+            graph.close()
+            raise GraphError(f"{self._path} was replaced since it was loaded")
         graph.drop_file()
         return graph
 

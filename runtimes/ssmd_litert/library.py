@@ -61,6 +61,7 @@ class LibraryGraph(Graph):
         self._model, self._options, self.compiled, self._environment = (c_void_p() for _ in range(4))
         self._file = Excerpt(path, wanted)
         self.names = self._file.names  # of all signatures in the file
+        self.file_identity = self._file.identity
         # The last call of each signature, with its memory, whose pointers XNNPACK keeps. Were it free, the workspace of
         # all signatures could come to lie there when it grows, and an input where its copy is: XNNPACK then takes that
         # for copied, for ever.

@@ -84,7 +84,7 @@ def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, ca
         graph: LibraryGraph | None = None
         try:
             graph = LibraryGraph(path, threads=threads, weight_cache=weights, wanted=lanes.of_one_stream)
-            opener, notes = lanes.LanesFile(path, threads, cache), lanes.LanesNotes(cache.name, threads)
+            opener, notes = lanes.LanesFile(path, graph, threads, cache), lanes.LanesNotes(cache.name, threads)
             program = FlatProgram(graph, manifest, producer, threads, opener.open, lanes.sizes(graph), notes)
             program.self_test()
         except GraphError:

@@ -77,12 +77,20 @@ class Answers:
             self._left.append(p.handle)
             p.handle = None
         self.count()
-        g.kept.commit(p.choices, Done(g.finish_reasons, g.usage(True, self._program.context)), partial(self._tell, g))
+        done = Done(g.finish_reasons, g.usage(True, self._program.context))
+        try:
+            g.kept.commit(p.choices, done, partial(self._tell, g))
+        except Exception:
+            log.exception("request %s: its turns could not be kept", g.asked.label)
+            self._tell(g, False)
 
     def give_back(self) -> None:
-        """Release the handles of what has ended."""
+        """Release the handles of what has ended. Raises nothing."""
         while self._left:
-            self._program.release(self._left.pop())
+            try:
+                self._program.release(self._left.pop())
+            except Exception:
+                log.exception("a handle could not be released")
 
     def _send(self, g: Generation, event: Event) -> None:
         try:

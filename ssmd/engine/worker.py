@@ -83,8 +83,8 @@ class Worker:
             self._queue.wait(self._awake, self._warm_up.due_s)
             if self._queue.closing:
                 break
-            self._admit()
             try:
+                self._admit()
                 if not self.running:
                     self._idle()
                     continue
@@ -135,8 +135,8 @@ class Worker:
                 self._answers.finish(generation)
                 continue
             generation.progress.admitted = time.perf_counter()
-            generation.kept.restore()
             self.running.append(generation)
+            self._guarded([generation], generation.kept.restore)
 
     def _next(self) -> Generation | None:
         """The request to admit now, if there is one and room for it."""

@@ -26,6 +26,7 @@ from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
 from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Rejected, Request, TokenLogprob, Usage
 from ssmd.engine.rerender import Rerenderer
+from ssmd.engine.restore import Restorer
 from ssmd.engine.sampling_params import SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part
@@ -928,3 +929,22 @@ def test_a_failing_step_ends_its_request_alone(
     assert isinstance(answer.end, Failed)
     assert "on fire" in answer.end.error.message
     assert isinstance(slow.answer().end, Done)
+
+
+@pytest.mark.parametrize("what", ["begin", "release"])
+def test_the_worker_outlives_what_fails_beside_its_steps(
+    engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """As where there is no memory, or no thread to be had, for a moment: of others, each hears how it ended."""
+    first = ask(engine, user("Remember me."))
+    talk = user("Remember me."), answered(first.text), user("Do you?")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*((Restorer, "begin", broken) if what == "begin" else (loaded[1], "release", broken)))
+        failed = ask(engine, *talk)
+        assert isinstance(failed.end, Failed if what == "begin" else Done)
+        assert isinstance(ask(engine, user("I am new.")).end, Done)
+    assert ask(engine, *talk).usage.resume == "exact"

@@ -112,9 +112,11 @@ class FlatProgram(CheckedProgram[_Handle]):
         slot = next((s for s in spare if s.caches.capacity == capacity), spare[0] if spare else None)
         if slot is None:
             slot = self._make_slot(capacity)
+            slot.begin()
         else:
-            self._spare.remove(slot)
             self._fit(slot, capacity, 0)
+            slot.begin()
+            self._spare.remove(slot)  # only now: what failed is spare, and known to the graph, as before
         self._slots.add(slot)
         return _Handle(self, slot)
 

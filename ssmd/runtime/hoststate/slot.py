@@ -9,7 +9,6 @@ Shapes as the graph has them (L layers of one shape, S = capacity of the caches,
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.model.state import FLOAT16_MAX, StateSpec, TensorSpec, narrowed
-from ssmd.runtime.hoststate.buffers import Lease, Memory, aligned, carve, stack_bytes, stacked
+from ssmd.runtime.hoststate.buffers import Memory, aligned, carve, stack_bytes, stacked
 from ssmd.runtime.hoststate.caches import Caches, RowGroup
 from ssmd.runtime.hoststate.graph import Array, Call, Tensor
 
 _FLOAT32 = np.dtype(np.float32)
+_NO_ROWS: Array = np.empty((0, 0))
 
 
 def graph_shape(tensor: TensorSpec, rows: int) -> tuple[int, ...]:
@@ -115,14 +115,12 @@ class Slot:
         self.recurrent: list[dict[str, Array]] = [arrays for _, arrays in pairs]
         self.calls: dict[tuple[int, int], Call] = {}  # by length and the side that is read
         self.bounds: dict[tuple[int, int], Any] = {}  # what a step of so many streams needs to read that side
-        # Canonical rows (S, values of a row), in the dtype of the state, from `_kept_from` on; never written twice
-        # while a view that `save` handed out is alive: a save copies no rows.
+        # Canonical rows (S, values of a row), in the dtype of the state, from `_kept_from` on. None is written twice, and
+        # the next handle has others: a save copies no rows, and its views may outlive this one.
         self._spec = spec
         self._kept_from = 0
-        self._lent: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._store: Array = np.empty((0, 0))
+        self._store: Array = _NO_ROWS
         self._group_stores: list[Array] = []
-        self._new_store()
 
     def other(self, side: int) -> int:
         """The side that a step writes which reads this one."""
@@ -157,8 +155,9 @@ class Slot:
         self.calls.clear()
         self.bounds.clear()
 
-    def _new_store(self) -> None:
-        """Memory that is not there before it is written: a handle that was restored writes its new rows only."""
+    def begin(self) -> None:
+        """Have memory for a handle's rows. It is not there before it is written: a handle that was restored writes its
+        new rows only. Raises MemoryError."""
         dtype = self.groups[0].dtype if self.groups else _FLOAT32
         self._store = np.empty((self._context, self._spec.row_values), dtype)
         columns = self._spec.row_columns
@@ -168,7 +167,6 @@ class Slot:
             )
             for g in self.groups
         ]
-        self._lent = weakref.WeakSet()
 
     def clear(self) -> None:
         """Make the slot as if new: nothing of the last conversation is left where a graph reads before it writes."""
@@ -176,8 +174,8 @@ class Slot:
         for cache, group in zip(self.caches.stacks, self.groups, strict=True):
             group.tokens(cache, 0, self._used)[...] = 0
         self._used = self._kept_from = 0
-        if self._store.size:  # leave its rows to the views that outlive the handle, and its memory to the system
-            self._new_store()
+        self._store = _NO_ROWS  # it is left to the views that outlive the handle, or to the system
+        self._group_stores = []
 
     def append(self, new: Sequence[tuple[Array, Array]], position: int, count: int, lane: int = 0) -> None:
         """Take in at `position` what `NewRows.taken` gave of a step's first `count` rows, those of one lane."""
@@ -195,9 +193,7 @@ class Slot:
         if not self.groups:
             return {}
         self._keep(since)
-        lease = Lease(self._store[since:stop])
-        self._lent.add(lease)
-        rows = np.asarray(lease)
+        rows = self._store[since:stop]
         rows.flags.writeable = False
         views: dict[str, Array] = {}
         for t in self._spec.rows:

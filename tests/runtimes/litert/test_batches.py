@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -391,3 +392,39 @@ def test_what_a_step_costs(granite: Artifact) -> None:
     assert [program.step_cost(n) for n in (1, 3, 8)] == [1, 3, 8]
     program.batches.costs = {1: Cost(2.0, 2.0), 4: Cost(2.4, 3.0), 8: Cost(3.6, 5.0)}
     assert [round(program.step_cost(n), 6) for n in (1, 2, 4, 5, 8, 9)] == [1, 1.3, 1.5, 2.2, 2.5, 3.5]
+
+
+def test_a_file_that_was_replaced_is_not_opened(
+    artifacts: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By that of another build, with the same signatures and other weights; what a trial found was noted."""
+    monkeypatch.setattr(Batches, "_timed", timed(1.0, 1.0, lambda lanes: 1.0 + lanes / 100))
+    folder, other = tmp_path / "m", tmp_path / "other"
+    for copy in (folder, other):
+        shutil.copytree(artifacts["llama-int8"], copy)
+    model = other / "model.tflite"
+    held = bytearray(model.read_bytes())
+    start, size = max(large_buffers(held), key=lambda one: one[1])
+    held[start : start + size] = held[start : start + size][::-1]
+    model.write_bytes(held)
+    first = LiteRTRuntime().load(Artifact.open(folder))
+    first.prepare()
+    assert 8 in first.batches.costs
+    first.close()
+    program = LiteRTRuntime().load(Artifact.open(folder))
+    expected = alone(program, 4, 3)
+    folder.rename(tmp_path / "old")
+    other.rename(folder)
+    program.prepare()
+    assert list(program.batches.costs) == [1]
+    assert "was replaced since it was loaded" in caplog.text
+    assert together(program, begun(program, 4), range(3)) == expected
+
+
+def large_buffers(model: bytearray) -> list[tuple[int, int]]:
+    """Where the buffers of a .tflite that lie outside of its tables begin, and how many bytes they have."""
+    from ai_edge_litert import schema_py_generated as schema
+
+    root = schema.Model.GetRootAs(model, 0)
+    found = [root.Buffers(i) for i in range(root.BuffersLength())]
+    return [(b.Offset(), b.Size()) for b in found if b.Offset() > 1]

@@ -217,7 +217,7 @@ def test_pages_of_the_model_file_are_given_back(artifact: Artifact) -> None:
     program, file = LiteRTRuntime().load(artifact), artifact.file("model.tflite")
     assert mapped(file) <= 8 * mmap.PAGESIZE  # where the lists of signatures were cut
     assert isinstance(program.graph, LibraryGraph)
-    others = LanesFile(file, 1, WeightCache("x", "1", "cpu")).open(4)
+    others = LanesFile(file, program.graph, 1, WeightCache("x", "1", "cpu")).open(4)
     assert mapped(file) <= 16 * mmap.PAGESIZE
     others.close()
     assert conversation(program) == expected
@@ -525,3 +525,31 @@ def test_a_handle_that_finds_no_memory_to_move_up_is_unharmed(
     assert conversation_state(program, handle) == before
     expected = program.decode([program.restore(program.save(handle))], [3])
     assert program.decode([handle], [3]).tobytes() == expected.tobytes()
+
+
+def test_without_memory_for_a_new_handle_others_are_unharmed(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a release needs none."""
+    program = LiteRTRuntime().load(artifact)
+    expected = conversation(program)
+    handle = program.new_state()
+    program.prefill(handle, [7] * 20)
+    beside = program.new_state()
+    saved = program.save(handle).tensors
+
+    def none(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ssmd.runtime.hoststate.slot.np.empty", none)
+        program.release(beside)
+        known = list(program._spare)
+        with pytest.raises(MemoryError):
+            program.new_state()
+        assert program._spare == known
+    before = {name: np.array(values) for name, values in saved.items()}
+    again = program.decode([handle], [3])
+    assert conversation(program) == expected
+    assert all(np.array_equal(saved[name], values) for name, values in before.items())
+    assert np.array_equal(program.decode([program.restore(State(20, 0, before))], [3]), again)
