@@ -115,8 +115,8 @@ class Slot:
         self.recurrent: list[dict[str, Array]] = [arrays for _, arrays in pairs]
         self.calls: dict[tuple[int, int], Call] = {}  # by length and the side that is read
         self.bounds: dict[tuple[int, int], Any] = {}  # what a step of so many streams needs to read that side
-        # Canonical rows (S, values of a row), in the dtype of the state, from `_kept_from` on. None is written twice, and
-        # the next handle has others: a save copies no rows, and its views may outlive this one.
+        # Canonical rows (S, values of a row), in the dtype of the state, from `_kept_from` on. None is written twice,
+        # and the next handle has others: a save copies no rows, and its views may outlive this one.
         self._spec = spec
         self._kept_from = 0
         self._store: Array = _NO_ROWS
