@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 from ssmd.machine.cache import cache_folder
@@ -17,6 +19,7 @@ from ssmd_litert.weight_cache import WeightCache
 
 log = logging.getLogger(__name__)
 _MOST_BYTES = 4096
+_LEAST = 1e-3  # ms
 
 
 def of_one_stream(signature: str) -> bool:
@@ -58,7 +61,7 @@ class LanesNotes:
 
     def read(self, lanes: int) -> tuple[Cost, Cost] | None:
         match self._read().get(str(lanes)):
-            case [float(alone), float(one), float(full)] if alone > 0 and 0 < one <= full < lanes * alone:
+            case [float(alone), float(one), float(full)] if _LEAST < alone and 0 < one <= full < lanes * alone < inf:
                 return Cost(alone, alone), Cost(one, full)
         return None
 
@@ -73,6 +76,8 @@ class LanesNotes:
             os.replace(fresh, self._file)
         except OSError as err:
             log.warning("the trial of %d lanes could not be noted: %s", lanes, err)
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, object]:
         """What is noted, if only this user can have written it."""

@@ -8,6 +8,7 @@ bit, before it is used, and measured, as it is of use only where it is faster th
 from __future__ import annotations
 
 import logging
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
 _TIMES = 6  # that a step is timed; the least counts
+_QUIET = 1.2  # times the least may the median take, else somebody else computes as well
+_CLEARLY = 0.95  # of a step alone must lanes take, to be taken for one stream
 Stream = tuple[Slot, int, int, int]  # the side of a slot that is read, the position, and the token to feed there
 Calls = tuple[tuple[int, int], ...]  # lanes of each, and how many streams are in them
 Alone = Callable[[Stream], tuple[Logits, NewRows]]  # computes the step of one stream, of which nothing is kept
@@ -37,13 +40,13 @@ Alone = Callable[[Stream], tuple[Logits, NewRows]]  # computes the step of one s
 
 @dataclass(frozen=True)
 class Cost:
-    """ms of a call: with one stream in its lanes, and with one in each."""
+    """What a call takes, with one stream in its lanes and with one in each: ms, or where a step alone is 1."""
 
     one: float
     full: float
 
     def of(self, streams: int, lanes: int) -> float:
-        """Give the ms of a call with so many streams in so many lanes."""
+        """Give that of a call with so many streams in so many lanes."""
         return self.one + (self.full - self.one) * (streams - 1) / max(1, lanes - 1)
 
 
@@ -51,7 +54,7 @@ class Notes(Protocol):
     """What trials found, from one start to the next."""
 
     def read(self, lanes: int) -> tuple[Cost, Cost] | None:
-        """What a step alone and one of so many lanes cost, if that was noted of this graph on this machine."""
+        """The ms of a step alone and of one of so many lanes, if they were noted of this graph on this machine."""
 
     def write(self, lanes: int, alone: Cost, together: Cost) -> None:
         """Note it. Raises nothing."""
@@ -165,7 +168,7 @@ class Batches:
         self._notes = notes
         self._opened: dict[int, Batch] = {}
         self._tried: set[int] = set()
-        self.costs: dict[int, Cost] = {1: Cost(1.0, 1.0)}  # of a call, by lanes
+        self.costs: dict[int, Cost] = {1: Cost(1.0, 1.0)}  # of a call, by lanes, where a step alone is 1
         self._thread: threading.Thread | None = None
         self._opening = threading.Lock()
         self._closed = False
@@ -254,30 +257,33 @@ class Batches:
             with self._scratch() as first, self._scratch() as second:
                 why = self._differing(batch, [first, second])
                 if not why:
-                    alone, together = self._timed(batch, [first, second])
+                    alone, together, quiet = self._timed(batch, [first, second])
                     if together.full >= batch.lanes * alone.one:
                         why = f"together they take {together.full:.1f} ms, one {alone.one:.1f}"
                 for slot in (first, second):  # whose memory another slot may get
                     batch.drop(slot)
-        except GraphError as err:
-            why = str(err)
+        except (GraphError, MemoryError) as err:
+            why = str(err) or "there is no memory"
         if why:
             batch.graph.close()
             if not self._closed:
                 log.warning("steps of %d streams are computed one after another: %s", batch.lanes, why)
             return
-        if self._notes is not None:
+        if self._notes is not None and quiet:
             self._notes.write(batch.lanes, alone, together)
         self._take(batch, alone, together)
 
     def _take(self, batch: Batch, alone: Cost, together: Cost) -> None:
-        """Take a batch into use."""
+        """Take a batch into use. Of a trial only what it took beside a step alone is known to others: another one may
+        have had the machine to itself."""
+        one, full = together.one / alone.one, together.full / alone.one
+        cost = Cost(one if one <= _CLEARLY else max(1.0, one), max(one, full))
         with self._turn:
             if self._closed:
                 batch.graph.close()
             else:
                 self._opened[batch.lanes] = batch
-                self.costs = {**self.costs, 1: alone, batch.lanes: together}
+                self.costs = {**self.costs, batch.lanes: cost}
 
     def _differing(self, batch: Batch, slots: Sequence[Slot]) -> str:
         """What a lane gives otherwise than a step alone, or "". Two streams of other numbers go through all lanes."""
@@ -306,8 +312,9 @@ class Batches:
                     return f"lane {lane} gives other numbers than a step alone"
         return ""
 
-    def _timed(self, batch: Batch, slots: Sequence[Slot]) -> tuple[Cost, Cost]:
-        """What a step alone costs, and one of the lanes."""
+    def _timed(self, batch: Batch, slots: Sequence[Slot]) -> tuple[Cost, Cost, bool]:
+        """The ms of a step alone, those of one of the lanes, and whether the machine was quiet. Where it was not, lanes
+        are no quicker than a step alone, whatever was seen."""
         full: dict[int, Stream] = {lane: (slots[lane % 2], 0, 3, 1) for lane in range(batch.lanes)}
         steps: tuple[Callable[[], object], ...] = (
             lambda: self._alone(full[0]),
@@ -325,7 +332,10 @@ class Batches:
                     times.append((time.perf_counter() - began) * 1e3)
                 time.sleep(0)  # a worker that waits for its turn gets it
         alone, one, all_ = map(min, took)
-        return Cost(alone, alone), Cost(min(one, all_), all_)
+        quiet = all(statistics.median(times) <= _QUIET * min(times) for times in took)
+        if not quiet:
+            one, all_ = max(one, alone), max(all_, alone)
+        return Cost(alone, alone), Cost(min(one, all_), all_), quiet
 
     def _check_open(self) -> None:
         if self._closed:

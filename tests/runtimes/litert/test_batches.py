@@ -47,9 +47,11 @@ def loaded(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, sizes: Sequence[
     return program
 
 
-def timed(alone: float, one: float, full: Callable[[int], float]) -> Callable[..., tuple[Cost, Cost]]:
+def timed(
+    alone: float, one: float, full: Callable[[int], float], quiet: bool = True
+) -> Callable[..., tuple[Cost, Cost, bool]]:
     """What a trial finds: a step alone, and of lanes with one stream or one in each."""
-    return lambda batches, batch, slots: (Cost(alone, alone), Cost(one, full(batch.lanes)))
+    return lambda batches, batch, slots: (Cost(alone, alone), Cost(one, full(batch.lanes)), quiet)
 
 
 def begun(program: FlatProgram, count: int, length: int = 5) -> list[Any]:
@@ -346,6 +348,8 @@ def test_a_trial_is_remembered(
         '{"4": [1, 2]}',
         '{"4": [1.0, NaN, 2.0]}',
         '{"4": [1.0, 1.0, 9.0]}',
+        '{"4": [Infinity, 1.0, 2.0]}',
+        '{"4": [1e-300, 1e-300, 2e-300]}',
         "{" * 5000,
     ):
         if damage is not None:
@@ -359,6 +363,48 @@ def test_a_trial_is_remembered(
     program = LiteRTRuntime().load(granite)
     program.batches.open(4)
     assert list(program.batches.costs) == [1]
+
+
+def test_each_trial_counts_by_itself(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was made beside others' work says nothing of another's ms, and lanes that are hardly quicker than a step
+    alone are not taken for one stream."""
+    monkeypatch.setattr(Batches, "_timed", lambda batches, batch, slots: trials[batch.lanes])
+    trials = {4: (Cost(10.0, 10.0), Cost(9.7, 11.0), True), 8: (Cost(30.0, 30.0), Cost(27.0, 60.0), True)}
+    program = LiteRTRuntime().load(granite)
+    program.prepare()
+    expected = {1: Cost(1.0, 1.0), 4: Cost(1.0, 1.1), 8: Cost(0.9, 2.0)}
+    assert program.batches.costs == expected
+    again = LiteRTRuntime().load(granite)
+    again.prepare()
+    assert again.batches.costs == expected
+    assert program.batches.parts(4) == ((4, 4),)
+    assert program.batches.parts(1) == ((8, 1),)
+
+
+def test_a_trial_beside_others_work_is_not_remembered(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Batches, "_timed", timed(1.0, 1.0, lambda lanes: 1.1, quiet=False))
+    program = LiteRTRuntime().load(granite)
+    program.prepare()
+    assert sorted(program.batches.costs) == [1, 4, 8]
+    assert not list((cache_folder() / "litert").glob("*.lanes.json"))
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_busy_machine_does_not_make_lanes_quicker(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    """Of a step alone no one has the machine to itself here, of lanes with one stream a single one."""
+    program = LiteRTRuntime().load(granite)
+    alone, one, full = [9.0] * 6, [9.0] * 5 + [7.0], [11.0] * 6
+    if not busy:
+        one = [7.0] * 6
+    ticks = itertools.chain.from_iterable((0.0, t / 1e3) for step in zip(alone, one, full, strict=True) for t in step)
+    monkeypatch.setattr("ssmd.runtime.hoststate.batches.time.perf_counter", lambda: next(ticks))
+    batch = program._make_batch(4)
+    with program._scratch() as first, program._scratch() as second:
+        found = program.batches._timed(batch, [first, second])
+    assert found == (Cost(9.0, 9.0), Cost(9.0 if busy else 7.0, 11.0), not busy)
+    batch.graph.close()
 
 
 def test_the_cheapest_calls_are_taken() -> None:

@@ -113,7 +113,7 @@ def begun(program: FlatProgram, count: int) -> list[Any]:
 
 
 def together(monkeypatch: pytest.MonkeyPatch, artifact: Artifact) -> FlatProgram:
-    monkeypatch.setattr(Batches, "_timed", lambda batches, batch, slots: (Cost(1.0, 1.0), Cost(1.0, 1.1)))
+    monkeypatch.setattr(Batches, "_timed", lambda batches, batch, slots: (Cost(1.0, 1.0), Cost(1.0, 1.1), True))
     program = LiteRTRuntime().load(artifact)
     program.batches.open(4)
     assert sorted(program.batches.costs) == [1, 4]
