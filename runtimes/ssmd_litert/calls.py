@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_void_p
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ssmd_litert.library import LibraryGraph
 
 Sizes = dict[int, tuple[int, ...]]  # shapes of inputs by their place
+_LANE = re.compile(r"_lane\d+$")  # as of_lane writes
 
 
 def sizes_of(signature: Signature, inputs: Mapping[str, Array]) -> Sizes:
@@ -84,6 +86,9 @@ class LanesCall(LibraryCall):
     ) -> None:
         """inputs, outputs: those that are of all lanes together."""
         known = graph.signatures[signature]
+        for side, arrays in ((known.inputs, inputs), (known.outputs, outputs)):
+            shared = {name: tensor for name, tensor in side.items() if name in arrays or not _LANE.search(name)}
+            known.check_tensors(signature, shared, arrays)
 
         def all_of(arrays: Mapping[str, Array], tensors: Mapping[str, Tensor]) -> list[c_void_p]:
             return [graph.buffer(arrays[name]) if name in arrays else c_void_p() for name in tensors]

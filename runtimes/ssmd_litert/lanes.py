@@ -10,7 +10,9 @@ from math import inf
 from pathlib import Path
 
 from ssmd.machine.cache import cache_folder
+from ssmd.machine.memory import address_space
 from ssmd.machine.privatefile import read_own
+from ssmd.machine.size import show_size
 from ssmd.runtime.hoststate.batches import Cost
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.signatures import LANES, lanes_name
@@ -20,6 +22,8 @@ from ssmd_litert.weight_cache import WeightCache
 log = logging.getLogger(__name__)
 _MOST_BYTES = 4096
 _LEAST = 1e-3  # ms
+_WEIGHTS_AND_FILE = 2  # times the file's bytes that are mapped
+_GRAPH_BYTES = 128 << 20  # for its objects and workspaces; a real one takes 40 to 100 MB
 
 
 def of_one_stream(signature: str) -> bool:
@@ -31,6 +35,18 @@ def sizes(graph: LibraryGraph) -> list[int]:
     return [lanes for lanes in LANES if lanes_name(lanes) in graph.names]
 
 
+def check_room(model: Path) -> None:
+    """Check that there are addresses for a graph of a model. Raises GraphError.
+
+    Without them XNNPACK ends the process, or writes the file of packed weights anew under everybody who has it mapped.
+    """
+    free, wanted = address_space(), _WEIGHTS_AND_FILE * model.stat().st_size + _GRAPH_BYTES
+    if free is not None and free < wanted:
+        raise GraphError(
+            f"a graph takes about {show_size(wanted)} of addresses, and {show_size(free)} are left (ulimit -v)"
+        )
+
+
 class LanesFile:
     """The signatures of several lanes in the file that a graph of one stream was opened from."""
 
@@ -40,6 +56,7 @@ class LanesFile:
     def open(self, lanes: int) -> LibraryGraph:
         """Open the graph of so many lanes. Raises GraphError, also if the file is not what it was: another build may
         stand there by now, and where a trial is spared nothing else would tell."""
+        check_room(self._path)
         graph = LibraryGraph(
             self._path,
             threads=self._threads,
@@ -61,7 +78,7 @@ class LanesNotes:
 
     def read(self, lanes: int) -> tuple[Cost, Cost] | None:
         match self._read().get(str(lanes)):
-            case [float(alone), float(one), float(full)] if _LEAST < alone and 0 < one <= full < lanes * alone < inf:
+            case [float(alone), float(one), float(full)] if alone > _LEAST and 0 < one <= full < lanes * alone < inf:
                 return Cost(alone, alone), Cost(one, full)
         return None
 

@@ -60,6 +60,10 @@ class LiteRTRuntime:
             if f.read(8)[4:] != b"TFL3":
                 raise ProgramError(f"{artifact.file(models[0])} is no {SUFFIX} model; build the artifact again")
         path, count, cpu = artifact.file(models[0]), threads or default_threads(), cpu_name()
+        try:
+            lanes.check_room(path)
+        except GraphError as err:
+            raise ProgramError(f"artifact {artifact.path} cannot be loaded: {err}") from err
         producer = f"litert {package_version()}; cpu {cpu}; {count} threads"
         unshared = ""
         if self._zero_copy:
@@ -80,18 +84,18 @@ class LiteRTRuntime:
 
 def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, cache: WeightCache) -> FlatProgram:
     """Load the graph, with the weight cache if that works. Raises GraphError if it fails without it too."""
-    for weights in dict.fromkeys((cache.path(), None)):
+    for weights in dict.fromkeys((cache.path(path.stat().st_size), None)):
         graph: LibraryGraph | None = None
         try:
             graph = LibraryGraph(path, threads=threads, weight_cache=weights, wanted=lanes.of_one_stream)
             opener, notes = lanes.LanesFile(path, graph, threads, cache), lanes.LanesNotes(cache.name, threads)
             program = FlatProgram(graph, manifest, producer, threads, opener.open, lanes.sizes(graph), notes)
             program.self_test()
-        except GraphError:
+        except (GraphError, MemoryError) as err:
             if graph is not None:
                 graph.close()
             cache.drop()
-            if weights is None:
+            if weights is None or isinstance(err, MemoryError):
                 raise
         except ProgramError:
             if graph is not None:

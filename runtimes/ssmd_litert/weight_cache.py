@@ -1,7 +1,8 @@
 """The file in which XNNPACK keeps a model's packed weights, so that the next load maps it instead of packing again.
 
 It saves time and memory, and nothing depends on it: a file that is damaged, half written or of another processor is
-dropped, and a folder that cannot be written to means a load without a cache.
+dropped, and a folder that cannot be written to, or has no room, means a load without a cache. XNNPACK itself ends the
+process where the disk is full.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import re
 from pathlib import Path
 
 from ssmd.machine.cache import CachedFile, cache_folder
+
+_LEAST = 16 << 20  # bytes of room beside the packed weights
 
 
 class WeightCache:
@@ -24,12 +27,13 @@ class WeightCache:
         )
         self._fresh: Path | None = None
 
-    def path(self) -> Path | None:
-        """The file to hand to XNNPACK: a good one to read, or a new name to write to. None: go without."""
+    def path(self, model_bytes: int) -> Path | None:
+        """The file to hand to XNNPACK: a good one to read, or a new name to write to. None: go without. model_bytes: of
+        the model's file, whose weights take about as many when they are packed."""
         if self._file.good():
             return self._file.path
         self._file.drop()
-        self._fresh = self._file.fresh()
+        self._fresh = self._file.fresh(model_bytes + model_bytes // 4 + _LEAST)
         return self._fresh
 
     def keep(self) -> None:

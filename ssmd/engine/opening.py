@@ -123,6 +123,10 @@ class Opener:
             texts = opening.result()
             device = settings.device or artifact.manifest.device_class
             max_running, spare_lanes = affordable(program.spec, program.context, settings.max_running)
+            lane = lane_bytes(program.spec, program.context)
+            fitting = next((n for n in range(max_running, 1, -1) if room(n * lane)), 1)
+            if fitting < max_running:
+                log.warning("the memory budget has room for %d choices at a time, not for %d", fitting, max_running)
             engine = Engine(
                 artifact,
                 program,
@@ -132,7 +136,7 @@ class Opener:
                 turns=self._turns.setdefault(device, Turns()),
                 max_running=max_running,
                 spare_lanes=spare_lanes,
-                lane_bytes=lane_bytes(program.spec, program.context),
+                lane_bytes=lane,
                 room=room,
                 max_queue=settings.max_queue,
                 texts=texts,

@@ -61,6 +61,10 @@ class Shares:
                     self._turns[client] += 1
         return chosen
 
+    def in_turn(self, reading: Sequence[Generation]) -> list[Generation]:
+        """Those that read their prompts, so that clients take turns: who read a piece last is the last."""
+        return sorted(reading, key=lambda g: self._credit.get(g.asked.request.client, (0.0, 0.0, 0.0))[1])
+
     def may_read(self, g: Generation, decoding: Sequence[Generation], more_wait: bool) -> bool:
         """Whether a piece of this prompt may be read now, beside the answers that are under way.
 

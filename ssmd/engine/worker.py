@@ -162,14 +162,14 @@ class Worker:
         return sum(max(1, sum(choice.end is None for choice in g.progress.choices)) for g in running)
 
     def _step(self) -> None:
-        """One piece of prefill for the request that waits longest for it, then one token for every open choice."""
+        """One piece of prefill for the client that waits longest for one, then one token for every open choice."""
         for gone in [g for g in self.running if g.cancelled]:
             self._answers.cancel(gone)
         decoding = [g for g in self.running if g.progress.choices]
         ready = None
         if len(decoding) < len(self.running):
-            reading = (g for g in self.running if not g.progress.choices and g.kept.ready())
-            ready = next((g for g in reading if self._may_read(g, decoding)), None)
+            reading = [g for g in self.running if not g.progress.choices and g.kept.ready()]
+            ready = next((g for g in self._shares.in_turn(reading) if self._may_read(g, decoding)), None)
         if ready is None and not decoding:  # all wait for their states
             self._queue.wait(partial(self._something_to_do, self._served() is not None), 0.05)
         if ready is not None:

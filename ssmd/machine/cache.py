@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import xxhash
 
 from ssmd.machine import homes
+from ssmd.machine.privatefile import PLAIN, read_own
 
 log = logging.getLogger(__name__)
 _HELD = sys.platform == "win32"  # a file that is open cannot be given another name, nor taken away
 _BLOCK = 1 << 20  # bytes; what is read stays in the processor's cache
+_SEAL_BYTES = 4096  # at most
 
 
 def cache_folder() -> Path:
@@ -38,32 +42,35 @@ class CachedFile:
         self._costs = costs
 
     def good(self) -> bool:
-        """Whether the file is there and as it was written."""
+        """Whether the file is there and as it was written. Its seal says so, if no other user can have written that."""
         try:
-            seal = json.loads(self._seal.read_text())
+            seal = json.loads(read_own(self._seal, _SEAL_BYTES))
             if not isinstance(seal, dict):
                 return False
-            self.path = self.path.with_name(str(seal.get("file", self.path.name)))
+            if _HELD:
+                self.path = self.path.with_name(str(seal.get("file", self.path.name)))
             if self.path.stat().st_size != seal.get("size"):
                 return False
             if "sha256" not in seal:
                 return _checksum(self.path) == seal.get("xxh3")
             if _sha256(self.path) != seal["sha256"]:  # of before, which takes a second for each GB
                 return False
-            self._seal.write_text(_sealed(self.path))
+            self._write_seal(_sealed(self.path))
             return True
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return False
 
-    def fresh(self) -> Path | None:
-        """A name to write to, where nothing is yet. None: go without."""
+    def fresh(self, nbytes: int = 0) -> Path | None:
+        """A name to write to, where nothing is yet, and where there is room for so many bytes. None: go without."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             fresh = self.path.with_name(f"{self._seal.stem}.{os.getpid()}{self.path.suffix if _HELD else '.tmp'}")
             fresh.unlink(missing_ok=True)
             self._sweep()
-            fresh.touch(mode=0o600)  # fails here, not inside a library, if it cannot be written
-            fresh.unlink()
+            try:
+                _reserve(fresh, nbytes)  # fails here, not inside a library, if it cannot be written
+            finally:
+                fresh.unlink(missing_ok=True)
         except OSError as err:
             log.warning("no cache in %s (%s): %s", self.path.parent, err, self._costs)
             return None
@@ -79,7 +86,7 @@ class CachedFile:
                     self.path = fresh
                 else:
                     os.replace(fresh, self.path)
-                self._seal.write_text(seal)
+                self._write_seal(seal)
         except OSError as err:
             log.warning("the cache %s could not be kept (%s)", self.path, err)
             with contextlib.suppress(OSError):
@@ -89,14 +96,45 @@ class CachedFile:
         for path in (self.path, self._seal):
             try:
                 path.unlink(missing_ok=True)
-            except OSError as err:
+            except (OSError, ValueError) as err:
                 log.warning("the cache %s could not be removed (%s)", path, err)
 
+    def _write_seal(self, text: str) -> None:
+        self._seal.unlink(missing_ok=True)
+        descriptor = os.open(self._seal, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+
     def _sweep(self) -> None:
-        """Remove what other processes left under names of their own, but what one of them holds."""
-        for left in self.path.parent.glob(f"{self._seal.stem}.*{self.path.suffix}") if _HELD else ():
+        """Remove what other processes left under names of their own, but what one of them holds or may write yet."""
+        for left in self.path.parent.glob(f"{self._seal.stem}.*{self.path.suffix if _HELD else '.tmp'}"):
             with contextlib.suppress(OSError):
-                left.unlink()
+                if _HELD or not _runs(left.name.split(".")[-2]):
+                    left.unlink()
+
+
+def _runs(process: str) -> bool:
+    """Whether there may be a process of that number."""
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, OverflowError):  # of another user, or no number
+        pass
+    return True
+
+
+def _reserve(path: Path, nbytes: int) -> None:
+    """Have the disk hold a file of so many bytes for a moment: of a file system, a quota and a limit of this process
+    none says beforehand what it would refuse. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN, 0o600)
+    try:
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, nbytes)
+        elif nbytes > shutil.disk_usage(path.parent).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)
 
 
 def _sealed(path: Path) -> str:

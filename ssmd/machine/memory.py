@@ -42,15 +42,27 @@ def trim() -> None:
 
 
 def available() -> int | None:
-    """Bytes that this process can still take without others being moved out, by the system and by the limit of a
-    container; None where the system does not tell (Linux and Windows do)."""
+    """Bytes that this process can still take without others being moved out, by the system and by the limits of a
+    container and its own; None where the system does not tell (Linux and Windows do)."""
     if sys.platform == "win32":
         return windows.memory_free()
-    free = [_field(_MEMINFO, "MemAvailable")]
+    free = [_field(_MEMINFO, "MemAvailable"), address_space()]
     with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
         free.append(int((_CGROUP / "memory.max").read_text()) - int((_CGROUP / "memory.current").read_text()))
     known = [n for n in free if n is not None]
     return max(0, min(known)) if known else None
+
+
+def address_space() -> int | None:
+    """Bytes that this process can still map before a limit of its own (`ulimit -v`); None without one, and where the
+    system does not tell how many it has (Linux does)."""
+    size = _status("VmSize")
+    if size is None:
+        return None
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - size)
 
 
 def resident() -> int | None:

@@ -33,6 +33,7 @@ MOST_BYTES = 64 << 10  # of a verdict, and of what a process says
 _SECRET = re.compile(r"(TOKEN|KEY|KEYS_FILE|SECRET|PASSWORD)$")
 _LOGGED = re.compile(r"(VERBOSE|INFO|WARNING): \[")  # by LiteRT, also after the last word
 _TAIL = 500  # characters of what a process said last
+_unkept: dict[Path, Verdict] = {}  # by the folder that cannot be written
 
 
 class CrashError(RuntimeError):
@@ -68,7 +69,7 @@ def probed(
     `costs`: what is said of that before it begins; `limit_s`: when it is given up; `times`: how often it has to pass.
     """
     file = folder / "verdict.json"
-    kept = _read(file)
+    kept = _unkept.get(folder) or _read(file)
     if kept is not None:
         return kept
     compiles = ", which compiles it; this can take minutes" if device in COMPILED_FOR else " first"
@@ -86,7 +87,8 @@ def probed(
             new.write(_json(verdict))
         os.replace(fresh, file)
     except OSError as err:
-        log.warning("the verdict could not be kept (%s): each load tries the artifact again", err)
+        log.warning("the verdict could not be kept (%s): each start tries the artifact again", err)
+        _unkept[folder] = verdict
     return verdict
 
 
@@ -147,11 +149,12 @@ def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
     except OSError as err:
         raise CrashError(f"no process could be started to try it: {err}", accident=True) from err
     if crashed := crash(done.returncode):
-        raise CrashError(f"it crashed ({crashed.name})", accident=not crashed.own)
+        raise CrashError(f"it crashed ({crashed.name})", accident=not crashed.own or "bad_alloc" in stderr)
     if done.returncode or not stdout:
         lines = stderr.splitlines() or [""]  # of a traceback: the last is the error
         last = next((line for line in reversed(lines) if not _LOGGED.match(line)), lines[-1])
-        raise CrashError(last[-_TAIL:] or f"it ended with exit code {done.returncode}")
+        accident = "MemoryError" in last
+        raise CrashError(last[-_TAIL:] or f"it ended with exit code {done.returncode}", accident=accident)
     return stdout.splitlines()[-1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,6 +33,33 @@ def test_no_more_than_there_is_memory_for(free: int, found: int, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         assert affordable(SPEC, 8192, 8, free) == (found, 1)
     assert (f"memory for {found} choices at the same time, not for 8" in caplog.text) == (found < 8)
+
+
+def test_a_limit_of_this_process_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
+    (tmp_path / "meminfo").write_text("MemAvailable: 900 kB\n")
+    (tmp_path / "status").write_text("VmSize: 300 kB\n")
+    for limit, left in ((resource.RLIM_INFINITY, 900 << 10), (1000 << 10, 700 << 10), (200 << 10, 0)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))
+        assert memory.available() == (left if sys.platform == "linux" else None)
+
+
+def test_clients_take_turns_at_reading() -> None:
+    """Also where nobody decodes: who has one short prompt does not wait for eight long ones."""
+    long, short = ([reading(client)] * n for client, n in (("a", 8), ("b", 1)))
+    shares = Shares(8)
+    read = []
+    for _ in range(4):
+        [first, *_] = shares.in_turn([*long, *short])
+        shares.spend(first, 0.5)
+        read.append(first.asked.request.client)
+    assert read in (["a", "b", "a", "b"], ["b", "a", "b", "a"])
+
+
+def reading(client: str) -> Any:
+    return SimpleNamespace(asked=SimpleNamespace(request=SimpleNamespace(client=client)))
 
 
 def test_a_short_context_takes_less() -> None:

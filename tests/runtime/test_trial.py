@@ -48,14 +48,20 @@ def test_a_verdict_that_others_could_have_written_does_not_count(artifact: Any, 
     assert (file.read_text(), [p.name for p in folder.iterdir()]) == (PASSED, ["verdict.json"])
 
 
-@pytest.mark.parametrize("end", ["KILL", "TERM", "XCPU", "late", "unstarted"])
+@pytest.mark.parametrize("end", ["KILL", "TERM", "XCPU", "late", "unstarted", "memory"])
 def test_an_accident_is_no_verdict(artifact: Any, tmp_path: Path, end: str) -> None:
     late = command("time.sleep(60)")
-    ways = {"late": late, "unstarted": [str(tmp_path / "none")]}
+    ways = {"late": late, "unstarted": [str(tmp_path / "none")], "memory": command("raise MemoryError('no room')")}
     ends = ways.get(end) or command(f"os.kill(os.getpid(), signal.SIG{end})")
     first = probed(ends, artifact, "cpu", tmp_path / "kept", limit_s=0.2 if end == "late" else 60)
     assert (first.passed, first.accident) == (False, True)
     assert probed(command("pass"), artifact, "cpu", tmp_path / "kept").passed
+
+
+def test_a_verdict_that_cannot_be_kept_holds_for_the_process(artifact: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert probed(command("pass"), artifact, "cpu", tmp_path / "file" / "kept").passed
+    assert probed(command("os.abort()"), artifact, "cpu", tmp_path / "file" / "kept").passed
 
 
 @pytest.mark.parametrize("end", ["os.abort()", "os.kill(os.getpid(), signal.SIGSEGV)", "raise OSError('bad')"])

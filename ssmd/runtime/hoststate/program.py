@@ -242,7 +242,11 @@ class FlatProgram(CheckedProgram[_Handle]):
         if self._idle is None:
             self._idle = Slot(self.spec, self._groups, 1, 1, self.open_capacity)
         graph = self._open_lanes(lanes)
-        return Batch(graph, lanes, self.vocabulary, self._groups, self._idle)
+        try:
+            return Batch(graph, lanes, self.vocabulary, self._groups, self._idle)
+        except BaseException:
+            graph.close()
+            raise
 
     @contextmanager
     def _scratch(self) -> Iterator[Slot]:

@@ -365,11 +365,48 @@ def test_a_trial_is_remembered(
     assert list(program.batches.costs) == [1]
 
 
+def test_a_trial_without_memory_leaves_nothing(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[LibraryGraph] = []
+    close = LibraryGraph.close
+
+    def counted(graph: LibraryGraph) -> None:
+        closed.append(graph)
+        close(graph)
+
+    def none(*_: object) -> None:
+        raise MemoryError
+
+    program = LiteRTRuntime().load(granite)
+    monkeypatch.setattr(LibraryGraph, "close", counted)
+    monkeypatch.setattr(program, "_make_slot", none)
+    program.batches.open(4)
+    assert len(closed) == 1
+    monkeypatch.setattr(Batch, "__init__", none)
+    program.batches.open(8)
+    assert len(closed) == 2
+    assert list(program.batches.costs) == [1]
+    assert caplog.text.count("streams are computed one after another") == 2
+
+
+def test_a_graph_of_another_number_of_lanes_is_not_opened(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would be given too little memory for what all lanes share."""
+    monkeypatch.setattr("ssmd.runtime.hoststate.batches.lanes_name", lambda lanes: "decode_b8")
+    monkeypatch.setattr("ssmd_litert.lanes.lanes_name", lambda lanes: "decode_b8")
+    program = LiteRTRuntime().load(granite)
+    program.batches.open(4)
+    assert list(program.batches.costs) == [1]
+    assert "decode_b8: tensor" in caplog.text
+
+
 def test_each_trial_counts_by_itself(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was made beside others' work says nothing of another's ms, and lanes that are hardly quicker than a step
     alone are not taken for one stream."""
-    monkeypatch.setattr(Batches, "_timed", lambda batches, batch, slots: trials[batch.lanes])
     trials = {4: (Cost(10.0, 10.0), Cost(9.7, 11.0), True), 8: (Cost(30.0, 30.0), Cost(27.0, 60.0), True)}
+    monkeypatch.setattr(Batches, "_timed", lambda batches, batch, slots: trials[batch.lanes])
     program = LiteRTRuntime().load(granite)
     program.prepare()
     expected = {1: Cost(1.0, 1.0), 4: Cost(1.0, 1.1), 8: Cost(0.9, 2.0)}

@@ -33,6 +33,7 @@ from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable
 from ssmd_litert import lanes
 from ssmd_litert.calls import LibraryCall
 from ssmd_litert.capacity import open_capacity
+from ssmd_litert.interface import package_version
 from ssmd_litert.lanes import LanesFile
 from ssmd_litert.library import LibraryGraph
 from ssmd_litert.managed import ManagedGraph
@@ -223,7 +224,16 @@ def test_pages_of_the_model_file_are_given_back(artifact: Artifact) -> None:
     assert conversation(program) == expected
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "flipped", "no seal", "odd seal", "a folder"])
+ODD_SEALS = {
+    "odd seal": "[]",
+    "nested seal": "[" * 4000,
+    "long seal": "[" * 200_000,
+    "a seal of no name": '{"size": 1, "xxh3": "", "file": "a\\u0000b"}',
+    **({"a seal that waits": ""} if hasattr(os, "mkfifo") else {}),
+}
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "flipped", "no seal", "a folder", *ODD_SEALS])
 def test_a_damaged_weight_cache_is_replaced(granite: Artifact, cache: Path, damage: str) -> None:
     expected = conversation(LiteRTRuntime().load(granite))
     file, seal_file = next(cache.glob("*.xnnpack")), next(cache.glob("*.json"))
@@ -239,8 +249,11 @@ def test_a_damaged_weight_cache_is_replaced(granite: Artifact, cache: Path, dama
         file.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
     elif damage == "no seal":
         seal_file.unlink()
-    elif damage == "odd seal":
-        seal_file.write_text("[]")
+    elif damage == "a seal that waits":
+        seal_file.unlink()
+        os.mkfifo(seal_file)
+    elif damage in ODD_SEALS:
+        seal_file.write_text(ODD_SEALS[damage])
     else:
         file.unlink()
         file.mkdir()
@@ -260,9 +273,63 @@ def test_a_cache_folder_that_cannot_be_made(
     assert "no cache in" in caplog.text
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Unix limits the size of files")
+def test_a_disk_without_room(granite: Artifact, cache: Path) -> None:
+    """XNNPACK ends the process where it cannot write. What others left, whose processes are gone, makes room."""
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from ssmd.model.artifact import Artifact\n"
+        "from ssmd_litert.runtime import LiteRTRuntime\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
+        "LiteRTRuntime().load(Artifact.open(Path(sys.argv[2]))).new_state()\n"
+    )
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for room, said in ((100_000, "no cache in"), (1 << 30, "")):
+        name = WeightCache(granite.manifest.build, package_version(), cpu_name()).name
+        left, mine = cache / f"{name}.{ended.pid}.tmp", cache / f"{name}.{os.getpid()}.tmp"
+        cache.mkdir(parents=True, exist_ok=True)
+        left.touch()
+        mine.touch()
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(room), str(granite.path)], capture_output=True, text=True, check=True
+        )
+        assert said in done.stderr
+        assert not left.exists()
+        assert mine.exists()
+        assert [p.suffix for p in cache.glob("*.xnnpack")] == ([] if said else [".xnnpack"])
+        assert [p for p in cache.glob("*.tmp") if p != mine] == []
+
+
+def test_a_process_without_addresses(
+    granite: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """XNNPACK would end it, or write the kept weights anew under others who have mapped them."""
+    program = LiteRTRuntime().load(granite)
+    monkeypatch.setattr("ssmd_litert.lanes.address_space", lambda: 100 << 20)
+    program.prepare()
+    assert list(program.batches.costs) == [1]
+    assert "a graph takes about" in caplog.text
+    with pytest.raises(ProgramError, match=r"of addresses, and 104\.9 MB are left \(ulimit -v\)"):
+        LiteRTRuntime().load(granite)
+
+
+def test_nothing_of_a_conversation_is_left_in_a_slot(artifact: Artifact) -> None:
+    program = LiteRTRuntime().load(artifact)
+    handle = program.new_state()
+    program.prefill(handle, [7] * 40)
+    slot = handle.slot
+    assert all(stack.any() for stack in slot.caches.stacks)
+    program.release(handle)
+    assert slot in program._spare
+    assert not any(stack.any() for stack in slot.caches.stacks)
+    assert not slot.arenas[0].any()
+
+
 def test_caches_of_other_builds_versions_and_processors_differ(cache: Path) -> None:
-    paths = {WeightCache(*key).path() for key in (("a" * 64, "1", "x"), ("b" * 64, "1", "x"), ("a" * 64, "2", "x"))}
-    paths |= {WeightCache("a" * 64, "1", "y").path()}
+    paths = {WeightCache(*key).path(1) for key in (("a" * 64, "1", "x"), ("b" * 64, "1", "x"), ("a" * 64, "2", "x"))}
+    paths |= {WeightCache("a" * 64, "1", "y").path(1)}
     assert len(paths) == 4
     assert all(p is not None and p.parent == cache for p in paths)
 
