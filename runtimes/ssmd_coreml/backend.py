@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.machine.cache import cache_folder
+from ssmd.machine.cache import BUILD, cache_folder
 from ssmd.runtime.hoststate.graph import Array, GraphError
 from ssmd_coreml import library
 
@@ -93,7 +93,7 @@ def compiled_path(build: str) -> Path:
 
 def system_folder(build: str) -> Path:
     """The folder of what is kept of an artifact, by its build, for this system."""
-    return cache_folder() / "coreml" / build[:24] / hashlib.sha256(_system().encode()).hexdigest()[:16]
+    return cache_folder() / "coreml" / build[:BUILD] / hashlib.sha256(_system().encode()).hexdigest()[:16]
 
 
 def _compiled(ct: Any, package: Path, build: str) -> Path:

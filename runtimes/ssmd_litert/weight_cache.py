@@ -11,7 +11,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from ssmd.machine.cache import CachedFile, cache_folder
+from ssmd.machine.cache import BUILD, CachedFile, cache_folder
 
 _LEAST = 16 << 20  # bytes of room beside the packed weights
 
@@ -21,7 +21,7 @@ class WeightCache:
 
     def __init__(self, build: str, version: str, cpu: str) -> None:
         machine = hashlib.sha256(cpu.encode()).hexdigest()[:12]
-        self.name = f"{build[:24]}-{re.sub(r'[^0-9A-Za-z.]', '_', version)}-{machine}"
+        self.name = f"{build[:BUILD]}-{re.sub(r'[^0-9A-Za-z.]', '_', version)}-{machine}"
         self._file = CachedFile(
             cache_folder() / "litert" / f"{self.name}.xnnpack", "loading takes longer and more memory"
         )

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ssmd.machine.cache import CachedFile, cache_folder
+from ssmd.machine.cache import BUILD, CachedFile, cache_folder
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_openvino.graph import reason
 
@@ -53,7 +53,7 @@ class Compiler:
         if build is not None:
             text = "\n".join((identity(core, device), *(f"{k}={v}" for k, v in sorted(properties.items()))))
             name = hashlib.sha256(text.encode()).hexdigest()[:24] + ("-weightless" if weightless else "")
-            self.folder = cache_folder() / "openvino" / build[:24] / device.lower() / name
+            self.folder = cache_folder() / "openvino" / build[:BUILD] / device.lower() / name
 
     def compiled(self, model: Path, weights: Path) -> Any:
         """The openvino.CompiledModel of an IR and its weights. Raises GraphError."""

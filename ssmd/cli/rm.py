@@ -34,6 +34,7 @@ def remove(
 ) -> None:
     """Remove an installed model. Its conversations stay, and go on when it is installed again."""
     from ssmd.config import Settings
+    from ssmd.machine.cache import forget
     from ssmd.machine.size import show_size
     from ssmd.model.artifact import NAME_PATTERN
 
@@ -51,6 +52,8 @@ def remove(
         typer.confirm("Remove this?", abort=True, err=True)
     for one in found:
         _remove(one.path)
+        if one.manifest is not None:
+            forget(one.manifest.build)
     with suppress(OSError):  # something else is in it
         (settings.models_dir / model).rmdir()
     if as_json:

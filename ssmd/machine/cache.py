@@ -21,11 +21,22 @@ log = logging.getLogger(__name__)
 _HELD = sys.platform == "win32"  # a file that is open cannot be given another name, nor taken away
 _BLOCK = 1 << 20  # bytes; what is read stays in the processor's cache
 _SEAL_BYTES = 4096  # at most
+BUILD = 24  # digits of a build's hash, with which the name of what is kept of it begins
 
 
 def cache_folder() -> Path:
     """The folder of caches: SSMD_CACHE_DIR, else the user's own."""
     return Path(os.environ.get("SSMD_CACHE_DIR") or homes.caches())
+
+
+def forget(build: str) -> None:
+    """Remove what runtimes keep of an artifact's build. Raises nothing."""
+    for kept in cache_folder().glob(f"*/{build[:BUILD]}*"):
+        if kept.is_dir() and not kept.is_symlink():
+            shutil.rmtree(kept, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                kept.unlink()
 
 
 class CachedFile:

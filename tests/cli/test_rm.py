@@ -18,6 +18,7 @@ from test_installed import put
 from test_server import environment, running
 
 from ssmd.installed import resolve
+from ssmd.model.artifact import read_manifest
 
 
 def ssmd(tmp_path: Path, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
@@ -51,6 +52,18 @@ def test_a_model_goes_and_nothing_else(models: Path, tmp_path: Path) -> None:
     again = ssmd(tmp_path, "rm", "one", "--yes")
     assert again.returncode == 1
     assert "there is no model 'one' here" in again.stderr
+
+
+def test_what_is_cached_of_it_goes_too(models: Path, tmp_path: Path) -> None:
+    one, two = (resolve(name, models) for name in ("one", "two"))
+    cache = tmp_path / "cache" / "litert"
+    cache.mkdir(parents=True)
+    files = {path: cache / f"{read_manifest(path).build[:24]}-2.3.0-0-2.lanes.json" for path in (one, two)}
+    for file in files.values():
+        file.touch()
+    env = environment(tmp_path, SSMD_CACHE_DIR=str(cache.parent))
+    assert commands.ssmd("rm", "one", "--yes", env=env, foreign=True).returncode == 0
+    assert list(cache.iterdir()) == [files[two]]
 
 
 def test_of_one_runtime(models: Path, tmp_path: Path) -> None:
