@@ -62,6 +62,23 @@ def test_a_file_whose_signatures_share_a_graph_is_left_whole(file: Path, tmp_pat
 
 
 @pytest.mark.parametrize("wanted", WANTED)
+def test_signatures_may_stand_in_another_order_than_their_graphs(
+    file: Path, tmp_path: Path, wanted: tuple[str, ...]
+) -> None:
+    """That of the first graph says no number, and can have no other."""
+    whole = Excerpt(file, lambda name: True)
+    entries = whole._list(whole._number(0), 7)[1:]
+    changed, other = bytearray(file.read_bytes()), tmp_path / "other.tflite"
+    for place, table in zip(entries, [whole._at(entry) for entry in reversed(entries)], strict=True):
+        changed[place : place + 4] = (table - place).to_bytes(4, "little")
+    other.write_bytes(changed)
+    everything = seen(whole)
+    some = Excerpt(other, wanted.__contains__)
+    assert some.names == whole.names[::-1]
+    assert seen(some) == {name: everything[name] for name in wanted}
+
+
+@pytest.mark.parametrize("wanted", WANTED)
 def test_what_is_cut_computes_the_same_bits(file: Path, wanted: tuple[str, ...]) -> None:
     whole = LibraryGraph(file, threads=1, weight_cache=None)
     some = LibraryGraph(file, threads=1, weight_cache=None, wanted=wanted.__contains__)
