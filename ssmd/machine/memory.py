@@ -57,7 +57,7 @@ def address_space() -> int | None:
     """Bytes that this process can still map before a limit of its own (`ulimit -v`); None without one, and where the
     system does not tell how many it has (Linux does)."""
     size = _status("VmSize")
-    if size is None:
+    if sys.platform == "win32" or size is None:
         return None
     import resource
 
