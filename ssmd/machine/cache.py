@@ -140,12 +140,23 @@ def _reserve(path: Path, nbytes: int) -> None:
     none says beforehand what it would refuse. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN, 0o600)
     try:
-        if nbytes and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, nbytes)
-        elif nbytes > shutil.disk_usage(path.parent).free:
+        if nbytes and not _allocated(descriptor, nbytes) and nbytes > shutil.disk_usage(path.parent).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
+
+
+def _allocated(descriptor: int, nbytes: int) -> bool:
+    """Whether the file has so many bytes now. False where neither the system nor the file system knows how."""
+    if not hasattr(os, "posix_fallocate"):
+        return False
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as err:
+        if err.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    return True
 
 
 def _sealed(path: Path) -> str:

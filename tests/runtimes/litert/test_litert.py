@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kept
@@ -300,6 +302,20 @@ def test_a_disk_without_room(granite: Artifact, cache: Path) -> None:
         assert mine.exists()
         assert [p.suffix for p in cache.glob("*.xnnpack")] == ([] if said else [".xnnpack"])
         assert [p for p in cache.glob("*.tmp") if p != mine] == []
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="there is none")
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_a_file_system_that_cannot_hold_room_free_is_asked(
+    granite: Artifact, cache: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", unknown)
+    monkeypatch.setattr("ssmd.machine.cache.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    LiteRTRuntime().load(granite)
+    assert bool(list(cache.glob("*.xnnpack"))) == bool(free)
 
 
 def test_a_process_without_addresses(
