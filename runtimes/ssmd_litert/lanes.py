@@ -40,7 +40,11 @@ def check_room(model: Path) -> None:
 
     Without them XNNPACK ends the process, or writes the file of packed weights anew under everybody who has it mapped.
     """
-    free, wanted = address_space(), _WEIGHTS_AND_FILE * model.stat().st_size + _GRAPH_BYTES
+    try:
+        size = model.stat().st_size
+    except OSError as err:
+        raise GraphError(f"{model} cannot be read: {err}") from err
+    free, wanted = address_space(), _WEIGHTS_AND_FILE * size + _GRAPH_BYTES
     if free is not None and free < wanted:
         raise GraphError(
             f"a graph takes about {show_size(wanted)} of addresses, and {show_size(free)} are left (ulimit -v)"

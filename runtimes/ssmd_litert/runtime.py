@@ -91,12 +91,17 @@ def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, ca
             opener, notes = lanes.LanesFile(path, graph, threads, cache), lanes.LanesNotes(cache.name, threads)
             program = FlatProgram(graph, manifest, producer, threads, opener.open, lanes.sizes(graph), notes)
             program.self_test()
-        except (GraphError, MemoryError) as err:
+        except GraphError:
             if graph is not None:
                 graph.close()
             cache.drop()
-            if weights is None or isinstance(err, MemoryError):
+            if weights is None:
                 raise
+        except MemoryError:
+            if graph is not None:
+                graph.close()
+            cache.drop_fresh()
+            raise
         except ProgramError:
             if graph is not None:
                 graph.close()

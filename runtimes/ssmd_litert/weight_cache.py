@@ -49,6 +49,10 @@ class WeightCache:
     def drop(self) -> None:
         """Drop the file after a model did not load: it may be why."""
         self._file.drop()
+        self.drop_fresh()
+
+    def drop_fresh(self) -> None:
+        """Drop what was being written."""
         if self._fresh is not None:
             self._fresh.unlink(missing_ok=True)
             self._fresh = None

@@ -77,8 +77,8 @@ class Answers:
             self._left.append(p.handle)
             p.handle = None
         self.count()
-        done = Done(g.finish_reasons, g.usage(True, self._program.context))
         try:
+            done = Done(g.finish_reasons, g.usage(True, self._program.context))
             g.kept.commit(p.choices, done, partial(self._tell, g))
         except Exception:
             log.exception("request %s: its turns could not be kept", g.asked.label)

@@ -125,7 +125,7 @@ class Opener:
             max_running, spare_lanes = affordable(program.spec, program.context, settings.max_running)
             lane = lane_bytes(program.spec, program.context)
             fitting = next((n for n in range(max_running, 1, -1) if room(n * lane)), 1)
-            if fitting < max_running:
+            if settings.memory_budget is not None and fitting < max_running:
                 log.warning("the memory budget has room for %d choices at a time, not for %d", fitting, max_running)
             engine = Engine(
                 artifact,

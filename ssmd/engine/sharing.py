@@ -62,8 +62,13 @@ class Shares:
         return chosen
 
     def in_turn(self, reading: Sequence[Generation]) -> list[Generation]:
-        """Those that read their prompts, so that clients take turns: who read a piece last is the last."""
-        return sorted(reading, key=lambda g: self._credit.get(g.asked.request.client, (0.0, 0.0, 0.0))[1])
+        """Those that read prompts, so that clients take turns: who had a piece last, or came last, is the last."""
+
+        def since(g: Generation) -> float:
+            known = self._credit.get(g.asked.request.client)
+            return (g.progress.admitted or 0.0) if known is None else known[1]
+
+        return sorted(reading, key=since)
 
     def may_read(self, g: Generation, decoding: Sequence[Generation], more_wait: bool) -> bool:
         """Whether a piece of this prompt may be read now, beside the answers that are under way.

@@ -204,6 +204,12 @@ class Worker:
             with self._turns:
                 feed(g, self._program, others=others)
 
+    def _saved(self, g: Generation) -> tuple[bool, NewCheckpoint | None]:
+        """Whether the state of a prompt could not be saved, which ends the request, and the state."""
+        found: list[NewCheckpoint | None] = []
+        self._guarded([g], lambda: found.append(g.kept.save(g.progress.handle)))
+        return not found, found[0] if found else None
+
     def _begin_answer(self, g: Generation, logits: Logits, saved: NewCheckpoint | None, started: float) -> None:
         """Go on from a prompt whose last token was fed since `started`. saved: its state before that."""
         p = g.progress
@@ -245,8 +251,10 @@ class Worker:
         handles = [choice.handle for _, choice in unended]
         tokens = [choice.next_token for _, choice in unended]
         started, saved = time.perf_counter(), None
+        if joining is not None and joining.progress.fed:
+            failed, saved = self._saved(joining)
+            joining = None if failed else joining
         if joining is not None:
-            saved = joining.kept.save(joining.progress.handle) if joining.progress.fed else None
             handles.append(joining.progress.handle)
             tokens.append(int(joining.prompt.ids.own[-1]))
         if handles:
@@ -259,7 +267,7 @@ class Worker:
                 self._guarded([joining], partial(self._begin_answer, joining, rows[-1], saved, started))
         for g in running:
             if g in self.running:
-                self._open_choices(g)
+                self._guarded([g], partial(self._open_choices, g))
         self._answers.count()
 
     def _feed_forced(self, open_: Sequence[Open], running: Sequence[Generation]) -> list[Open]:

@@ -153,7 +153,7 @@ def _allocated(descriptor: int, nbytes: int) -> bool:
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as err:
-        if err.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+        if err.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             return False
         raise
     return True

@@ -149,13 +149,17 @@ def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
     except OSError as err:
         raise CrashError(f"no process could be started to try it: {err}", accident=True) from err
     if crashed := crash(done.returncode):
-        raise CrashError(f"it crashed ({crashed.name})", accident=not crashed.own or "bad_alloc" in stderr)
+        raise CrashError(f"it crashed ({crashed.name})", accident=not crashed.own or _short(stderr))
     if done.returncode or not stdout:
         lines = stderr.splitlines() or [""]  # of a traceback: the last is the error
         last = next((line for line in reversed(lines) if not _LOGGED.match(line)), lines[-1])
-        accident = "MemoryError" in last
-        raise CrashError(last[-_TAIL:] or f"it ended with exit code {done.returncode}", accident=accident)
+        raise CrashError(last[-_TAIL:] or f"it ended with exit code {done.returncode}", accident=_short(last))
     return stdout.splitlines()[-1]
+
+
+def _short(said: str) -> bool:
+    """Whether a process says that it had too little memory."""
+    return any(one in said for one in ("MemoryError", "bad_alloc", "Cannot allocate memory", "(ulimit -v)"))
 
 
 def _end(file: IO[bytes]) -> str:

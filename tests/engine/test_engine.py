@@ -931,6 +931,29 @@ def test_a_failing_step_ends_its_request_alone(
     assert isinstance(slow.answer().end, Done)
 
 
+@pytest.mark.parametrize("what", ["save", "clone"])
+def test_who_finds_no_memory_ends_alone(
+    engine: Engine,
+    loaded: tuple[Artifact, Program],
+    monkeypatch: pytest.MonkeyPatch,
+    endless: SamplingParams,
+    what: str,
+) -> None:
+    """Not those who decode in the same step."""
+    slow = Asked(engine, user("I go on."), max_tokens=200, sampling=endless, before=partial(time.sleep, 0.003))
+    assert isinstance(slow.next(), Delta)
+
+    def none(*_: object, **__: object) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loaded[1], what, none)
+        failed = ask(engine, user("I am long. " * 20), n=2)
+        assert isinstance(failed.end, Failed)
+        assert "no room" in failed.end.error.message
+    assert isinstance(slow.answer().end, Done)
+
+
 @pytest.mark.parametrize("what", ["begin", "release"])
 def test_the_worker_outlives_what_fails_beside_its_steps(
     engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch, what: str

@@ -59,7 +59,8 @@ def test_clients_take_turns_at_reading() -> None:
 
 
 def reading(client: str) -> Any:
-    return SimpleNamespace(asked=SimpleNamespace(request=SimpleNamespace(client=client)))
+    asked = SimpleNamespace(request=SimpleNamespace(client=client))
+    return SimpleNamespace(asked=asked, progress=SimpleNamespace(admitted=0.0))
 
 
 def test_a_short_context_takes_less() -> None:

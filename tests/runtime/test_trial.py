@@ -48,10 +48,11 @@ def test_a_verdict_that_others_could_have_written_does_not_count(artifact: Any, 
     assert (file.read_text(), [p.name for p in folder.iterdir()]) == (PASSED, ["verdict.json"])
 
 
-@pytest.mark.parametrize("end", ["KILL", "TERM", "XCPU", "late", "unstarted", "memory"])
+@pytest.mark.parametrize("end", ["KILL", "TERM", "XCPU", "late", "unstarted", "memory", "addresses"])
 def test_an_accident_is_no_verdict(artifact: Any, tmp_path: Path, end: str) -> None:
     late = command("time.sleep(60)")
     ways = {"late": late, "unstarted": [str(tmp_path / "none")], "memory": command("raise MemoryError('no room')")}
+    ways["addresses"] = command("raise OSError('a graph takes about 1 GB of addresses, and 0 are left (ulimit -v)')")
     ends = ways.get(end) or command(f"os.kill(os.getpid(), signal.SIG{end})")
     first = probed(ends, artifact, "cpu", tmp_path / "kept", limit_s=0.2 if end == "late" else 60)
     assert (first.passed, first.accident) == (False, True)

@@ -402,6 +402,17 @@ def test_a_graph_of_another_number_of_lanes_is_not_opened(
     assert "decode_b8: tensor" in caplog.text
 
 
+def test_a_file_that_is_gone_is_not_opened(
+    artifacts: Mapping[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(artifacts["llama-int8"], tmp_path / "m")
+    program = LiteRTRuntime().load(Artifact.open(tmp_path / "m"))
+    shutil.rmtree(tmp_path / "m")
+    program.prepare()
+    assert list(program.batches.costs) == [1]
+    assert "streams are computed one after another" in caplog.text
+
+
 def test_each_trial_counts_by_itself(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was made beside others' work says nothing of another's ms, and lanes that are hardly quicker than a step
     alone are not taken for one stream."""
