@@ -10,20 +10,16 @@ from math import inf
 from pathlib import Path
 
 from ssmd.machine.cache import cache_folder
-from ssmd.machine.memory import address_space
 from ssmd.machine.privatefile import read_own
-from ssmd.machine.size import show_size
-from ssmd.runtime.hoststate.batches import Cost
+from ssmd.runtime.hoststate.costs import Cost
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.signatures import LANES, lanes_name
 from ssmd_litert.library import LibraryGraph
-from ssmd_litert.weight_cache import WeightCache
+from ssmd_litert.weight_cache import WeightCache, check_room
 
 log = logging.getLogger(__name__)
 _MOST_BYTES = 4096
 _LEAST = 1e-3  # ms
-_WEIGHTS_AND_FILE = 2  # times the file's bytes that are mapped
-_GRAPH_BYTES = 128 << 20  # for its objects and workspaces; a real one takes 40 to 100 MB
 
 
 def of_one_stream(signature: str) -> bool:
@@ -33,22 +29,6 @@ def of_one_stream(signature: str) -> bool:
 def sizes(graph: LibraryGraph) -> list[int]:
     """How many lanes there are signatures for in a graph's file."""
     return [lanes for lanes in LANES if lanes_name(lanes) in graph.names]
-
-
-def check_room(model: Path) -> None:
-    """Check that there are addresses for a graph of a model. Raises GraphError.
-
-    Without them XNNPACK ends the process, or writes the file of packed weights anew under everybody who has it mapped.
-    """
-    try:
-        size = model.stat().st_size
-    except OSError as err:
-        raise GraphError(f"{model} cannot be read: {err}") from err
-    free, wanted = address_space(), _WEIGHTS_AND_FILE * size + _GRAPH_BYTES
-    if free is not None and free < wanted:
-        raise GraphError(
-            f"a graph takes about {show_size(wanted)} of addresses, and {show_size(free)} are left (ulimit -v)"
-        )
 
 
 class LanesFile:

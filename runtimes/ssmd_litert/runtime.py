@@ -15,7 +15,7 @@ from ssmd_litert import greeting, lanes
 from ssmd_litert.interface import package_version, problem
 from ssmd_litert.library import LibraryGraph
 from ssmd_litert.managed import ManagedGraph
-from ssmd_litert.weight_cache import WeightCache
+from ssmd_litert.weight_cache import WeightCache, check_room
 
 if TYPE_CHECKING:
     from ssmd.model.artifact import Artifact, Manifest
@@ -61,7 +61,7 @@ class LiteRTRuntime:
                 raise ProgramError(f"{artifact.file(models[0])} is no {SUFFIX} model; build the artifact again")
         path, count, cpu = artifact.file(models[0]), threads or default_threads(), cpu_name()
         try:
-            lanes.check_room(path)
+            check_room(path)
         except GraphError as err:
             raise ProgramError(f"artifact {artifact.path} cannot be loaded: {err}") from err
         producer = f"litert {package_version()}; cpu {cpu}; {count} threads"

@@ -2,7 +2,7 @@
 
 It saves time and memory, and nothing depends on it: a file that is damaged, half written or of another processor is
 dropped, and a folder that cannot be written to, or has no room, means a load without a cache. XNNPACK itself ends the
-process where the disk is full.
+process where the disk is full, or addresses are short.
 """
 
 from __future__ import annotations
@@ -12,8 +12,29 @@ import re
 from pathlib import Path
 
 from ssmd.machine.cache import BUILD, CachedFile, cache_folder
+from ssmd.machine.memory import address_space
+from ssmd.machine.size import show_size
+from ssmd.runtime.hoststate.graph import GraphError
 
 _LEAST = 16 << 20  # bytes of room beside the packed weights
+_WEIGHTS_AND_FILE = 2  # times the file's bytes that are mapped
+_GRAPH_BYTES = 128 << 20  # for its objects and workspaces; a real one takes 40 to 100 MB
+
+
+def check_room(model: Path) -> None:
+    """Check that there are addresses for a graph of a model. Raises GraphError.
+
+    Without them XNNPACK ends the process, or writes the file of packed weights anew under everybody who has it mapped.
+    """
+    try:
+        size = model.stat().st_size
+    except OSError as err:
+        raise GraphError(f"{model} cannot be read: {err}") from err
+    free, wanted = address_space(), _WEIGHTS_AND_FILE * size + _GRAPH_BYTES
+    if free is not None and free < wanted:
+        raise GraphError(
+            f"a graph takes about {show_size(wanted)} of addresses, and {show_size(free)} are left (ulimit -v)"
+        )
 
 
 class WeightCache:

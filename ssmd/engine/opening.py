@@ -124,8 +124,8 @@ class Opener:
             device = settings.device or artifact.manifest.device_class
             max_running, spare_lanes = affordable(program.spec, program.context, settings.max_running)
             lane = lane_bytes(program.spec, program.context)
-            fitting = next((n for n in range(max_running, 1, -1) if room(n * lane)), 1)
-            if settings.memory_budget is not None and fitting < max_running:
+            if settings.memory_budget is not None and not room(max_running * lane):
+                fitting = next((n for n in range(max_running - 1, 1, -1) if room(n * lane)), 1)
                 log.warning("the memory budget has room for %d choices at a time, not for %d", fitting, max_running)
             engine = Engine(
                 artifact,

@@ -13,8 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 
 from ssmd.runtime.hoststate.buffers import carve
 from ssmd.runtime.hoststate.caches import RowGroup
+from ssmd.runtime.hoststate.costs import Calls, Cost, cheapest
 from ssmd.runtime.hoststate.graph import Array, GraphError, Tensor
 from ssmd.runtime.hoststate.signatures import lanes_name
 from ssmd.runtime.hoststate.slot import NewRows, Slot
@@ -34,20 +33,7 @@ _TIMES = 6  # that a step is timed; the least counts
 _QUIET = 1.2  # times the least may the median take, else somebody else computes as well
 _CLEARLY = 0.95  # of a step alone must lanes take, to be taken for one stream
 Stream = tuple[Slot, int, int, int]  # the side of a slot that is read, the position, and the token to feed there
-Calls = tuple[tuple[int, int], ...]  # lanes of each, and how many streams are in them
 Alone = Callable[[Stream], tuple[Logits, NewRows]]  # computes the step of one stream, of which nothing is kept
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a call takes, with one stream in its lanes and with one in each: ms, or where a step alone is 1."""
-
-    one: float
-    full: float
-
-    def of(self, streams: int, lanes: int) -> float:
-        """Give that of a call with so many streams in so many lanes."""
-        return self.one + (self.full - self.one) * (streams - 1) / max(1, lanes - 1)
 
 
 class Notes(Protocol):
@@ -340,18 +326,3 @@ class Batches:
     def _check_open(self) -> None:
         if self._closed:
             raise GraphError("the program is closed")
-
-
-@lru_cache(maxsize=64)
-def cheapest(streams: int, costs: tuple[tuple[int, Cost], ...]) -> Calls:
-    """The calls that have room for so many streams and cost least together, by (lanes, cost); those with most lanes
-    first. Among equals the fewest are taken."""
-    best: list[tuple[float, int, Calls]] = [(0.0, 0, ())]
-    for n in range(1, streams + 1):
-        options = []
-        for lanes, cost in costs:
-            for seated in range(1, min(n, lanes) + 1):
-                total, count, calls = best[n - seated]
-                options.append((cost.of(seated, lanes) + total, count + 1, (*calls, (lanes, seated))))
-        best.append(min(options))
-    return tuple(sorted(best[streams][2], reverse=True))

@@ -17,7 +17,8 @@ import pytest
 
 from ssmd.machine.cache import cache_folder
 from ssmd.model.artifact import Artifact
-from ssmd.runtime.hoststate.batches import Batch, Batches, Cost, cheapest
+from ssmd.runtime.hoststate.batches import Batch, Batches
+from ssmd.runtime.hoststate.costs import Cost, cheapest
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.protocol import ProgramError

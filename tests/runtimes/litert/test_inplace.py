@@ -14,7 +14,8 @@ from flat_programs import conversation
 
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import of_lane
-from ssmd.runtime.hoststate.batches import Batches, Cost
+from ssmd.runtime.hoststate.batches import Batches
+from ssmd.runtime.hoststate.costs import Cost
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.protocol import StateLost

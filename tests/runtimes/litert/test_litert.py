@@ -323,7 +323,7 @@ def test_a_process_without_addresses(
 ) -> None:
     """XNNPACK would end it, or write the kept weights anew under others who have mapped them."""
     program = LiteRTRuntime().load(granite)
-    monkeypatch.setattr("ssmd_litert.lanes.address_space", lambda: 100 << 20)
+    monkeypatch.setattr("ssmd_litert.weight_cache.address_space", lambda: 100 << 20)
     program.prepare()
     assert list(program.batches.costs) == [1]
     assert "a graph takes about" in caplog.text

@@ -15,7 +15,8 @@ from flat_programs import altered, conversation
 from ssmd.build.builder import Quantization
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import of_lane
-from ssmd.runtime.hoststate.batches import Batches, Cost
+from ssmd.runtime.hoststate.batches import Batches
+from ssmd.runtime.hoststate.costs import Cost
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.signatures import lanes_name
