@@ -79,13 +79,32 @@ class Found:
         info = self.adapter.info
         return f"{info['device']}, {self.kind}, {info['description'] or 'driver unknown'}, {self.backend}"
 
-    @property
+    @cached_property
     def why_not(self) -> str:
-        """Say which of the adapter's limits is too low, or ""."""
+        """Say which of the adapter's limits is too low, or why no device can be opened on it, or ""."""
         for name, least in _NEEDED.items():
             if self.adapter.limits[name] < least:
                 return f"its {name} is {self.adapter.limits[name]}, {least} are needed"
+        try:
+            self.__dict__["spare"] = self._opened()
+        except RuntimeUnavailable as err:
+            return f"it cannot be opened: {err}"
         return ""
+
+    def device(self) -> Any:
+        """Open a device with all of the adapter's limits, or return the one that `why_not` opened. Raises
+        RuntimeUnavailable.
+        """
+        return self.__dict__.pop("spare", None) or self._opened()
+
+    def _opened(self) -> Any:
+        """Open a device. OpenGL without compute shaders says only then that it has none."""
+        limits = {name: self.adapter.limits[name] for name in LIMITS}
+        features = [name for name in (SUBGROUP, COHERENT) if name in self.adapter.features]
+        try:
+            return self.adapter.request_device_sync(required_features=features, required_limits=limits)
+        except Exception as err:  # wgpu raises RuntimeError, and errors of its own
+            raise RuntimeUnavailable(str(err).strip()) from err
 
 
 def adapters() -> list[Found]:
@@ -137,12 +156,12 @@ def choose(name: str | None) -> Found:
         raise RuntimeUnavailable(
             f"runtime wgpu has no device {name!r} here; it has: {', '.join([BEST, *(f.name for f in found)])}"
         )
-    usable = [f for f in wanted if not f.why_not]
-    if not usable:
+    usable = next((f for f in wanted if not f.why_not), None)
+    if usable is None:
         raise RuntimeUnavailable(
             f"device {wanted[0].name} ({wanted[0].description}) cannot be used: {wanted[0].why_not}"
         )
-    return usable[0]
+    return usable
 
 
 def shader(file: str, **values: Any) -> str:
@@ -172,12 +191,10 @@ class Gpu:
 
     def __init__(self, found: Found) -> None:
         self.found = found
-        limits = found.adapter.limits
-        self.limits = {name: limits[name] for name in LIMITS}
-        features = [name for name in (SUBGROUP, COHERENT) if name in found.adapter.features]
+        self.limits = {name: found.adapter.limits[name] for name in LIMITS}
         try:
-            self.device = found.adapter.request_device_sync(required_features=features, required_limits=self.limits)
-        except Exception as err:  # wgpu raises RuntimeError, and errors of its own
+            self.device = found.device()
+        except RuntimeUnavailable as err:
             raise RuntimeUnavailable(f"device {found.name} ({found.description}) cannot be opened: {err}") from err
         self.queue = self.device.queue
         self._kernels: dict[str, Kernel] = {}

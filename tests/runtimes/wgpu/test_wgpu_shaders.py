@@ -42,7 +42,7 @@ def any_gpu(request: pytest.FixtureRequest) -> Gpu:
 
 
 def opened(name: str) -> Gpu:
-    if name not in {found.name for found in adapters()}:
+    if name not in {found.name for found in adapters() if not found.why_not}:
         pytest.skip(f"no adapter {name} here: apt install mesa-vulkan-drivers libvulkan1 libgl1-mesa-dri")
     return Gpu(choose(name))
 
