@@ -318,4 +318,4 @@ class Gpu:
 
     @cached_property
     def recorder(self) -> Recorder:
-        return Recorder(self.device, self.queue)
+        return Recorder(self.device, self.queue, early=not self.found.software)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu import library
 
+_FIRST = 8  # dispatches of the first submission of a step: while it is computed, the next ones are recorded
 _STAGING_BYTES = 64 << 20  # kept for the next read: the states of large models, and rows of some thousand tokens
 _POLLS = 1000  # one is enough, as it waits
 
@@ -51,8 +52,9 @@ class Recorder:
     call something is wrong, and takes eight times as long.
     """
 
-    def __init__(self, device: Any, queue: Any) -> None:
-        self._wrapped, self._queue_wrapped = device, queue
+    def __init__(self, device: Any, queue: Any, *, early: bool = False) -> None:
+        """`early`: what is read back is submitted in parts, so that the device computes while the rest is recorded."""
+        self._wrapped, self._queue_wrapped, self.early = device, queue, early
         self._debugging = os.environ.get("SSMD_WGPU_WRAPPED", "") not in ("", "0")
         lib, ffi, _ = library.native()
         self._lib, self._ffi = lib, ffi
@@ -157,7 +159,11 @@ class Recorder:
         for region in (region for group in groups for region in group):
             copies.append(Copy(region.buffer, region.offset, self._staging, at, region.size))
             at += region.size
-        self.submit(dispatches, copies, probed=probed)
+        *parts_before, last = growing(dispatches) if self.early else [dispatches]
+        for part in parts_before:
+            self.submit(part, probed=probed)
+            probed = True
+        self.submit(last, copies, probed=probed)
         parts = self._mapped(total, sizes)
         if self._staging.size > _STAGING_BYTES:
             self._staging = None
@@ -199,3 +205,15 @@ class Recorder:
             return self._wrapped.create_buffer(size=-(-nbytes // 16) * 16, usage=flags.MAP_READ | flags.COPY_DST)
         except Exception as err:
             raise GraphError(f"no memory to read {nbytes / 1e6:.1f} MB back: {err}") from err
+
+
+def growing(dispatches: Sequence[Dispatch]) -> list[Sequence[Dispatch]]:
+    """Cut dispatches into submissions: a small one, then each twice as large as the one before it.
+
+    A device takes some three times as long for a dispatch as it takes to record it: it never waits for the next part.
+    """
+    parts, at, size = list[Sequence[Dispatch]](), 0, _FIRST
+    while len(dispatches) - at > 2 * size:
+        parts.append(dispatches[at : at + size])
+        at, size = at + size, 2 * size
+    return [*parts, dispatches[at:]]

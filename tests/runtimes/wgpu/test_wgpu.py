@@ -30,6 +30,7 @@ from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, StateLost
 from ssmd.runtime.verify import verify
 from ssmd_wgpu import device, pack, products, program, runtime, slots, tuning
+from ssmd_wgpu import recorder as recorder_module
 from ssmd_wgpu.build import CONVERTER, packed_plan, packed_rows, rows_of
 from ssmd_wgpu.device import Found, Gpu, adapters, devices, no_adapter
 from ssmd_wgpu.model import Model
@@ -202,6 +203,32 @@ def test_a_prefill_that_is_submitted_in_parts_gives_the_same_bits(
     monkeypatch.setattr(gpu_of(loaded).recorder, "submit", counted)
     assert conversation(loaded, 33) == expected
     assert submitted.count(7) > 5
+
+
+def test_a_step_that_is_submitted_in_parts_gives_the_same_bits(
+    loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, which computes a part while the next one is recorded."""
+    expected = conversation(loaded, 35)
+    recorder = gpu_of(loaded).recorder
+    submitted: list[int] = []
+    real = recorder.submit
+
+    def counted(dispatches: Any, *more: Any, **options: Any) -> None:
+        submitted.append(len(dispatches))
+        real(dispatches, *more, **options)
+
+    monkeypatch.setattr(recorder, "early", True)
+    monkeypatch.setattr(recorder_module, "_FIRST", 2)
+    monkeypatch.setattr(recorder, "submit", counted)
+    assert conversation(loaded, 35) == expected
+    step = len(model_of(loaded).decode(1))
+    assert submitted[-3:] == [2, 4, step - 6]
+
+
+def test_parts_of_a_step_double() -> None:
+    sizes = {n: [len(p) for p in recorder_module.growing([()] * n)] for n in (0, 16, 17, 98, 166)}  # type: ignore[list-item]
+    assert sizes == {0: [0], 16: [16], 17: [8, 9], 98: [8, 16, 32, 42], 166: [8, 16, 32, 110]}
 
 
 def test_bindings_that_are_too_small(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
