@@ -5,9 +5,10 @@ recording them costs; decode of 1, 4 and 8 streams, a prompt, and the share of m
 
 It needs ssmd's wheel with the extra `wgpu`, nothing else, and prints tables as they stand in docs/wgpu.md; the model
 that it is at goes to standard error. `--count`: nothing is computed, for adapters that are software. Bandwidth is that
-of a shader that reads 1 GiB, beside what a plain copy reads and writes. Decode: a token of each stream at a time, with
-their logits read back. A share of bandwidth counts weights, read once a step, and the streams' recurrent states, read
-and written. Medians.
+of the best of some shaders that read 1 GiB, beside what a plain copy reads and writes. Decode: a token of each stream
+at a time, with their logits read back. A share of bandwidth counts weights, read once a step, and the streams'
+recurrent states, read and written. Medians, each taken after the adapter was kept busy for a while, so that its clocks
+are up. `scripts/gpu` measures more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -32,11 +33,12 @@ from ssmd_wgpu.build import packed_plan
 from ssmd_wgpu.device import Gpu, choose
 from ssmd_wgpu.library import package_version
 from ssmd_wgpu.model import Model
+from ssmd_wgpu.op import Op
 from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import HARDWARE, SOFTWARE
-from ssmd_wgpu.recorder import Copy, Region, dispatch
+from ssmd_wgpu.recorder import Copy, Dispatch, Region, dispatch
 from ssmd_wgpu.trial import tried
-from ssmd_wgpu.tuning import tuned
+from ssmd_wgpu.tuning import tuned, warm
 
 PROMPT, MOST = 512, 256
 ROWS = 1024  # of a cache
@@ -97,62 +99,114 @@ def median_s(run: Any, times: int) -> float:
 
 
 def bandwidth(gpu: Gpu) -> dict[str, float]:
-    """GB/s of a shader that reads and sums, and of a copy, which reads and writes."""
-    size = min(gpu.binding_bytes, (1 << 26) if gpu.found.software else (1 << 30)) // 4096 * 4096
-    text = f"""
+    """GB/s of the best of some shaders that read and sum, and of a copy, which reads and writes: of a busy adapter,
+    less what an empty submission takes.
+    """
+    software = gpu.found.software
+    size = min(gpu.binding_bytes, (1 << 26) if software else (1 << 30)) // (1 << 22) * (1 << 22)
+    a, b, out = gpu.region(size), gpu.region(size), gpu.region(4 * 65536)
+    small = Region(out.buffer, 0, 16)
+    forms = ((4096, 1),) if software else ((1024, 8), (4096, 4), (4096, 16), (16384, 4))
+    times, rounds = (2, 3) if software else (8, 7)
+    warm(gpu)
+    empty_s = median_s(lambda: gpu.recorder.read([], [small]), 20)
+
+    def once_s(run: Any) -> float:
+        return max(1e-9, median_s(run, rounds) - empty_s) / times
+
+    read_s = []
+    for groups, at_once in forms:
+        sums = " + ".join(f"A[i + {j * groups * 256}u]" for j in range(at_once))
+        text = f"""
 @group(0) @binding(0) var<storage, read> A: array<vec4<f32>>;
 @group(0) @binding(1) var<storage, read_write> B: array<f32>;
 @compute @workgroup_size(256)
 fn main(@builtin(global_invocation_id) at: vec3<u32>) {{
   var s = vec4<f32>();
-  for (var i = at.x; i < {size // 16}u; i += {4096 * 256}u) {{ s += A[i]; }}
+  for (var i = at.x; i < {size // 16}u; i += {at_once * groups * 256}u) {{ s += {sums}; }}
   B[at.x % 65536u] = s.x + s.y + s.z + s.w;
 }}"""
-    a, b, out = gpu.region(size), gpu.region(size), gpu.region(4 * 65536)
-    kernel = gpu.kernel(text)
-    group = gpu.bound(kernel, 0, {"A": a, "B": out})
-    reading = [dispatch(kernel.pipeline, group, None, 4096, 1)] * 4
-    small = Region(out.buffer, 0, 16)
-    read_s = median_s(lambda: gpu.recorder.read(reading, [small]), 7) / 4
-    copies = [Copy(a.buffer, 0, b.buffer, 0, size)] * 4
+        kernel = gpu.kernel(text)
+        reading = [dispatch(kernel.pipeline, gpu.bound(kernel, 0, {"A": a, "B": out}), None, groups, 1)] * times
+        read_s.append(once_s(lambda reading=reading: gpu.recorder.read(reading, [small])))
+    copies = [Copy(a.buffer, 0, b.buffer, 0, size)] * times
 
     def copy() -> None:
         gpu.recorder.submit([], copies)
         gpu.recorder.read([], [small])
 
-    return {"read_gb_s": size / read_s / 1e9, "copy_gb_s": 2 * size / (median_s(copy, 7) / 4) / 1e9}
+    copy_gb_s = 2 * size / once_s(copy) / 1e9
+    return {"read_gb_s": size / min(read_s) / 1e9, "copy_gb_s": copy_gb_s, "empty_ms": 1e3 * empty_s}
 
 
-def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, read_gb_s: float) -> dict[str, Any]:
-    family = family_of(SHAPES[name])
-    plan = packed_plan(family, family.parse(SHAPES[name]), 2048)
-    weights = Random(plan, quantization)
-    if counting:
-        gpu.write = lambda *_: None  # type: ignore[method-assign] # all buffers are there, none is filled
-    begin = time.perf_counter()
-    half = quantization != "f32"
+class Bench:
+    """A model of random weights on an adapter, and slots for the most streams."""
+
+    def __init__(self, gpu: Gpu, name: str, quantization: pack.Format, counting: bool = False) -> None:
+        family = family_of(SHAPES[name])
+        self.plan = packed_plan(family, family.parse(SHAPES[name]), 2048)
+        self.weights = Random(self.plan, quantization)
+        if counting:
+            gpu.write = lambda *_: None  # type: ignore[method-assign] # all buffers are there, none is filled
+        begin = time.perf_counter()
+        half = quantization != "f32"
+        software = gpu.found.software
+        tiling = (SOFTWARE if software else replace(HARDWARE, fused=True)) if counting else tuned(gpu, quantization)
+        model = Model(gpu, self.plan, cast(pack.Weights, self.weights), MOST, half, tiling)
+        self.model = model if counting or software else tried(model)
+        self.load_s = time.perf_counter() - begin
+        self.spec: StateSpec = self.plan.spec("float16" if half else "float32")
+        self.slots = [self.model.slots.take() for _ in range(max(STREAMS))]
+        for slot in self.slots:
+            self.model.slots.reserve(slot, ROWS)
+        self._position = 0
+
+    def step(self, streams: int) -> list[Dispatch]:
+        return self.model.step(streams, len(self.slots[0].pages))
+
+    def decode(self, streams: int, step: list[Dispatch] | None = None) -> None:
+        """Compute a token of each of so many streams, by the model's own dispatches or by these."""
+        model = self.model
+        at = [self._position % (ROWS - MOST)] * streams
+        model.slots.feed(self.slots[:streams], at, np.full(streams, 5, np.int32))
+        model.gpu.recorder.read(
+            self.step(streams) if step is None else step, [model.logits(i) for i in range(streams)], probed=True
+        )
+        self._position += 1
+
+    def prompt(self, tokens: int, prefill: Sequence[Op] | None = None) -> None:
+        """Read a prompt of so many tokens."""
+        model = self.model
+        for at in range(0, tokens, MOST):
+            model.slots.feed(self.slots[:1], [at], np.full(MOST, 7, np.int32))
+            ops = model.prefill(MOST) if prefill is None else prefill
+            model.gpu.recorder.read(model.slots.dispatches(ops, MOST), [model.logits(0)])
+
+    def share(self, streams: int, seconds: float, read_gb_s: float) -> float:
+        """Which part of the bandwidth a step reaches."""
+        recurrent = sum(t.nbytes_at(0) for t in self.spec.recurrent)
+        return (self.weights.nbytes + 2 * streams * recurrent) / seconds / 1e9 / read_gb_s
+
+
+def measured(
+    bench: Bench, name: str, quantization: str, counting: bool, read_gb_s: float, kept: Callable[[Any], object] = id
+) -> dict[str, Any]:
+    """Measure a model: what `counts` and `speeds` print. `kept` is called with what is known after each measurement."""
+    model, gpu = bench.model, bench.model.gpu
     software = gpu.found.software
-    tiling = (SOFTWARE if software else replace(HARDWARE, fused=True)) if counting else tuned(gpu, quantization)
-    model = Model(gpu, plan, cast(pack.Weights, weights), MOST, half, tiling)
-    if not (counting or software):
-        model = tried(model)
-    load_s = time.perf_counter() - begin
-    spec: StateSpec = plan.spec("float16" if half else "float32")
-    slots = [model.slots.take() for _ in range(max(STREAMS))]
-    for slot in slots:
-        model.slots.reserve(slot, ROWS)
-    steps = {n: model.step(n, len(slots[0].pages)) for n in STREAMS}
+    steps = {n: bench.step(n) for n in STREAMS}
     row: dict[str, Any] = {
         "model": name,
         "quant": quantization,
-        "weights_mb": weights.nbytes / 1e6,
+        "weights_mb": bench.weights.nbytes / 1e6,
         "dispatches": {n: len(step) for n, step in steps.items()},
         "prefill_dispatches": len(model.prefill(MOST)),
         "tiling": str(model.tiling),
         "fused": model.tiling.fused and gpu.coherent,
         "together": model.tiling.together,
-        "weight_reads_per_prompt_token": -(-MOST // tiling.tile) / MOST,
-        "load_s": load_s,
+        "weight_reads_per_prompt_token": -(-MOST // model.tiling.tile) / MOST,
+        "load_s": bench.load_s,
+        "step_cost": {n: model.step_cost(n) for n in (2, 4, 8)},
     }
     times = 100 if counting else 20
     few = steps[1][:100]  # a buffer that is recorded is filled with zeros: not those of a large model, for that
@@ -160,25 +214,16 @@ def measured(gpu: Gpu, name: str, quantization: pack.Format, counting: bool, rea
     row["record_us"] = 1e6 * median_s(lambda: gpu.recorder.submit(empty), times) / len(empty)
     if counting:
         return row
-    position = 0
-
-    def decode(n: int) -> None:
-        nonlocal position
-        model.slots.feed(slots[:n], [position % (ROWS - MOST)] * n, np.full(n, 5, np.int32))
-        gpu.recorder.read(steps[n], [model.logits(i) for i in range(n)])
-        position += 1
-
-    def prompt() -> None:
-        for at in range(0, PROMPT, MOST):
-            model.slots.feed(slots[:1], [at], np.full(MOST, 7, np.int32))
-            gpu.recorder.read(model.slots.dispatches(model.prefill(MOST), MOST), [model.logits(0)])
-
-    step_s = {n: median_s(lambda n=n: decode(n), 5 if software else 64) for n in STREAMS}
-    recurrent = sum(t.nbytes_at(0) for t in spec.recurrent)
-    row["step_ms"] = {n: 1e3 * s for n, s in step_s.items()}
-    row["decode_tok_s"] = {n: n / s for n, s in step_s.items()}
-    row["bandwidth_share"] = {n: (weights.nbytes + 2 * n * recurrent) / s / 1e9 / read_gb_s for n, s in step_s.items()}
-    row["prefill_tok_s"] = PROMPT / median_s(prompt, 1 if software else 5)
+    row |= {"step_ms": {}, "decode_tok_s": {}, "bandwidth_share": {}}
+    for n in STREAMS:
+        warm(gpu)
+        seconds = median_s(lambda n=n: bench.decode(n), 5 if software else 64)
+        row["step_ms"][n], row["decode_tok_s"][n] = 1e3 * seconds, n / seconds
+        row["bandwidth_share"][n] = bench.share(n, seconds, read_gb_s)
+        kept(row)
+    warm(gpu)
+    row["prefill_tok_s"] = PROMPT / median_s(lambda: bench.prompt(PROMPT), 1 if software else 5)
+    kept(row)
     return row
 
 
@@ -228,7 +273,8 @@ def main() -> None:
     for name in asked.models:
         for quantization in asked.quant.split(","):
             print(f"{name} {quantization} ...", file=sys.stderr, flush=True)
-            rows.append(measured(Gpu(found), name, quantization, asked.count, probe["read_gb_s"]))
+            bench = Bench(Gpu(found), name, quantization, asked.count)
+            rows.append(measured(bench, name, quantization, asked.count, probe["read_gb_s"]))
     print(f"wgpu {package_version()}, {found.description}: a shader reads {probe['read_gb_s']:.1f} GB/s, ", end="")
     print(f"a copy moves {probe['copy_gb_s']:.1f} GB/s. Medians, random weights, {platform.system()}.\n")
     print(counts(rows))

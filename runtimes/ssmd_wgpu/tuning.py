@@ -34,6 +34,16 @@ ROWS, COLUMNS, TOKENS = 8192, 2048, 256  # of what is measured
 MAMBA2 = 48, 32, 128  # heads, head_dim, states
 MLP = 768, 2048  # hidden, intermediate
 ROUNDS, REPEATS = 5, 8  # medians of rounds, each of so many dispatches
+WARM_S = 0.1
+_BUSY = """
+@group(0) @binding(0) var<storage, read_write> Y: array<f32>;
+
+@compute @workgroup_size(256)
+fn main(@builtin(global_invocation_id) at: vec3<u32>) {
+  var s = f32(at.x);
+  for (var i = 0u; i < 8192u; i++) { s = fma(s, 0.999, 0.5); }
+  Y[at.x % 1024u] = s;
+}"""
 _AGREE = 1e-4  # of the largest value: a candidate that computes something else is no candidate
 
 
@@ -200,6 +210,17 @@ class _Bench:
             self._gpu.recorder.read([*dispatches] * REPEATS, [Region(self._regions["Y"].buffer, 0, 16)])
             taken.append(time.perf_counter() - begin)
         return statistics.median(taken[1:])
+
+
+def warm(gpu: Gpu, seconds: float = WARM_S) -> None:
+    """Keep the adapter busy for so long: one that was idle computes at a fraction of its clocks. Software has none."""
+    if gpu.found.software:
+        return
+    kernel, region = gpu.kernel(_BUSY), gpu.region(4 * 1024)
+    busy = [dispatch(kernel.pipeline, gpu.bound(kernel, 0, {"Y": region}), None, 2048, 1)]
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        gpu.recorder.read(busy, [Region(region.buffer, 0, 16)])
 
 
 def _file(gpu: Gpu, fmt: Format) -> Path:

@@ -5,12 +5,15 @@ Those that need llama.cpp run where SSMD_LLAMA_LIBRARY names its libllama.so (be
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 import sys
 from ctypes.util import find_library
 from pathlib import Path
 
+import card
 import decode
 import gpu
 import host
@@ -142,6 +145,37 @@ def test_gpu_that_computes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert (name, quant, how) == ("tiny", "int4", "8x4, 64/2c; fused")
     assert all(float(n.strip("%").replace(",", "")) >= 0 for n in numbers)
     assert len(numbers) == 9
+
+
+def test_the_report_of_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part that ended and one that was cut off after its first measurement: what each had found is in it."""
+    if not adapters():
+        pytest.skip("no adapter here: apt install mesa-vulkan-drivers libvulkan1")
+    monkeypatch.setitem(gpu.SHAPES, "tiny", {"vocab_size": 384, "model_type": "granitemoehybrid", **tiny.GRANITE})
+    for module in (gpu, card):
+        monkeypatch.setattr(module, "MOST", 64)
+    monkeypatch.setattr(gpu, "PROMPT", 64)
+    monkeypatch.setattr(card, "FORMS", ())
+    monkeypatch.setattr(card, "tiles", lambda _: [(64, 2)])  # kernels that the model has already
+    monkeypatch.setattr(card, "CUTS", (1, 3))
+    part = card.Part("granite", argparse.Namespace(out=tmp_path, device=None))
+    part.found["card"] = {"read_gb_s": 1.0, "copy_gb_s": 1.0, "empty_ms": 0.1, "subgroup": 8, "coherent": True}
+    part.found["card"] |= {"idle": {}, "busy": {"clocks.sm": "1980 MHz"}}
+    card.whole(part, "tiny", "int8", 1.0)
+    written = json.loads((tmp_path / "granite.json").read_text(), object_hook=card.numbered)
+    [row] = written["rows"]
+    assert set(row["step_ms"]) == {1, 4, 8}
+    assert not [what for what, value in row["more"].items() if str(value).startswith("failed")]
+    parts = {"granite": {**written, "how": "done", "took_s": 9.0}, "daemon": {"how": "stopped at its limit"}}
+    parts["daemon"] |= {"took_s": 30.0, "first start s": 5.2}
+    about = {"adapter": "a card", "software": False, "conditions": "2 cores", "wgpu": "0.32.0", "commit": "0"}
+    text = card.report({**about, "parts": parts})
+    assert "| tiny | int8 | " in text
+    assert "Clocks busy: 1980 MHz." in text
+    assert re.search(r"^tiny int8, ms a step of 8 by submissions: \{1: [\d.]+, 3: [\d.]+\}$", text, re.MULTILINE)
+    assert "| matvec | 384x96 | " in text
+    assert "## daemon: stopped at its limit, 30 s of 30" in text
+    assert "first start s: 5.2" in text
 
 
 def test_rendering(capsys: pytest.CaptureFixture[str]) -> None:
