@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from functools import partial
 from importlib import import_module
@@ -31,6 +31,7 @@ from ssmd.daemon.home import moved_in
 from ssmd.daemon.logfile import OneLine
 from ssmd.engine.host import Host
 from ssmd.engine.opening import close_host, open_host
+from ssmd.machine import hosts
 from ssmd.machine.descriptors import raise_limit
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.privatesocket import listen_privately
@@ -61,8 +62,15 @@ def listen(settings: Settings) -> tuple[list[socket.socket], str]:
                 f"cannot listen at the socket {settings.socket}: {err.strerror or err}; or choose another with --socket"
             ) from err
     sockets = _listen_on(settings.host, settings.port)
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return sockets, f"http://{host}:{sockets[0].getsockname()[1]}/v1"
+    if _everywhere(settings.host):  # an address to listen at, which no client can open
+        return sockets, f"{discovery.url_of(sockets)}/v1"
+    return sockets, f"http://{hosts.bracketed(settings.host)}:{sockets[0].getsockname()[1]}/v1"
+
+
+def _everywhere(host: str) -> bool:
+    """Whether a host stands for every address of this machine."""
+    address = hosts.address(host)
+    return address is not None and address.is_unspecified
 
 
 def _listen_on(host: str, port: int) -> list[socket.socket]:
@@ -96,8 +104,14 @@ def serve(
     *,
     keep: bool = True,
     announce: Callable[[str], None] = print,
+    run: str = "ssmd run",
+    browse: bool = False,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or `ssmd stop`. Raises what `open_host` raises, ServerError and DaemonError."""
+    """Serve until SIGINT, SIGTERM or `ssmd stop`. Raises what `open_host` raises, ServerError and DaemonError.
+
+    run: the command line, up to the model's name, that reaches this daemon from a terminal. browse: open the page once
+    the daemon is ready.
+    """
     return_big_blocks()
     sys.setswitchinterval(SWITCH_S)
     raise_limit()
@@ -148,10 +162,13 @@ def serve(
         gc.freeze()  # what is there by now stays: to look through all of it takes 70 ms, during which no token comes
         host.ready()
         said = f"ssmd {__version__} serves {_served(host, model)} at {place}"
+        url = discovery.url_of(sockets) if settings.socket is None else None
         if home is not None:
-            url = discovery.url_of(sockets) if settings.socket is None else None
             home.ready(Address(url, settings.socket, os.getpid(), __version__, time.time(), token), said)
-        announce(said)
+        ways = _ways(host, settings, url, run if keep else None)
+        announce("\n".join([said, *(f"  {where:18} {way}" for where, way in ways)]))
+        if browse and url is not None:
+            threading.Thread(target=_open_page, args=(f"{url}/",), name="ssmd-browser", daemon=True).start()
 
     server = _Server(config, host, ready)
     try:
@@ -169,6 +186,48 @@ def _served(host: Host, model: str | None) -> str:
     names = ", ".join(sorted({model.name for model in there}))
     budget = "" if host.budget is None else f"; {show_size(host.budget)} of memory for those that are loaded"
     return f"{names} (loaded when asked for{budget})"
+
+
+def _ways(host: Host, settings: Settings, url: str | None, run: str | None) -> list[tuple[str, str]]:
+    """Where people meet the daemon, and what they open or type there.
+
+    url: of the daemon, None if it listens at a socket. run: as `serve` takes it; None: no command finds the daemon.
+    """
+    ways = [] if url is None else [("in a browser:", f"{url}/")]
+    names = sorted({model.name for model in host.shelf.models()})
+    if run is not None and names:
+        ways.append(("in a terminal:", f"{run} {names[0]}"))
+    if url is not None and not settings.loopback:
+        port = url.rpartition(":")[2]
+        asks = "  (the page asks for the key)"
+        ways += [("from elsewhere:", f"http://{one}:{port}/{asks}") for one in _reachable(settings.host)]
+    return ways
+
+
+def _reachable(host: str) -> Sequence[str]:
+    """The names, as a URL has them, by which other machines reach what listens at `host`. No packet is sent."""
+    if not _everywhere(host):
+        return [hosts.bracketed(host)]
+    found = []
+    for family, outside in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        if family == socket.AF_INET6 and ":" not in host:
+            continue
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as one:
+            one.connect((outside, 9))  # of a datagram's socket: it asks the system for the route alone
+            found.append(hosts.bracketed(one.getsockname()[0]))
+    return found or [socket.gethostname()]
+
+
+def _open_page(url: str) -> None:
+    """Open the page in the user's browser, which BROWSER names; a browser that is none is no reason not to serve."""
+    import webbrowser
+
+    try:
+        opened = webbrowser.open(url)
+    except (webbrowser.Error, OSError):
+        opened = False
+    if not opened:
+        log.warning("no browser could be opened here: open %s in one", url)
 
 
 def _reread_on_hangup(keys: Keys) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -117,6 +118,27 @@ def test_it_says_when_it_is_ready_and_is(artifact: Path, tmp_path: Path) -> None
     with running(tmp_path, str(artifact)) as (_, served):
         assert served.ask("GET", "/health").json["status"] == "ok"
     assert oct((tmp_path / "data").stat().st_mode)[-3:] == "700"
+
+
+def test_it_names_its_page_and_the_command(artifact: Path, tmp_path: Path) -> None:
+    """Both lead to this daemon as they stand, from a shell that knows of no data directory; --open opens the page."""
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\necho "$1" >"{opened}.part" && mv "{opened}.part" "{opened}"\n')
+    browser.chmod(0o755)
+    other = ("--data-dir", str(tmp_path / "another place"))
+    with running(tmp_path, str(artifact), *other, "--open", extra={"BROWSER": str(browser)}) as (process, served):
+        assert process.stdout is not None
+        page, command = (process.stdout.readline().split(":", 1) for _ in range(2))
+        assert [part.strip() for part in page] == ["in a browser", f"http://127.0.0.1:{served.port}/"]
+        assert served.ask("GET", "/").status == 200
+        program, *words = shlex.split(command[1])
+        assert (command[0], program) == ("  in a terminal", "ssmd")
+        done = commands.ssmd(*words, "Hi", "--max-tokens", "2", env=environment(tmp_path))
+        assert (done.returncode, done.stderr) == (0, f"using the daemon at http://127.0.0.1:{served.port}\n")
+        deadline = time.monotonic() + 30
+        while not opened.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert opened.read_text() == f"http://127.0.0.1:{served.port}/\n"
 
 
 def test_it_sleeps_while_nobody_is_connected(artifact: Path, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""/health: whether this daemon answers, and whether it keeps what it answers; no key is needed for it."""
+"""/health: whether this daemon answers, and whether it keeps what it answers; no key is needed for it. And /v1: what
+it is, for people and programs that open the address of the interface itself."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -39,4 +41,25 @@ def routes(host: Host) -> list[Route]:
             fields |= {"reason": problem, "message": _ADVICE[problem]}
         return JSONResponse(fields, 503 if draining else 200)
 
-    return [Route("/health", health)]
+    async def root(request: Request) -> JSONResponse:
+        return JSONResponse(await asyncio.to_thread(_described))
+
+    return [Route("/health", health), Route("/v1", root), Route("/v1/", root)]
+
+
+def _described() -> dict[str, Any]:
+    from ssmd.api.surface import OPERATIONS  # which imports this
+
+    served = [
+        (method, path) for (method, path), one in OPERATIONS.items() if path.startswith("/v1/") and one.good < 300
+    ]
+    return {
+        "object": "ssmd",
+        "name": "ssmd",
+        "version": __version__,
+        "description": "a daemon that answers OpenAI's clients with the models of this machine",
+        "page": "/",
+        "docs": "/docs",
+        "openapi": "/openapi.json",
+        "endpoints": [f"{method} {path}" for method, path in served if path != "/v1/"],
+    }

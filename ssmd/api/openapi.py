@@ -84,7 +84,7 @@ def described() -> dict[str, Any]:
             summary=one.summary,
             description="",
             tags=[one.tag],
-            operation_id=f"{method.lower()} {path}".translate(_WORDS).strip("_"),
+            operation_id=f"{method.lower()} {_RESOURCES.get(path, path)}".translate(_WORDS).strip("_"),
             openapi_extra=extra,
         )
     found = app.openapi()
@@ -97,6 +97,7 @@ def described() -> dict[str, Any]:
 
 
 _WORDS = str.maketrans(" /-.{}", "______")
+_RESOURCES = {"/v1/": "/v1/root"}  # another name in an operation's id, where the path's own is another's
 
 
 def _json() -> type[Response]:

@@ -24,6 +24,17 @@ class Error(Shape):
     error: ErrorDetail
 
 
+class Root(Shape):
+    object: Literal["ssmd"]
+    name: Literal["ssmd"]
+    version: str
+    description: str
+    page: str
+    docs: str
+    openapi: str
+    endpoints: list[str]
+
+
 class Cached(Shape):
     cached_tokens: int
 

@@ -102,6 +102,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/page/{file}"): Operation("A file of the page", "page", answer=("*/*",), bad=_OPEN | _GONE, open=True),
     ("GET", "/docs"): Operation("This interface, to be read", "page", answer=(HTML,), bad=_OPEN, open=True),
     ("GET", "/openapi.json"): Operation("This document", "page", answer=("application/json",), bad=_OPEN, open=True),
+    ("GET", "/v1"): Operation("What this is, and its endpoints", "OpenAI", answer=shapes.Root),
+    ("GET", "/v1/"): Operation("The same", "OpenAI", answer=shapes.Root),
     ("POST", "/v1/chat/completions"): Operation(
         "An answer to a conversation, whole or as a stream of chunks",
         "OpenAI",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +22,7 @@ def serve(
     socket: Annotated[
         Path | None, typer.Option(help="Listen at this Unix socket, for this user alone, and at no port.")
     ] = None,
+    browse: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     device: options.Device = None,
     threads: options.Threads = None,
     max_running: Annotated[int | None, typer.Option(help="Choices that decode at the same time.", metavar="N")] = None,
@@ -53,6 +57,8 @@ def serve(
 
     if socket is not None and (host is not None or port is not None):
         raise typer.BadParameter("--socket is in place of a port: leave --host and --port out")
+    if socket is not None and browse:
+        raise typer.BadParameter("--open opens a page at a port, and a browser cannot reach a socket: leave one out")
     settings = Settings(
         data_dir=data_dir,
         device=device,
@@ -73,4 +79,17 @@ def serve(
         threads=threads,
     )
     server.start_logging(settings.log_level)
-    server.serve(settings, first_model(model, settings), keep=not no_store, announce=typer.echo)
+    run = f"{_program()} run" + ("" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir.absolute()))}")
+    named = first_model(model, settings)
+    server.serve(settings, named, keep=not no_store, announce=typer.echo, run=run, browse=browse)
+
+
+def _program() -> str:
+    """This program as it is typed in a shell, wherever that stands."""
+    own = Path(sys.argv[0])
+    if own.name == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m ssmd"
+    found = shutil.which(own.name)
+    if own.name == sys.argv[0] or (found is not None and Path(found).resolve() == own.resolve()):
+        return own.name
+    return shlex.quote(str(own.absolute()))

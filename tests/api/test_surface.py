@@ -91,6 +91,14 @@ def test_what_a_route_may_answer_is_what_it_answers(row: tuple[str, str], operat
         assert (answer.status, answer.error["code"]) == (400, "invalid_json")
 
 
+def test_the_root_names_what_is_served_there(tiny: Daemon) -> None:
+    said = ask(tiny, "GET", "/v1").json
+    assert ask(tiny, "GET", "/v1/").json == said
+    assert all(ask(tiny, "GET", said[name]).status == 200 for name in ("page", "docs", "openapi"))
+    assert {"POST /v1/chat/completions", "GET /v1/models"} <= set(said["endpoints"])
+    assert not {f"POST {path}" for path in unserved.WHY} & set(said["endpoints"])
+
+
 def _asking(row: tuple[str, str], model: str) -> Any:
     """A body of a route that names a model."""
     bodies: dict[str, dict[str, Any]] = {

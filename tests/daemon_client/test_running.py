@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import commands
 import pytest
@@ -214,8 +215,13 @@ def test_one_that_listens_everywhere(artifact: Path, tmp_path: Path) -> None:
     process = start(tmp_path, str(artifact), "--host", "0.0.0.0", extra={"SSMD_API_KEY": "correct-horse-battery"})
     try:
         assert process.stdout is not None
-        assert "http://0.0.0.0:" in process.stdout.readline()
+        lines = [process.stdout.readline() for _ in range(4)]
         assert (found(tmp_path / "data").url or "").startswith("http://127.0.0.1:")
+        [address] = re.findall(r"from elsewhere: +(http://\S+/)  \(the page asks for the key\)\n", lines[3])
+        assert "0.0.0.0" not in "".join(lines)
+        assert "127.0.0.1" not in address
+        with urlopen(address, timeout=30) as page:
+            assert page.status == 200
         assert ssmd(tmp_path, "stop").returncode == 0
     finally:
         process.kill()
