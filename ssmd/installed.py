@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ssmd.machine.privatefile import others_write
-from ssmd.machine.spelling import nearest
+from ssmd.machine.spelling import by_likeness, nearest
 from ssmd.model.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
 from ssmd.runtime.devices import why_not
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
@@ -101,8 +101,10 @@ def candidates(model: str | None, models_dir: Path) -> list[Installed]:
     """The artifacts that `model` may mean, one at least. Raises ModelError."""
     if model is not None and _is_path(model):
         path = Path(os.path.expanduser(model))
+        if path.is_file():
+            raise ModelError(a_file(path))
         if not path.is_dir():
-            raise ModelError(f"there is no folder {path}; {_advice(models_dir)}")
+            raise ModelError(f"there is no folder {path}; {_of_a_hub(model) or _advice(models_dir)}")
         if (path / MANIFEST).exists() or not _folders(path):
             return [read(path.name, path)]
         return [read(path.name, folder) for folder in _folders(path)]
@@ -124,11 +126,35 @@ def _unknown(model: str, models_dir: Path) -> NoReturn:
     """Raises ModelError that says what may have been meant, and how to get it."""
     from ssmd.refit import catalog  # here and below: it and all families, which a daemon starts without, take 50 ms
 
+    if Path(model).is_file():
+        raise ModelError(a_file(Path(model)))
     here, known = {i.name for i in installed(models_dir) if not i.problem}, catalog.names()
     wanted = model if model in known else nearest(model, [*here, *known])
     question = "" if wanted in ("", model) else f"did you mean {wanted}? "
-    advice = f"get it with: ssmd pull {wanted}" if wanted in known and wanted not in here else _advice(models_dir)
-    raise ModelError(f"there is no model {model!r} here; {question}{advice}")
+    if wanted in known and wanted not in here:
+        raise ModelError(f"there is no model {model!r} here; {question}get it with: ssmd pull {wanted}")
+    more = by_likeness(model, [name for name in known if name not in here])
+    pulls = f"; ssmd pull gets: {', '.join(more)}" if more else ""
+    raise ModelError(f"there is no model {model!r} here; {question}{_advice(models_dir)}{pulls}")
+
+
+def a_file(path: Path) -> str:
+    """Why a file is no model: a source checkpoint and an artifact are folders."""
+    from ssmd.model.formats import INSTEAD
+    from ssmd.model.gguf import is_gguf
+
+    if is_gguf(path):
+        return f"{path} is a file; {INSTEAD['*.gguf']}"
+    return f"{path} is a file, and a model is a folder"
+
+
+def _of_a_hub(model: str) -> str:
+    """How to get what may be a model's name on a hub, or ""."""
+    from ssmd.hub.hub import is_name
+    from ssmd.refit import catalog
+
+    short = next((name for name in catalog.names() if catalog.origin_of(name) == model), model)
+    return f"get the hub's model with: ssmd pull {short}" if is_name(model) else ""
 
 
 def _advice(models_dir: Path) -> str:

@@ -14,11 +14,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.making import BuildFailed, check_texts, converter_of, costs, fetch, hint, name_of, noted, smollm2_source
+from ssmd.cli.making import (
+    BuildFailed,
+    check_texts,
+    converter_of,
+    costs,
+    fetch,
+    hint,
+    name_of,
+    noted,
+    opened,
+    smollm2_source,
+)
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Quantization
     from ssmd.config import Settings
+
+
+_ON_A_HUB = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 class Quant(StrEnum):
@@ -66,7 +80,6 @@ def build(
     from ssmd.build.builder import build as build_artifact
     from ssmd.config import Settings
     from ssmd.model import smollm2
-    from ssmd.model.source import Source
 
     lengths = None if buckets is None else lengths_of("--buckets", buckets)
     asked = None if context is None else lengths_of("--context", context)
@@ -79,10 +92,12 @@ def build(
     out = settings.models_dir / name / (folder_name + ("-stateless" if variant == "stateless" else ""))
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
+    if not _is_fetched(checkpoint, revision):
+        opened(Path(checkpoint))  # what cannot be built anyhow needs no packages
     if not isinstance(converter, Packer):
         check_packages(converter)  # before anything is fetched
     with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:
-        source = Source.open(folder)
+        source = opened(folder)
         check_texts(source)
         made = converter.build if isinstance(converter, Packer) else partial(build_artifact, converter)
         artifact = made(
@@ -119,16 +134,25 @@ def _source(checkpoint: str, revision: str | None, settings: Settings) -> Iterat
     """The folder of the source checkpoint: SmolLM2's lives as long as it is needed."""
     from ssmd.model import smollm2
 
-    if checkpoint != smollm2.NAME or revision is not None or Path(checkpoint).is_dir():
+    if checkpoint != smollm2.NAME or revision is not None or Path(checkpoint).exists():
         yield _folder(checkpoint, revision, settings)
         return
     with smollm2_source(settings, typer.echo) as folder:
         yield folder
 
 
+def _is_fetched(checkpoint: str, revision: str | None) -> bool:
+    """Whether it is not a folder here: SmolLM2, or a model's name on the hub."""
+    from ssmd.model import smollm2
+
+    if Path(checkpoint).exists():
+        return False
+    return (checkpoint == smollm2.NAME and revision is None) or bool(_ON_A_HUB.fullmatch(checkpoint))
+
+
 def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
     """Where the source checkpoint is, pulled if it is a hub's and not here."""
-    if Path(checkpoint).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint, re.ASCII):
+    if Path(checkpoint).exists() or not _ON_A_HUB.fullmatch(checkpoint):
         if revision is not None:
             raise BuildFailed(
                 f"--revision is for a model on the hub; {checkpoint} is a folder or no such name", usage=True

@@ -74,6 +74,19 @@ def check_texts(source: Source) -> None:
         apart.check(source.path / "tokenizer.json", source.stop_tokens, source.chat_template or "", special)
 
 
+def opened(folder: Path) -> Source:
+    """A source checkpoint that is here, of a family that ssmd knows. Raises BuildFailed, SourceError or FamilyError."""
+    from ssmd.families.registry import family_of
+    from ssmd.installed import a_file
+    from ssmd.model.source import Source
+
+    if folder.is_file():
+        raise BuildFailed(a_file(folder))
+    source = Source.open(folder)
+    family_of(source.config).parse(source.config)
+    return source
+
+
 def noted(artifact: Path, settings: Settings) -> None:
     """Remember that an artifact was made here, so that it is loaded like one."""
     from ssmd.config import SettingsError
@@ -119,6 +132,7 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
     """
     import tempfile
 
+    from ssmd.hub.download import check_room
     from ssmd.machine.progress import shown
     from ssmd.model import smollm2
 
@@ -127,6 +141,7 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
         yield weights
         return
     with tempfile.TemporaryDirectory(prefix="ssmd-") as path:
+        check_room(smollm2.SOURCE_BYTES, Path(path), "TMPDIR", "unpacked")
         say(f"unpack SmolLM2 from {weights} …")
         with shown("unpack SmolLM2"):
             smollm2.write_source(weights, Path(path))

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a command's options says who can answer. model: a name or a path; None: the only one there is."""
+    """What of a command's options says who can answer. model: a name or a path; None: the only one there is. yes: it is
+    pulled without a question if it is not installed."""
 
     model: str | None
     runtime: str | None
@@ -32,6 +33,7 @@ class Wanted:
     threads: int | None
     models_dir: Path | None
     keep: bool
+    yes: bool = False
 
     @property
     def named(self) -> str | None:
@@ -47,10 +49,14 @@ def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bo
     session: whose model is meant, should none be named; last: that of the session used last. Raises DaemonError, and
     what loading raises.
     """
+    from ssmd.cli.pull import first_model, pulled
+
     address = discovery.find(settings.data_dir)
     if address is not None:
         daemon = Daemon(partial(discovery.find, settings.data_dir), _say_where)
         why = _why_not(daemon, wanted)
+        if why == _not_served(wanted) and pulled(wanted.model, settings, yes=wanted.yes):
+            why = _why_not(daemon, wanted)  # it serves what is installed by now, if it serves all
         if not why:
             model = wanted.named or _only(daemon, session, last)
             _say_where(address)
@@ -63,11 +69,10 @@ def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bo
     elif sys.stderr.isatty():
         typer.echo("no daemon runs: the model is loaded here", err=True)
     from ssmd.cli.here import serving_here
-    from ssmd.cli.pull import first_model
     from ssmd.server import start_logging
 
     start_logging(settings.log_level)
-    with serving_here(settings, first_model(wanted.model, settings), keep=wanted.keep) as here:
+    with serving_here(settings, first_model(wanted.model, settings, yes=wanted.yes), keep=wanted.keep) as here:
         daemon = Daemon(lambda: here)
         yield daemon, _only(daemon, session, last)
 
@@ -80,10 +85,14 @@ def _why_not(daemon: Daemon, wanted: Wanted) -> str:
     if wanted.model is not None and any(s in wanted.model for s in (os.sep, os.altsep) if s):
         return "it serves what is installed, and this is a path"
     if wanted.named is not None and not daemon.serves(wanted.named):
-        return f"it does not serve {wanted.named!r}"
+        return _not_served(wanted)
     if wanted.model is None and wanted.runtime not in (None, "auto"):
         return "--runtime without a model is for whoever loads it"
     return ""
+
+
+def _not_served(wanted: Wanted) -> str:
+    return f"it does not serve {wanted.named!r}"
 
 
 def _only(daemon: Daemon, session: str | None, last: bool) -> str:

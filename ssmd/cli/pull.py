@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,18 @@ import typer
 
 from ssmd.cli import options
 from ssmd.cli.failure import USAGE, fail
-from ssmd.cli.making import check_texts, costs, fetch, hint, name_of, noted, packer_of, smollm2_here, smollm2_source
+from ssmd.cli.making import (
+    check_texts,
+    costs,
+    fetch,
+    hint,
+    name_of,
+    noted,
+    opened,
+    packer_of,
+    smollm2_here,
+    smollm2_source,
+)
 from ssmd.cli.reporting import reporting
 
 if TYPE_CHECKING:
@@ -79,7 +91,6 @@ def _pull(
 ) -> None:
     from ssmd.config import Settings
     from ssmd.model import smollm2
-    from ssmd.model.source import Source
     from ssmd.refit import catalog
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
@@ -98,7 +109,7 @@ def _pull(
         known = said.get("path", path)
         artifact = None
         if to is None:
-            source = Source.open(path)
+            source = opened(path)
             if name != smollm2.NAME or folder is not None:
                 check_texts(source)
             own, packer = name.rpartition("/")[2], packer_of(runtime)
@@ -108,7 +119,7 @@ def _pull(
                 artifact = packed(packer, source, own, settings, say, force=force)
             elif graph is not None:
                 artifact = refitted(graph, source, own, settings, say, force=force)
-            elif runtime is not None or report:  # who asked wants one to run
+            elif runtime is not None or folder is not None or report:  # who asked wants one to run
                 way = "" if runtime is None else f" --runtime {runtime}"
                 advice = f"ssmd build {name if folder is None else folder}{way}"
                 fail(f"{why_not}; with PyTorch it can be built: {advice}")
@@ -128,12 +139,15 @@ def refitted(
     graph: StrippedGraph, source: Source, name: str, settings: Settings, say: Progress, *, force: bool = False
 ) -> Path:
     """The folder of the artifact that a graph gives with a source; one that is there is kept, unless `force`."""
+    from ssmd.hub.download import check_room
     from ssmd.refit.catalog import install
 
     h = graph.header
     out = _folder(settings, name, h.runtime, h.device_class, h.quantization)
-    if h.device_class == "npu" and (force or not out.exists()):
-        say(costs(h.device_class, {f.name: f.size for f in h.files}))
+    if force or not out.exists():
+        check_room(sum(f.size for f in h.files), settings.models_dir, "SSMD_MODELS_DIR", "written")
+        if h.device_class == "npu":
+            say(costs(h.device_class, {f.name: f.size for f in h.files}))
     return _made(out, force, settings, say, name, lambda: install(graph, source, out, name=name, progress=say))
 
 
@@ -192,15 +206,65 @@ def _source(
     yield done.path
 
 
-def first_model(model: str | None, settings: Settings) -> str | None:
+def pulled(model: str | None, settings: Settings, *, yes: bool = False) -> bool:
+    """Pull a model that is not installed and that ssmd has a graph of, if a person at a terminal agrees, or with `yes`;
+    whether that was done. Without either nothing is: the error that follows names the command."""
+    from ssmd.hub import hub
+    from ssmd.hub.pull import find, nbytes_of
+    from ssmd.installed import places
+    from ssmd.machine.size import show_size
+    from ssmd.model import smollm2
+    from ssmd.refit import catalog
+
+    name, _, runtime = (model or "").partition("@")
+    runtime = runtime or settings.runtime
+    known = name != smollm2.NAME and name in catalog.names(None if runtime == "auto" else runtime)
+    if not known or name in {there for there, _ in places(settings.models_dir)}:
+        return False
+    asks = sys.stdin.isatty() and sys.stderr.isatty()
+    origin = catalog.origin_of(name)
+    here = find(origin, "main", settings.data_dir)
+    fetched_anew = here is None and (settings.offline or hub.offline())
+    if fetched_anew or not (yes or asks) or not _some_runtime(runtime):
+        return False
+    size = "nothing to fetch" if here is not None else show_size(nbytes_of(origin, "main"))
+    if not yes and not typer.confirm(f"{name} is not installed; pull it ({size})?", default=True, err=True):
+        return False
+    settings.prepare_models()
+    source = opened(fetch(origin, "main", settings, say=_aside).path)
+    check_texts(source)
+    _install(source, name, runtime, settings)
+    return True
+
+
+def _aside(line: str) -> None:
+    typer.echo(line, err=True)  # stdout is for answers
+
+
+def _install(source: Source, name: str, runtime: str, settings: Settings) -> None:
+    """Make the artifact of a source checkpoint; ends the command where ssmd has no graph of it."""
+    from ssmd.refit import catalog
+
+    packer = packer_of(runtime)
+    if packer is not None:
+        packed(packer, source, name, settings, _aside)
+        return
+    graph, why_not = catalog.choose(source.config, catalog.RUNTIMES if runtime == "auto" else [runtime])
+    if graph is None:
+        fail(why_not)
+    refitted(graph, source, name, settings, _aside)
+
+
+def first_model(model: str | None, settings: Settings, *, yes: bool = False) -> str | None:
     """The model to use. SmolLM2 is made on the spot where it is asked for and not installed: for this one name alone
-    weights are fetched. So it is where no model is asked for or installed, and its weights are here."""
+    weights are fetched unasked. So it is where no model is asked for or installed, and its weights are here. Others
+    are pulled as `pulled` does."""
     from ssmd.installed import installed, is_for
     from ssmd.model import smollm2
-    from ssmd.model.source import Source
     from ssmd.refit import catalog
 
     if model not in (None, smollm2.NAME):
+        pulled(model, settings, yes=yes)
         return model
     there, npu = installed(settings.models_dir), settings.runtime == "npu"
     fitting = [i for i in there if i.manifest is None or is_for(i.manifest, settings.runtime)]
@@ -216,21 +280,9 @@ def first_model(model: str | None, settings: Settings) -> str | None:
             fail(f"runtime npu: {why}; the processor runs what is built for it: add --device cpu")
         return model
 
-    def say(line: str) -> None:
-        typer.echo(line, err=True)  # stdout is for answers
-
     settings.prepare_models()
-    packer = packer_of(settings.runtime)
-    with smollm2_source(settings, say) as path:
-        source = Source.open(path)
-        if packer is not None:
-            packed(packer, source, smollm2.NAME, settings, say)
-            return smollm2.NAME
-        wanted = catalog.RUNTIMES if settings.runtime == "auto" else [settings.runtime]
-        graph, why_not = catalog.choose(source.config, wanted)
-        if graph is None:
-            fail(why_not)
-        refitted(graph, source, smollm2.NAME, settings, say)
+    with smollm2_source(settings, _aside) as path:
+        _install(opened(path), smollm2.NAME, settings.runtime, settings)
     return smollm2.NAME
 
 

@@ -59,6 +59,7 @@ def run(
     models_dir: options.ModelsDir = None,
     no_store: options.NoStore = False,
     offline: options.Offline = False,
+    yes: options.Yes = False,
 ) -> None:
     """Chat in the terminal. Ctrl-C stops the answer, Ctrl-D ends the chat.
 
@@ -105,7 +106,7 @@ def run(
         prompt = _stdin()
         if not prompt.strip():
             fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", USAGE)
-    wanted = Wanted(model, runtime, device, threads, models_dir, keep=not no_store)
+    wanted = Wanted(model, runtime, device, threads, models_dir, keep=not no_store, yes=yes)
     with ended_by_signals(), reached(wanted, settings, session, last=last) as (daemon, named):
         talk = Talk(daemon, named, manner, keep=not no_store, thinking=show_thinking)
         if last:

@@ -44,6 +44,7 @@ def serve(
     quota: options.Quota = None,
     no_store: options.NoStore = False,
     offline: options.Offline = False,
+    yes: options.Yes = False,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Serve MODEL, or every installed model as it is asked for, to OpenAI clients (default http://127.0.0.1:7763/v1).
@@ -80,7 +81,7 @@ def serve(
     )
     server.start_logging(settings.log_level)
     run = f"{_program()} run" + ("" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir.absolute()))}")
-    named = first_model(model, settings)
+    named = first_model(model, settings, yes=yes)
     server.serve(settings, named, keep=not no_store, announce=typer.echo, run=run, browse=browse)
 
 

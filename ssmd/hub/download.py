@@ -76,7 +76,7 @@ def download(listing: Origin, file: HubFile, path: Path, progress: Progress) -> 
 
 
 def _complete(listing: Origin, part: _Part, progress: Progress) -> None:
-    failed = 0
+    failed, url = 0, listing.url(part.file.name)
     while part.size < part.file.size:
         before = part.size
         try:
@@ -85,8 +85,8 @@ def _complete(listing: Origin, part: _Part, progress: Progress) -> None:
             failed = 1 if part.size - before >= ENOUGH_BYTES else failed + 1
             if failed > len(WAITS_S):
                 raise HubUnreachable(
-                    f"{listing.name}: {part.file.name} broke off {failed} times ({hub.reason(err)}); {part.size} of "
-                    f"{part.file.size} bytes are kept, and the same command goes on from there"
+                    f"{listing.name}: {part.file.name} broke off {failed} times{hub.through(url)} ({hub.reason(err)}); "
+                    f"{part.size} of {part.file.size} bytes are kept, and the same command goes on from there"
                 ) from err
             time.sleep(WAITS_S[failed - 1])
 
@@ -182,13 +182,14 @@ class _Part:
         return self._hash.hexdigest() == (self.file.sha256 or self.file.blob)
 
 
-def check_room(missing: int, folder: Path, other: str) -> None:
-    """Check that `missing` bytes fit on the disk of a folder; `other` names another disk. Raises NoRoom."""
+def check_room(missing: int, folder: Path, other: str, what: str = "fetched") -> None:
+    """Check that `missing` bytes fit on the disk of a folder; `other` names another disk, `what` is done with them.
+    Raises NoRoom."""
     free = shutil.disk_usage(folder).free
     if missing > free:
         raise NoRoom(
-            f"{show_size(missing)} are to be fetched and the disk of {folder.parent} has {show_size(free)} free: make "
-            f"room, or choose another disk with {other}"
+            f"no room: {show_size(missing - free)} more needed; {show_size(missing)} are to be {what} and the disk of "
+            f"{folder.parent} has {show_size(free)} free: make room, or choose another disk with {other}"
         )
 
 

@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
+from urllib.request import getproxies, proxy_bypass
 
 import httpx2
 from huggingface_hub import constants, get_session, get_token, hf_hub_url
 
 from ssmd import __version__
+from ssmd.machine.installation import to_install
 
 MAX_LISTING_BYTES = 32 << 20  # a repository of 60,000 files
 MAX_REDIRECTS = 10
@@ -117,8 +119,8 @@ def listing(name: str, revision: str) -> Listing:
                     raise HubError(f"{name}: the hub's list of files is longer than {MAX_LISTING_BYTES} bytes")
     except httpx2.HTTPError as err:
         raise HubUnreachable(
-            f"{host()} cannot be reached ({reason(err)}): check the connection, or HF_ENDPOINT; a checkpoint brought "
-            f"here by other means is made ready with: {OTHERWISE}"
+            f"{host()} cannot be reached{through(url)} ({reason(err)}): check the connection, or HF_ENDPOINT; a "
+            f"checkpoint brought here by other means is made ready with: {OTHERWISE}"
         ) from err
     try:
         info = json.loads(said)
@@ -153,7 +155,9 @@ def request(url: str, start: int = 0, *, accept: str = "*/*") -> Iterator[httpx2
         if start:
             headers["range"] = f"bytes={start}-"
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        with get_session().stream("GET", target, headers=headers, timeout=timeout, follow_redirects=False) as response:
+        with _session(target).stream(
+            "GET", target, headers=headers, timeout=timeout, follow_redirects=False
+        ) as response:
             if not response.has_redirect_location:
                 yield response
                 return
@@ -162,6 +166,52 @@ def request(url: str, start: int = 0, *, accept: str = "*/*") -> Iterator[httpx2
             raise HubError(f"{target.host} redirects from {target.scheme} to {new.scheme}, which is not followed")
         target = new
     raise HubError(f"{target.host} redirects in a circle")
+
+
+def _session(target: httpx2.URL) -> httpx2.Client:
+    """The library's session. Raises HubError where the environment names a proxy that it cannot use."""
+    try:
+        return get_session()
+    except (ImportError, ValueError, httpx2.InvalidURL) as err:
+        variable, proxy = _proxy(target) or next(filter(None, map(_named, ("all", "https", "http"))), ("", ""))
+        if not variable:
+            raise
+        if proxy.startswith("socks") and isinstance(err, ImportError):
+            raise HubError(
+                f"{variable} names a SOCKS proxy, {_without_secrets(proxy)}, for which the package socksio is not "
+                f"installed; install it with: {to_install('socksio')}"
+            ) from err
+        raise HubError(
+            f"{variable} is {_without_secrets(proxy)!r}, which is no proxy's address ({reason(err)})"
+        ) from err
+
+
+def through(url: str) -> str:
+    """The proxy that a request for an address goes through, and the variable that names it, for a message; or ""."""
+    found = _proxy(_url(url))
+    return "" if found is None else f" through the proxy {_without_secrets(found[1])} that {found[0]} names"
+
+
+def _proxy(url: httpx2.URL) -> tuple[str, str] | None:
+    """The variable and its proxy, by the rules that the library has from urllib: NO_PROXY counts."""
+    if proxy_bypass(url.host):
+        return None
+    return _named(url.scheme) or _named("all")
+
+
+def _named(scheme: str) -> tuple[str, str] | None:
+    """Of one scheme; small letters count first."""
+    for variable in (f"{scheme}_proxy", f"{scheme}_proxy".upper()):
+        if os.environ.get(variable):
+            return variable, os.environ[variable]
+    proxy = getproxies().get(scheme)
+    return None if proxy is None else ("the system's settings", proxy)
+
+
+def _without_secrets(proxy: str) -> str:
+    """A proxy's address may carry a password."""
+    scheme, there, rest = proxy.rpartition("://")
+    return reason(ValueError(f"{scheme}{there}{rest.rpartition('@')[2]}"))
 
 
 def refusal(response: httpx2.Response, name: str, *, revision: str = "", file: str = "") -> HubError:

@@ -60,7 +60,7 @@ def listed(package: str, file: HubFile) -> Listed:
                 if len(said) > MAX_PAGE_BYTES:
                     raise HubError(f"{page.host} has a page of {package} that is longer than {MAX_PAGE_BYTES} bytes")
     except httpx2.HTTPError as err:
-        raise HubUnreachable(f"{page.host} cannot be reached ({hub.reason(err)})") from err
+        raise HubUnreachable(f"{page.host} cannot be reached{hub.through(str(page))} ({hub.reason(err)})") from err
     try:
         [entry] = [e for e in json.loads(said)["files"] if e["filename"] == file.name]
         sha256, size, where = entry["hashes"].get("sha256"), entry.get("size", file.size), entry["url"]

@@ -19,7 +19,17 @@ from ssmd.families.registry import family_of
 from ssmd.hub import hub
 from ssmd.hub.download import LOCK, Progress, check_room, download, held
 from ssmd.hub.hub import COMMIT, HubError, HubFile, HubUnreachable, Listing
-from ssmd.model.source import INDEX, MAX_JSON_BYTES, PICKLES, WEIGHTS, Source, SourceError, read_json, weight_map
+from ssmd.model.source import (
+    INDEX,
+    MAX_JSON_BYTES,
+    PICKLES,
+    SHARD_NAME,
+    WEIGHTS,
+    Source,
+    SourceError,
+    read_json,
+    weight_map,
+)
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -86,6 +96,15 @@ def pull(
     if to is None:
         _remember(home, revision, listing.commit)
     return Pulled(name, revision, listing.commit, folder, {f.name: f.size for f in files}, fetched=True)
+
+
+def nbytes_of(name: str, revision: str) -> int:
+    """What `pull` would fetch of a model, by the hub's list. Raises HubError."""
+    listing = hub.listing(name, revision)
+    _may_be_pulled(listing)
+    weights = [WEIGHTS] if WEIGHTS in listing.entries else [n for n in listing.entries if SHARD_NAME.fullmatch(n)]
+    files = [*(n for n in (CONFIG, TOKENIZER, *OPTIONAL) if n in listing.entries), *weights]
+    return sum(listing.file(n).size for n in files)
 
 
 def _offline(name: str, revision: str, data_dir: Path, to: Path | None) -> Pulled:

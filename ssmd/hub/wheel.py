@@ -20,7 +20,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssmd.hub import index
+from ssmd.hub import hub, index
 from ssmd.hub.download import LOCK, NoRoom, Progress, check_room, download, held
 from ssmd.hub.hub import HubError, HubFile, HubUnreachable
 from ssmd.machine.installation import has_pip
@@ -173,7 +173,8 @@ def _refusal(wheel: Wheel, said: str) -> HubError:
         )
     lines = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")]
     reason = "".join(c if c.isprintable() else " " for c in (lines or ["it said no more"])[-1][:_LAST_WORDS])
-    return HubUnreachable(f"pip cannot fetch {wheel.package} {wheel.version} ({reason})")
+    through = hub.through(index.index_url())
+    return HubUnreachable(f"pip cannot fetch {wheel.package} {wheel.version}{through} ({reason})")
 
 
 def unpack(wheel: Wheel, packed: Path, to: Path) -> None:

@@ -18,6 +18,14 @@ def nearest(word: str, names: Iterable[str], likeness: float = _OF_A_MODEL) -> s
     return by_plain[found[0]] if found else ""
 
 
+def by_likeness(word: str, names: Iterable[str]) -> list[str]:
+    """All names, those first that a word resembles most."""
+    from difflib import SequenceMatcher
+
+    likeness = {name: SequenceMatcher(None, _plain(name), _plain(word[:MOST_CHARS])).ratio() for name in names}
+    return sorted(likeness, key=lambda name: (-likeness[name], name))
+
+
 def meant(word: str, names: Iterable[str]) -> str:
     """A question to put into an error's message, with a space behind; or ""."""
     name = nearest(word, names)

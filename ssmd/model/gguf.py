@@ -24,6 +24,15 @@ _BLOCK_BYTES = {_F32: 4 * BLOCK, _Q4_1: 2 + 2 + BLOCK // 2, _Q8_0: 2 + BLOCK}
 _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
 
 
+def is_gguf(file: Path) -> bool:
+    """Whether a file is one by its first bytes, or called one."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(MAGIC)) == MAGIC or file.suffix.lower() == ".gguf"
+    except OSError:
+        return file.suffix.lower() == ".gguf"
+
+
 class GGUF:
     """A file that was read up to its weights. `fields` are its metadata: numbers, texts and lists of them."""
 

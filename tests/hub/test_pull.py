@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,12 +22,18 @@ import pytest
 from conftest import TinyArtifacts
 from huggingface_hub import constants
 from mirror import Mirror
+from refitting import stripped
 from safetensors.numpy import load_file, save_file
+from terminal import terminal
 from test_server import environment
 
 from ssmd.hub import hub as hub_module
 from ssmd.hub.hub import HubError, is_name, request
+from ssmd.machine.size import show_size
+from ssmd.model.artifact import Artifact
 from ssmd.model.source import Source
+from ssmd.refit import catalog
+from ssmd.refit.graphfile import StrippedGraph
 
 NAME = "acme/tiny-llama"
 WEIGHTS = "model.safetensors"
@@ -120,7 +127,7 @@ def test_pull_brings_what_a_build_reads(hub: Mirror, source: Path, tmp_path: Pat
     folder = tmp_path / "data/sources/acme--tiny-llama" / commit
     first, why_not, last = done.stdout.splitlines()
     assert first == f"{NAME} main is {commit}: 6 files, 1.1 MB"
-    assert why_not.startswith("ssmd has no stripped graph of this config for runtime litert; ")
+    assert why_not.startswith("ssmd has no stripped graph of this config for runtime litert or openvino; ")
     assert re.search(r"; it is nearly smollm2, but .*hidden_size is \d+, not 576", why_not)
     assert last == f"{folder}; try: ssmd build {NAME}"
     there = contents(folder)
@@ -449,7 +456,120 @@ def test_a_redirect_does_not_leave_https(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [("https://hub.test/a", f"Bearer {TOKEN}")]
 
 
+# Proxies
+
+
+def test_a_proxy_that_does_not_answer_is_named(hub: Mirror, tmp_path: Path) -> None:
+    """By its variable, and without its password."""
+    port = mirror.free_port()
+    elsewhere = {"HF_ENDPOINT": "http://hub.test"}
+    for variable in ("HTTP_PROXY", "all_proxy"):
+        said = refused(tmp_path, hub, **elsewhere, **{variable: f"http://me:{TOKEN}@127.0.0.1:{port}"})
+        assert f"hub.test cannot be reached through the proxy http://127.0.0.1:{port} that {variable} names (" in said
+    assert "proxy" not in refused(tmp_path, hub, **elsewhere, HTTP_PROXY="http://127.0.0.1:9", NO_PROXY="hub.test")
+    for address in (f"socks5h://me:{TOKEN}@127.0.0.1:{port}", f"socks5://127.0.0.1:{port}"):
+        said = refused(tmp_path, hub, **elsewhere, ALL_PROXY=address)
+        assert f"ALL_PROXY names a SOCKS proxy, {address.partition(':')[0]}://127.0.0.1:{port}, for which" in said
+        assert "install socksio" in said
+    said = refused(tmp_path, hub, **elsewhere, ALL_PROXY=f"ftp://me:{TOKEN}@x")
+    assert "ALL_PROXY is 'ftp://x', which is no proxy's address" in said
+
+
+# Asked for by a command that needs it
+
+
+@pytest.fixture(scope="module")
+def graphs(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The graphs that are shipped: one, of a tiny model."""
+    folder = tmp_path_factory.mktemp("graphs")
+    built, source = Artifact.open(artifacts["granite-int8"]), Source.open(artifacts.source("granite-int8"))
+    h = (graph := stripped(built, source, "tiny-granite")).header
+    graph.save(folder / catalog.file_name(h.name, h.runtime, h.device_class, h.quantization))
+    return folder
+
+
+def test_run_asks_before_it_pulls(artifacts: TinyArtifacts, graphs: Path, tmp_path: Path) -> None:
+    """On a terminal, with the size; elsewhere the error names the command, and --yes takes it."""
+    before = f"from pathlib import Path; from ssmd.refit import catalog; catalog.SHIPPED = Path({str(graphs)!r})"
+    run = ("run", "tiny-granite", "Hi", "--max-tokens", "4")
+    program = f"{before}; import runpy, sys; sys.argv[0] = 'ssmd'; runpy.run_module('ssmd', run_name='__main__')"
+    typed = shlex.join((sys.executable, "-c", program, *run))
+    with mirror.running("acme/tiny-granite", artifacts.source("granite-int8")) as hub:
+        env = surroundings(tmp_path, hub)
+        done = commands.ssmd(*run, env=env, before=before)
+        assert (done.returncode, done.stdout, hub.asked) == (1, "", [])
+        assert done.stderr == "error: there is no model 'tiny-granite' here; get it with: ssmd pull tiny-granite\n"
+        question = r"tiny-granite is not installed; pull it \((.*)\)\? \[Y/n\]: "
+        with terminal(f"{typed}; echo ended $?", env) as one:
+            said = one.until(question)
+            one.line("n")
+            assert "get it with: ssmd pull tiny-granite" in one.until("ended 1")
+        assert not list((tmp_path / "data").glob("models/*"))
+        with terminal(f"{typed}; echo ended $?", env) as one:
+            one.until(question)
+            one.line("")
+            one.until("ended 0", 120)
+        fetched = [
+            hub.files[a.path.rsplit("/", 1)[1]] for a in hub.asked if a.method == "GET" and "/resolve/" in a.path
+        ]
+        assert f"({show_size(sum(map(len, fetched)))})" in said
+        hub.asked.clear()
+        shutil.rmtree(tmp_path / "data" / "models")
+        done = commands.ssmd(*run, "--yes", env=env, before=before)
+        assert (done.returncode, bool(done.stdout)) == (0, True)
+        assert not [a for a in hub.asked if "/resolve/" in a.path]
+
+
+def test_no_room_for_an_artifact_is_known_before_it_is_made(
+    artifacts: TinyArtifacts, graphs: Path, tmp_path: Path
+) -> None:
+    before = f"from pathlib import Path; from ssmd.refit import catalog; catalog.SHIPPED = Path({str(graphs)!r}); "
+    before += "import shutil, types; shutil.disk_usage = lambda path: types.SimpleNamespace(free=1000)"
+    words = ("pull", "tiny", "--from", str(artifacts.source("granite-int8")))
+    said = commands.ssmd(*words, env=surroundings(tmp_path, None), before=before).stderr
+    needed = sum(file.size for file in StrippedGraph.open(next(graphs.iterdir())).header.files)
+    assert f"error: no room: {show_size(needed - 1000)} more needed; {show_size(needed)} are to be written and" in said
+    assert said.endswith("1.0 kB free: make room, or choose another disk with SSMD_MODELS_DIR\n")
+
+
+def test_a_name_that_nobody_has_lists_those_that_can_be_had(hub: Mirror, tmp_path: Path) -> None:
+    said = refused(tmp_path, hub, "run", "llama3", "Hi")
+    assert "there is no model 'llama3' here; " in said
+    assert sorted(said.partition("; ssmd pull gets: ")[2].strip().split(", ")) == catalog.names()
+    assert "get the hub's model with: ssmd pull qwen3-0.6b" in refused(tmp_path, hub, "run", "Qwen/Qwen3-0.6B", "Hi")
+
+
 # Refusals
+
+
+@pytest.mark.parametrize("command", ["run {} hi", "serve {}", "build {}", "pull tiny --from {}"])
+def test_a_gguf_file_is_told_as_a_folder_is(command: str, hub: Mirror, tmp_path: Path) -> None:
+    """Before anything is installed, or fetched, for it."""
+    (tmp_path / "x.gguf").touch()
+    (tmp_path / "y").write_bytes(b"GGUF\x03\0\0\0")
+    (tmp_path / "z").write_bytes(b"a text")
+    for name in ("x.gguf", "y"):
+        said = refused(tmp_path, hub, *command.format(tmp_path / name).split())
+        assert f"{name} is a file; it is in GGUF: take the checkpoint that it was made from, in safetensors" in said
+    assert "z is a file, and a model is a folder" in refused(tmp_path, hub, *command.format(tmp_path / "z").split())
+
+
+def test_build_refuses_before_it_asks_for_packages(hub: Mirror, source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "x.gguf").touch()
+    without = "import importlib.util, ssmd.build.builder as b; b.find_spec = lambda name: None"
+    env = surroundings(tmp_path, hub)
+
+    def said(path: Path) -> str:
+        return commands.ssmd("build", str(path), env=env, before=without).stderr
+
+    assert "has no config.json; it is in GGUF" in said(folder)
+    assert "config.json" in said(folder / "sub")
+    other = shutil.copytree(source, tmp_path / "other")
+    (other / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert "model_type is 'gpt2'; supported: " in said(other)
+    assert "building needs " in said(source)
 
 
 def test_refusals_of_the_hub(hub: Mirror, tmp_path: Path) -> None:
@@ -532,7 +652,7 @@ def test_a_checkpoint_that_is_none_is_not_put_in_place(hub: Mirror, tmp_path: Pa
 
 def test_no_room_is_known_before_anything_comes(hub: Mirror, tmp_path: Path) -> None:
     hub.listed[WEIGHTS] = {"size": 10**15, "lfs": {"size": 10**15, "sha256": "0" * 64}}
-    assert "1000.0 TB are to be fetched and the disk of" in refused(tmp_path, hub)
+    assert "more needed; 1000.0 TB are to be fetched and the disk of" in refused(tmp_path, hub)
     assert not [a for a in hub.asked if "/resolve/" in a.path]
 
 
