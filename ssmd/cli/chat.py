@@ -15,11 +15,13 @@ import typer
 from ssmd.cli import terminal
 from ssmd.cli.chat_commands import COMMANDS, Over, unknown
 from ssmd.cli.session import plain
-from ssmd.cli.talk import Said, Show, Talk
+from ssmd.cli.talk import Room, Said, Show, Talk
+from ssmd.cli.turn_tree import words
 from ssmd.daemon.discovery import DaemonError
 from ssmd.daemon.said import number, of, text
 from ssmd.machine import modes
 
+ROOM = 0.15  # of the context: with less left the person is told
 ENDED = 128  # and the number of the signal that ends a chat
 
 
@@ -37,6 +39,7 @@ class Chat:
     listed: list[str] = field(default_factory=list)
     _default: str = ""  # what stands at the next prompt already
     _editing: bool = False
+    _told: Room | None = None  # after the answer before
 
     def run(self) -> None:
         """Chat until Ctrl-D or /quit."""
@@ -93,12 +96,12 @@ class Chat:
         def show(text: str) -> None:
             nonlocal shown
             shown = True
-            terminal.show(text)
+            screen.show(text)
 
         try:
             if self.typed.interrupted():
                 self.talk.stop()
-            with modes.pasting():
+            with modes.pasting(), terminal.Screen() as screen:
                 said = how((lambda text: None) if self.as_json else show)
         except DaemonError as err:
             if shown:
@@ -109,6 +112,9 @@ class Chat:
             typer.echo(as_json(said))
         else:
             typer.echo("" if said.whole else " …")
+        for note in notes(self.talk, said, self._told, more="/more"):
+            typer.echo(note, err=True)
+        self._told = self.talk.room or self._told
         if self.stats:
             typer.echo(stats_line(said), err=True)
 
@@ -162,6 +168,26 @@ def ended_by_signals() -> Iterator[None]:
 def as_json(said: Said) -> str:
     """An answer as one object in one line."""
     return json.dumps({"text": said.text, "session": said.session, "usage": said.usage}, ensure_ascii=False)
+
+
+def notes(talk: Talk, said: Said, before: Room | None = None, more: str = "") -> Iterator[str]:
+    """What there is to know of the context after an answer. before: the room after the answer before. more: the
+    command that goes on with an answer."""
+    room, unread = talk.room, 0 if before is None else before.unread
+    first = talk.first_read()
+    if said.usage is None or room is None:
+        first = None
+    elif first is not None and room.unread > unread:
+        yield (
+            f"(no room for the oldest {room.unread} messages: the model reads on from {words(first['content'])!r}; "
+            "all of them are kept)"
+        )
+    elif room.left < ROOM * room.context and (before is None or before.left >= ROOM * before.context):
+        left = f"{room.left:,} of {room.context:,} tokens are left"
+        yield f"(the context is {100 * (1 - room.left / room.context):.0f} % full, {left}; then the oldest messages go)"
+    if said.finish == "length" and more:
+        why = talk.ended()
+        yield f"(cut: {why})" if why else f"(cut at its longest; {more} goes on with it)"
 
 
 def stats_line(said: Said) -> str:

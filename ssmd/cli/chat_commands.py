@@ -57,6 +57,9 @@ def _session(chat: Chat, argument: str) -> None:
     turns = sum(m["role"] == "assistant" for m in talk.messages)
     name = talk.session or ("nothing is kept (--no-store)" if not talk.keep else "a new one: nothing is kept yet")
     typer.echo(f"session: {plain(name)}\nmodel: {plain(talk.model)}\nturns: {turns}")
+    if talk.room is not None and talk.room.context:
+        used, context = talk.room.context - talk.room.left, talk.room.context
+        typer.echo(f"context: {used:,} of {context:,} tokens, {100 * used / context:.0f} % full")
 
 
 def _sessions(chat: Chat, argument: str) -> None:
@@ -120,6 +123,13 @@ def _regen(chat: Chat, argument: str) -> None:
     chat.ask(chat.talk.again)
 
 
+def _more(chat: Chat, argument: str) -> None:
+    why = chat.talk.ended()
+    if why:
+        raise ValueError(why)
+    chat.ask(chat.talk.more)
+
+
 def _edit(chat: Chat, argument: str) -> None:
     chat.edit(_asked(chat))
 
@@ -181,11 +191,16 @@ def _asked(chat: Chat) -> str:
 
 COMMANDS: dict[str, Command] = {
     "help": Command(_help, "", "this list (also /?)"),
-    "session": Command(_session, "[ID]", "which session this is; go on with another, by id, its beginning or number"),
+    "session": Command(
+        _session,
+        "[ID]",
+        "which session this is, and how full its context; go on with another, by id, its beginning or number",
+    ),
     "sessions": Command(_sessions, "", "the sessions used last"),
     "tree": Command(_tree, "", "the turns and branches of this session"),
     "fork": Command(_fork, "[TURN]", "go on in a new session that begins at a turn"),
     "regen": Command(_regen, "", "another answer, beside the last one"),
+    "more": Command(_more, "", "go on with an answer that was cut at its longest, or stopped"),
     "edit": Command(_edit, "", "ask something else in place of the last message: a branch"),
     "system": Command(_system, "[TEXT]", "show or set the system prompt"),
     "set": Command(_set, "[NAME VALUE]", "show or set temperature and the like; VALUE default undoes it"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,13 +18,16 @@ if TYPE_CHECKING:
     from ssmd.cli.terminal import Typed
     from ssmd.config import Settings
 
+MAX_STDIN_BYTES = 16 << 20  # of a text that is asked about: a context of a million tokens has some 5 MB
+UNATTENDED_S = 20.0  # for which a prompt waits for a stdin that says nothing, where no terminal shows that it does
 PENALTY = "Makes the last tokens less likely to come again; 1 does not, 1.1 does a little."
 
 
 def run(
     model: options.Model = None,
     prompt: Annotated[
-        str | None, typer.Argument(help="Answer this and exit. Without it: stdin if that is no terminal, else a chat.")
+        str | None,
+        typer.Argument(help="Answer this, after what stdin holds, and exit. Without both: a chat."),
     ] = None,
     session: Annotated[
         str | None,
@@ -67,11 +71,11 @@ def run(
     model is loaded here.
     """
     from ssmd.cli.chat import as_json as object_of
-    from ssmd.cli.chat import ended_by_signals, interruptible, stats_line
+    from ssmd.cli.chat import ended_by_signals, interruptible, notes, stats_line
     from ssmd.cli.manner import Manner
     from ssmd.cli.peer import Wanted, reached
     from ssmd.cli.talk import Talk
-    from ssmd.cli.terminal import show, show_thinking
+    from ssmd.cli.terminal import Screen, show_thinking
     from ssmd.config import Settings
 
     if no_store and (session is not None or last):
@@ -102,9 +106,10 @@ def run(
         runtime=runtime,
         threads=threads,
     )
-    if prompt is None and not sys.stdin.isatty():
-        prompt = _stdin()
-        if not prompt.strip():
+    if not sys.stdin.isatty():
+        text = _stdin(asked=prompt is not None)
+        prompt = "\n\n".join(part for part in (text.rstrip("\r\n"), prompt or "") if part.strip())
+        if not prompt:
             fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", USAGE)
     wanted = Wanted(model, runtime, device, threads, models_dir, keep=not no_store, yes=yes)
     with ended_by_signals(), reached(wanted, settings, session, last=last) as (daemon, named):
@@ -122,24 +127,51 @@ def run(
             if prompt is None:
                 _chat(talk, settings, stats, as_json)
                 return
-            said = talk.say(prompt, (lambda text: None) if as_json else show)
+            with Screen() as screen:
+                said = talk.say(prompt, (lambda text: None) if as_json else screen.show)
         if as_json:
             typer.echo(object_of(said))
         else:
             typer.echo("" if said.whole else " …")
+        for note in notes(talk, said):
+            typer.echo(note, err=True)
         if stats:
             typer.echo(stats_line(said), err=True)
         if interrupted:
             sys.exit(INTERRUPTED)
 
 
-def _stdin() -> str:
+def _stdin(*, asked: bool) -> str:
+    """All of stdin. asked: there is a prompt; then a stdin that says nothing is not waited for without end, as it may
+    be one that the caller left open and never writes to. Ends the command for what is no text, or too long."""
+    held, came = bytearray(), threading.Event()
+    ended = threading.Thread(target=_read_stdin, args=(held, came), name="ssmd-stdin", daemon=True)
+    ended.start()
+    if asked and not came.wait(1):
+        if sys.stderr.isatty():
+            typer.echo("waiting for stdin, which the prompt asks about; Ctrl-C ends this", err=True)
+        elif not came.wait(UNATTENDED_S):
+            said = f"note: nothing came at stdin in {UNATTENDED_S:.0f} s, so the prompt is answered without it"
+            typer.echo(f"{said}; not to wait, close it: </dev/null", err=True)
+            return ""
+    ended.join()
+    if len(held) > MAX_STDIN_BYTES:
+        fail(f"stdin is longer than {MAX_STDIN_BYTES >> 20} MiB; give a part of it, as with head -c", USAGE)
+    if 0 in held:
+        fail("stdin is not text: it has bytes that are zero; convert it first, as with pdftotext or iconv", USAGE)
     try:
-        text = sys.stdin.read()
-    except UnicodeDecodeError:  # in a locale that refuses it; others let it pass
+        return held.decode("utf-8-sig")
+    except UnicodeDecodeError:
         fail("stdin is not UTF-8; convert it first, as with iconv", USAGE)
-    _check_utf8("stdin", text)
-    return text
+
+
+def _read_stdin(held: bytearray, came: threading.Event) -> None:
+    """Read until it ends, or has more than is taken. came: set with the first byte, or the end."""
+    with contextlib.suppress(OSError):
+        while len(held) <= MAX_STDIN_BYTES and (part := os.read(sys.stdin.fileno(), 1 << 16)):
+            held += part
+            came.set()
+    came.set()
 
 
 def _check_utf8(what: str, text: str | None) -> None:

@@ -22,6 +22,7 @@ MODELS = "/v1/models"
 PAGE = 1000  # sessions of a list at a time: as many as the daemon gives
 STORED_S = 5.0  # for which the end of an answer that was stopped is waited for
 _BETWEEN_S = 0.05
+LEAST_TOKENS = 16  # of the context that an answer needs to go on
 
 Message = dict[str, Any]  # as a request has it
 Find = Callable[[], Address | None]
@@ -30,13 +31,35 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Said:
-    """An answer. whole: False if it was stopped. usage: as the daemon tells it, None of one that was stopped."""
+    """An answer. whole: False if it was stopped. usage: as the daemon tells it, None of one that was stopped. finish:
+    why it ended, as OpenAI has it; "" of one that was stopped."""
 
     text: str
     session: str | None
     usage: Mapping[str, Any] | None
     whole: bool
     stored: bool
+    finish: str = ""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The context after an answer, in tokens. unread: the oldest messages after the system prompt that the model was
+    not shown."""
+
+    context: int
+    left: int
+    unread: int
+
+    @staticmethod
+    def of(usage: Mapping[str, Any]) -> Room | None:
+        """None where the model's memory has no end, or the daemon does not say."""
+        own = said.of(usage, "ssmd")
+        left, used = said.number(own.get("context_left")), (usage.get("prompt_tokens"), usage.get("completion_tokens"))
+        if left is None:
+            return None
+        whole = left + sum(said.number(one) or 0 for one in used)
+        return Room(int(whole), int(left), int(said.number(own.get("cut_messages")) or 0))
 
 
 class Daemon:
@@ -126,6 +149,8 @@ class Talk:
     messages: list[Message] = field(default_factory=list)
     session: str | None = None
     thinking: Callable[[bool], None] = lambda on: None
+    room: Room | None = None  # after the last answer, as far as it is known
+    finish: str = ""  # of the last answer; "" of one that was stopped
     _stream: Events | None = None
     _stopped: bool = False
 
@@ -147,6 +172,36 @@ class Talk:
         """Ask for another answer to what was said last, beside the one that there is. Raises as `say`."""
         end = len(self.messages) - (self.messages[-1]["role"] == "assistant")
         return self._ask(self.messages[:end], show, beside=self._turns())
+
+    def more(self, show: Show) -> Said:
+        """Go on with the last answer, beside that one. Raises as `say`, and DaemonError where it cannot go on."""
+        why = self.ended()
+        if why:
+            raise DaemonError(why)
+        return self._ask(self.messages, show, beside=self._turns())
+
+    def ended(self) -> str:
+        """Why the last answer cannot go on, or ""."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            return "nothing was answered yet"
+        if self.finish not in ("length", ""):
+            return "the last answer came to its end by itself"
+        asked = sum(m["role"] == "user" for m in self.messages[self._unread() :])
+        if self.room is not None and self.room.left < LEAST_TOKENS and asked < 2:  # no older ones to leave out
+            return (
+                "the context is full of the last question and its answer; ask for less at a time, or begin a new chat"
+            )
+        return ""
+
+    def first_read(self) -> Message | None:
+        """The oldest message after the system prompt that the model was shown, if it was not shown all of them."""
+        at = self._unread()
+        return self.messages[at] if 0 < at < len(self.messages) else None
+
+    def _unread(self) -> int:
+        """Where in the messages those begin that the model was shown; 0 if it was shown all."""
+        unread = 0 if self.room is None else self.room.unread
+        return unread and unread + (self.system is not None)
 
     def edited(self, text: str, show: Show) -> Said:
         """Ask something else in place of what was asked last: a branch. Raises as `say`."""
@@ -175,6 +230,8 @@ class Talk:
         """Go on with a session, by its id or the beginning of that; the session. Raises DaemonError."""
         found = self.daemon.session(given)
         self.messages, self.session = conversation(found["turns"], found["head"]), found["id"]
+        heads = [turn for turn in found["turns"] if turn["id"] == found["head"] and turn["complete"]]
+        self.room, self.finish = None, said.text(heads[0], "finish_reason") if heads else ""
         return found
 
     def fork(self, turn: str | None) -> dict[str, Any]:
@@ -192,13 +249,17 @@ class Talk:
         return {turn["id"] for turn in found}
 
     def _ask(self, messages: list[Message], show: Show, beside: Collection[str] = ()) -> Said:
-        """beside: turns that were there before, one of which may say the same."""
-        body = {"model": self.model, "messages": messages, **self.manner.fields()}
+        """beside: turns that were there before, one of which may say the same. Where the last message is an answer,
+        that goes on."""
+        body = {"model": self.model, "messages": messages, "truncation": "auto", **self.manner.fields()}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {} if self.session is None else {"session": self.session}
         body |= {} if self.keep else {"store": False}
-        parts = Written(show, self.thinking)
+        begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+        messages = messages[:-1] if begun else messages
+        parts = Written(show, self.thinking, begun)
         usage: Mapping[str, Any] | None = None
+        finish = ""
         session = self.session
         with self.daemon.client().stream(CHAT, body) as self._stream:
             try:
@@ -207,24 +268,33 @@ class Talk:
                 session = self._stream.headers.get("x-ssmd-session", session)
                 for event in self._stream:
                     usage = _read(event, parts, usage)
+                    for choice in said.each(event, "choices"):
+                        finish = said.text(choice, "finish_reason") or finish
                 whole = self._stream.done
             finally:
                 self._stream = None
                 parts.pause()
         if not whole and self._stopped:
-            return self._cut(messages, parts.text, session, show, beside)
+            return self._cut(messages, parts.text, begun, session, show, beside)
         if not whole or usage is None:
             raise DaemonError("the daemon went away in the middle of an answer")
         text, stored = parts.text, bool(said.of(usage, "ssmd").get("stored"))
         self.messages = [*messages, {"role": "assistant", "content": text}]
         self.session = session if stored else self.session
-        return Said(text, self.session, usage, True, stored)
+        self.room, self.finish = Room.of(usage), finish
+        return Said(text, self.session, usage, True, stored, finish)
 
     def _cut(
-        self, messages: list[Message], text: str, session: str | None, show: Show, beside: Collection[str]
+        self,
+        messages: list[Message],
+        text: str,
+        begun: str,
+        session: str | None,
+        show: Show,
+        beside: Collection[str],
     ) -> Said:
         """The end of an answer that was stopped. The daemon may have sent more of it than came here: that is shown."""
-        if not text:  # nothing said is nothing to continue
+        if text == begun:  # nothing said is nothing to continue
             return Said("", self.session, None, False, False)
         stored = self._kept(messages, text, session, beside) if session is not None and self.keep else None
         if stored is not None:
@@ -232,6 +302,7 @@ class Talk:
                 show(stored[len(text) :])
             self.session = session
         self.messages = [*messages, {"role": "assistant", "content": text if stored is None else stored}]
+        self.finish = ""
         return Said(self.messages[-1]["content"], self.session, None, False, stored is not None)
 
     def _kept(self, messages: list[Message], text: str, session: str, beside: Collection[str]) -> str | None:

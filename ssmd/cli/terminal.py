@@ -7,6 +7,8 @@ until the prompt has left the terminal it is a byte among those typed ahead, and
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
+from rich.cells import cell_len
 
 from ssmd.cli.session import plain
 from ssmd.machine import modes
@@ -26,13 +29,150 @@ if TYPE_CHECKING:
 _CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"], "\ufffd")
 HISTORY = "chat_history"  # in the data directory
 BLOCK = '"""'
+_FENCE = re.compile(r"[ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+|>[ \t]?)*(`{3,}|~{3,})(.*)")
+_OPEN = "([{\u201c\u2018\u3008\u300a\u300c\u300e\u3010\u3014\uff08\uff3b\uff5b\u200d"  # no line ends with one of these
+_CLOSED = (  # nor begins with one of these
+    ")]}.,:;!?%\u201d\u2019\u2026\u3001\u3002\u3005\u3009\u300b\u300d\u300f\u3011\u3015\u30fb\u30fc"
+    "\uff01\uff05\uff09\uff0c\uff0e\uff1a\uff1b\uff1f\uff3d\uff5d\uff5e"
+)
 _READS = 8  # of 1 KiB: more than a terminal keeps of what nobody read
 
 
-def show(text: str) -> None:
-    """Write an answer's text, as it comes: to a terminal without what would steer it."""
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+class Screen:
+    """Where an answer is written as it comes. A terminal gets no character that would steer it, and each line ends
+    between two words; where output goes elsewhere, and on a terminal that wraps by itself, the text is as it came."""
+
+    def __init__(self) -> None:
+        self._wrap = WordWrap(_write, _columns) if modes.draws() else None
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._wrap is not None:
+            self._wrap.end()
+
+    def show(self, text: str) -> None:
+        """Write what comes next; of a word that has not ended yet the terminal may get it with the next."""
+        text = text.translate(_CONTROLS) if sys.stdout.isatty() else text
+        (_write if self._wrap is None else self._wrap.add)(text)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _columns() -> int:
+    """The terminal's width now; 0 if it does not say."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
+class WordWrap:
+    """Text that comes in pieces, with a line break in place of the spaces where a word would not fit into its line.
+
+    A word is held until it ends, and written at once when it takes more than half a line: addresses and the like are
+    the terminal's to wrap. Between two wide characters a line may end without a space. Lines of fenced code and of
+    tables are left alone.
+    """
+
+    def __init__(self, write: Callable[[str], None], columns: Callable[[], int]) -> None:
+        """columns: of the terminal, asked for each word, as people resize windows; 0 breaks no line."""
+        self._write, self._columns = write, columns
+        self._out: list[str] = []
+        self._line = ""  # as it came, to its last character
+        self._column = 0
+        self._spaces = self._word = ""
+        self._long = False  # the word is being written as it comes
+        self._fence = ""  # that began the code in which the text is
+
+    def add(self, text: str) -> None:
+        """Take the next piece."""
+        for char in text:
+            self._take(char)
+        self._flush()
+
+    def end(self) -> None:
+        """Write what is held."""
+        self._put_end()
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._out:
+            self._write("".join(self._out))
+            self._out = []
+
+    def _take(self, char: str) -> None:
+        if char == "\n":
+            self._put_end()
+            self._out.append("\n")
+            self._fence = _fence_after(self._line, self._fence)
+            self._line = ""
+            self._column, self._long = 0, False
+            return
+        self._line += char
+        if self._fence or self._line.lstrip(" ").startswith("|"):
+            self._put()
+            self._out.append(self._spaces + char)
+            self._spaces = ""
+        elif char in " \t":
+            self._put()
+            self._spaces += char
+            self._long = False
+        else:
+            if self._word and _may_part(self._word[-1], char):
+                self._put()
+            self._word += char
+            if self._long or 2 * cell_len(self._word) > self._columns():
+                self._put()
+                self._long = True
+
+    def _put_end(self) -> None:
+        """Write the word, and the spaces after it, where these do not begin a line of their own."""
+        self._put()
+        columns = self._columns()
+        if self._fence or not columns or self._column + len(self._spaces) <= columns:
+            self._out.append(self._spaces)
+        self._spaces = ""
+
+    def _put(self) -> None:
+        """Write the word, in a new line if this one has no room for it."""
+        if not self._word:
+            return
+        columns, width = self._columns(), cell_len(self._word)
+        at = self._column
+        for space in self._spaces:
+            at += 8 - at % 8 if space == "\t" else 1
+        if self._column and not self._long and at + width > columns >= width:
+            self._out.append("\n")
+            at = 0
+        else:
+            self._out.append(self._spaces)
+        self._out.append(self._word)
+        self._column = at + width
+        if columns and self._column > columns:  # the terminal has gone on in its next line
+            self._column %= columns
+        self._spaces = self._word = ""
+
+
+def _may_part(one: str, next: str) -> bool:
+    """Whether a line may end between two characters that no space is between."""
+    wide = 2 in (cell_len(one), cell_len(next))
+    return wide and cell_len(next) > 0 and one not in _OPEN and next not in _CLOSED
+
+
+def _fence_after(line: str, fence: str) -> str:
+    """The fence of the code that the lines after this one are of, "" outside of code. fence: that before it."""
+    found = _FENCE.fullmatch(line)
+    if found is None:
+        return fence
+    marks, info = found[1], found[2].strip()
+    if not fence:
+        return "" if "`" in info else marks
+    return "" if marks.startswith(fence) and not info else fence
 
 
 def show_thinking(on: bool) -> None:

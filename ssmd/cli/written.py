@@ -8,12 +8,14 @@ from ssmd.text.messages import THINK, THINK_END
 
 
 class Written:
-    """One answer. show: takes what is said. thinking: told whether the model thinks, when that changes."""
+    """One answer. show: takes what is said. thinking: told whether the model thinks, when that changes. begun: what
+    there is of it already, which is not shown again."""
 
-    def __init__(self, show: Callable[[str], None], thinking: Callable[[bool], None]) -> None:
+    def __init__(self, show: Callable[[str], None], thinking: Callable[[bool], None], begun: str = "") -> None:
         self._show, self._thinking = show, thinking
-        self._parts: list[str] = []
-        self._thinks = self._told = False
+        self._parts = [begun] if begun else []
+        self._thinks = THINK in begun and THINK_END not in begun
+        self._told = False
 
     @property
     def text(self) -> str:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -21,6 +22,8 @@ from chats import ANSWERS, ASKED, BEGUN, ENDLESS, STORED, Home
 from conftest import TinyArtifacts
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, PASTE, PASTED, UP, Terminal, terminal
 from test_server import running
+
+from ssmd.cli.talk import Daemon, Room, Talk
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,9 @@ def test_no_store_keeps_nothing(either: Home) -> None:
         ('run llama x --stop "$BAD"', "--stop is not UTF-8"),
         ('run "$BAD" x', "the model's name is not UTF-8"),
         ('run llama <"$FILE"', "stdin is not UTF-8"),
+        ('run llama x <"$FILE"', "stdin is not UTF-8"),
+        ("run llama x </bin/sh", "stdin is not text: "),
+        ("run llama x </dev/zero", "stdin is longer than 16 MiB; "),
     ],
 )
 @pytest.mark.parametrize(
@@ -113,6 +119,36 @@ def _is_refused(home: Home, tmp_path: Path, given: str, said: str, locale: str) 
     done = _shell(home, f"$SSMD {given}", LC_ALL=locale, BAD="caf\udce9", FILE=str(tmp_path / "file"))
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(f"error: {re.escape(said)}.*\n", done.stderr), done.stderr
+
+
+def test_stdin_and_a_prompt_are_one_message(home: Home) -> None:
+    asked = ("run", "llama", "What is its name?", "--max-tokens", "2", "--temperature", "0")
+    home.ssmd(*asked, given="\ufeffMy dog is Rex.\n  He is old.\n\n")
+    assert home.asked() == ["My dog is Rex.\n  He is old.\n\nWhat is its name?"]
+    home.ssmd(*asked, given="\n")
+    assert home.asked() == ["What is its name?"]
+    closed = _shell(home, '$SSMD run llama "My dog?" --max-tokens 2 --temperature 0 <&-')
+    assert (closed.returncode, home.asked()) == (0, ["My dog?"])
+
+
+def test_a_stdin_that_never_says_anything_is_left_alone(home: Home, tmp_path: Path) -> None:
+    """Callers leave such a pipe open. Where a terminal shows that it is waited for, it is."""
+    run = "run llama 'Is anybody there?' --max-tokens 2 --temperature 0"
+    before = "import sys, runpy, importlib; importlib.import_module('ssmd.cli.run').UNATTENDED_S = 0.5"
+    program = f"{before}; sys.argv[0] = 'ssmd'; runpy.run_module('ssmd', run_name='__main__')"
+    words = [sys.executable, "-c", program, *shlex.split(run)]
+    piped = subprocess.PIPE
+    with subprocess.Popen(words, env=home.env, stdin=piped, stdout=piped, stderr=piped, text=True) as process:
+        assert process.stderr is not None
+        assert process.wait(60) == 0
+        assert "nothing came at stdin in 0 s, so the prompt is answered without it" in process.stderr.read()
+    assert home.asked() == ["Is anybody there?"]
+    late = f"until [ -e {tmp_path / 'go'} ]; do sleep 0.1; done; echo It is late."
+    with terminal(f"({late}) | $SSMD {run}; echo ended $?", home.env) as one:
+        one.until("waiting for stdin.*\n")
+        (tmp_path / "go").touch()
+        one.until("ended 0")
+    assert home.asked() == ["It is late.\n\nIs anybody there?"]
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
@@ -301,6 +337,7 @@ def test_every_command(home: Home) -> None:
             "tree",
             "fork",
             "regen",
+            "more",
             "edit",
             "system",
             "set",
@@ -376,6 +413,55 @@ def test_every_command(home: Home) -> None:
         chat.until(r"error: there is no model 'lama' here; did you mean llama\?")
         chat.line("/bye")
         assert f"ssmd run --session {fork.id}" in chat.end()
+
+
+def test_an_answer_that_was_cut_goes_on(home: Home) -> None:
+    with home.chat() as chat:
+        chat.line("/more")
+        chat.until("error: nothing was answered yet")
+        chat.line("Count")
+        chat.until(r"\(cut at its longest; /more goes on with it\)\r\n")
+        chat.until(STORED)
+        cut = home.said()[-1][1]
+        chat.line("/more")
+        chat.until(STORED)
+        longer = home.said()[-1][1]
+        assert longer.startswith(cut)
+        assert len(longer) > len(cut)
+        chat.line("And now?")
+        assert ", 0 cached" not in chat.until(STORED)
+        chat.line("/session")
+        assert 0 < int(re.findall(r"context: (\d+) of 512 tokens", chat.until("% full"))[0]) < 512
+        chat.type(CTRL_D)
+        chat.end()
+    assert [text for _, text in home.said()[:3]] == ["Count", longer, "And now?"]
+    assert len(home.turns(home.sessions()[0].id)) == 3
+
+
+def test_an_answer_that_fills_the_context_cannot_go_on() -> None:
+    asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because"}]
+    one = Talk(Daemon(lambda: None), "llama", messages=asked, finish="length", room=Room(512, 0, 0))
+    assert one.ended().startswith("the context is full of the last question and its answer")
+    assert Talk(Daemon(lambda: None), "llama", messages=asked * 2, finish="length", room=one.room).ended() == ""
+    one.room, one.finish = Room(512, 100, 0), "stop"
+    assert one.ended() == "the last answer came to its end by itself"
+
+
+def test_the_end_of_the_context_is_no_wall(home: Home) -> None:
+    """A chat of more than three contexts: what is left out is told each time, and all of it is kept."""
+    told = []
+    with home.chat() as chat:
+        for n in range(24):
+            chat.line(f"{n}: {'and so on, ' * 14}")
+            told.append(chat.until(STORED))
+        chat.type(CTRL_D)
+        chat.end()
+    assert len(home.asked()) == 24
+    full = [n for n, text in enumerate(told) if "of 512 tokens are left; then the oldest messages go)" in text]
+    cut = [n for n, text in enumerate(told) if re.search(r"the oldest \d+ messages: .* reads on from '\d+: and", text)]
+    assert len(cut) > 1
+    assert full[0] < cut[0]
+    assert len(full) <= len(cut) + 1  # each end that comes near is told of once
 
 
 @pytest.mark.parametrize("typed", ["/sesion", "/usr/bin/env", "/HELP me", "/"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from terminal import CTRL_C, CTRL_D, UP, plain, terminal
 from test_server import running
 
 from ssmd.cli.history import Kept
+from ssmd.cli.terminal import WordWrap
 
 CTRL_Z = "\x1a"
 SHELL = "exec sh -i"  # job control; many leave the modes of the terminal as they find them
@@ -187,3 +189,60 @@ def test_what_is_no_history(tmp_path: Path, what: str) -> None:
     assert plain(one.problem).count("\n") == 0
     assert not other.read_bytes()
     assert what in ("nowhere", "folder", "pipe") or not file.read_bytes()
+
+
+def wrapped(text: str, columns: int, piece: int = 3) -> list[str]:
+    """The lines that a terminal gets of a text which comes in pieces."""
+    got: list[str] = []
+    wrap = WordWrap(got.append, lambda: columns)
+    for begin in range(0, len(text), piece):
+        wrap.add(text[begin : begin + piece])
+    wrap.end()
+    return "".join(got).split("\n")
+
+
+ADDRESS = "https://example.org/a/path/that/no/line/holds"
+
+
+CODE = "   ```py\n   x = 1 + 2 + 3 + 4 + 5\n   ```\n"
+ROW = "| a row | of a table | is left |\n"
+WIDE = "\u65e5\u672c\u8a9e\u306e\u6587\u7ae0\u3067\u3059\u3002\u6b21"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("The quick brown fox jumps over it.", ["The quick brown", "fox jumps over", "it."]),
+        ("exactly sixteen. \nnext", ["exactly sixteen.", "next"]),
+        ("- a list item of words\n\n  end", ["- a list item of", "words", "", "  end"]),
+        (f"See {ADDRESS} for all that is more", [f"See {ADDRESS} for all that", "is more"]),
+        (WIDE, [WIDE[:7], WIDE[7:]]),
+        (f"1. so:\n\n{CODE}and a few words more", ["1. so:", "", *CODE.splitlines(), "and a few words", "more"]),
+        (f"{ROW}and a few words more", [ROW.strip(), "and a few words", "more"]),
+    ],
+    ids=["words", "edge", "list", "address", "wide", "code", "table"],
+)
+def test_a_line_ends_between_two_words(text: str, lines: list[str]) -> None:
+    for piece in (1, 3, 100):
+        assert wrapped(text, 16, piece) == lines
+    assert wrapped(text, 0) == text.split("\n")
+
+
+def test_a_window_that_is_resized_breaks_the_next_words() -> None:
+    got: list[str] = []
+    widths = [30]
+    wrap = WordWrap(got.append, lambda: widths[-1])
+    wrap.add("some words for a wide window, ")
+    widths.append(12)
+    wrap.add("and some for a narrow one")
+    wrap.end()
+    assert "".join(got) == "some words for a wide window,\nand some for\na narrow one"
+
+
+def test_text_is_wrapped_on_a_terminal_that_draws_alone(tmp_path: Path) -> None:
+    script, text = tmp_path / "script.py", "a few words, and more"
+    script.write_text(f"from ssmd.cli.terminal import Screen\nwith Screen() as s:\n    s.show({text!r})\nprint()\n")
+    python = f"{sys.executable} {script}"
+    with terminal(f"stty cols 12; {python}; {python} | cat; TERM=dumb {python}", dict(os.environ)) as shell:
+        lines = shell.until("(?s)more.*more.*more\r\n").splitlines()
+    assert lines == ["a few words,", "and more", text, text]
