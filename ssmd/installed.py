@@ -126,14 +126,14 @@ def _unknown(model: str, models_dir: Path) -> NoReturn:
     """Raises ModelError that says what may have been meant, and how to get it."""
     from ssmd.refit import catalog  # here and below: it and all families, which a daemon starts without, take 50 ms
 
-    if Path(model).is_file():
+    if os.path.isfile(model):
         raise ModelError(a_file(Path(model)))
     here, known = {i.name for i in installed(models_dir) if not i.problem}, catalog.names()
     wanted = model if model in known else nearest(model, [*here, *known])
     question = "" if wanted in ("", model) else f"did you mean {wanted}? "
     if wanted in known and wanted not in here:
         raise ModelError(f"there is no model {model!r} here; {question}get it with: ssmd pull {wanted}")
-    more = by_likeness(model, [name for name in known if name not in here])
+    more = [] if question else by_likeness(model, [name for name in known if name not in here])
     pulls = f"; ssmd pull gets: {', '.join(more)}" if more else ""
     raise ModelError(f"there is no model {model!r} here; {question}{_advice(models_dir)}{pulls}")
 

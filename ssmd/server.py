@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from email.utils import formatdate
 from functools import partial
 from importlib import import_module
@@ -194,28 +194,25 @@ def _ways(host: Host, settings: Settings, url: str | None, run: str | None) -> l
     url: of the daemon, None if it listens at a socket. run: as `serve` takes it; None: no command finds the daemon.
     """
     ways = [] if url is None else [("in a browser:", f"{url}/")]
-    names = sorted({model.name for model in host.shelf.models()})
+    there = [model for model in host.shelf.models() if model.found.manifest is not None and not model.found.problem]
+    names = sorted({model.name for model in there})
     if run is not None and names:
         ways.append(("in a terminal:", f"{run} {names[0]}"))
     if url is not None and not settings.loopback:
         port = url.rpartition(":")[2]
-        asks = "  (the page asks for the key)"
-        ways += [("from elsewhere:", f"http://{one}:{port}/{asks}") for one in _reachable(settings.host)]
+        ways.append(("from elsewhere:", f"http://{_reachable(settings.host)}:{port}/  (the page asks for the key)"))
     return ways
 
 
-def _reachable(host: str) -> Sequence[str]:
-    """The names, as a URL has them, by which other machines reach what listens at `host`. No packet is sent."""
+def _reachable(host: str) -> str:
+    """The name, as a URL has it, by which other machines reach what listens at `host`. No packet is sent."""
     if not _everywhere(host):
-        return [hosts.bracketed(host)]
-    found = []
-    for family, outside in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        if family == socket.AF_INET6 and ":" not in host:
-            continue
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as one:
-            one.connect((outside, 9))  # of a datagram's socket: it asks the system for the route alone
-            found.append(hosts.bracketed(one.getsockname()[0]))
-    return found or [socket.gethostname()]
+        return hosts.bracketed(host)
+    family, outside = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as one:
+        one.connect((outside, 9))  # of a datagram's socket: it asks the system for the route alone
+        return hosts.bracketed(one.getsockname()[0])
+    return socket.gethostname()
 
 
 def _open_page(url: str) -> None:

@@ -168,10 +168,10 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, inner: str) -
 def test_a_name_that_is_nearly_right(tmp_path: Path) -> None:
     put(tmp_path, "mine", "litert-cpu-int8")
     for wrong, said in (
-        ("mlne", "did you mean mine? installed in"),
+        ("mlne", f"did you mean mine? installed in {tmp_path}: mine$"),
         ("smolm2", "did you mean smollm2? get it with: ssmd pull smollm2$"),
         ("SmolLM2", "did you mean smollm2? get it with: ssmd pull smollm2$"),
-        ("quite-another", f"here; installed in {tmp_path}: mine$"),
+        ("quite-another", f"here; installed in {tmp_path}: mine; ssmd pull gets: granite-4.0-h-1b, "),
         ("x" * 100_000, "here; installed in"),
     ):
         with pytest.raises(ModelError, match=said.replace("?", r"\?")):

@@ -93,7 +93,7 @@ def build(
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
     if not _is_fetched(checkpoint, revision):
-        opened(Path(checkpoint))  # what cannot be built anyhow needs no packages
+        opened(_folder(checkpoint, revision, settings))  # what cannot be built anyhow needs no packages
     if not isinstance(converter, Packer):
         check_packages(converter)  # before anything is fetched
     with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:

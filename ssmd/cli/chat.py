@@ -39,7 +39,6 @@ class Chat:
     listed: list[str] = field(default_factory=list)
     _default: str = ""  # what stands at the next prompt already
     _editing: bool = False
-    _told: Room | None = None  # after the answer before
 
     def run(self) -> None:
         """Chat until Ctrl-D or /quit."""
@@ -91,7 +90,7 @@ class Chat:
 
     def ask(self, how: Callable[[Show], Said], message: str = "") -> None:
         """Write an answer as it comes. message: what is to stand at the next prompt again if there is none."""
-        shown = False
+        shown, before = False, self.talk.room
 
         def show(text: str) -> None:
             nonlocal shown
@@ -112,9 +111,8 @@ class Chat:
             typer.echo(as_json(said))
         else:
             typer.echo("" if said.whole else " …")
-        for note in notes(self.talk, said, self._told, more="/more"):
+        for note in notes(self.talk, said, before, more="/more"):
             typer.echo(note, err=True)
-        self._told = self.talk.room or self._told
         if self.stats:
             typer.echo(stats_line(said), err=True)
 

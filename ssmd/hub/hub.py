@@ -188,7 +188,10 @@ def _session(target: httpx2.URL) -> httpx2.Client:
 
 def through(url: str) -> str:
     """The proxy that a request for an address goes through, and the variable that names it, for a message; or ""."""
-    found = _proxy(_url(url))
+    try:
+        found = _proxy(httpx2.URL(url))
+    except (httpx2.InvalidURL, ValueError):
+        return ""
     return "" if found is None else f" through the proxy {_without_secrets(found[1])} that {found[0]} names"
 
 

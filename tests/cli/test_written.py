@@ -40,6 +40,17 @@ def test_reasoning_that_is_cut_is_told_of_no_longer() -> None:
     assert (told, one.text) == ([True, False], "<think>\nIt ")
 
 
+def test_an_answer_goes_on_within_its_reasoning_and_after_it() -> None:
+    told: list[object] = []
+    one = Written(told.append, told.append, begun="<think>\nIt ")
+    one.think("may rain.")
+    one.say("Take ")
+    assert (told, one.text) == ([True, False, "Take "], "<think>\nIt may rain.\n</think>\n\nTake ")
+    more = Written(told.append, told.append, begun=one.text)
+    more.say("a coat.")
+    assert (told[-1], more.text) == ("a coat.", f"{one.text}a coat.")
+
+
 def test_a_talk_goes_on_from_an_answer_with_reasoning(says: Daemon) -> None:
     program, tokenizer = says.engine.program, says.engine._texts.tokenizer
     assert isinstance(program, Saying)

@@ -532,7 +532,7 @@ def test_no_room_for_an_artifact_is_known_before_it_is_made(
     assert said.endswith("1.0 kB free: make room, or choose another disk with SSMD_MODELS_DIR\n")
 
 
-def test_a_name_that_nobody_has_lists_those_that_can_be_had(hub: Mirror, tmp_path: Path) -> None:
+def test_an_unknown_name_lists_those_that_can_be_pulled(hub: Mirror, tmp_path: Path) -> None:
     said = refused(tmp_path, hub, "run", "llama3", "Hi")
     assert "there is no model 'llama3' here; " in said
     assert sorted(said.partition("; ssmd pull gets: ")[2].strip().split(", ")) == catalog.names()
