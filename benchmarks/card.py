@@ -159,8 +159,9 @@ def kernels(part: Part) -> None:
     part.found |= {what.lower(): len(names) for what, names in of.items()}
     part.found |= {"wrong": of["FAILED"] + of["ERROR"], "stopped": stopped, "seconds": time.monotonic() - begin}
     part.found["exit"] = process.returncode
-    part.found["end"] = lines[-12:]
     part.keep()
+    if process.returncode and not stopped:
+        sys.exit("\n".join(lines[-12:]))
 
 
 def granite(part: Part) -> None:
@@ -429,7 +430,7 @@ def report(found: dict[str, Any]) -> str:
                     lines += ["", f"{head}:", "", by_kernel_table(value)]
                 else:
                     lines.append(f"{head}: {rounded(value)}")
-        known = ("card", "rows", "how", "took_s", "end")
+        known = ("card", "rows", "how", "took_s")
         lines += [f"{key}: {rounded(value)}" for key, value in part.items() if key not in known]
     return "\n".join(lines) + "\n"
 
