@@ -44,6 +44,8 @@ ONE_EACH = (
 )
 TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
 MADE_ELSEWHERE = "TESTED_ARTIFACTS"  # two folders, with | between them
+# Variables of MKL, PyTorch and NumPy that choose other kernels, whose last bits differ.
+NUMERIC = ("MKL_CBWR", "ATEN_CPU_CAPABILITY", "NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES")
 BUILDS = ".builds"  # a line for each that was built, and the seconds it took
 RUNTIMES = ("litert", "openvino", "wgpu", "coreml")
 # Runtimes from elsewhere that the contract suite is asked to run on, and with which families (docs/add-a-runtime.md).
@@ -162,11 +164,6 @@ class TinyArtifacts(Mapping[str, Path]):
                 _run("tests/tiny.py", str(source.parent), *(v for v in wanted if not _whole(source.parent / v)))
         return source
 
-    def bytes_are_of_here(self, name: str) -> bool:
-        """Whether the artifact was built by this processor or one like it, so that a build here has its very bytes."""
-        self[name]
-        return name in [line.split()[0] for line in _builds()] or kept.made_on_such_a_processor()
-
     def __iter__(self) -> Iterator[str]:
         return iter(BUILT)
 
@@ -189,8 +186,15 @@ def _whole(source: Path) -> bool:
     return (source / "generation_config.json").exists()  # which is written last
 
 
+def plain_environment() -> dict[str, str]:
+    """Return this process's environment, less the variables by which numbers would be computed in another way."""
+    return {name: value for name, value in os.environ.items() if name not in NUMERIC}
+
+
 def _run(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=plain_environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{arguments} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

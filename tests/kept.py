@@ -14,8 +14,6 @@ import ast
 import hashlib
 import io
 import json
-import platform
-import re
 import tarfile
 from collections.abc import Iterator
 from functools import cache
@@ -35,7 +33,6 @@ from ssmd.refit.refit import bindings_of
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "tests" / "data" / "artifacts"
 KEYS = FOLDER / "keys.json"
-PROCESSOR = "processor"  # no artifact has this name
 SUFFIX = ".tar.zst"
 CONTEXT = 512  # of the tables among the parameters: the largest of tests/conftest.py
 _DIGEST = 32  # bytes
@@ -131,26 +128,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def processor() -> str:
-    """Name what the last digits of golden values depend on: the processor, and the vectors that PyTorch takes there."""
-    import torch
-
-    info = dict(re.findall(r"^(vendor_id|cpu family|model|model name)\s*: (.+)$", cpuinfo(), re.MULTILINE))
-    return ", ".join([*(info.values() or [platform.machine()]), torch.backends.cpu.get_cpu_capability()])
-
-
-def made_on_such_a_processor() -> bool:
-    """Whether what is kept was made where a build would have its very bytes."""
-    return keys().get(PROCESSOR) == processor()
-
-
-def cpuinfo() -> str:
-    file = Path("/proc/cpuinfo")
-    return file.read_text() if file.exists() else ""
-
-
 def keys() -> dict[str, str]:
-    """What each kept artifact was made of, by name; of PROCESSOR, where all of them were."""
+    """What each kept artifact was made of, by name."""
     found: dict[str, str] = json.loads(KEYS.read_text()) if KEYS.exists() else {}
     return found
 
@@ -231,15 +210,12 @@ def main() -> None:
     artifacts, known = opened(), keys()
     FOLDER.mkdir(parents=True, exist_ok=True)
     stale = [n for n in KEPT if known.get(n) != BUILT[n].key or not file_of(n).exists()]
-    known[PROCESSOR] = processor() if len(stale) == len(KEPT) else known.get(PROCESSOR, "")
-    if stale and known[PROCESSOR] != processor():
-        known[PROCESSOR] = "several"
     for name in stale:
         packed = pack(artifacts[name], artifacts.source(name))
         old = file_of(name).read_bytes() if file_of(name).exists() else b""
         file_of(name).write_bytes(packed)
         known[name] = BUILT[name].key
-        KEYS.write_text(json.dumps({n: known[n] for n in (PROCESSOR, *KEPT) if n in known}, indent=1) + "\n")
+        KEYS.write_text(json.dumps({n: known[n] for n in KEPT if n in known}, indent=1) + "\n")
         print(f"{name}: {len(packed):,} bytes{', the same as before' if packed == old else ''}", flush=True)
     for file in FOLDER.glob(f"*{SUFFIX}"):
         if file.name.removesuffix(SUFFIX) not in KEPT:

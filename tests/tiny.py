@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # else its logarithms, of which weights are, depend on the processor
-
 TEXT = [
     "The capital of France is Paris, and the capital of Italy is Rome.",
     "A state-space model remembers the whole conversation in a few small tensors.",
@@ -345,5 +343,8 @@ def write_tokenizer(folder: Path) -> int:
 if __name__ == "__main__":
     import sys
 
+    # Of this process alone, before it imports PyTorch: without it logarithms, of which weights are made, depend on the
+    # processor. A build that had it would add in another order than one without.
+    os.environ["MKL_CBWR"] = "COMPATIBLE"
     for variant in sys.argv[2:]:
         write_source(Path(sys.argv[1]) / variant, variant)
