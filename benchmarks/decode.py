@@ -75,7 +75,7 @@ class Ours:
         self.split(0)
         self._program.release(self._prompt)
         self._prompt, at = self._program.new_state(), 0
-        for n in buckets.plan(len(ids), self._program.buckets):
+        for n in buckets.pieces(0, len(ids), self._program.buckets):
             if n == 1:
                 self.logits = self._program.decode([self._prompt], [ids[at]])
             else:

@@ -111,7 +111,6 @@ class Campaign:
     def _weigh(self) -> None:
         """Find out what there is, and a budget for all but one of the models."""
         with HostProcess(self.folder / "weighed", *self.options, models_dir=self.models_dir) as daemon:
-            listed = {entry["id"]: entry["ssmd"] for entry in daemon.get("/v1/models")[1]["data"]}
             rows = daemon.get("/ssmd/v1/models")[1]["data"]
             for row in rows:  # the libraries' own memory is no model's: each is loaded once before
                 daemon.model(row["id"], "load")
@@ -119,8 +118,7 @@ class Campaign:
             for row in rows:
                 row |= daemon.model(row["id"], "load")
                 nbytes = max(LEAST_BYTES, int(TIMES_FILES * row["file_bytes"]), row["resident_bytes"] or 0)
-                own = listed.get(row["id"]) or listed[row["name"]]
-                self.kinds[row["id"]] = Kind(row["id"], row["lineage"], tuple(own["buckets"]), nbytes)
+                self.kinds[row["id"]] = Kind(row["id"], row["lineage"], nbytes)
         sizes = sorted(kind.nbytes for kind in self.kinds.values())
         self.budget = sum(sizes) - sizes[0] // 2
 

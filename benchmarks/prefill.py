@@ -32,7 +32,7 @@ def ours(program: Program, ids: list[int]) -> tuple[float, float]:
     """(ms of the prompt, ms a token after it)"""
     started = time.perf_counter()
     handle, at = program.new_state(), 0
-    for n in buckets.plan(len(ids), program.buckets):
+    for n in buckets.pieces(0, len(ids), program.buckets):
         program.prefill(handle, ids[at : at + n])
         at += n
     read = time.perf_counter()

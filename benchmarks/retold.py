@@ -11,9 +11,6 @@ from typing import Any
 
 from talkers import CHAT, Done, Told, ask, body_of, told_by
 
-from ssmd.engine.feeding import BUCKET_WHILE_OTHERS_DECODE
-from ssmd.runtime import buckets
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -21,7 +18,6 @@ class Kind:
 
     id: str
     lineage: str
-    buckets: tuple[int, ...]
     nbytes: int
 
 
@@ -44,7 +40,7 @@ def retold(port: int, journal: Sequence[Done], kinds: Mapping[str, Kind]) -> tup
         same, least = ways.get((done.talk, kind.lineage), (True, 0))
         if told.cached < least:
             failures.append(f"{what}: the state after {least} tokens was stored, and is lost")
-        way = _way(told, kind) == _way(other, kind) and None not in (_way(told, kind), _way(other, kind))
+        way = _way(told) == _way(other)
         same = way and (same or not told.cached)
         ways[done.talk, kind.lineage] = same, told.prompt - 1
         if not same:
@@ -61,20 +57,9 @@ def retold(port: int, journal: Sequence[Done], kinds: Mapping[str, Kind]) -> tup
     return counts, failures
 
 
-def _way(told: Told, kind: Kind) -> tuple[Any, ...] | None:
-    """From where, and by which calls, an answer's prompt was read; None if the calls depend on who else was there."""
-    fed = told.prompt - told.cached - 1  # the last one is a step of its own
-    alone, beside = (_calls(fed, kind.buckets, limit) for limit in (None, BUCKET_WHILE_OTHERS_DECODE))
-    return (told.resume, told.cached, told.prompt) if alone == beside else None
-
-
-def _calls(n: int, sizes: tuple[int, ...], limit: int | None) -> list[int]:
-    """As the engine cuts a prompt: anew after each call, as others come and go."""
-    calls = []
-    while n:
-        calls.append(buckets.plan(n, sizes, limit)[0])
-        n -= calls[-1]
-    return calls
+def _way(told: Told) -> tuple[Any, ...]:
+    """From where an answer's prompt was read, which says by which calls."""
+    return told.resume, told.cached, told.prompt
 
 
 def _difference(told: Told, other: Told) -> float:

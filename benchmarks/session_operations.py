@@ -64,7 +64,7 @@ class Bare:
         tensors = {t.name: np.zeros(t.shape_at(position), t.numpy_dtype) for t in self._program.spec.tensors}
         handle = self._program.restore(State(position, 0, tensors))
         started = time.perf_counter()
-        for n in buckets.plan(tokens, self._program.buckets):
+        for n in buckets.pieces(position, position + tokens, self._program.buckets):
             if n == 1:
                 self._program.decode([handle], [5])
             else:

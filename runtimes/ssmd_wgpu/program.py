@@ -33,6 +33,8 @@ _AT_ONCE = 64  # dispatches of a prefill that are submitted together
 class WgpuProgram(CheckedProgram[Handled]):
     """A loaded artifact on a GPU, as a Program."""
 
+    wide = True  # attention reads rows of the cache alone, 64 at a time; Mamba-2's chunks are 32 tokens of the call
+
     def __init__(self, load: Callable[[], Model], manifest: Manifest) -> None:
         """`load`: the artifact onto a device that is opened for it; once more when that device is lost."""
         super().__init__(manifest)

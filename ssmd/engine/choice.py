@@ -45,6 +45,7 @@ class Choice:
         # Part of the text. The last one may not have been fed, nor those that follow from a grammar.
         self.tokens: list[int] = []
         self.ahead = 0  # that are to be fed after the next one
+        self.waited = 0  # steps of others, for a piece of those
         self.deltas: list[Delta] = []  # those sent
         self.end: End | None = None
         self.cut = False  # text and tokens disagree: a stop string, or a control token inside the answer

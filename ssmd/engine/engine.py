@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from ssmd.engine.calling import Calling
-from ssmd.engine.feeding import BUCKET_WHILE_OTHERS_DECODE
 from ssmd.engine.generation import Asked, Generation
 from ssmd.engine.grammar import Grammars
 from ssmd.engine.metrics import ModelMetrics
@@ -29,6 +28,7 @@ from ssmd.engine.warmup import WarmUp, once
 from ssmd.engine.worker import Worker
 from ssmd.engine.writer import Writer
 from ssmd.model.artifact import Artifact
+from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program
 from ssmd.text.apart import Texts, opened
 from ssmd.text.template import TemplateError
@@ -108,7 +108,7 @@ class Engine:
         steps = []
         if warm_up:
             lengths = self.program.buckets
-            short = [b for b in lengths if b <= BUCKET_WHILE_OTHERS_DECODE] or lengths[:1]
+            short = [b for b in lengths if b <= buckets.grid(lengths)]
             tokens = [0, *short][-2] + 1  # as few as run the longest of these: more might need a larger KV tier
             steps = [once(self._planner.warm_up), self._persistence.warm_up(tokens), self._grammars.warm_up()]
         self._worker.start(WarmUp(steps))

@@ -13,53 +13,46 @@ from ssmd.engine.generation import Generation
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Logits, Program
 
-BUCKET_WHILE_OTHERS_DECODE = 64
-FORCED_BESIDE_OTHERS = 12  # tokens in a row: fewer take longer in a piece of their own than in the others' steps
-
 
 def feed(g: Generation, program: Program, *, others: bool) -> None:
     """Feed the next piece of a prompt, or none if only its last token is left; begin with its state if it has none.
 
-    `others`: whether answers are under way, which wait for it. Then a piece is a short one; or several, shorter ones,
-    which together take no longer.
+    A prompt's bits depend on its text alone: pieces end on the grid, and where the system prompt does. `others`:
+    answers are under way, which wait for it. Then several short pieces are fed that together take no longer than a long
+    one. Without others a `wide` program is fed several cells of the grid at once, which changes no bit of its results.
     """
     p = g.progress
     if p.handle is None:
         _begin(g, program)
-    ids, last = g.prompt.ids, len(g.prompt.ids) - 1
-    started, room, limit = time.perf_counter(), 0.0, None
-    if others:
-        limit = BUCKET_WHILE_OTHERS_DECODE
-        room = limit + buckets.CALL
+    ids, last, system = g.prompt.ids, len(g.prompt.ids) - 1, g.prompt.system
+    started = time.perf_counter()
+    room = buckets.grid(program.buckets) + buckets.CALL if others else 0.0
+    wide = not others and getattr(program, "wide", False)
     cost = 0.0  # of all pieces
     while p.position < last:
-        mark = g.kept.mark if p.position < g.kept.mark else last
-        n = buckets.plan(mark - p.position, program.buckets, limit)[0]
-        piece = buckets.bucket_of(n, program.buckets) + buckets.CALL
-        if cost and cost + piece > room:
+        n = buckets.piece(p.position, system if p.position < system else last, program.buckets, wide=wide)
+        one = buckets.bucket_of(n, program.buckets) + buckets.CALL
+        if cost and cost + one > room:
             break
         program.prefill(p.handle, ids.since(p.position)[:n].tolist())
         p.position += n
         p.fed += n
-        cost += piece
+        cost += one
         g.kept.prefilled(p.handle, p.position)
     p.prefill_ms += (time.perf_counter() - started) * 1e3
 
 
-def feed_forced(choice: Choice, program: Program, *, others: bool) -> Logits | None:
-    """Feed the next piece of what a grammar left no choice of; the logits [vocab] after its last token, None before.
+def piece_forced(choice: Choice, program: Program) -> int:
+    """Return how many of the tokens that a grammar left no choice of go into the next prefill call; 1: into a step."""
+    at = program.position(choice.handle)
+    return buckets.piece(at, at + len(choice.unfed), program.buckets)
 
-    `others`: as `feed`; without them all pieces are fed.
-    """
-    limit = BUCKET_WHILE_OTHERS_DECODE if others else None
-    while True:
-        unfed = choice.unfed
-        n = buckets.plan(len(unfed), program.buckets, limit)[0]
-        logits = program.prefill(choice.handle, unfed[:n])
-        if choice.fed(n):
-            return logits
-        if others:
-            return None
+
+def feed_forced(choice: Choice, program: Program) -> Logits | None:
+    """Feed the next piece of what a grammar left no choice of; the logits [vocab] after its last token, None before."""
+    n = piece_forced(choice, program)
+    logits = program.prefill(choice.handle, choice.unfed[:n])
+    return logits if choice.fed(n) else None
 
 
 def is_read(g: Generation) -> bool:

@@ -91,8 +91,6 @@ class Kept:
     By its worker alone, but for `rerender`. This one keeps nothing and starts from nothing.
     """
 
-    mark = 0  # how many tokens of the prompt to feed before the first `prefilled`; 0: as many as you like
-
     def restore(self) -> None:
         """Begin to restore the state to start from, if there is one."""
 

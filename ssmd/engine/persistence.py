@@ -135,7 +135,6 @@ class _Kept(Kept):
     def __init__(self, by: Persistence, asked: Asked) -> None:
         self._by, self._asked, self._prompt = by, asked, asked.prompt
         self._info = asked.prompt.info
-        self.mark = 0 if self._info is None else asked.prompt.system
         self._restoring: Restoring | None = None
         self._checkpoints: list[Pending] = []
         # What the next checkpoint grows from, and at which position.
@@ -172,7 +171,7 @@ class _Kept(Kept):
             self._restoring = None
 
     def prefilled(self, handle: Handle, position: int) -> None:
-        if position == self.mark:
+        if self._info is not None and position == self._prompt.system:
             self.keep(self._save(handle, "system", self._prompt.ids.up_to(position)))
 
     def save(self, handle: Handle) -> NewCheckpoint | None:

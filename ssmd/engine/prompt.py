@@ -46,10 +46,10 @@ class Prompt:
 
     text: rendered and escaped; ids: all that are to be fed, at least; of both what comes before may be known by a hash
     only. stem: the turn whose ids end where those at hand begin. settled, cut: as the turn's. system: how many of `ids`
-    are the system prompt's (0: no checkpoint there). info: the session to keep it in, None to keep nothing. parent: the
-    turn it continues. new: the messages since its answer, without a final assistant message, whose text is `begun`.
-    found: the checkpoint to start from. heard: what was said in turns that were found altered. reread: the prompt from
-    the request's own words, should what is stored fail.
+    are the system prompt's, at whose end prefill stops, whether a state is kept there or not (0: it does not). info:
+    the session to keep it in, None to keep nothing. parent: the turn it continues. new: the messages since its answer,
+    without a final assistant message, whose text is `begun`. found: the checkpoint to start from. heard: what was said
+    in turns that were found altered. reread: the prompt from the request's own words, should what is stored fail.
     """
 
     text: Passage
@@ -162,7 +162,6 @@ class Planner:
         new = request.messages[place.length :]
         continued = bool(new) and new[-1].role == "assistant"
         begun = new[-1].content if continued else ""
-        keeps = request.store and self._store is not None
 
         def reread() -> Prompt:
             return self._prompt(request, place, cut, self._reread(request, place, cut), None)
@@ -172,7 +171,7 @@ class Planner:
             ids=shown.ids,
             stem=shown.stem,
             settled=shown.settled,
-            system=self._system(request, shown, self._now(place)) if keeps else 0,
+            system=self._system(request, shown, self._now(place)),
             info=place.info if request.store else None,
             parent=None if place.turn is None else place.turn.id,
             new=new[:-1] if continued else new,

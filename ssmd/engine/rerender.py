@@ -28,7 +28,6 @@ from ssmd.sessions.turn import SessionInfo, StoreError
 from ssmd.text.template import NOTHING_MORE, Given
 
 log = logging.getLogger(__name__)
-BUCKET = 64  # tokens that a request may have to wait for
 MAX_WAITING = 256  # turns; the oldest are given up, they are read again when they are continued
 MAX_TRIES = 3  # each request that comes meanwhile costs one
 
@@ -185,7 +184,7 @@ class Rerenderer:
         assert plan is not None
         position, ids = self._program.position(self._handle), plan.loaded.ids
         if position < len(ids):
-            n = buckets.plan(len(ids) - position, self._program.buckets, BUCKET)[0]
+            n = buckets.piece(position, len(ids), self._program.buckets)
             self._program.prefill(self._handle, ids.since(position)[:n].tolist())
             position += n
         if position == len(ids):

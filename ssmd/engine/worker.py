@@ -11,7 +11,7 @@ from functools import partial
 from ssmd.engine.answers import Answers
 from ssmd.engine.calling import Calling
 from ssmd.engine.choice import Choice
-from ssmd.engine.feeding import FORCED_BESIDE_OTHERS, feed, feed_forced, is_read
+from ssmd.engine.feeding import feed, feed_forced, is_read, piece_forced
 from ssmd.engine.generation import Generation
 from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
@@ -271,21 +271,29 @@ class Worker:
         self._answers.count()
 
     def _feed_forced(self, open_: Sequence[Open], running: Sequence[Generation]) -> list[Open]:
-        """Feed a piece of what a grammar left one of these choices no choice of, if that is quicker than steps; those
-        that are open then. The one comes first that waits longest.
-        """
-        others = len(open_) > 1 or self._turns.others_busy(self)
-        least = FORCED_BESIDE_OTHERS if others else 1
-        g, choice = min((one for one in open_ if one[1].ahead), key=lambda one: one[1].times[-1])
-        if choice.ahead >= least and self._shares.may_read(g, running, False):
-            started = time.perf_counter()
-            self._guarded([g], partial(self._feed_run, g, choice, others))
-            self._shares.spend(g, time.perf_counter() - started)
-        return [(g, c) for g, c in open_ if g in self.running and c.end is None]
+        """Feed a piece of what a grammar left one of these choices no choice of; those that take a step then.
 
-    def _feed_run(self, g: Generation, choice: Choice, others: bool) -> None:
+        The one comes first that waits longest. Tokens that go in a piece never go in steps instead, as that would give
+        other bits: where no piece may be read now, they wait for no more steps than they would have taken.
+        """
+        due = sorted((one for one in open_ if one[1].ahead), key=lambda one: one[1].times[-1])
+        pieces = [(g, c, n) for g, c in due if (n := piece_forced(c, self._program)) > 1]
+        fed = next(
+            (one for one in pieces if one[1].waited >= one[2] or self._shares.may_read(one[0], running, False)), None
+        )
+        for _, choice, _ in pieces:
+            choice.waited += 1
+        if fed is not None:
+            g, choice, _ = fed
+            started, choice.waited = time.perf_counter(), 0
+            self._guarded([g], partial(self._feed_run, g, choice))
+            self._shares.spend(g, time.perf_counter() - started)
+        left = [(g, c) for g, c in open_ if g in self.running and c.end is None]
+        return [(g, c) for g, c in left if not (c.ahead and piece_forced(c, self._program) > 1)]
+
+    def _feed_run(self, g: Generation, choice: Choice) -> None:
         with self._turns:
-            logits = feed_forced(choice, self._program, others=others)
+            logits = feed_forced(choice, self._program)
         if logits is not None:
             self._answers.take(g, choice, logits)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 # A call of a bucket of T tokens takes about T + CALL units, a unit being the time that one more token adds. CALL stands
 # for reading all weights once: SmolLM2-135M int8 (LiteRT, 2 threads of a Xeon) takes 12 ms for one token and 135 ms
 # for 64, so a unit is 2 ms and CALL 5 units.
 CALL = 5.0
+GRID = 64  # tokens
 _EXACT = 8  # prompts longer than so many largest buckets are first cut by the bucket that is cheapest a token
 
 
@@ -35,6 +36,33 @@ def plan(
     best = min(usable, key=lambda b: (price[b] / b, -b))
     whole = max(0, (n - _EXACT * usable[-1]) // best)
     return [best] * whole + list(_cheapest(n - whole * best, tuple(sorted(price.items(), reverse=True))))
+
+
+def grid(buckets: Sequence[int]) -> int:
+    """Return the multiple of positions at which pieces of a prompt end: GRID, or a larger smallest bucket."""
+    return max(GRID, min(buckets))
+
+
+def piece(position: int, end: int, buckets: Sequence[int], *, wide: bool = False) -> int:
+    """Return how many of the tokens [position, end) to feed in the next prefill call: at least one.
+
+    A call ends at the next multiple of the grid at the latest: where a prompt is cut depends on `position` and `end`
+    alone. `wide`: whole cells of the grid may go in one call, as many as a bucket holds.
+    """
+    if not position < end:
+        raise ValueError(f"there is nothing to feed in [{position}, {end})")
+    cell = grid(buckets)
+    if wide and position % cell == 0 and end - position >= 2 * cell:
+        return max(cell, min(end - position, max(buckets)) // cell * cell)
+    return plan(min(end, position - position % cell + cell) - position, buckets)[0]
+
+
+def pieces(position: int, end: int, buckets: Sequence[int]) -> Iterator[int]:
+    """Yield the lengths of all calls that feed the tokens [position, end), as `piece` cuts them."""
+    while position < end:
+        n = piece(position, end, buckets)
+        yield n
+        position += n
 
 
 def bucket_of(n: int, buckets: Sequence[int]) -> int:

@@ -64,6 +64,7 @@ class CheckedProgram(ABC, Generic[H]):
 
     producer: str
     threads: int
+    wide = False  # whether a call of some cells of the grid (ssmd/runtime/buckets.py) has the bits of a call for each
 
     def __init__(self, manifest: Manifest) -> None:
         self.spec = manifest.spec

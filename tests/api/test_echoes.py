@@ -187,7 +187,7 @@ def check(asked: Asked, loaded: tuple[Artifact, Program], tokenizer: Tokenizer, 
         return answer
     program = loaded[1]
     handle = program.new_state()
-    for n in buckets.plan(len(ids), program.buckets):
+    for n in buckets.pieces(0, len(ids), program.buckets):
         logits = program.prefill(handle, ids[:n])
         del ids[:n]
     program.release(handle)

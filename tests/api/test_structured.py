@@ -190,7 +190,7 @@ def test_forced_tokens_are_fed_at_once_and_are_those_that_would_be_drawn(
 
 def test_forced_tokens_leave_draws_and_penalties_as_they_would_be(tiny: Daemon) -> None:
     if tiny.engine.artifact.manifest.quantization != "f32":
-        pytest.skip("int8 rounds by what is in a call, so a close draw falls otherwise")
+        pytest.skip("tokens in one piece have other bits than one by one, so a close draw falls otherwise")
     asked: dict[str, Any] = {
         "temperature": 1,
         "seed": 7,
@@ -202,7 +202,7 @@ def test_forced_tokens_leave_draws_and_penalties_as_they_would_be(tiny: Daemon) 
 
 
 def test_what_is_fed_is_the_answer_in_its_order(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of forced tokens that are too short for a piece of their own beside others, and longer ones."""
+    """Runs of forced tokens that are too short for a piece of their own, and longer ones."""
     program, fed = tiny.engine.program, dict[int, list[int]]()
     decode, prefill = program.decode, program.prefill
     kept: list[Handle] = []  # so that no other has its number

@@ -317,7 +317,7 @@ def test_a_state_whose_turn_does_not_come_is_for_who_asks_again(
 
     def hang_up(self: persistence._Kept, handle: Handle, position: int) -> None:
         prefilled(self, handle, position)
-        if position == self.mark:
+        if position == self._prompt.system:
             written.append(position)
             engine._worker.running[0].cancel()
 

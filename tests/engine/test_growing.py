@@ -253,7 +253,7 @@ def positions(store: Store) -> list[int]:
 def first_token(program: Program, handle: Handle, ids: list[int]) -> tuple[float | None, tuple[float, ...]]:
     """What is said after these ids: log probabilities, by the calls that a request makes."""
     position = program.position(handle)
-    for n in buckets.plan(len(ids) - 1 - position, program.buckets):
+    for n in buckets.pieces(position, len(ids) - 1, program.buckets):
         program.prefill(handle, ids[position : position + n])
         position += n
     (logits,) = program.decode([handle], [ids[-1]])

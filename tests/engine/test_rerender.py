@@ -99,8 +99,8 @@ def reference(program: Program, store: Store, sampling: SamplingParams, session:
     assert whole[:settled] == whole_of(store, first.id)[0]
     handle = program.new_state()
     position = 0
-    for end, limit in ((prompt, None), (settled, 64), (len(whole) - 1, None)):
-        for n in buckets.plan(end - position, program.buckets, limit):
+    for end in (prompt, settled, len(whole) - 1):
+        for n in buckets.pieces(position, end, program.buckets):
             program.prefill(handle, whole[position : position + n])
             position += n
     (logits,) = program.decode([handle], [whole[-1]])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssmd.runtime.buckets import CALL, plan
+from ssmd.runtime.buckets import CALL, GRID, grid, piece, pieces, plan
 
 BUCKETS = (16, 64, 256)
 
@@ -90,3 +91,40 @@ def test_measured_costs_decide() -> None:
 def test_nonsense_is_refused(n: int, buckets: tuple[int, ...], limit: int | None) -> None:
     with pytest.raises(ValueError, match=r"plan|no bucket"):
         plan(n, buckets, limit)
+
+
+@given(st.integers(0, 700), st.integers(0, 700), st.sets(st.integers(1, 130), min_size=1, max_size=3))
+def test_pieces_end_on_the_grid_wherever_they_begin(one: int, other: int, some: set[int]) -> None:
+    """So all that is read after a multiple of the grid is read by the same calls, wherever reading began."""
+    start, end, sizes = min(one, other), max(one, other), sorted(some)
+    cell, at, ends = grid(sizes), start, [start]
+    for n in pieces(start, end, sizes):
+        assert 1 <= n <= max(sizes)
+        at += n
+        ends.append(at)
+    assert at == end
+    assert {p for p in range(start, end) if p % cell == 0} <= {*ends}
+    whole = list(accumulate(pieces(0, end, sizes), initial=0))
+    first = next((p for p in ends if p % cell == 0), end)
+    assert [p for p in ends if p >= first] == [p for p in whole if p >= first]
+
+
+def test_the_grid_is_of_64_tokens_or_of_the_smallest_bucket() -> None:
+    assert [grid(sizes) for sizes in (BUCKETS, (16,), (64,), (128, 256))] == [GRID, GRID, GRID, 128]
+    assert list(pieces(0, 200, BUCKETS)) == [64, 64, 64, 8]
+    assert list(pieces(100, 200, BUCKETS)) == [16, 12, 64, 8]
+    assert list(pieces(0, 200, (128, 256))) == [128, 72]
+
+
+def test_whole_cells_of_the_grid_go_at_once_where_that_is_asked() -> None:
+    sizes, at, found = BUCKETS, 10, list[int]()
+    while at < 700:
+        found.append(piece(at, 700, sizes, wide=True))
+        at += found[-1]
+    assert found == [54, 256, 256, 64, 60]
+
+
+def test_nothing_is_no_piece() -> None:
+    with pytest.raises(ValueError, match="nothing to feed"):
+        piece(7, 7, BUCKETS)
+    assert list(pieces(7, 7, BUCKETS)) == []

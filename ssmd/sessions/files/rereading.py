@@ -75,7 +75,7 @@ class Rereader:
                     self.program.release(handle) if handle is not None else None
                     handle, fed, parent = self.program.new_state(), fed[:0], None
                 at = len(fed)
-                for n in buckets.plan(len(ids) - at, self.program.buckets):
+                for n in buckets.pieces(at, len(ids), self.program.buckets):
                     self.program.prefill(handle, ids[at : at + n].tolist())
                     at, read = at + n, read + n
                     self.progress(read, whole)
