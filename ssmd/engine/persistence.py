@@ -159,10 +159,9 @@ class _Kept(Kept):
         if found is None:
             return Restored(None, 0, "none", self._prompt)
         self._origin = found.origin
-        same_build = found.build == self._by._build
-        if same_build:
+        if found.build == self._by._build:
             self._parent = (found.id, found.position)
-        exact = same_build and found.producer == self._by._program.producer
+        exact = found.is_exact(self._by._build, self._by._program.producer)
         return Restored(loaded.handle, found.position, "exact" if exact else "portable", self._prompt)
 
     def discard(self) -> None:

@@ -57,7 +57,7 @@ class Program(Protocol):
     buckets: tuple[int, ...]
     context: int | None
     vocabulary: int
-    producer: str  # runtime, its version, device, threads: with the build, what an exact resume needs
+    producer: str  # runtime, its version, device: with the build, what an exact resume needs; and threads
     threads: int  # of the processor that compute a step
 
     def new_state(self) -> Handle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,7 @@ from ssmd.model.state import State, StateSpec
 from ssmd.sessions.line import Line
 
 CheckpointKind = Literal["system", "user", "turn"]
+_THREADS = re.compile(r"; \d+ threads")
 KINDS: tuple[CheckpointKind, ...] = ("system", "user", "turn")
 
 
@@ -35,13 +37,20 @@ class Maker:
 
 @dataclass(frozen=True)
 class Found:
-    """A stored checkpoint. Resuming from it is exact when build and producer are the program's own."""
+    """A stored checkpoint."""
 
     id: int
     position: int
     build: str
     producer: str
     origin: str | None
+
+    def is_exact(self, build: str, producer: str) -> bool:
+        """Whether a program of that build and producer computes the very bits of this state.
+
+        However many threads it has: where a producer names them, they change no bit (tests/engine/test_company.py).
+        """
+        return self.build == build and _THREADS.sub("", self.producer) == _THREADS.sub("", producer)
 
 
 @dataclass(frozen=True, eq=False)

@@ -183,7 +183,8 @@ def test_threads_change_no_bit(loaded: tuple[Artifact, Program]) -> None:
         pytest.skip("its sums are the device's")
 
     def read(program: Program) -> list[Any]:
-        handle, ids, found = program.new_state(), raw_of(201, program), []
+        handle, ids = program.new_state(), raw_of(201, program)
+        found: list[Any] = []
         for at in (*range(0, 192, 64), 192):
             found.append(program.prefill(handle, ids[at : min(at + 64, 200)]).tobytes())
         found += [program.decode([handle], [token]).tobytes() for token in ids[-1:] * 3]
