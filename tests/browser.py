@@ -126,19 +126,24 @@ def slow(window: Window, part: str, ms: int) -> None:
 
 
 def axe(cache: Path) -> str:
-    """The source of axe-core: from the npm registry the first time, by its hash."""
+    """The source of axe-core."""
+    return npm_file(cache, AXE, AXE_SHA256, "axe.min.js")
+
+
+def npm_file(cache: Path, package: str, sha256: str, name: str) -> str:
+    """A package's file: from the npm registry the first time, by the package's hash."""
     import hashlib
     import tarfile
 
-    kept = cache / "axe.min.js"
+    kept = cache / name
     if not kept.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as name:
-            run(["npm", "pack", "--silent", AXE], cwd=name, check=True, capture_output=True)
-            [packed] = Path(name).glob("*.tgz")
-            assert hashlib.sha256(packed.read_bytes()).hexdigest() == AXE_SHA256
+        with tempfile.TemporaryDirectory() as folder:
+            run(["npm", "pack", "--silent", package], cwd=folder, check=True, capture_output=True)
+            [packed] = Path(folder).glob("*.tgz")
+            assert hashlib.sha256(packed.read_bytes()).hexdigest() == sha256
             with tarfile.open(packed) as opened:
-                member = opened.extractfile("package/axe.min.js")
+                member = opened.extractfile(f"package/{name}")
                 assert member is not None
                 kept.write_bytes(member.read())
     return kept.read_text("utf-8")

@@ -18,7 +18,7 @@ from ssmd.config import Settings
 
 WEB = Path(__file__).parents[2] / "clients" / "web"
 VENDOR = WEB / "vendor"
-MOST_BYTES = 150_000  # of all that is sent, as it is: nothing is compressed
+MOST_BYTES = 250_000  # of all that is sent, as it is: nothing is compressed
 LICENCES = {"MIT": "MIT License", "Apache-2.0": "Apache License"}
 
 
