@@ -62,3 +62,14 @@ def state(cache: Any, position: int) -> State:
                 array = value[0].numpy().copy()
                 tensors[f"{kind}_{i}"] = array[:, 1:] if kind == "conv" else array
     return State(position, 0, tensors)
+
+
+def stretched(cache: Any, rows: int, position: int) -> State:
+    """Repeat the `rows` rows of keys and values in a cache, which is changed, until it has `position` of them: a long
+    history that costs nothing. Returns the canonical state."""
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            held = getattr(layer, name, None)
+            if isinstance(held, torch.Tensor) and held.numel():
+                setattr(layer, name, held.repeat(1, 1, -(-position // rows), 1)[:, :, :position].contiguous())
+    return state(cache, position)

@@ -52,6 +52,23 @@ def test_rows_are_the_same_after_any_growth(capacities: tuple[int, ...], full: b
     assert moved < len(capacities) - 1 or capacities[1] > 2 * capacities[0]
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_memory_that_is_not_there_is_not_taken(has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small growth is not asked for: the system knows pages, not arrays."""
+    rows = 1 << 18
+    caches = Caches(GROUPS, rows, context=1 << 21, masked=True)
+    expected, blocks = filled(caches, 100), caches.blocks
+    more = caches.nbytes if has_room else 4 * caches.nbytes
+    monkeypatch.setattr("ssmd.runtime.hoststate.caches.available", lambda: more - 4096)
+    with pytest.raises(MemoryError, match=r"^a conversation of \d+ tokens takes .* more memory, and .* are free$"):
+        caches.grow((2 if has_room else 4) * rows, 100)
+    assert (caches.capacity, caches.blocks) == (rows, blocks)
+    for was, now in zip(expected, rows_of(caches, 100), strict=True):
+        np.testing.assert_array_equal(was, now)
+    monkeypatch.setattr("ssmd.runtime.hoststate.caches.available", lambda: 0)
+    caches.grow(rows + 128, 100)
+
+
 def test_a_capacity_beyond_the_context_has_memory_of_its_own_size() -> None:
     caches = Caches(GROUPS, 8, context=10, masked=False)
     assert caches.has_room(10)

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.machine.memory import available
+from ssmd.machine.size import show_size
 from ssmd.model.state import StateSpec
 from ssmd.runtime.hoststate.buffers import Memory, aligned, populate, stack_bytes, stacked
 from ssmd.runtime.hoststate.graph import SLOTS, Array
@@ -25,6 +27,7 @@ from ssmd.runtime.hoststate.graph import SLOTS, Array
 _FLOAT32 = np.dtype(np.float32)
 _MASKED = np.float32(-6e4)  # added to a score: its softmax is exactly 0
 _ROOM = 2  # times the capacity that new memory has room for: addresses only, until they are written
+_ASKED_BYTES = 64 << 20  # that are taken only where the system says that it has them: it gives addresses in any case
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ def row_groups(spec: StateSpec) -> tuple[RowGroup, ...]:
     return tuple(RowGroup(kind, s[0], s[1], dtype, tuple(found)) for (kind, s, dtype), found in names.items())
 
 
+def room_for(capacity: int, context: int) -> int:
+    """Count the rows that new memory has room for, of caches with this capacity now and `context` slots at most."""
+    return max(capacity, min(context, _ROOM * capacity))
+
+
 class Caches:
     """Keys and values of all layers. capacity: slots that the graph sees. stacks: (L, *) for each group; arrays: the
     same by tensor, and the mask."""
@@ -76,22 +84,42 @@ class Caches:
     @property
     def nbytes(self) -> int:
         """Bytes that were ever written."""
-        return sum(stack_bytes(len(g.names), g.shape(self._highest)) for g in self.groups)
+        return self._nbytes_at(self._highest)
+
+    def _nbytes_at(self, capacity: int) -> int:
+        return sum(stack_bytes(len(g.names), g.shape(capacity)) for g in self.groups)
 
     def has_room(self, capacity: int) -> bool:
         """Whether they can have this capacity in the memory that there is."""
         return capacity <= self._room
 
+    def _ask(self, capacity: int, held: int) -> None:
+        """Check that there is memory for this capacity, of which `held` bytes are there. Raises MemoryError: a process
+        that wrote into pages which no system has would be ended, with every conversation in it."""
+        more = self._nbytes_at(capacity) - held
+        free = available() if more > _ASKED_BYTES else None
+        if free is not None and more > free:
+            sizes = show_size(more), show_size(free)
+            raise MemoryError(
+                f"a conversation of {capacity} tokens takes {sizes[0]} more memory, and {sizes[1]} are free"
+            )
+
     def _make(self, capacity: int) -> None:
-        room = max(capacity, min(self._context, _ROOM * capacity))
+        self._ask(capacity, 0)
+        room = room_for(capacity, self._context)
         blocks = [aligned(stack_bytes(len(g.names), g.shape(room))) for g in self.groups]
         if self._masked:
             blocks.append(aligned(room * _FLOAT32.itemsize))
         self._blocks, self._room, self._highest = blocks, room, 0  # not before there is memory for all
-        self.fit(capacity)
+        self._fit(capacity)
 
     def fit(self, capacity: int) -> None:
-        """Have another capacity, for which there is room. What they hold is lost, unless it is nothing."""
+        """Have another capacity, for which there is room. What they hold is lost, unless it is nothing. Raises
+        MemoryError before anything is changed."""
+        self._ask(capacity, self.nbytes)
+        self._fit(capacity)
+
+    def _fit(self, capacity: int) -> None:
         self.capacity = capacity
         self._highest = max(self._highest, capacity)
         self.stacks = [

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ssmd.model.state import FLOAT16_MAX, StateSpec, TensorSpec, narrowed
 from ssmd.runtime.hoststate.buffers import Memory, aligned, carve, stack_bytes, stacked
-from ssmd.runtime.hoststate.caches import Caches, RowGroup
+from ssmd.runtime.hoststate.caches import Caches, RowGroup, room_for
 from ssmd.runtime.hoststate.graph import Array, Call, Tensor
 
 _FLOAT32 = np.dtype(np.float32)
@@ -116,7 +116,8 @@ class Slot:
         self.calls: dict[tuple[int, int], Call] = {}  # by length and the side that is read
         self.bounds: dict[tuple[int, int], Any] = {}  # what a step of so many streams needs to read that side
         # Canonical rows (S, values of a row), in the dtype of the state, from `_kept_from` on. None is written twice,
-        # and the next handle has others: a save copies no rows, and its views may outlive this one.
+        # and the next handle has others: a save copies no rows, and its views may outlive this one. They have room for
+        # what the caches have room for, so that their address space grows with use, too.
         self._spec = spec
         self._kept_from = 0
         self._store: Array = _NO_ROWS
@@ -142,12 +143,16 @@ class Slot:
         Returns the memory that no call may be bound to any more. Raises MemoryError before anything is changed.
         """
         left = self.caches.blocks
+        store = self._new_store(capacity) if 0 < len(self._store) < capacity else None
         if not self._used and self.caches.has_room(capacity):
             self.caches.fit(capacity)
         else:
             self.caches.grow(capacity, rows)
         self.unbind()
         self._used = rows
+        if store is not None:  # views keep the one before; what it held stands in the caches
+            self._take_store(store)
+            self._kept_from = rows
         return left
 
     def unbind(self) -> None:
@@ -158,12 +163,18 @@ class Slot:
     def begin(self) -> None:
         """Have memory for a handle's rows. It is not there before it is written: a handle that was restored writes its
         new rows only. Raises MemoryError."""
+        self._take_store(self._new_store(self.caches.capacity))
+
+    def _new_store(self, capacity: int) -> Array:
         dtype = self.groups[0].dtype if self.groups else _FLOAT32
-        self._store = np.empty((self._context, self._spec.row_values), dtype)
+        return np.empty((room_for(capacity, self._context), self._spec.row_values), dtype)
+
+    def _take_store(self, store: Array) -> None:
         columns = self._spec.row_columns
+        self._store = store
         self._group_stores = [
-            self._store[:, columns[g.names[0]].start : columns[g.names[-1]].stop].reshape(
-                self._context, len(g.names), g.heads, g.dim
+            store[:, columns[g.names[0]].start : columns[g.names[-1]].stop].reshape(
+                len(store), len(g.names), g.heads, g.dim
             )
             for g in self.groups
         ]

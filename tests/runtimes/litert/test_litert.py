@@ -21,6 +21,7 @@ import kept
 import numpy as np
 import pytest
 from conftest import TinyArtifacts
+from far import check_far
 from flat_programs import altered, conversation, mapped, silent, stale
 
 from ssmd.build.builder import BuildError
@@ -66,6 +67,29 @@ def test_managed_buffers_give_the_same_bits(artifact: Artifact, caplog: pytest.L
     assert shared.producer == managed.producer
     assert conversation(shared) == conversation(managed)
     assert not caplog.records
+
+
+def test_a_hybrid_without_rope_at_far_positions(granite: Artifact, tmp_path: Path) -> None:
+    """The graph knows no end: its manifest says one. Memory is for what is used, views of it stay."""
+    tiny = pytest.importorskip("tiny")
+    program = LiteRTRuntime().load(altered(granite, tmp_path / "long", context=32_768, tiers=[64, 512, 2304, 32_768]))
+    try:
+        for position in (2040, 8180, 32_748):
+            check_far(program, tiny.official("granite", program.vocabulary), position, rope=False)
+        handle = program.new_state()
+        program.prefill(handle, [5] * 60)
+        held, rows = program.save(handle), len(handle.slot._store)
+        before = {name: array.copy() for name, array in held.tensors.items()}
+        program.prefill(handle, [6] * 64)
+        program.prefill(handle, [7] * 64)
+        assert rows == 128 < len(handle.slot._store) < 32_768
+        whole = program.save(handle)
+        for name, array in before.items():
+            np.testing.assert_array_equal(held.tensors[name], array)
+        for row in program.spec.rows:
+            np.testing.assert_array_equal(whole.tensors[row.name][:, :60], before[row.name])
+    finally:
+        program.close()
 
 
 def test_a_library_of_another_version_is_left_alone(
