@@ -59,6 +59,12 @@ def pull(
             callback=options.known_runtime,
         ),
     ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that a conversation can have; else the model's own, 32768 at most.", metavar="N", min=1
+        ),
+    ] = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
@@ -73,7 +79,7 @@ def pull(
     another hub, HF_TOKEN is sent to that hub alone, with HF_HUB_OFFLINE=1 nothing is fetched.
     """
     with reporting() if report else contextlib.nullcontext():
-        _pull(name, revision, folder, to, runtime, data_dir, models_dir, force, offline, as_json, report)
+        _pull(name, revision, folder, to, runtime, context, data_dir, models_dir, force, offline, as_json, report)
 
 
 def _pull(
@@ -82,6 +88,7 @@ def _pull(
     folder: Path | None,
     to: Path | None,
     runtime: str | None,
+    context: int | None,
     data_dir: Path | None,
     models_dir: Path | None,
     force: bool,
@@ -94,8 +101,8 @@ def _pull(
     from ssmd.refit import catalog
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
-    if to is not None and (folder is not None or runtime is not None):
-        fail("--to only fetches: leave out --from and --runtime", USAGE)
+    if to is not None and (folder is not None or runtime is not None or context is not None):
+        fail("--to only fetches: leave out --from, --runtime and --context", USAGE)
     if to is None:
         settings.prepare_models()  # before anything is fetched
     said: dict[str, object] = {"name": name}
@@ -116,9 +123,9 @@ def _pull(
             wanted = [runtime] if runtime is not None else catalog.RUNTIMES
             graph, why_not = (None, "") if packer else catalog.choose(source.config, wanted)
             if packer is not None:
-                artifact = packed(packer, source, own, settings, say, force=force)
+                artifact = packed(packer, source, own, settings, say, context, force=force)
             elif graph is not None:
-                artifact = refitted(graph, source, own, settings, say, force=force)
+                artifact = refitted(graph, source, own, settings, say, context, force=force)
             elif runtime is not None or folder is not None or report:  # who asked wants one to run
                 way = "" if runtime is None else f" --runtime {runtime}"
                 advice = f"ssmd build {name if folder is None else folder}{way}"
@@ -136,45 +143,96 @@ def _silent(line: str) -> None:
 
 
 def refitted(
-    graph: StrippedGraph, source: Source, name: str, settings: Settings, say: Progress, *, force: bool = False
+    graph: StrippedGraph,
+    source: Source,
+    name: str,
+    settings: Settings,
+    say: Progress,
+    context: int | None = None,
+    *,
+    force: bool = False,
 ) -> Path:
-    """The folder of the artifact that a graph gives with a source; one that is there is kept, unless `force`."""
+    """The folder of the artifact that a graph gives with a source, for `context` tokens; one that is there is kept,
+    unless `force`."""
     from ssmd.hub.download import check_room
     from ssmd.refit.catalog import install
+    from ssmd.refit.refit import bounded
 
     h = graph.header
+    most = bounded(h, source.config, context)[-1]  # before anything is replaced
     out = _folder(settings, name, h.runtime, h.device_class, h.quantization)
     if force or not out.exists():
         check_room(sum(f.size for f in h.files), settings.models_dir, "SSMD_MODELS_DIR", "written")
         if h.device_class == "npu":
             say(costs(h.device_class, {f.name: f.size for f in h.files}))
-    return _made(out, force, settings, say, name, lambda: install(graph, source, out, name=name, progress=say))
+    return _made(
+        out,
+        force,
+        settings,
+        say,
+        name,
+        most,
+        lambda: install(graph, source, out, name=name, context=context, progress=say),
+    )
 
 
 def packed(
-    packer: Packer, source: Source, name: str, settings: Settings, say: Progress, *, force: bool = False
+    packer: Packer,
+    source: Source,
+    name: str,
+    settings: Settings,
+    say: Progress,
+    context: int | None = None,
+    *,
+    force: bool = False,
 ) -> Path:
-    """Pack the source for a runtime that needs no graph; its folder. One that is there is kept, unless `force`."""
+    """Pack the source for a runtime that needs no graph, for `context` tokens; its folder. One that is there is kept,
+    unless `force`."""
     out = _folder(settings, name, packer.runtime, packer.device_class, packer.quantizations[0])
-    return _made(
-        out, force, settings, say, name, lambda: packer.build(source, out, name=name, replace=True, progress=say)
-    )
+    tiers = None if context is None else [context]
+
+    def make() -> Artifact:
+        return packer.build(source, out, name=name, tiers=tiers, replace=True, progress=say)
+
+    return _made(out, force, settings, say, name, context, make)
 
 
 def _folder(settings: Settings, name: str, runtime: str, device_class: str, quantization: str) -> Path:
     return settings.models_dir / name_of(name) / f"{runtime}-{device_class}-{quantization}"
 
 
-def _made(out: Path, force: bool, settings: Settings, say: Progress, name: str, make: Callable[[], Artifact]) -> Path:
+def _made(
+    out: Path,
+    force: bool,
+    settings: Settings,
+    say: Progress,
+    name: str,
+    most: int | None,
+    make: Callable[[], Artifact],
+) -> Path:
+    """`most`: the tokens that a conversation is to have, where that is known."""
     from ssmd.machine.size import show_size
 
     if out.exists() and not force:
-        say(f"{out} is here already; --force makes it again")
+        has = _context_of(out)
+        other = most is not None and has is not None and has != most
+        again = f", for conversations of {has} tokens; --force makes it again, for {most}"
+        say(f"{out} is here already{again if other else '; --force makes it again'}")
         return out
     manifest = make().manifest
     noted(out, settings)
     say(f"{out}: {show_size(sum(f.size for f in manifest.files.values()))}; {hint(manifest, name)}")
     return out
+
+
+def _context_of(artifact: Path) -> int | None:
+    """The most tokens that an artifact is for; None without an end, or where it cannot be read."""
+    from ssmd.model.artifact import ArtifactError, read_manifest
+
+    try:
+        return read_manifest(artifact).context
+    except ArtifactError:
+        return None
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source
 from ssmd.refit.graphfile import Header, StrippedGraph
 from ssmd.refit.install import checked_tokenizer, fields_of, placed, save_texts
-from ssmd.refit.refit import RefitError, differences, fits, refit, shown
+from ssmd.refit.refit import RefitError, bounded, differences, fits, refit, shown
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime, prepare
 from ssmd.runtime.verify import GOLDEN_POSITIONS, GOLDEN_TOKENS, StepError, compare, golden_tokens, replay, save_golden
 
@@ -68,7 +68,7 @@ def verified(graph: StrippedGraph, folder: Path) -> list[tuple[StepError, float]
     refit(graph, source, folder)
     (folder / "tokenizer.json").write_bytes(b"{}")
     (folder / GOLDEN).write_bytes(b"")
-    artifact = seal(folder, _fields(header, source.config, "verified", lineage="0" * 64))
+    artifact = seal(folder, _fields(header, source.config, "verified", "0" * 64, header.tiers))
     with _cache_in(folder):
         program = get_runtime(header.runtime).load(artifact, device="cpu")  # an NPU's graphs too: any machine has one
         try:
@@ -84,10 +84,16 @@ def verified(graph: StrippedGraph, folder: Path) -> list[tuple[StepError, float]
 
 
 def install(
-    graph: StrippedGraph, source: Source, out: Path, *, name: str, progress: Progress = lambda line: None
+    graph: StrippedGraph,
+    source: Source,
+    out: Path,
+    *,
+    name: str,
+    context: int | None = None,
+    progress: Progress = lambda line: None,
 ) -> Artifact:
     """The artifact of a source, in the folder `out`, which is replaced if it exists: the same build that `ssmd build`
-    makes. It appears whole or not at all.
+    makes. It appears whole or not at all. `context`: the most tokens that a conversation has, fewer than there can be.
 
     Its golden values are what it computes itself when it is new; it has none where its runtime executes on other
     systems alone. Raises RefitError, SourceError, ProgramError or
@@ -95,6 +101,7 @@ def install(
     """
     header = graph.header
     fits(header, source)
+    tiers = bounded(header, source.config, context)
     family = family_of(source.config)
     tokenizer = checked_tokenizer(source, family.parse(source.config).vocabulary)
     return_big_blocks()
@@ -105,7 +112,7 @@ def install(
             lineage = source.lineage
         save_texts(source, made)
         (made / GOLDEN).write_bytes(b"")
-        fields = _fields(header, source.config, name, lineage, source.special_tokens, source.stop_tokens)
+        fields = _fields(header, source.config, name, lineage, tiers, source.special_tokens, source.stop_tokens)
         executed = header.runtime not in ELSEWHERE or not unusable(header.runtime)
         fields["golden"] = "itself" if executed else "none"
         with staged(progress, "hash the artifact"):
@@ -137,6 +144,7 @@ def _fields(
     config: Mapping[str, Any],
     name: str,
     lineage: str,
+    tiers: Sequence[int],
     special_tokens: Mapping[str, str] = MappingProxyType({}),
     stop_tokens: Sequence[int] = (),
 ) -> dict[str, Any]:
@@ -152,7 +160,7 @@ def _fields(
         recipe=header.recipe,
         conversion=header.conversion,
         buckets=header.buckets,
-        tiers=header.tiers,
+        tiers=tiers,
         builders=header.builders,
         special_tokens=special_tokens,
         stop_tokens=stop_tokens,

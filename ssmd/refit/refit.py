@@ -45,6 +45,7 @@ def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
             if hole.parameter not in bindings:
                 raise RefitError(f"{part.name} asks for {hole.parameter!r}, which the family has not; get it again")
             places.setdefault(hole.parameter, []).append((part.name, hole))
+    _check_tables(header, places)
     if isinstance(source, Source):
         _check_tensors(source, bindings)
         if has_own_head(family := family_of(source.config), family.parse(source.config), source):
@@ -83,17 +84,17 @@ def shown(differing: Differences) -> str:
 def differences(header: Header, config: Mapping[str, Any]) -> Differences:
     """The fields of a config.json that keep it from fitting a graph, with its value and the graph's.
 
-    Fields that the family does not read make no difference, nor does how many tokens the model was trained for, if it
-    is enough. Raises FamilyError where the config is of no family.
+    Fields that the family does not read make no difference, nor does how many tokens the model was trained for, if a
+    prefill fits into them. Raises FamilyError where the config is of no family.
     """
     family, wanted = family_of(header.config), stable(header.config)
     if config.get("model_type") != header.family:
         return {"model_type": (config.get("model_type"), header.family)}
-    context = header.tiers[-1]
+    least = _least(header)
 
     def function(fields: Mapping[str, Any]) -> object:
         parsed = family.parse(fields)
-        return _rounded(asdict(replace(parsed, max_position=min(parsed.max_position, context))))
+        return _rounded(asdict(replace(parsed, max_position=min(parsed.max_position, least))))
 
     here = function(wanted)
     if function(config) == here:
@@ -108,6 +109,39 @@ def differences(header: Header, config: Mapping[str, Any]) -> Differences:
 
     keys = sorted(k for k in wanted.keys() | stable(config).keys() if wanted.get(k) != config.get(k))
     return {k: (config.get(k), wanted.get(k)) for k in [k for k in keys if matters(k)] or keys}
+
+
+def bounded(header: Header, config: Mapping[str, Any], context: int | None = None) -> tuple[int, ...]:
+    """Choose the KV tiers of an artifact of a graph and a config that fits it: up to `context` tokens, else as many as
+    both have. Raises RefitError where `context` cannot be had."""
+    most = family_of(config).parse(config).max_position
+    last = min(header.tiers[-1], most)
+    if not _any_capacity(header):
+        last = max(tier for tier in header.tiers if tier <= last)
+    asked = last if context is None else context
+    if asked > last:
+        made = "config.json says so" if most < asked else "`ssmd build --context` makes more, with PyTorch"
+        raise RefitError(f"{header.name} for {header.runtime} holds {last} tokens at most, not {asked}: {made}")
+    if asked < _least(header):
+        raise RefitError(
+            f"a context of {asked} tokens is too short for {header.name} for {header.runtime}: {_least(header)} or more"
+        )
+    if not _any_capacity(header) and asked not in header.tiers:
+        raise RefitError(
+            f"the caches of {header.name} for {header.runtime} have a fixed size: --context {asked} cannot be had, but "
+            f"{', '.join(map(str, header.tiers))}"
+        )
+    return (*(tier for tier in header.tiers if tier < asked), asked)
+
+
+def _any_capacity(header: Header) -> bool:
+    """Whether the graph's caches take any capacity: its tiers are a choice then, else it was made for each of them."""
+    return header.device_class == "cpu" and len(header.tiers) > 1
+
+
+def _least(header: Header) -> int:
+    """Count the tokens that a context must have room for."""
+    return header.buckets[-1] if _any_capacity(header) else header.tiers[0]
 
 
 def _rounded(value: object) -> object:
@@ -132,6 +166,18 @@ def bindings_of(config: Mapping[str, Any], recipe: Mapping[str, Any], context: i
     parsed = family.parse(config)
     made = family.bindings(parsed)
     return {**(rotated(made) if "rotation" in recipe else made), **family.tables(parsed, context)}
+
+
+def _check_tables(header: Header, places: Mapping[str, list[tuple[str, Hole]]]) -> None:
+    """Check that tables have a row for each token that the graph is for: one beyond them would get the last row."""
+    family = family_of(header.config)
+    for name in family.tables(family.parse(header.config), header.tiers[-1]):
+        for file, hole in places.get(name, []):
+            if (hole.first, hole.rows) != (0, header.tiers[-1]):
+                raise RefitError(
+                    f"{header.name}'s graph is for {header.tiers[-1]} tokens, and {name} in {file} has {hole.rows} "
+                    "rows; get it again"
+                )
 
 
 def _check_tensors(source: Source, bindings: Mapping[str, Binding]) -> None:

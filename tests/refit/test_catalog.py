@@ -21,10 +21,11 @@ from safetensors.numpy import load_file, save_file
 from test_server import environment
 from typer.testing import CliRunner
 
-from ssmd.build.builder import Target
+from ssmd.build.builder import TIERS, Target
 from ssmd.build.stripping import Label, make
 from ssmd.cli import app
 from ssmd.families import weights
+from ssmd.families.registry import family_of
 from ssmd.model.artifact import GOLDEN, Artifact, ArtifactError
 from ssmd.model.made import is_made_here
 from ssmd.model.random_source import SeededSource
@@ -32,7 +33,7 @@ from ssmd.model.source import Source, SourceError
 from ssmd.refit import catalog
 from ssmd.refit.catalog import GraphError, choose, install, origin_of, shipped, verified
 from ssmd.refit.graphfile import StrippedGraph
-from ssmd.refit.refit import RefitError, bindings_of, differences, refit
+from ssmd.refit.refit import RefitError, bindings_of, bounded, differences, refit
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, get_runtime
 from ssmd.runtime.trial import judge
 from ssmd.runtime.verify import verify
@@ -168,6 +169,17 @@ def test_tensors_too_many(artifacts: TinyArtifacts, tmp_path: Path) -> None:
         refit(graph, more, tmp_path)
 
 
+@pytest.mark.parametrize("tokens", [256, 1024])
+def test_a_graph_that_lies_about_its_tables_is_refused(artifacts: TinyArtifacts, tokens: int, tmp_path: Path) -> None:
+    source = Source.open(artifacts.source("llama-f32"))
+    graph = stripped(Artifact.open(artifacts["llama-f32"]), source)
+    assert graph.header.tiers[-1] == 512
+    lying = StrippedGraph(graph.header.model_copy(update={"tiers": (128, tokens)}), graph.literals)
+    with pytest.raises(RefitError, match=rf"graph is for {tokens} tokens, and rope_\w+ in model.tflite has 512 rows"):
+        install(lying, source, tmp_path / "made", name="x")
+    assert not (tmp_path / "made").exists()
+
+
 def test_values_that_float16_cannot_hold(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     source = Source.open(artifacts.source("llama-f32"))
     built = Artifact.open(artifacts["openvino-llama-f32"])
@@ -229,7 +241,8 @@ def test_the_bindings_say_what_they_read(artifacts: TinyArtifacts) -> None:
 def header_of(config: Mapping[str, Any], context: int = 256) -> Any:
     class Header:
         family = config["model_type"]
-        tiers = (context,)
+        name, runtime, device_class = "a", "litert", "cpu"
+        buckets, tiers = (16, 64), (128, 192, context)
 
     made: Any = Header()
     made.config = config
@@ -243,9 +256,10 @@ def test_what_keeps_a_config_from_fitting() -> None:
     rope = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")}
     newer = {**rope, "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"}}
     assert differences(header, {**newer, "initializer_range": 0.5, "architectures": [], "head_dim": 64}) == {}
-    assert differences(header, {**config, "max_position_embeddings": 4096}) == {}
+    for enough in (64, 4096):
+        assert differences(header, {**config, "max_position_embeddings": enough}) == {}
     assert differences(header, {**config, "rms_norm_eps": 1e-5 * (1 + 1e-12)}) == {}
-    changes: dict[str, object] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 128}
+    changes: dict[str, object] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 63}
     changes |= {"num_hidden_layers": 31, "tie_word_embeddings": False, "model_type": "qwen3", "hidden_act": "gelu"}
     for field, value in changes.items():
         if field == "hidden_act":
@@ -253,6 +267,46 @@ def test_what_keeps_a_config_from_fitting() -> None:
         assert differences(header, {**config, field: value, "pad_token_id": 7}) == {field: (value, config[field])}
     without = {k: v for k, v in config.items() if k != "num_key_value_heads"}
     assert differences(header, without) == {"num_key_value_heads": (None, 3)}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "most", "asked", "expected"),
+    [
+        ((128, 192, 256), 8192, None, (128, 192, 256)),
+        ((128, 192, 256), 8192, 256, (128, 192, 256)),
+        ((128, 192, 256), 8192, 130, (128, 130)),
+        ((128, 192, 256), 8192, 64, (64,)),
+        ((128, 192, 256), 200, None, (128, 192, 200)),
+        ((128, 192, 256), 200, 201, "a for litert holds 200 tokens at most, not 201: config.json says so"),
+        ((128, 192, 256), 8192, 257, "holds 256 tokens at most, not 257: `ssmd build --context` makes more"),
+        ((128, 192, 256), 8192, 63, "a context of 63 tokens is too short for a for litert: 64 or more"),
+        ((256,), 8192, None, (256,)),
+        ((256,), 8192, 255, "a context of 255 tokens is too short for a for litert: 256 or more"),
+    ],
+)
+def test_the_tiers_of_an_artifact_end_where_asked(
+    tiers: tuple[int, ...], most: int, asked: int | None, expected: tuple[int, ...] | str
+) -> None:
+    """At the model's own end at the latest. A graph of one capacity has that one."""
+    config = json.loads((ROOT / "scripts/models/smollm2.json").read_text())["config"]
+    header = header_of(config)
+    header.tiers = tiers
+    given = header, {**config, "max_position_embeddings": most}, asked
+    if isinstance(expected, tuple):
+        assert bounded(*given) == expected
+        return
+    with pytest.raises(RefitError, match=re.escape(expected)):
+        bounded(*given)
+
+
+def test_fixed_capacities_are_all_there_are() -> None:
+    config = json.loads((ROOT / "scripts/models/smollm2.json").read_text())["config"]
+    header = header_of(config)
+    header.device_class = "npu"
+    assert bounded(header, {**config, "max_position_embeddings": 200}) == (128, 192)
+    assert bounded(header, config, 192) == (128, 192)
+    with pytest.raises(RefitError, match=r"have a fixed size: --context 200 cannot be had, but 128, 192, 256$"):
+        bounded(header, config, 200)
 
 
 def test_the_numbers_of_a_mixer_count_as_float32_too() -> None:
@@ -349,6 +403,46 @@ def test_pull_refits_a_folder(artifacts: TinyArtifacts, shelf: Path, tmp_path: P
     assert pull(tmp_path, "mine", "--from", folder, "--force").exit_code == 0
     assert made.path.stat().st_ino != before
     assert Artifact.open(made.path).manifest == made.manifest
+
+
+def test_a_pull_with_a_context_ends_there(artifacts: TinyArtifacts, shelf: Path, tmp_path: Path) -> None:
+    """It computes what another does up to there; a state of either goes on in the other."""
+    folder = str(artifacts.source("granite-int8"))
+    built = Artifact.open(artifacts["granite-int8"])
+    [one] = [file for file in shelf.iterdir() if "@litert-" in file.name]
+    graph = StrippedGraph.open(one)
+    StrippedGraph(graph.header.model_copy(update={"tiers": (128, 256, 512)}), graph.literals).save(one)
+    try:
+        done = pull(tmp_path, "mine", "--from", folder, "--context", "200")
+        assert done.exit_code == 0, done.output
+        made = Artifact.open(tmp_path / "models" / "mine" / "litert-cpu-int8")
+        assert (made.manifest.context, made.manifest.tiers) == (200, (128, 200))
+        assert made.file("model.tflite").read_bytes() == built.file("model.tflite").read_bytes()
+        done = pull(tmp_path, "mine", "--from", folder)
+        assert done.output.endswith("for conversations of 200 tokens; --force makes it again, for 512\n")
+        done = pull(tmp_path, "other", "--from", folder, "--context", "513")
+        assert isinstance(done.exception, RefitError)
+        assert "holds 512 tokens at most, not 513" in str(done.exception)
+        assert not (tmp_path / "models" / "other").exists()
+    finally:
+        graph.save(one)
+    short, long = (get_runtime("litert").load(a) for a in (made, built))
+    try:
+        ids = list(range(130))
+        handle, other = short.new_state(), long.new_state()
+        for program, at in ((short, handle), (long, other)):
+            program.prefill(at, ids[:64])
+            program.prefill(at, ids[64:128])
+        moved = long.restore(short.save(handle))
+        assert np.array_equal(long.decode([moved], [3]), long.decode([other], [3]))
+        short.prefill(handle, ids[:64])
+        with pytest.raises(ProgramError, match=r"200"):
+            short.prefill(handle, ids[:16])
+        assert short.position(handle) == 192
+        short.prefill(handle, ids[:8])
+    finally:
+        short.close()
+        long.close()
 
 
 def test_pull_for_an_npu_needs_none(artifacts: TinyArtifacts, shelf: Path, tmp_path: Path) -> None:
@@ -448,6 +542,22 @@ def test_every_model_is_shipped_for_both_runtimes() -> None:
             assert header.quantization == "int8"
             assert max(header.golden.rms) < 0.25
     assert sum(f.stat().st_size for f in catalog.SHIPPED.iterdir()) < 8 << 20
+
+
+def test_what_is_shipped_ends_where_the_model_does() -> None:
+    """Or at 32,768 tokens; with the capacities of a build, but for graphs that were made with fewer of them."""
+    older = ("falcon-h1-0.5b-instruct", "granite-4.0-h-1b", "mamba-130m", "mamba2-130m", "qwen3-0.6b")
+    for runtime in ("litert", "openvino"):
+        for graph in shipped(runtime):
+            header = graph.header
+            if (header.name, runtime) == ("granite-4.0-h-1b", "litert"):
+                assert header.tiers == (2048,)  # made before capacities were open; a new one takes 20 GB of memory
+                continue
+            last = min(32_768, family_of(header.config).parse(header.config).max_position)
+            tiers = (*(tier for tier in TIERS if tier < last), last)
+            assert header.tiers[-1] == last
+            assert header.tiers == tiers or (runtime, header.name in older) == ("openvino", True)
+            assert set(header.tiers) <= set(tiers)
 
 
 def test_what_is_shipped_for_core_ml() -> None:
