@@ -19,6 +19,7 @@ _REASONS = {  # docs/http.md, Health
     "disk_full": "the disk is full: what is said now is not kept",
     "locked": "another program holds the database: turns are not kept",
     "damaged": "the database is damaged: `ssmd session check` says more",
+    "replaced": "the database was removed or replaced: turns are not kept; restart the daemon",
     "late": "the disk is slow: turns are kept late",
     "error": "turns are not kept; the log says why",
 }

@@ -20,6 +20,8 @@ _ADVICE = {
     "locked": "another process writes to the session store and does not end: turns are not stored",
     "damaged": "the session store is damaged, and turns are not stored: stop the daemon, then `ssmd session check "
     "--repair`",
+    "replaced": "the session store's file was removed or replaced while the daemon used it, and turns are not stored: "
+    "put back the files that were there, or restart the daemon to go on with those that are there now",
     "late": "the disk is too slow: turns are stored later than their clients wait for it",
     "error": "turns are not stored: the daemon's log says why",
 }

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from ssmd.daemon import discovery
 from ssmd.daemon.logfile import LogFile
+from ssmd.machine.lockfile import LOCK_FILE
 from ssmd.sessions.rows.lock import DirectoryLock
+from ssmd.sessions.turn import StoreError
 
 log = logging.getLogger(__name__)
 
@@ -21,9 +23,11 @@ class Home:
     """A locked data directory. log: None if it cannot be written."""
 
     data_dir: Path
-    log: LogFile | None
+    lock: DirectoryLock
+    log: LogFile | None = None
     _address: discovery.Address | None = None
     _warned: bool = False
+    _beside: bool = False  # another daemon locked the directory, as this one's lock was removed
 
     def ready(self, address: discovery.Address, said: str) -> None:
         """Tell commands where the daemon is. A full disk is no reason not to serve: then they do not find it."""
@@ -33,9 +37,29 @@ class Home:
             self.log.note(f"process {os.getpid()}: {said}")
 
     def look(self) -> None:
-        """Tell commands again where the daemon is, if somebody removed what told them. Costs a look at one name."""
+        """Make again what another program removed: the lock, and the file that tells commands where the daemon is.
+
+        Costs a look at two names.
+        """
+        if not (self._beside or self.lock.is_in_place()):
+            self._lock_again()
+        if self._beside:  # the file is the other daemon's
+            return
         if self._address is not None and not os.path.lexists(self.data_dir / discovery.FILE):
             self._announce(self._address)
+
+    def _lock_again(self) -> None:
+        if not self.data_dir.is_dir():  # there is nothing to lock, and the store says so
+            return
+        file, lost = self.data_dir / LOCK_FILE, self.lock
+        try:
+            self.lock = DirectoryLock.take(self.data_dir, "end one of the two")
+        except StoreError as err:
+            self._beside = True
+            log.error("%s was removed, and cannot be locked again: %s", file, err)
+            return
+        lost.release()
+        log.warning("%s was removed; it is made and locked again", file)
 
     def _announce(self, address: discovery.Address) -> None:
         try:
@@ -50,15 +74,15 @@ class Home:
 def moved_in(data_dir: Path) -> Iterator[Home]:
     """Lock a data directory and log into it, until the body ends. Raises StoreError if another daemon uses it."""
     lock = DirectoryLock.take(data_dir, discovery.ADVICE)
-    file = None
+    home, file = Home(data_dir, lock), None
     try:
         discovery.withdraw(data_dir)
         try:
-            file = LogFile(data_dir)
+            file = home.log = LogFile(data_dir)
             logging.getLogger().addHandler(file)
         except OSError as err:
             log.warning("no log is kept: %s", err)
-        yield Home(data_dir, file)
+        yield home
         if file is not None:
             file.note(f"process {os.getpid()} ended")
     except Exception as err:
@@ -69,5 +93,6 @@ def moved_in(data_dir: Path) -> Iterator[Home]:
         if file is not None:
             logging.getLogger().removeHandler(file)
             file.close()
-        discovery.withdraw(data_dir)
-        lock.release()
+        if home.lock.is_in_place():
+            discovery.withdraw(data_dir)
+        home.lock.release()

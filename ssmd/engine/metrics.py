@@ -21,7 +21,7 @@ CANCELLED = "cancelled"  # the outcome of a request whose client left
 STOPPED = "stopped"  # and of one that was ended for its client
 RECENT = 30  # requests that are over, one by one
 _OF_ONE = ("prompt_tokens", "cached_tokens", "generated_tokens", "ttft_ms", "prefill_ms", "restore_ms", "tokens_per_s")
-REASONS = ("disk_full", "locked", "damaged", "late", "error")  # why a turn is not stored
+REASONS = ("disk_full", "locked", "damaged", "replaced", "late", "error")  # why a turn is not stored
 
 
 @dataclass(eq=False)

@@ -25,6 +25,7 @@ from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.files.transfer import export_session
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.faults import ReplacedFile
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, conversation
 
@@ -63,6 +64,36 @@ def test_locked(tmp_path: Path) -> None:
     chat.say("t2", "t1", "more", "sure")
     store.close()
     whole(tmp_path / "data", "t1", "t2")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be removed there")
+@pytest.mark.parametrize("happened", ["folder removed", "file replaced", "log removed"])
+def test_nothing_is_written_to_a_file_without_its_name(happened: str, tmp_path: Path) -> None:
+    """It would be gone at the end. Put back, the same file is written again."""
+    data, aside = tmp_path / "data", tmp_path / "aside"
+    store = new_store(data)
+    chat = Chat(store, "s")
+    chat.say("t1", None, "hi", "hello")
+    if happened == "folder removed":
+        data.rename(aside)
+    elif happened == "file replaced":
+        shutil.copytree(data, aside)
+        (data / FILE).unlink()
+        shutil.copy(aside / FILE, data / FILE)
+    else:
+        (data / f"{FILE}-wal").unlink()
+    for _ in range(2):
+        with pytest.raises(ReplacedFile, match="while it was in use"):
+            chat.say("t2", "t1", "more", "sure")
+    if happened != "log removed":
+        with pytest.raises(ReplacedFile):
+            store.settle()
+    if happened == "folder removed":
+        aside.rename(data)
+        chat.say("t2", "t1", "more", "sure")
+        store.close()
+        whole(data, "t1", "t2")
+    store.close()
 
 
 def test_full(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 from ssmd.machine.folder import close_to_others, make_private, others_open
 from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.rows import erasure
-from ssmd.sessions.rows.faults import DiskFull, disk_full, errors
+from ssmd.sessions.rows.faults import DiskFull, ReplacedFile, disk_full, errors
 from ssmd.sessions.turn import StoreError
 
 FILE = "sessions.sqlite3"
@@ -51,20 +51,52 @@ class _Connection(sqlite3.Connection):
         return made
 
 
+class _OpenFile:
+    """The file of a name as it was when it was opened, so that a removal or a replacement of it is noticed.
+
+    Three `stat` calls cost 6 microseconds; a write that goes to a file without a name is lost when the process ends.
+    """
+
+    def __init__(self, file: Path, found: os.stat_result) -> None:
+        self._file = file
+        self._log = file.with_name(f"{file.name}-wal")
+        self._identity = (found.st_dev, found.st_ino)
+
+    def check(self, *, written: bool = False) -> None:
+        """Raise ReplacedFile unless the name leads to the same file. written: and its log, which then exists."""
+        try:
+            found = self._file.stat()
+            if written:
+                self._log.stat()
+        except FileNotFoundError as err:
+            raise ReplacedFile(self._explain(f"{err.filename} was removed")) from None
+        if (found.st_dev, found.st_ino) != self._identity:
+            raise ReplacedFile(self._explain("another file was put in its place"))
+
+    def _explain(self, happened: str) -> str:
+        return (
+            f"session store {self._file}: {happened} while it was in use, so nothing is written any more; "
+            "put back the files that were there, or restart the daemon to go on with those that are there now"
+        )
+
+
 def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
     """An engine over `data_dir`'s database, created if there is none. Raises StoreError; migrates nothing."""
     file = data_dir / FILE
     try:
-        _prepare(data_dir, file)
+        opened = _OpenFile(file, _prepare(data_dir, file))
     except OSError as err:
         raise StoreError(f"cannot use {file} for sessions: {err.strerror}; check that you may write there") from err
     engine = create_engine(
         URL.create("sqlite", database=str(file)),
         connect_args={"timeout": busy_ms / 1000, "check_same_thread": False, "factory": _Connection},
+        execution_options={"ssmd_file": opened},
         max_overflow=-1,  # threads bound them: one that plans a request holds one while it tokenises, none waits for it
     )
+    event.listen(engine, "connect", lambda connection, _: opened.check())
     event.listen(engine, "connect", _on_connect)
     event.listen(engine, "begin", _on_begin)
+    event.listen(engine, "commit", _on_commit)
     event.listen(engine, "reset", _on_reset)
     try:
         with errors(file):
@@ -184,8 +216,11 @@ def free_bytes(connection: Connection) -> int:
     return int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()) * PAGE_BYTES
 
 
-def _prepare(data_dir: Path, file: Path) -> None:
-    """Make the directory (0700) and the file (0600); SQLite gives its side files the mode of the file."""
+def _prepare(data_dir: Path, file: Path) -> os.stat_result:
+    """Make the directory (0700) and the file (0600), and return which file it is.
+
+    SQLite gives its side files the mode of the file.
+    """
     make_private(data_dir)
     ours = file.exists() or next(data_dir.iterdir(), None) is None
     if ours and others_open(data_dir):
@@ -198,6 +233,7 @@ def _prepare(data_dir: Path, file: Path) -> None:
         head = f.read(len(_HEADER))
     if head and head != _HEADER:
         raise StoreError(f"{file} is no database; move it away to start with an empty one")
+    return file.stat()
 
 
 def _create(engine: Engine, busy_ms: int) -> None:
@@ -229,7 +265,8 @@ def _create(engine: Engine, busy_ms: int) -> None:
 
 @contextlib.contextmanager
 def _bare(engine: Engine) -> Iterator[Any]:
-    """A cursor outside any transaction, for statements that cannot run inside one."""
+    """A cursor outside any transaction, for statements that cannot run inside one. Raises ReplacedFile."""
+    engine.get_execution_options()["ssmd_file"].check()
     connection = engine.raw_connection()
     try:
         cursor = connection.cursor()
@@ -263,6 +300,12 @@ def _as_it_is(data: bytes) -> str:
 def _on_begin(connection: Connection) -> None:
     write = connection.get_execution_options().get("ssmd_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+def _on_commit(connection: Connection) -> None:
+    options = connection.get_execution_options()
+    if options.get("ssmd_write", False):
+        options["ssmd_file"].check(written=True)
 
 
 def _on_reset(connection: _Connection, _: ConnectionPoolEntry, __: PoolResetState) -> None:

@@ -19,6 +19,12 @@ class DamagedFile(StoreError):
     reason = "damaged"
 
 
+class ReplacedFile(StoreError):
+    """The file that is open is not the one of that name any more: what is written to it is lost at the end."""
+
+    reason = "replaced"
+
+
 class Locked(StoreError):
     """Another process holds the store longer than one waits for it."""
 

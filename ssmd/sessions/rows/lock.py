@@ -14,8 +14,20 @@ from ssmd.sessions.turn import StoreError
 class DirectoryLock:
     """Held from `take` until `release` or the end of the process. The file stays; it names the process."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, file: Path) -> None:
         self._descriptor: int | None = descriptor
+        self._file = file
+
+    def is_in_place(self) -> bool:
+        """Tell whether the file that is locked still has its name: else a second daemon would not find it locked."""
+        if self._descriptor is None:
+            return False
+        try:
+            found = self._file.stat()
+        except OSError:
+            return False
+        held = os.fstat(self._descriptor)
+        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
     @staticmethod
     def take(data_dir: Path, advice: str) -> DirectoryLock:
@@ -39,7 +51,7 @@ class DirectoryLock:
         except BaseException:
             os.close(descriptor)
             raise
-        return DirectoryLock(descriptor)
+        return DirectoryLock(descriptor, file)
 
     def release(self) -> None:
         """Let the directory go. Idempotent."""

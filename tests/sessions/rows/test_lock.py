@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import commands
 import pytest
 from conftest import TinyArtifacts
+from daemon import soon
 from forked import DaemonProcess
 from standing import held_elsewhere
 
@@ -97,3 +99,21 @@ def test_a_quota_that_became_smaller(artifacts: TinyArtifacts, tmp_path: Path) -
         metrics = daemon.get("/ssmd/v1/metrics")[1]
         assert metrics["stored_bytes"] == 0
         assert metrics["checkpoints"]["left_out"] > 0
+
+
+def test_a_daemon_whose_files_are_removed(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """It locks the directory again, so that a second one is refused; without its database no turn is called stored."""
+    path, data = artifacts["llama-f32"], tmp_path / "data"
+    asked = [{"role": "user", "content": "Tell me a story"}]
+    with DaemonProcess(path, data) as daemon:
+        (data / LOCK_FILE).unlink()
+        soon(lambda: daemon.get("/health")[0] == 200 and (data / LOCK_FILE).exists())
+        second = commands.ssmd("serve", str(path), "--port", "0", env={**os.environ, "SSMD_DATA_DIR": str(data)})
+        assert second.stderr.startswith("error: another ssmd daemon")
+        assert daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        shutil.rmtree(data)
+        assert not daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        health = daemon.get("/health")[1]
+        assert (health["status"], health["reason"]) == ("degraded", "replaced")
+        assert daemon.stop() == 0
+    assert "Traceback" not in (tmp_path / "data.log").read_text()
