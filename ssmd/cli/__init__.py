@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ssmd.cli import (
+    backup,
     bench,
     build,
     completion,
@@ -57,6 +58,7 @@ app.command("list", short_help="List the models installed here.")(listing.list_m
 app.command("show", short_help="Show what an artifact is made of.")(show.show)
 app.command("rm")(rm.remove)
 app.command("verify", short_help="Replay an artifact's golden values.")(verify.verify)
+app.command("backup", short_help="Copy all sessions into a folder.")(backup.backup)
 app.command("bench", short_help="Measure how fast an artifact is here.")(bench.bench)
 app.command("doctor", short_help="Say what works here, and what to do next.")(doctor.doctor)
 app.command("version")(config.version)

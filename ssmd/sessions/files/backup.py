@@ -1,0 +1,224 @@
+"""A backup: the session store at one moment, copied row by row into a new file while others go on writing.
+
+SQLite's own copies (its backup interface, VACUUM INTO) take whole pages along, or what was in memory of them: freed
+pages and the unused middle of pages, where text that was removed can still lie until it is erased. Rows alone hold
+nothing that was removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssmd.machine import folder
+from ssmd.machine.progress import shown, tell
+from ssmd.machine.size import show_size
+from ssmd.sessions.fsck.findings import Damage
+from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.rows import database
+from ssmd.sessions.rows.faults import DiskFull, errors
+from ssmd.sessions.rows.retention import NOTHING
+from ssmd.sessions.rows.schema import metadata
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
+
+UNFINISHED = "incomplete"  # the folder in the target until all is copied and checked
+_AT_ONCE_BYTES = 16 << 20  # of states between two looks at how far it is
+_AT_ONCE_TURNS = 500
+_LEAST_BYTES = 2 << 20  # of a file that holds next to nothing, and of what SQLite writes beside rows
+# States that no turn links to belong to no conversation, and are gone in minutes: of `store: false`, of answers that
+# are still generated. A backup must not keep them.
+_KEPT = "SELECT checkpoint FROM live.turn_checkpoint"
+_LISTED = f"SELECT segment FROM live.checkpoint_segment WHERE checkpoint IN ({_KEPT})"  # noqa: S608 - our own words
+
+
+@dataclass(frozen=True)
+class Backup:
+    """A backup as it lies there. damages: of the copy, which has been read again as a whole."""
+
+    file: Path
+    nbytes: int
+    states: bool
+    sessions: int
+    turns: int
+    checkpoints: int
+    damages: tuple[Damage, ...]
+
+
+def back_up(data_dir: Path, target: Path, *, states: bool = True, busy_ms: int = 2000) -> Backup:
+    """Copy the store of `data_dir` into an empty folder, and read the copy again.
+
+    What was committed before it begins is in it. states: the checkpoints too, so that conversations go on without being
+    read again. Raises StoreError; `target` then holds nothing.
+    """
+    if not (data_dir / database.FILE).exists():
+        raise StoreError(f"there are no sessions in {data_dir}: nothing to back up")
+    target = _emptied(data_dir, target)
+    unfinished = target / UNFINISHED
+    try:
+        folder.make_private(unfinished)
+        Store.open(unfinished).close()
+        copy = unfinished / database.FILE
+        _check_private(target, copy)
+        with closing(Store.open(data_dir, busy_ms=busy_ms)) as store, _explained(target, store.file):
+            counted = _copy(store.file, copy, states)
+        with shown("checking the copy"):
+            found = check(unfinished)
+        if not found.damages and (found.sessions, found.turns, found.checkpoints) != counted:
+            raise StoreError(f"the copy in {target} holds other rows than were copied; is its disk sound?")
+        file = target / database.FILE
+        _flush(copy)
+        copy.rename(file)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    _flush(target)
+    return Backup(file, file.stat().st_size, states, *counted, found.damages)
+
+
+def _emptied(data_dir: Path, target: Path) -> Path:
+    """Return the whole path of a folder that is empty and this user's alone. Raises StoreError."""
+    try:
+        target = folder.absolute(target)
+        real, home = target.resolve(), data_dir.resolve()
+        if real == home or home in real.parents:
+            raise StoreError(f"{target} is in the data directory {data_dir}, and would be lost with it; choose another")
+        there = next(target.iterdir(), None) if target.exists() else None
+        if there is not None:
+            raise StoreError(f"{target} is not empty ({there.name} is there); a backup takes a folder of its own")
+        folder.own(target, "the backup's folder", "choose another")
+    except ValueError as err:
+        raise StoreError(str(err)) from err
+    except OSError as err:
+        raise StoreError(f"{target} cannot be used for a backup: {err.strerror or err}; choose another") from err
+    return target
+
+
+def _check_private(target: Path, copy: Path) -> None:
+    """Raise StoreError where the file system keeps no permissions, as those of USB sticks."""
+    if folder.others_open(target) or (os.name == "posix" and copy.stat().st_mode & 0o077):
+        raise StoreError(
+            f"the file system of {target} does not keep permissions, so other users could read the conversations; "
+            "choose a folder on another one"
+        )
+
+
+@contextlib.contextmanager
+def _explained(target: Path, file: Path) -> Iterator[None]:
+    """Turn SQLite's errors into StoreErrors: only the copy needs room, only the store can be damaged."""
+    try:
+        with errors(file):
+            yield
+    except DiskFull as err:
+        raise StoreError(_no_room(target)) from err
+
+
+def _no_room(target: Path, needed: int = 0) -> str:
+    free = shutil.disk_usage(target).free
+    wanted = f"{show_size(needed)} are needed" if needed else "that was not enough"
+    return f"no room for a backup in {target}: {show_size(free)} are free, {wanted}; nothing was left there"
+
+
+def _copy(file: Path, copy: Path, states: bool) -> tuple[int, int, int]:
+    """Copy the rows in one read transaction; return how many (sessions, turns, checkpoints) there are."""
+    with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+        # Until it is whole the copy is worth nothing: no journal, and no wait for the disk.
+        for setting in ("main.journal_mode=OFF", "main.synchronous=OFF", "main.secure_delete=ON", "foreign_keys=OFF"):
+            connection.execute(f"PRAGMA {setting}").fetchall()
+        for setting in ("trusted_schema=OFF", "cell_size_check=ON"):
+            connection.execute(f"PRAGMA {setting}")
+        connection.execute("ATTACH ? AS live", (str(file),))
+        connection.execute("BEGIN")
+        _check_room(connection, copy, states)
+        _copy_text(connection, states)
+        if states:
+            _copy_states(connection)
+        nbytes = "SELECT coalesce(sum(nbytes), 0) FROM"
+        recurrent = "SELECT coalesce(sum(recurrent_nbytes), 0) FROM checkpoint"
+        connection.execute("DELETE FROM total")
+        connection.execute(
+            f"INSERT INTO total SELECT 'checkpoints', ({recurrent}) + ({nbytes} segment) "
+            f"UNION ALL SELECT 'turns', ({nbytes} turn)"
+        )
+        counts = [connection.execute(f"SELECT count(*) FROM {t}") for t in ("session", "turn", "checkpoint")]  # noqa: S608 - as above
+        sessions, turns, checkpoints = (one.fetchone()[0] for one in counts)
+        connection.execute("COMMIT")
+    return sessions, turns, checkpoints
+
+
+def _check_room(connection: sqlite3.Connection, copy: Path, states: bool) -> None:
+    query = "SELECT coalesce(sum(nbytes), 0) FROM live.turn"
+    (text,) = connection.execute(query).fetchone()
+    needed = _LEAST_BYTES + text * 3 // 2
+    if states:
+        (nbytes,) = connection.execute("SELECT nbytes FROM live.total WHERE name = 'checkpoints'").fetchone()
+        needed += nbytes + nbytes // 50
+    if shutil.disk_usage(copy.parent).free < needed:
+        raise StoreError(_no_room(copy.parent.parent, needed))
+
+
+def _copy_text(connection: sqlite3.Connection, states: bool) -> None:
+    (last,) = connection.execute("SELECT coalesce(max(seq), 0) FROM live.turn").fetchone()
+    with shown("copying what was said"):
+        _insert(connection, "session", "")
+        for at in range(0, last, _AT_ONCE_TURNS):
+            _insert(connection, "turn", "WHERE seq > ? AND seq <= ?", [(at, at + _AT_ONCE_TURNS)])
+            tell(min(at + _AT_ONCE_TURNS, last), last)
+        _insert(connection, "reply", "")
+    if not states:
+        connection.execute("UPDATE session SET own_nbytes = 0, shared_nbytes = 0, retained = ?", (NOTHING,))
+
+
+def _copy_states(connection: sqlite3.Connection) -> None:
+    _insert(connection, "layout", "")
+    _insert(connection, "checkpoint", f"WHERE id IN ({_KEPT})")
+    connection.execute("UPDATE checkpoint SET parent = NULL WHERE parent NOT IN (SELECT id FROM checkpoint)")
+    _insert(connection, "turn_checkpoint", "")
+    _insert(connection, "checkpoint_segment", f"WHERE checkpoint IN ({_KEPT})")
+    pieces = connection.execute(
+        f"SELECT checkpoint, first, length(data) FROM live.piece WHERE checkpoint IN ({_KEPT}) ORDER BY rowid"  # noqa: S608 - our own words
+    ).fetchall()
+    segments = connection.execute(
+        f"SELECT id, length(data) FROM live.segment WHERE id IN ({_LISTED}) ORDER BY id"  # noqa: S608 - as above
+    ).fetchall()
+    done, of = 0, sum(row[-1] for row in (*pieces, *segments))
+    with shown("copying states"):
+        for table, rows, where in (
+            ("piece", pieces, "WHERE checkpoint = ? AND first = ?"),
+            ("segment", segments, "WHERE id = ?"),
+        ):
+            for some in _portions(rows):
+                _insert(connection, table, where, [row[:-1] for row in some])
+                done += sum(row[-1] for row in some)
+                tell(done, of)
+
+
+def _portions(rows: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tuple[int, ...]]]:
+    """Cut rows, whose last value is their size in bytes, into portions of some _AT_ONCE_BYTES."""
+    first = nbytes = 0
+    for at, row in enumerate(rows, 1):
+        nbytes += row[-1]
+        if nbytes >= _AT_ONCE_BYTES or at == len(rows):
+            yield rows[first:at]
+            first, nbytes = at, 0
+
+
+def _insert(connection: sqlite3.Connection, table: str, where: str, values: Sequence[tuple[int, ...]] = ((),)) -> None:
+    columns = ", ".join(column.name for column in metadata.tables[table].columns)
+    connection.executemany(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM live.{table} {where}", values)  # noqa: S608 - names of our own
+
+
+def _flush(path: Path) -> None:
+    """Have the disk write what it holds back of a file, or the names in a folder where the system has that."""
+    if os.name != "posix" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
