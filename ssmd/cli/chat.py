@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from ssmd.cli.turn_tree import words
 from ssmd.daemon.discovery import DaemonError
 from ssmd.daemon.said import number, of, text
 from ssmd.machine import modes
+from ssmd.machine.spelling import json_text
 
 ROOM = 0.15  # of the context: with less left the person is told
 ENDED = 128  # and the number of the signal that ends a chat
@@ -165,7 +165,7 @@ def ended_by_signals() -> Iterator[None]:
 
 def as_json(said: Said) -> str:
     """An answer as one object in one line."""
-    return json.dumps({"text": said.text, "session": said.session, "usage": said.usage}, ensure_ascii=False)
+    return json_text({"text": said.text, "session": said.session, "usage": said.usage})
 
 
 def notes(talk: Talk, said: Said, before: Room | None = None, more: str = "") -> Iterator[str]:

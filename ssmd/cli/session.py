@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssmd.cli import completion, options
+from ssmd.machine.spelling import json_text
 
 if TYPE_CHECKING:
     from ssmd.sessions.store import Store
@@ -66,7 +67,7 @@ def list_sessions(
     if more:
         sessions.pop()
     if as_json:
-        typer.echo(json.dumps([_summary(s) for s in sessions], indent=1, ensure_ascii=False))
+        typer.echo(json_text([_summary(s) for s in sessions], 1))
         return
     if not sessions:
         typer.echo("no session is kept here yet" if search is None else "no session has all these words", err=True)
@@ -106,7 +107,7 @@ def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
         everything = store.turns(session_id) if as_json else []
     if as_json:
         turns = [_turn(t) for t in everything]
-        typer.echo(json.dumps(_summary(session) | {"tree": turns}, indent=1, ensure_ascii=False))
+        typer.echo(json_text(_summary(session) | {"tree": turns}, 1))
         return
     branches = f", {session.turns - len(path)} on other branches" if session.turns > len(path) else ""
     imported = ", imported" if session.info.imported else ""
@@ -132,7 +133,7 @@ def rename(
     """Give a session a title."""
     with open_store(data_dir) as store:
         session = store.rename(session_id, title)
-    typer.echo(json.dumps(_summary(session), indent=1, ensure_ascii=False) if as_json else plain(session.title))
+    typer.echo(json_text(_summary(session), 1) if as_json else plain(session.title))
 
 
 @app.command("rm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from ssmd.cli import options
 from ssmd.cli.session import Id, _summary, _turn, open_store, plain
 from ssmd.cli.turn_tree import Node, drawn, said_by, short_ids, whole_id
+from ssmd.machine.spelling import json_text
 
 
 def tree(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
@@ -21,7 +21,7 @@ def tree(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
         session, turns, kept = store.session(session_id), store.turns(session_id), store.resumable(session_id)
     if as_json:
         told = [_turn(t) | {"depth": t.depth, "resumable": t.id in kept, "head": t.id == session.head} for t in turns]
-        typer.echo(json.dumps(_summary(session) | {"tree": told}, indent=1, ensure_ascii=False))
+        typer.echo(json_text(_summary(session) | {"tree": told}, 1))
         return
     nodes = [
         Node(t.id, t.parent, tuple(m.to_json() for m in t.messages), said_by(t.answer), t.finish, t.complete)
@@ -48,7 +48,7 @@ def fork(
         wanted = turn if turn is None else whole_id(turn, [t.id for t in store.turns(session_id)])
         made = store.fork(session_id, wanted)
     if as_json:
-        typer.echo(json.dumps(_summary(made), ensure_ascii=False))
+        typer.echo(json_text(_summary(made)))
         return
     many = "turn" if made.turns == 1 else "turns"
     typer.echo(f"{made.id}: {made.turns} {many}, begins at {made.base}")

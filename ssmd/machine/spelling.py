@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 LIKENESS = 0.7  # of two names, from 0 to 1 (difflib): `prot` and `port` have 0.75, `port` and `host` 0.5
@@ -43,6 +44,12 @@ def shown(name: str, most: int = MOST_CHARS) -> str:
     """A stranger's name as it can stand in a line: no longer than people read, with nothing that steers a terminal."""
     cut = name if len(name) <= most else name[:most] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in cut)
+
+
+def json_text(value: object, indent: int | None = None) -> str:
+    """Return a value as JSON that people can read, with everything escaped that would steer a terminal."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)  # outside of its strings only line ends are unprintable
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def _plain(name: str) -> str:

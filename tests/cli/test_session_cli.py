@@ -172,6 +172,17 @@ def test_remove(ssmd: Ssmd, chat: Chat) -> None:
     assert chat.store.bytes_stored() == 0
 
 
+def test_json_holds_nothing_that_steers_a_terminal(ssmd: Ssmd, chat: Chat) -> None:
+    said = "\x9b31m \x7f \u202e \u2066 \x1b]0; \U000e0041 ä 例 😀"
+    chat.say("t3", "t2", said, said)
+    Chat(chat.store, "ses_2").say("u1", None, said, "yes")
+    for command in (["list"], ["show", "ses_1"], ["tree", "ses_1"]):
+        shown = ssmd(*command, "--json").stdout
+        assert all(c.isprintable() or c == "\n" for c in shown)
+    assert ssmd.json("show", "ses_1")["tree"][-1]["answer"]["content"] == said
+    assert "ä 例 😀" in ssmd("show", "ses_1", "--json").stdout
+
+
 def test_rename(ssmd: Ssmd, chat: Chat) -> None:
     assert ssmd("rename", "ses_1", "About markup").stdout == "About markup\n"
     assert ssmd.json("list")[0]["title"] == "About markup"
