@@ -52,7 +52,7 @@ def install(
     definition = _definition(given, system=system)
     settings = Settings(data_dir=data_dir, models_dir=models_dir)
     settings.check_exposure()
-    manager = _manager(system)
+    manager = _manager(system, ask=not show)
     if show:
         typer.echo(manager.text(definition), nl=False)
         return
@@ -131,10 +131,10 @@ def logs(
         raise typer.Exit(code)
 
 
-def _manager(system: bool) -> Manager:
+def _manager(system: bool, *, ask: bool = True) -> Manager:
     from ssmd.machine.services.here import here
 
-    return here(system=system)
+    return here(system=system, ask=ask)
 
 
 def _installed(system: bool) -> Manager:

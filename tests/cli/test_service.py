@@ -170,10 +170,23 @@ def test_what_cannot_be_a_service(machine: Machine) -> None:
             daemon.terminate()
 
 
-def test_without_systemd(tmp_path: Path) -> None:
+def test_a_unit_is_printed_where_none_can_be_installed(tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path), "PATH": str(tmp_path)}
     for command in ("install", "status"):
         asked = [sys.executable, "-m", "ssmd", "service", command]
         done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert "there is no systemctl here" in done.stderr
+    for more in ([], ["--system"]) if sys.platform == "linux" else ([],):
+        shown = subprocess.run(
+            [sys.executable, "-m", "ssmd", "service", "install", "--print", *more],
+            env=environment | {"SSMD_PORT": "7999"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert 'Environment="SSMD_PORT=7999"' in shown.stdout
+        assert ("DynamicUser=yes" in shown.stdout) == bool(more)
+        assert "LimitCORE=0" in shown.stdout.splitlines()
+    assert not list(tmp_path.rglob("*.service"))

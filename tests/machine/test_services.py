@@ -91,6 +91,7 @@ def test_launchds_property_list(tmp_path: Path) -> None:
     assert found["ProgramArguments"] == [sys.executable, "-m", "ssmd", "serve"]
     assert found["EnvironmentVariables"]["SSMD_DATA_DIR"] == ODD
     assert (found["RunAtLoad"], found["KeepAlive"]) == (True, {"SuccessfulExit": False})
+    assert found["SoftResourceLimits"] == found["HardResourceLimits"] == {"Core": 0}
     with pytest.raises(ServiceError, match="property list"):
         agent.text(Definition(("/x",), {"SSMD_PIN": "a\x01"}))
 

@@ -7,16 +7,18 @@ import sys
 from ssmd.machine.services.service import Manager
 
 
-def here(*, system: bool) -> Manager:
-    """The manager of this computer. system: of the machine, not of this user. Raises ServiceError."""
+def here(*, system: bool, ask: bool = True) -> Manager:
+    """The manager of this computer. system: of the machine, not of this user. ask: False if it is only to write a
+    definition, which works where no manager runs. Raises ServiceError.
+    """
     if sys.platform == "darwin":
         from ssmd.machine.services.launchd import Launchd
 
-        return Launchd.here(system=system)
+        return Launchd.here(system=system, ask=ask)
     if sys.platform == "win32":
         from ssmd.machine.services.windows import TaskScheduler
 
         return TaskScheduler.here(system=system)
     from ssmd.machine.services.systemd import Systemd
 
-    return Systemd.here(system=system)
+    return Systemd.here(system=system, ask=ask)

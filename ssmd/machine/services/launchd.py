@@ -29,14 +29,14 @@ class Launchd:
     name: str = "launchd"
 
     @staticmethod
-    def here(*, system: bool) -> Launchd:
-        """Raises ServiceError."""
+    def here(*, system: bool, ask: bool = True) -> Launchd:
+        """Raises ServiceError. ask: as systemd's."""
         user = getattr(os, "getuid", int)()
         if not system:
             home = Path.home()
             agent = home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
             return Launchd(agent, f"gui/{user}", home / "Library" / "Logs" / "ssmd.log")
-        if user:
+        if ask and user:
             raise ServiceError(NOT_ROOT)
         return Launchd(Path("/Library/LaunchDaemons") / f"{LABEL}.plist", "system", Path("/var/log/ssmd.log"))
 
@@ -60,6 +60,8 @@ class Launchd:
             "ThrottleInterval": THROTTLE_S,
             "ExitTimeOut": STOP_S,
             "Umask": 0o077,
+            "SoftResourceLimits": {"Core": 0},
+            "HardResourceLimits": {"Core": 0},
             "StandardErrorPath": str(self.output),
         }
         try:

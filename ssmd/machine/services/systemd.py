@@ -42,6 +42,7 @@ RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX AF_NETLINK
 SystemCallArchitectures=native
 SystemCallFilter=@system-service
 SystemCallErrorNumber=EPERM
+LimitCORE=0
 UMask=0077
 """
 # Runtimes make machine code (no MemoryDenyWriteExecute) and open GPUs and NPUs (no PrivateDevices).
@@ -82,14 +83,16 @@ class Systemd:
     name: str = "systemd"
 
     @staticmethod
-    def here(*, system: bool) -> Systemd:
-        """Raises ServiceError where no systemd can be asked."""
+    def here(*, system: bool, ask: bool = True) -> Systemd:
+        """Raises ServiceError where no systemd can be asked, unless it need not be: to write a unit takes none."""
         if system:
             found = Systemd(Path("/etc/systemd/system") / UNIT, True)
-            if sys.platform != "win32" and os.getuid():
+            if ask and sys.platform != "win32" and os.getuid():
                 raise ServiceError(NOT_ROOT)
         else:
             found = Systemd(Path.home() / ".config" / "systemd" / "user" / UNIT, False)
+        if not ask:
+            return found
         state = asked([*found._systemctl, "is-system-running"], fails=False)
         if state.stdout.strip() in ("", "offline", "unknown"):
             said = " ".join(state.stderr.split())[:300] or state.stdout.strip()
