@@ -22,6 +22,7 @@ from ssmd.api import (
     unserved,
     words,
 )
+from ssmd.api.access import AccessLog
 from ssmd.api.keys import Keys
 from ssmd.api.page import Page
 from ssmd.api.runtimes import Runtimes
@@ -39,11 +40,12 @@ def create_app(
     settings: Settings,
     keys: Keys | None = None,
     *,
+    access: AccessLog | None = None,
     stall_s: float = STALL_S,
     end: Callable[[], None] = lambda: None,
 ) -> ASGIApp:
-    """The ASGI app. keys: default: those of the settings. `stall_s`: how long a client may leave its answer unread
-    before it is given up. end: what stops the daemon. Raises SettingsError.
+    """The ASGI app. keys: default: those of the settings. access: has a line of each request. `stall_s`: how
+    long a client may leave its answer unread before it is given up. end: what stops the daemon. Raises SettingsError.
     """
     keys = Keys.of(settings) if keys is None else keys
     store, under_way, usable = None if host.writer is None else host.writer.store, UnderWay(), Runtimes()
@@ -66,4 +68,4 @@ def create_app(
         *tickets.routes(keys),
     ]
     rules = Rules.of(settings, keys, sessions.BODY_LIMITS, page.paths | openapi.PATHS)
-    return guarded(routes, rules)
+    return guarded(routes, rules, access)

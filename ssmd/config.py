@@ -154,6 +154,21 @@ class Settings(BaseSettings):
     )
     offline: bool = Field(False, description="fetch nothing, whatever is missing; HF_HUB_OFFLINE=1 asks for the same")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
+    access_log: bool = Field(
+        False,
+        description="a line for each request on stdout, without text of clients ([daemon.md](daemon.md#access-log))",
+    )
+    access_log_format: Literal["text", "json"] = Field("text", description="how such a line is written")
+    slow_request: float = Field(
+        2.0,
+        ge=0,
+        description="time such as 500ms from which on the access log marks a request as `slow`: to the first token of "
+        "an answer, to the end of any other request",
+    )
+    core_dumps: bool = Field(
+        False,
+        description="a crash may write the daemon's memory into a core file; for developers of runtimes",
+    )
 
     def __init__(self, **flags: Any) -> None:
         given = {name: value for name, value in flags.items() if value is not None}
@@ -196,7 +211,7 @@ class Settings(BaseSettings):
             raise ValueError("expected a number of bytes, or a size such as '8GiB'")
         return parse_size(value) if isinstance(value, str) else value
 
-    @field_validator("keep_alive", mode="before")
+    @field_validator("keep_alive", "slow_request", mode="before")
     @classmethod
     def _duration(cls, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float | str | None):

@@ -23,6 +23,7 @@ import uvicorn
 
 from ssmd import __version__
 from ssmd.api import connections
+from ssmd.api.access import AccessLog
 from ssmd.api.keys import Keys
 from ssmd.config import Settings
 from ssmd.daemon import discovery
@@ -32,6 +33,7 @@ from ssmd.daemon.logfile import OneLine
 from ssmd.engine.host import Host
 from ssmd.engine.opening import close_host, open_host
 from ssmd.machine import hosts
+from ssmd.machine.confinement import forbid_core_dumps
 from ssmd.machine.descriptors import raise_limit
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.privatesocket import listen_privately
@@ -115,6 +117,8 @@ def serve(
     return_big_blocks()
     sys.setswitchinterval(SWITCH_S)
     raise_limit()
+    if not settings.core_dumps:
+        forbid_core_dumps()
     settings.check_exposure()
     token = secrets.token_urlsafe(32)
     keys = Keys.of(settings, token)
@@ -143,8 +147,9 @@ def serve(
         if home is not None:
             home.look()
 
+    access = AccessLog.of(settings)
     config = uvicorn.Config(
-        create_app(host, settings, keys, end=lambda: server.drain()),
+        create_app(host, settings, keys, access=access, end=lambda: server.drain()),
         access_log=False,
         callback_notify=look,
         lifespan="off",
@@ -174,6 +179,8 @@ def serve(
     try:
         server.run(sockets=sockets)
     finally:
+        if access is not None:
+            access.close()
         close_host(host)
         leaving.close()
 

@@ -141,6 +141,20 @@ def test_it_names_its_page_and_the_command(artifact: Path, tmp_path: Path) -> No
         assert opened.read_text() == f"http://127.0.0.1:{served.port}/\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_crash_writes_no_memory_to_a_disk(artifact: Path, tmp_path: Path) -> None:
+    """A core file would hold what was removed, and the daemon's token."""
+    unlimited = "import resource as r; r.setrlimit(r.RLIMIT_CORE, (r.getrlimit(r.RLIMIT_CORE)[1],) * 2)"
+    for setting, limit in (("false", ["0", "0"]), ("true", None)):
+        extra = {"SSMD_CORE_DUMPS": setting}
+        with running(tmp_path, str(artifact), extra=extra, before=unlimited) as (process, _):
+            proc = Path(f"/proc/{process.pid}")
+            [limits] = [one for one in (proc / "limits").read_text().splitlines() if one.startswith("Max core file")]
+            filtered = int((proc / "coredump_filter").read_text(), 16) == 0
+            assert filtered == (setting == "false")
+            assert limit is None or limits.split()[4:6] == limit
+
+
 def test_it_sleeps_while_nobody_is_connected(artifact: Path, tmp_path: Path) -> None:
     """And its clock is right for who comes then."""
     with running(tmp_path, str(artifact), before="from ssmd import server; server.LOOK_S = 0.2") as (process, served):

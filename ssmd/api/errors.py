@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ssmd.api import access
 from ssmd.engine.request import Rejected
 
 ExceptionHandler = Callable[[Request, Exception], Awaitable[Response]]
@@ -38,6 +39,7 @@ def error_response(error: Rejected, headers: Mapping[str, str] | None = None) ->
 
 async def _rejected(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, Rejected)
+    access.note(request.scope, code=exc.code)
     return error_response(exc)
 
 
@@ -52,11 +54,13 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
         error = Rejected(f"{what} is not possible; allowed: {allowed}", status=405, code="method_not_allowed")
     else:
         error = Rejected(f"{what}: {exc.detail}", status=exc.status_code, code="http_error")
+    access.note(request.scope, code=error.code)
     return error_response(error, exc.headers)
 
 
 async def _crash(request: Request, exc: Exception) -> Response:
     """A bug: the server logs the traceback, the client learns no more than that."""
+    access.note(request.scope, code=INTERNAL.code)
     return error_response(INTERNAL)
 
 

@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api import sse
+from ssmd.api import access, sse
 from ssmd.api.answer import Answer, Asking, Head, Read, WholeChoice
 from ssmd.api.body import parse_object, read_body
 from ssmd.api.delivery import Delivery, Gone, Stopped
@@ -62,6 +62,7 @@ class Front:
             watcher = asyncio.create_task(delivery.watch(receive))
             asking, head, again = await self._begin(raw, http, delivery, held)
             head = asking.headed(head)
+            access.note(scope, answer=head.id, model=asking.model.id)
             first, answer = partial(_first, delivery, again), asking.answer(head)
             if asking.stream:
                 await self._stream(answer, head, first, delivery, send, at_once=asking.background)
@@ -80,6 +81,12 @@ class Front:
         except sse.Stalled:
             log.warning("request %s: the client has not read for %.0f s, given up", head and head.label, self._stall_s)
         finally:
+            if delivery.last.done():
+                last = delivery.last.result()
+                if isinstance(last, Done):
+                    access.note(scope, usage=last.usage)
+                elif isinstance(last, Failed):
+                    access.note(scope, code=last.error.code)
             if head is None:
                 delivery.abandon()  # a thread that still reads the request, as the server ends, shall not go on
             else:

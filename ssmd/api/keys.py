@@ -166,6 +166,12 @@ def caller_of(scope: Mapping[str, Any]) -> Caller:
     return found
 
 
+def name_of(scope: Mapping[str, Any]) -> str:
+    """Return the name of the key that came with a request; "" where it has none, or was refused."""
+    found = scope.get(_CALLER)
+    return found.name if isinstance(found, Caller) else ""
+
+
 def is_in_force(scope: Mapping[str, Any]) -> bool:
     """Whether the key that came with a request is still good, and for the same."""
     try:

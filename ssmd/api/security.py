@@ -27,6 +27,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ssmd.api import access
+from ssmd.api.access import AccessLog
 from ssmd.api.body import shown
 from ssmd.api.errors import HANDLERS, error_response
 from ssmd.api.keys import Caller, Keys, set_caller
@@ -86,11 +88,23 @@ class Rules:
         )
 
 
-def guarded(routes: Sequence[Route], rules: Rules) -> ASGIApp:
-    """The app of `routes`, with every error in OpenAI's shape, behind the guard."""
+def guarded(routes: Sequence[Route], rules: Rules, log: AccessLog | None = None) -> ASGIApp:
+    """The app of `routes`, with every error in OpenAI's shape, behind the guard. log: has a line of each request."""
     app = Starlette(routes=routes, exception_handlers=dict(HANDLERS))
     app.router.redirect_slashes = False
-    return Security(app, rules)
+    guard = Security(app, rules)
+    return guard if log is None else _Logged(log, guard, routes)
+
+
+class _Logged:
+    def __init__(self, log: AccessLog, guard: Security, routes: Sequence[Route]) -> None:
+        self._log, self._guard, self._routes = log, guard, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._log.answer(self._guard, self._routes, scope, receive, send)
+        else:
+            await self._guard(scope, receive, send)
 
 
 class Security:
@@ -156,6 +170,7 @@ class Security:
             intake.limit = self._body_limit(scope["path"], headers)
         except Rejected as err:
             challenge = {"www-authenticate": "Bearer"} if err.status == 401 else {}
+            access.note(scope, code=err.code)
             log.info("refused %s %s: %s", scope["method"], where, err.message)
             await error_response(err, challenge)(scope, receive, send_identified)
             return
@@ -167,6 +182,7 @@ class Security:
             log.info("%s %s: not done when the server ended", scope["method"], where)
             if not begun:
                 intake.whole = True  # nothing more is waited for
+                access.note(scope, code=_ENDING.code)
                 await error_response(_ENDING)(scope, receive, send_identified)
         finally:
             intake.forget()

@@ -6,6 +6,7 @@ import gc
 import shlex
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -46,6 +47,12 @@ def serve(
     offline: options.Offline = False,
     yes: options.Yes = False,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="Print a line for each request, without any text of clients.")
+    ] = False,
+    access_log_format: Annotated[
+        str | None, typer.Option(help="How such a line is written: text or json.", metavar="FORMAT")
+    ] = None,
 ) -> None:
     """Serve MODEL, or every installed model as it is asked for, to OpenAI clients (default http://127.0.0.1:7763/v1).
 
@@ -61,6 +68,8 @@ def serve(
     if socket is not None and browse:
         raise typer.BadParameter("--open opens a page at a port, and a browser cannot reach a socket: leave one out")
     settings = Settings(
+        access_log=access_log or None,
+        access_log_format=access_log_format,
         data_dir=data_dir,
         device=device,
         host=host,
@@ -82,7 +91,8 @@ def serve(
     server.start_logging(settings.log_level)
     run = f"{_program()} run" + ("" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir.absolute()))}")
     named = first_model(model, settings, yes=yes)
-    server.serve(settings, named, keep=not no_store, announce=typer.echo, run=run, browse=browse)
+    announce = partial(typer.echo, err=settings.access_log)  # then stdout has the log's lines alone
+    server.serve(settings, named, keep=not no_store, announce=announce, run=run, browse=browse)
 
 
 def _program() -> str:

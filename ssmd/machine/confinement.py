@@ -18,6 +18,19 @@ DESCRIPTORS = 64
 _PR_SET_PDEATHSIG = 1  # prctl.h
 
 
+def forbid_core_dumps() -> None:
+    """Have a crash of this process, or of one that it starts, write none of its memory to a disk."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Linux has no such limit where a program takes the core: then none of its memory is a part of it.
+    with contextlib.suppress(OSError), open("/proc/self/coredump_filter", "w") as file:
+        file.write("0")
+
+
 def confine(memory: int, *, threads: bool = False) -> None:
     """Bound this process: `memory` bytes of address space beside what it has, few files, no core dump, and no other
     process, nor another thread unless `threads`."""

@@ -24,6 +24,7 @@ SETTINGS = tuple(
         *("THREADS", "RUNTIME", "DEVICE", "MAX_RUNNING", "MAX_QUEUE"),
         *("MAX_BODY_BYTES", "QUOTA", "KEEP_ALIVE", "MEMORY_BUDGET", "PRELOAD"),
         *("PIN", "TRUNCATION", "STRICT", "OFFLINE", "LOG_LEVEL"),
+        *("ACCESS_LOG", "ACCESS_LOG_FORMAT", "SLOW_REQUEST", "CORE_DUMPS"),
     )
 )
 OF_TESTS = frozenset(  # and of benchmarks, which run what reads settings
