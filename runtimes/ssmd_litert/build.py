@@ -53,7 +53,7 @@ class LiteRTConverter:
     runtime, device_class = "litert", "cpu"
     buckets: tuple[int, ...] | None = None
     most_tokens: int | None = None
-    context = 2048
+    context = 32_768  # where the model has as many
     tiers: tuple[int, ...] = TIERS
     quantizations: tuple[Quantization, ...] = ("int8", "int4", "f32")
     packages: ClassVar[Mapping[str, str]] = {

@@ -57,7 +57,7 @@ class OpenVINOConverter:
         # Each length is a model that the NPU's compiler takes a minute for, and more the longer it is (docs/npu.md).
         self.buckets: tuple[int, ...] | None = (64,) if device_class == "npu" else None
         self.most_tokens = None if device_class == "npu" else 64
-        self.context = 2048 if device_class == "npu" else 8192
+        self.context = 2048 if device_class == "npu" else 32_768
         # An open model has any capacity for nothing, each of those for the NPU is a set of models.
         self.tiers: tuple[int, ...] = (2048, 8192) if device_class == "npu" else TIERS
 

@@ -84,7 +84,8 @@ Buckets = Annotated[
 Context = Annotated[
     str | None,
     typer.Option(
-        help="Tokens that a conversation can have, else 2048, of OpenVINO and wgpu 8192; several: KV tiers.",
+        help="Tokens that a conversation can have, else the model's own, 32768 at most; 8192 of wgpu, 2048 of npu and "
+        "coreml. Several: KV tiers.",
         metavar="N",
     ),
 ]
