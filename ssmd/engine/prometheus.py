@@ -98,6 +98,9 @@ def _now(live: Live) -> Iterable[Metric]:
     build = GaugeMetricFamily("ssmd_build_info", "The daemon's version", labels=["version", "python"])
     build.add_metric([__version__, platform.python_version()], 1)
     about = ("runtime", "device", "quantization", "build")
+    degraded = GaugeMetricFamily(
+        "ssmd_degraded", "1 while turns are not stored as they should be", value=bool(live.reason)
+    )
     info = GaugeMetricFamily("ssmd_model_info", "The models installed", labels=["model", *about])
     loaded = GaugeMetricFamily("ssmd_model_loaded", "Whether a model is loaded", labels=["model"])
     resident = GaugeMetricFamily("ssmd_model_resident_bytes", "Bytes that loading a model took", labels=["model"])
@@ -115,4 +118,4 @@ def _now(live: Live) -> Iterable[Metric]:
     for family, name in ((budget, "budget_bytes"), (used, "used_bytes")):
         if live.memory.get(name) is not None:
             family.add_metric([], live.memory[name])
-    return [build, info, loaded, resident, waiting, running, budget, used]
+    return [build, degraded, info, loaded, resident, waiting, running, budget, used]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from conftest import TinyArtifacts
 from daemon import soon
 from keyfile import bearer, written
@@ -18,6 +19,7 @@ from several import LONG, models_folder, several
 
 PAGE = re.sub(r"```.*?```", "", (ROOT / "docs" / "metrics.md").read_text("utf-8"), flags=re.DOTALL)
 DASHBOARD = json.loads((ROOT / "docs" / "grafana.json").read_text("utf-8"))
+ALERTS = yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text("utf-8"))
 HTTP = (ROOT / "docs" / "http.md").read_text("utf-8")
 ALICE = "alice-has-this-one"
 SERIES = {"last", "p50", "p95", "n", "since_start", "recent"}
@@ -142,19 +144,26 @@ def queries() -> Iterator[tuple[str, str]]:
             yield variable["query"]["query"], ""
 
 
-def test_the_dashboard_asks_for_what_there_is(shown: tuple[dict[str, Any], str]) -> None:
-    series: dict[str, set[str]] = {}
+def alerts() -> Iterator[tuple[str, str]]:
+    """(query, what it says) of each rule."""
+    for group in ALERTS["groups"]:
+        for rule in group["rules"]:
+            yield rule["expr"], rule["annotations"]["summary"].replace("$labels.", "").replace("{{ ", "{{")
+
+
+def test_queries_and_alerts_ask_for_what_there_is(shown: tuple[dict[str, Any], str]) -> None:
+    series: dict[str, set[str]] = {"up": OF_PROMETHEUS}
     for name, (kind, labels) in exposed(shown[1]).items():
         for suffix in SUFFIX.get(kind, ("",)):
             series[name + suffix] = labels | OF_PROMETHEUS | ({"le"} if suffix == "_bucket" else set())
     asked = set()
-    for query, legend in queries():
-        used = re.findall(r"\b(?:ssmd|process)_\w+", query)
+    for query, legend in (*queries(), *alerts()):
+        used = re.findall(r"\b(?:ssmd_\w+|process_\w+|up\b)", query)
         assert used, query
         assert set(used) <= series.keys(), query
         asked |= set(used)
         mine = set[str]().union(*(series[name] for name in used))
-        wanted = re.findall(r"(\w+)(?:=~|!~|!=|=)\"", query) + re.findall(r"{{(\w+)}}", legend)
+        wanted = re.findall(r"(\w+)(?:=~|!~|!=|=)\"", query) + re.findall(r"{{(\w+) ?}}", legend)
         for grouped in re.findall(r"by \(([^)]*)\)", query):
             wanted += grouped.split(", ")
         wanted += re.findall(r"label_values\(.*, (\w+)\)", query)
@@ -162,6 +171,15 @@ def test_the_dashboard_asks_for_what_there_is(shown: tuple[dict[str, Any], str])
         assert query.count("(") == query.count(")")
     missing = {name for name in series if name.startswith("ssmd_") and not name.endswith(("_sum", "_count"))} - asked
     assert missing == {"ssmd_model_info"}, "all else is shown"
+
+
+def test_every_alert_is_in_the_page_and_counts_real_errors() -> None:
+    rules = {rule["alert"]: rule for group in ALERTS["groups"] for rule in group["rules"]}
+    documented = {names(row[0])[0]: row[2] for row in tables("## Alerts")}
+    assert documented == {name: rule["labels"]["severity"] for name, rule in rules.items()}
+    code = "".join(file.read_text("utf-8") for file in (ROOT / "ssmd").rglob("*.py"))
+    [outcomes] = re.findall(r'outcome=~"([^"]+)"', rules["SsmdErrors"]["expr"])
+    assert [one for one in outcomes.split("|") if f'code="{one}"' not in code] == []
 
 
 def test_the_dashboard_belongs_to_no_data_source_of_ours() -> None:
