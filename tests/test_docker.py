@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import TinyArtifacts
-from daemon import daemon
+from daemon import CHAT, daemon
 from modules import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from ssmd.config import Settings
 
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text("utf-8")
@@ -53,10 +55,47 @@ def test_what_compose_mounts_is_there() -> None:
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text("utf-8"))["services"]
     mounted = [one.split(":")[0] for service in services.values() for one in service["volumes"]]
     files = [DOCKER / one for one in mounted if one.startswith(".")]
-    assert len(files) == 4
+    assert len(files) == 5
     assert all(file.is_file() for file in files)
     assert [name for name, service in services.items() if "profiles" not in service] == ["ssmd"]
     assert all(port.startswith("127.0.0.1:") for service in services.values() for port in service.get("ports", ()))
+
+
+def test_compose_gives_prometheus_a_key_that_only_reads(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """The entrypoint's own script makes the keys file, and a real daemon takes it."""
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text("utf-8"))
+    service = compose["services"]["ssmd"]
+    script = service["entrypoint"][-2].replace("$$", "$")
+    program = tmp_path / "bin" / "ssmd"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@"; env')
+    program.chmod(0o755)
+    keys = tmp_path / "keys"
+    given = {"OWN_KEY": "own-key-%s*", "PROMETHEUS_KEY": "key-to-look", "SSMD_API_KEYS_FILE": str(keys)}
+    given |= {"PATH": f"{program.parent}:/usr/bin:/bin"}
+    command = ["sh", "-c", script, "ssmd", *service["command"]]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "serve"
+    assert "own-key" not in done.stdout
+    assert keys.stat().st_mode & 0o777 == 0o600
+    with daemon(artifacts["llama-f32"], None, settings=Settings(api_keys_file=keys)) as one:
+        looks, own = ({"authorization": f"Bearer {key}"} for key in ("key-to-look", "own-key-%s*"))
+        assert one.served.ask("GET", "/metrics", headers=looks).status == 200
+        assert one.served.ask("GET", "/metrics").status == 401
+        refused = one.served.ask("POST", CHAT, one.body(), headers=looks)
+        assert (refused.status, refused.json["error"]["code"]) == (403, "read_only_key")
+        assert one.served.ask("POST", CHAT, one.body(), headers=own).status == 200
+
+
+def test_no_secret_of_compose_is_used_twice() -> None:
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text("utf-8"))
+    services = compose["services"]
+    assert services["ssmd"]["environment"]["OWN_KEY"].startswith("${SSMD_API_KEY:?")
+    assert services["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_PASSWORD:?")
+    assert services["prometheus"]["secrets"] == ["prometheus_key"]
+    assert compose["secrets"] == {"prometheus_key": {"environment": "PROMETHEUS_KEY"}}
+    [scrape] = yaml.safe_load((DOCKER / "prometheus.yml").read_text("utf-8"))["scrape_configs"]
+    assert scrape["authorization"]["credentials_file"] == "/run/secrets/prometheus_key"
 
 
 def test_the_health_check(artifacts: TinyArtifacts) -> None:
