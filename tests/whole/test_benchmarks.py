@@ -17,9 +17,11 @@ import card
 import decode
 import gpu
 import host
+import loops
 import numpy as np
 import operators
 import pytest
+import questions
 import rendering
 import sampling
 import service
@@ -45,6 +47,35 @@ def rows(printed: str) -> list[list[str]]:
     """The cells of all tables' rows, without heads."""
     lines = [re.split(r" *\| *", line)[1:-1] for line in printed.splitlines() if line.startswith("| ")]
     return [cells for cells in lines if re.match(r"\d|litert|wgpu|tiny", cells[0])]
+
+
+@pytest.mark.parametrize(
+    ("question", "expected", "kind", "sentence", "fine"),
+    [
+        ("What is the capital of France?", "Paris", ["Paris", "Rome"], "The capital of France is Paris", True),
+        ("What is the capital of France?", "Paris", ["Paris", "Rome"], "Alsace, the capital city of France", False),
+        ("What is the capital of France?", "Paris", ["Paris", "Rome"], "It is Paris, or Rome", False),
+        ("What is 2 + 2?", "4", [], "2 + 2 = 4", True),
+        ("What is 2 + 2?", "4", [], "It is four", True),
+        ("What is 2 + 2?", "4", [], "2 + 2 = 4 or 5", False),
+        ("What is 2 + 2?", "4", [], "2 + 2 = 44", False),
+        ('What is the opposite of "in"?', "out", [], "The opposite of in is without", False),
+    ],
+)
+def test_questions_are_right_by_one_rule(
+    question: str, expected: str, kind: list[str], sentence: str, fine: bool
+) -> None:
+    assert questions.right(question, expected, kind, sentence) is fine
+
+
+def test_the_list_has_75_questions() -> None:
+    assert len({question for question, _, _ in questions.questions()}) == 75
+    assert all(questions.right(question, answer, kind, answer) for question, answer, kind in questions.questions())
+
+
+def test_loops_are_answers_that_go_in_circles() -> None:
+    assert loops.loops("I like it. " * 100)
+    assert not loops.loops(" ".join(f"word{i}" for i in range(200)))
 
 
 def test_decode(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:
