@@ -25,6 +25,7 @@ from ssmd.machine.settingsfile import read_settings
 from ssmd.machine.size import parse_size
 from ssmd.machine.spelling import did_you_mean, shown
 from ssmd.machine.variables import PREFIX, misspelt
+from ssmd.model.defaults import Default, parse
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 SECRETS = ("api_key",)  # settings that are never shown
@@ -149,6 +150,11 @@ class Settings(BaseSettings):
         description="a conversation that outgrows the model's context is refused, or (auto) its oldest turns are left "
         "out; a request may say so itself",
     )
+    default: Names = Field(
+        (),
+        description="sampling of requests that say nothing, in place of the models' own, such as "
+        "`temperature=0.7,top_p=0.9`",
+    )
     strict: bool = Field(
         False, description="fields of requests that ssmd does not know are refused, not ignored and named"
     )
@@ -199,7 +205,7 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, InitSettingsSource(settings_cls, read_file())
 
-    @field_validator("allowed_hosts", "allowed_origins", "preload", "pin", mode="before")
+    @field_validator("allowed_hosts", "allowed_origins", "preload", "pin", "default", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
@@ -266,6 +272,18 @@ class Settings(BaseSettings):
         if "*" in value and not any(info.data.get(one) for one in ("api_key", "api_keys_file")):
             raise ValueError("'*' lets every web page call this computer: set an api_key with it")
         return tuple(dict.fromkeys(one if one == "*" else hosts.origin(one) for one in value))
+
+    @field_validator("default")
+    @classmethod
+    def _defaults_are_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            parse(one)
+        return value
+
+    @property
+    def defaults(self) -> dict[str, Default]:
+        """The sampling defaults in `default`; of an option that stands there twice the last."""
+        return {name: Default(value, "the setting `default`") for name, value in map(parse, self.default)}
 
     @property
     def loopback(self) -> bool:

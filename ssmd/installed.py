@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from ssmd.machine.privatefile import others_write
 from ssmd.machine.spelling import by_likeness, nearest
 from ssmd.model.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
+from ssmd.model.defaults import Default, defaults_of
 from ssmd.runtime.devices import why_not
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
 
@@ -24,12 +26,15 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class Installed:
-    """An artifact's folder. `problem` is empty, or says why it cannot be served; `manifest` is None when unreadable."""
+    """An artifact's folder. `problem` is empty, or says why it cannot be served; `manifest` is None when unreadable.
+    `defaults`: of sampling, by the option's name.
+    """
 
     name: str
     path: Path
     manifest: Manifest | None
     problem: str = ""
+    defaults: Mapping[str, Default] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -251,4 +256,4 @@ def read(name: str, path: Path) -> Installed:
             return Installed(name, path, manifest, f"file {file!r} is missing; build it again")
         if size != entry.size:
             return Installed(name, path, manifest, f"file {file!r} has {size} bytes, not {entry.size}; build it again")
-    return Installed(name, path, manifest)
+    return Installed(name, path, manifest, defaults=defaults_of(manifest, path))

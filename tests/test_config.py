@@ -74,6 +74,19 @@ def test_lists_in_the_environment_are_comma_separated(monkeypatch: pytest.Monkey
     assert Settings().allowed_origins == tuple(apps.split(","))
 
 
+def test_sampling_defaults_come_from_all_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = write_file(tmp_path / "s.toml", 'default = ["temperature=0.1", "top_k=4"]\n')
+    monkeypatch.setenv("SSMD_CONFIG", str(file))
+
+    def values(**flags: Any) -> dict[str, float]:
+        return {name: default.value for name, default in Settings(**flags).defaults.items()}
+
+    assert values() == {"temperature": 0.1, "top_k": 4}
+    monkeypatch.setenv("SSMD_DEFAULT", "temperature=0.7, top_p=0.9")
+    assert values() == {"temperature": 0.7, "top_p": 0.9}
+    assert values(default=["temperature=0.3", "temperature=0.4"]) == {"temperature": 0.4}
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -111,6 +124,9 @@ def test_allowed_hosts(flags: dict[str, Any], expected: tuple[str, ...]) -> None
         ({"allowed_origins": "*"}, ("--allowed-origins", "api_key")),
         ({"data_dir": "a\0b"}, ("--data-dir",)),
         ({"prot": 1}, ("--prot", "no such setting", "port")),
+        ({"default": ["temperature=3"]}, ("--default", "temperature is 3.0", "from 0 to 2")),
+        ({"default": ["temperatur=1"]}, ("--default", "no option 'temperatur'; did you mean temperature?")),
+        ({"default": "warm"}, ("--default", "'warm' is not NAME=VALUE")),
     ],
 )
 def test_a_refused_flag_is_named_with_its_value(flags: dict[str, Any], said: tuple[str, ...]) -> None:

@@ -63,7 +63,7 @@ function Shown({mine}) {
       <${Act} icon="tune" label="System prompt and sampling" aria-expanded=${options} run=${() => setOptions(!options)} />
       ${mine.session && html`<${Menu} label="Session" items=${actions(mine.session, () => go("/chat"))} />`}
     </header>
-    ${options && html`<${Options} system=${system ?? mine.system} setSystem=${setSystem} />`}
+    ${options && html`<${Options} model=${model} system=${system ?? mine.system} setSystem=${setSystem} />`}
     <${Flow} mine=${mine} does=${does}>
       ${mine.missing && html`<${Missing} />`}
       ${empty && !mine.missing && !mine.loading && html`<${Empty} title="What is said here stays here">Every turn is kept with the model's state. Continue, edit or branch at any point: nothing is read twice.<//>`}

@@ -6,7 +6,7 @@ import {ask, unlocked} from "./api.js";
 import {Signal, use} from "./signal.js";
 import {metrics} from "./live.js";
 
-/** [name, what it is called, where it may lie, what it is if nothing is said]. */
+/** [name, what it is called, where it may lie, what it is if neither the user nor the model says]. */
 const KNOBS = [
   ["temperature", "Temperature", 0, 2, 0.1, "1"],
   ["top_p", "Top p", 0, 1, 0.01, "1"],
@@ -22,8 +22,11 @@ export const sampling = new Signal(readJson("sampling", {}));
 sampling.listen((chosen) => writeJson("sampling", chosen));
 
 export const models = new Signal([]);
+const defaults = new Signal({}); // of sampling, by the model's id
 export async function loadModels() {
-  models.set((await ask("/v1/models")).data.map((model) => model.id));
+  const {data} = await ask("/v1/models");
+  defaults.set(Object.fromEntries(data.map((model) => [model.id, model.ssmd.defaults])));
+  models.set(data.map((model) => model.id));
 }
 unlocked.listen(() => loadModels().catch(() => {}));
 let installed = "";
@@ -52,8 +55,9 @@ export function ModelPicker({value, choose}) {
     </select></label>`;
 }
 
-export function Options({system, setSystem}) {
+export function Options({model, system, setSystem}) {
   const chosen = use(sampling);
+  const own = use(defaults)[model] ?? {};
   const set = (name, text) => {
     const {[name]: _, ...rest} = chosen;
     const number = Number(text);
@@ -64,7 +68,7 @@ export function Options({system, setSystem}) {
       <textarea rows="3" value=${system} placeholder="None" onInput=${(event) => setSystem(event.target.value)}></textarea></label>
     <div class="knobs">${KNOBS.map(
       ([name, label, min, max, step, otherwise]) => html`<label class="field"><span>${label}</span>
-        <input type="number" inputmode="decimal" min=${min} max=${max} step=${step} placeholder=${otherwise}
+        <input type="number" inputmode="decimal" min=${min} max=${max} step=${step} placeholder=${own[name]?.value ?? otherwise}
           value=${chosen[name] ?? ""} onInput=${(event) => set(name, event.target.value)} /></label>`,
     )}</div>
     <p class="row"><span class="hint">Sampling is kept in this browser, for all sessions.</span>

@@ -35,7 +35,7 @@ def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -
     body = read_chat(fields)
     model = host.shelf.find(body.model)
     unread: set[str] = set()
-    request = to_request(body, model.manifest.vocabulary, truncate=truncate, unread=unread)
+    request = to_request(body, model.manifest.vocabulary, model.defaults, truncate=truncate, unread=unread)
     ignored = (*ignored, *sorting.named(unread))
     name = model.id if "@" in body.model else model.name
     written = partial(ChatAnswer, name, model.manifest.build, request.n)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -16,17 +18,17 @@ from ssmd.api.messages import read_messages
 from ssmd.api.structured import Structured, grammar_of
 from ssmd.api.tool_choice import read_tool_choice
 from ssmd.api.tools import read_given
-from ssmd.engine.dry import MAX_ALLOWED_LENGTH, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_DRY, Dry
-from ssmd.engine.repetition import EVERYTHING
+from ssmd.engine.dry import MAX_BREAKER_CHARS, MAX_BREAKERS, Dry
 from ssmd.engine.request import Rejected, Request
-from ssmd.engine.sampling_params import LAST_N, MAX_FREQUENCY_PENALTY, MAX_PENALTY, MIN_PENALTY, SamplingParams
+from ssmd.engine.sampling_params import SamplingParams
 from ssmd.machine.duration import MAX_S, parse_duration
+from ssmd.model.defaults import MAX_INT, OPTIONS, Defaults
 
 MAX_N = 8
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
-MAX_INT = 2**31 - 1
 Value = TypeVar("Value", int, float)
+_OF_SAMPLING = OPTIONS.keys() & {field.name for field in dataclasses.fields(SamplingParams)}
 
 # Parameters that are not built, each with the values that ask for nothing.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -39,13 +41,17 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **OTHERS,
 }
 
-Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+
+def _within(name: str) -> Any:
+    """The bounds of an option, for pydantic."""
+    return Field(ge=OPTIONS[name].low, le=OPTIONS[name].high)
+
+
+Count = Annotated[int, _within("max_tokens")]
 Budget = Annotated[int, Field(ge=0, le=MAX_INT)]
 Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Limit = Annotated[Count, BeforeValidator(lambda value: MAX_INT if value == -1 and type(value) is int else value)]
-Penalty = Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)]
-FrequencyPenalty = Annotated[float, Field(ge=-MAX_FREQUENCY_PENALTY, le=MAX_FREQUENCY_PENALTY)]
+Penalty = Annotated[float, _within("repetition_penalty")]
 ShortText = Annotated[str, Field(max_length=1000)]
 Seconds = Annotated[float, Field(allow_inf_nan=True)]  # infinite: for ever
 
@@ -77,23 +83,23 @@ class ChatBody(Structured):
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     n_predict: Limit | None = None  # llama.cpp's name of it
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Share | None = None
+    temperature: Annotated[float, _within("temperature")] | None = None
+    top_p: Annotated[float, _within("top_p")] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None  # -1, vLLM's, and 0: all
-    min_p: Share | None = None
-    typical_p: Share | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Share | None = None
-    dry_multiplier: Annotated[float, Field(ge=0, le=MAX_DRY)] | None = None
-    dry_base: Annotated[float, Field(ge=1, le=MAX_DRY)] | None = None
-    dry_allowed_length: Annotated[int, Field(ge=1, le=MAX_ALLOWED_LENGTH)] | None = None
-    dry_penalty_last_n: Annotated[int, Field(ge=EVERYTHING, le=MAX_INT)] | None = None
+    min_p: Annotated[float, _within("min_p")] | None = None
+    typical_p: Annotated[float, _within("typical_p")] | None = None
+    xtc_probability: Annotated[float, _within("xtc_probability")] | None = None
+    xtc_threshold: Annotated[float, _within("xtc_threshold")] | None = None
+    dry_multiplier: Annotated[float, _within("dry_multiplier")] | None = None
+    dry_base: Annotated[float, _within("dry_base")] | None = None
+    dry_allowed_length: Annotated[int, _within("dry_allowed_length")] | None = None
+    dry_penalty_last_n: Annotated[int, _within("dry_penalty_last_n")] | None = None
     dry_sequence_breakers: Annotated[list[Breaker], Field(fail_fast=True, max_length=MAX_BREAKERS)] | None = None
     repetition_penalty: Penalty | None = None
     repeat_penalty: Penalty | None = None  # llama.cpp's and Ollama's name of it
-    repeat_last_n: Annotated[int, Field(ge=EVERYTHING, le=MAX_INT)] | None = None
-    frequency_penalty: FrequencyPenalty | None = None
-    presence_penalty: FrequencyPenalty | None = None
+    repeat_last_n: Annotated[int, _within("repeat_last_n")] | None = None
+    frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stop: (
@@ -163,11 +169,18 @@ def read_chat(fields: dict[str, Any]) -> ChatBody:
     return validate(ChatBody, known)
 
 
-def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False, unread: set[str] | None = None) -> Request:
+def to_request(
+    body: ChatBody,
+    vocabulary: int,
+    defaults: Defaults = MappingProxyType({}),
+    *,
+    truncate: bool = False,
+    unread: set[str] | None = None,
+) -> Request:
     """What the engine is asked. Raises Rejected.
 
-    vocabulary: number of token ids. truncate: if the body does not say. unread: takes the names of what its messages
-    hold and nothing is made of.
+    vocabulary: number of token ids. defaults: the model's, for what the body does not say. truncate: if the body does
+    not say. unread: takes the names of what its messages hold and nothing is made of.
     """
     if body.include_usage and not body.stream:
         raise Rejected(
@@ -175,27 +188,14 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False, unrea
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise Rejected("top_logprobs is only possible with logprobs: true", code="invalid_value", param="top_logprobs")
-    limit = _one_of(
-        max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens, n_predict=body.n_predict
-    )
-    penalty = _one_of(repetition_penalty=body.repetition_penalty, repeat_penalty=body.repeat_penalty)
     messages = read_messages(body.messages, unread)
     given = read_given(vars(body))
     bias = _logit_bias(body.logit_bias or {}, vocabulary)
+    options = {name: default.value for name, default in defaults.items()} | _said(body)
     try:
         sampling = SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=max(0, body.top_k or 0),
-            min_p=body.min_p or 0.0,
-            typical_p=1.0 if body.typical_p is None else body.typical_p,
-            xtc_probability=body.xtc_probability or 0.0,
-            xtc_threshold=0.1 if body.xtc_threshold is None else body.xtc_threshold,
-            dry=_dry(body),
-            repetition_penalty=1.0 if penalty is None else penalty,
-            repeat_last_n=LAST_N if body.repeat_last_n is None else body.repeat_last_n,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            presence_penalty=body.presence_penalty or 0.0,
+            **{name: options[name] for name in _OF_SAMPLING if name in options},
+            dry=_dry(options, body.dry_sequence_breakers),
             seed=body.seed,
             logit_bias=bias,
             logprobs=bool(body.logprobs),
@@ -206,7 +206,7 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False, unrea
     return Request(
         messages=messages,
         sampling=sampling,
-        max_tokens=Request.max_tokens if limit is None else limit,
+        max_tokens=int(options.get("max_tokens", Request.max_tokens)),
         stop=tuple(dict.fromkeys(body.stop or ())),
         n=body.n or 1,
         session=body.session,
@@ -223,16 +223,28 @@ def to_request(body: ChatBody, vocabulary: int, *, truncate: bool = False, unrea
     )
 
 
-def _dry(body: ChatBody) -> Dry | None:
-    if not body.dry_multiplier:
+def _said(body: ChatBody) -> dict[str, Any]:
+    """The options that a body says a value of, by their names. Raises Rejected where two names of one differ."""
+    said = {name: getattr(body, name) for name in OPTIONS}
+    said["max_tokens"] = _one_of(
+        max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens, n_predict=body.n_predict
+    )
+    said["repetition_penalty"] = _one_of(repetition_penalty=body.repetition_penalty, repeat_penalty=body.repeat_penalty)
+    if body.top_k is not None:
+        said["top_k"] = max(0, body.top_k)
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _dry(options: Mapping[str, Any], breakers: list[str] | None) -> Dry | None:
+    if not options.get("dry_multiplier"):
         return None
     asked: dict[str, Any] = {
-        "base": body.dry_base,
-        "allowed_length": body.dry_allowed_length,
-        "last_n": body.dry_penalty_last_n,
-        "breakers": None if body.dry_sequence_breakers is None else tuple(body.dry_sequence_breakers),
+        "base": options.get("dry_base"),
+        "allowed_length": options.get("dry_allowed_length"),
+        "last_n": options.get("dry_penalty_last_n"),
+        "breakers": None if breakers is None else tuple(breakers),
     }
-    return Dry(body.dry_multiplier, **{name: value for name, value in asked.items() if value is not None})
+    return Dry(options["dry_multiplier"], **{name: value for name, value in asked.items() if value is not None})
 
 
 def _one_of(**named: Value | None) -> Value | None:

@@ -33,7 +33,7 @@ def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> Asking:
     fields, ignored = sorting.sort(fields)
     own, shared = read_completion(fields)
     model = host.shelf.find(shared.model)
-    request = to_raw_request(own, shared, model.manifest.vocabulary)
+    request = to_raw_request(own, shared, model.manifest.vocabulary, model.defaults)
     name = model.id if "@" in shared.model else model.name
     written = partial(CompletionAnswer, name, model.manifest.build, announced=bool(shared.background))
     return Asking(

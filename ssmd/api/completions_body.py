@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -11,6 +12,7 @@ from ssmd.api.body import StrictModel, shown, validate
 from ssmd.api.chat_body import MAX_N, NOT_BUILT, ChatBody, read_chat, to_request
 from ssmd.api.fields import Neutral
 from ssmd.engine.request import Raw, Rejected, Request
+from ssmd.model.defaults import Defaults
 
 MAX_PROMPTS = 64
 MAX_CHOICES = 128  # of all prompts together
@@ -76,9 +78,11 @@ def read_completion(fields: dict[str, Any]) -> tuple[PromptBody, ChatBody]:
     return own, read_chat({**rest, "messages": _WORD})
 
 
-def to_raw_request(own: PromptBody, shared: ChatBody, vocabulary: int) -> Request:
-    """What the engine is asked. `vocabulary`: number of token ids. Raises Rejected."""
-    request = to_request(shared, vocabulary)
+def to_raw_request(
+    own: PromptBody, shared: ChatBody, vocabulary: int, defaults: Defaults = MappingProxyType({})
+) -> Request:
+    """What the engine is asked. `vocabulary`: number of token ids. `defaults`: the model's. Raises Rejected."""
+    request = to_request(shared, vocabulary, defaults)
     if own.echo and own.logprobs is not None:
         raise Rejected(
             "logprobs of the prompt's own tokens are not supported: leave echo or logprobs out",
@@ -92,7 +96,8 @@ def to_raw_request(own: PromptBody, shared: ChatBody, vocabulary: int) -> Reques
             param="best_of",
         )
     first, *more = _prompts(own.prompt, vocabulary)
-    limited = (shared.max_tokens, shared.max_completion_tokens, shared.n_predict) != (None, None, None)
+    said = (shared.max_tokens, shared.max_completion_tokens, shared.n_predict) != (None, None, None)
+    limited = said or "max_tokens" in defaults
     raw = replace(
         request,
         messages=(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -114,6 +115,7 @@ def _entry(id_: str, model: Model) -> dict[str, Any]:
             "vocabulary": manifest.vocabulary,
             "lineage": manifest.lineage,
             "build": manifest.build,
+            "defaults": {name: asdict(default) for name, default in model.defaults.items()},
         },
     }
 

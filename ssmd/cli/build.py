@@ -21,6 +21,7 @@ from ssmd.cli.making import (
     costs,
     fetch,
     hint,
+    keep_defaults,
     name_of,
     noted,
     opened,
@@ -110,6 +111,7 @@ def build(
             replace=force,
             progress=progress,
         )
+        keep_defaults(folder, _whose(checkpoint), artifact.path, typer.echo)
     noted(artifact.path, settings)
     for line in _idle_passes(artifact.manifest.conversion.get("xamba", {})):
         typer.echo(line)
@@ -127,6 +129,11 @@ def _idle_passes(xamba: Mapping[str, Any]) -> Iterator[str]:
         if made and not any(one["replaced"][kind] for one in made):
             left = sorted({f"{node['operation']}: {node['why']}" for one in made for node in one["left"]})
             yield f"{kind}: nothing to replace: {'; '.join(left) or f'no {sought} is in the graph (docs/xamba.md)'}"
+
+
+def _whose(checkpoint: str) -> str:
+    """The name of a checkpoint: its own on the hub, else its folder's."""
+    return Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint
 
 
 @contextmanager

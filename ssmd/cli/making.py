@@ -87,6 +87,17 @@ def opened(folder: Path) -> Source:
     return source
 
 
+def keep_defaults(source: Path, whose: str, artifact: Path, say: Progress) -> None:
+    """Write the sampling defaults of a source, which is called `whose`, beside an artifact that was made of it."""
+    from ssmd.model.defaults import GENERATION_CONFIG, of_generation_config, write
+    from ssmd.model.source import read_json
+
+    defaults, wrong = of_generation_config(read_json(source / GENERATION_CONFIG, optional=True), whose)
+    for line in wrong:
+        say(line)
+    write(artifact, defaults)
+
+
 def noted(artifact: Path, settings: Settings) -> None:
     """Remember that an artifact was made here, so that it is loaded like one."""
     from ssmd.config import SettingsError

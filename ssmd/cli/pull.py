@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ from ssmd.cli.making import (
     costs,
     fetch,
     hint,
+    keep_defaults,
     name_of,
     noted,
     opened,
@@ -119,13 +121,13 @@ def _pull(
             source = opened(path)
             if name != smollm2.NAME or folder is not None:
                 check_texts(source)
-            own, packer = name.rpartition("/")[2], packer_of(runtime)
+            own, whose, packer = name.rpartition("/")[2], str(said["name"]), packer_of(runtime)
             wanted = [runtime] if runtime is not None else catalog.RUNTIMES
             graph, why_not = (None, "") if packer else catalog.choose(source.config, wanted)
             if packer is not None:
-                artifact = packed(packer, source, own, settings, say, context, force=force)
+                artifact = packed(packer, source, own, settings, say, context, force=force, whose=whose)
             elif graph is not None:
-                artifact = refitted(graph, source, own, settings, say, context, force=force)
+                artifact = refitted(graph, source, own, settings, say, context, force=force, whose=whose)
             elif runtime is not None or folder is not None or report:  # who asked wants one to run
                 way = "" if runtime is None else f" --runtime {runtime}"
                 advice = f"ssmd build {name if folder is None else folder}{way}"
@@ -151,9 +153,11 @@ def refitted(
     context: int | None = None,
     *,
     force: bool = False,
+    whose: str = "",
 ) -> Path:
     """The folder of the artifact that a graph gives with a source, for `context` tokens; one that is there is kept,
-    unless `force`."""
+    unless `force`. `whose`: the source's name, if not `name`.
+    """
     from ssmd.hub.download import check_room
     from ssmd.refit.catalog import install
     from ssmd.refit.refit import bounded
@@ -165,15 +169,8 @@ def refitted(
         check_room(sum(f.size for f in h.files), settings.models_dir, "SSMD_MODELS_DIR", "written")
         if h.device_class == "npu":
             say(costs(h.device_class, {f.name: f.size for f in h.files}))
-    return _made(
-        out,
-        force,
-        settings,
-        say,
-        name,
-        most,
-        lambda: install(graph, source, out, name=name, context=context, progress=say),
-    )
+    make = partial(install, graph, source, out, name=name, context=context, progress=say)
+    return _made(out, force, settings, say, name, most, make, source, whose)
 
 
 def packed(
@@ -185,16 +182,18 @@ def packed(
     context: int | None = None,
     *,
     force: bool = False,
+    whose: str = "",
 ) -> Path:
     """Pack the source for a runtime that needs no graph, for `context` tokens; its folder. One that is there is kept,
-    unless `force`."""
+    unless `force`. `whose`: the source's name, if not `name`.
+    """
     out = _folder(settings, name, packer.runtime, packer.device_class, packer.quantizations[0])
     tiers = None if context is None else [context]
 
     def make() -> Artifact:
         return packer.build(source, out, name=name, tiers=tiers, replace=True, progress=say)
 
-    return _made(out, force, settings, say, name, context, make)
+    return _made(out, force, settings, say, name, context, make, source, whose)
 
 
 def _folder(settings: Settings, name: str, runtime: str, device_class: str, quantization: str) -> Path:
@@ -209,6 +208,8 @@ def _made(
     name: str,
     most: int | None,
     make: Callable[[], Artifact],
+    source: Source,
+    whose: str,
 ) -> Path:
     """`most`: the tokens that a conversation is to have, where that is known."""
     from ssmd.machine.size import show_size
@@ -220,6 +221,7 @@ def _made(
         say(f"{out} is here already{again if other else '; --force makes it again'}")
         return out
     manifest = make().manifest
+    keep_defaults(source.path, whose or name, out, say)
     noted(out, settings)
     say(f"{out}: {show_size(sum(f.size for f in manifest.files.values()))}; {hint(manifest, name)}")
     return out

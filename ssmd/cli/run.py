@@ -39,17 +39,21 @@ def run(
     ] = None,
     last: Annotated[bool, typer.Option("--continue", "-c", help="Continue the session used last.")] = False,
     system: Annotated[str | None, typer.Option(help="System prompt of a new conversation.", metavar="TEXT")] = None,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.2,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 0.9,
-    top_k: Annotated[int, typer.Option(help="Sample among so many of the likeliest tokens; 0 all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Least probability, as a share of the likeliest token's.")] = 0.0,
-    repeat_penalty: Annotated[float, typer.Option(help=PENALTY)] = 1.0,
-    repeat_last_n: Annotated[int, typer.Option(help="How many tokens the penalty counts; -1 all.")] = 64,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the likeliest token. Else the model's, as all of these.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample among the likeliest tokens of this total probability.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among so many of the likeliest tokens; 0 all.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Least probability, as a share of the likeliest token's.")] = None,
+    repeat_penalty: Annotated[float | None, typer.Option(help=PENALTY)] = None,
+    repeat_last_n: Annotated[int | None, typer.Option(help="How many tokens the penalty counts; -1 all.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same choices.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text. May be repeated.", metavar="TEXT")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 2048,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", min=1)] = None,
     keep_alive: Annotated[
         str | None, typer.Option(help="How long the daemon keeps the model: 5m, 0, -1 for ever.", metavar="TIME")
     ] = None,

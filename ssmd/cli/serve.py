@@ -42,6 +42,13 @@ def serve(
     pin: Annotated[
         str | None, typer.Option(help="Models to load at the start and never to let go.", metavar="NAME,NAME")
     ] = None,
+    default: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Sampling of requests that say nothing, such as temperature=0.7. May be repeated.",
+            metavar="NAME=VALUE",
+        ),
+    ] = None,
     quota: options.Quota = None,
     no_store: options.NoStore = False,
     offline: options.Offline = False,
@@ -71,6 +78,7 @@ def serve(
         access_log=access_log or None,
         access_log_format=access_log_format,
         data_dir=data_dir,
+        default=default or None,
         device=device,
         host=host,
         keep_alive=keep_alive,

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import typer
 
 from ssmd.cli import options
+
+if TYPE_CHECKING:
+    from ssmd.model.defaults import Default
 
 
 def show(
@@ -20,15 +26,17 @@ def show(
     from ssmd.config import Settings
     from ssmd.installed import resolve
     from ssmd.model.artifact import read_manifest
+    from ssmd.model.defaults import defaults_of
 
     settings = Settings(models_dir=models_dir, runtime=runtime)
     path = resolve(model, settings.models_dir, settings.runtime)
     manifest = read_manifest(path)
-    spec = manifest.spec
+    spec, defaults = manifest.spec, {**defaults_of(manifest, path), **settings.defaults}
     fixed, a_token = spec.nbytes_at(0), spec.nbytes_at(1) - spec.nbytes_at(0)
     if as_json:
         fields = {**manifest.model_dump(mode="json"), "path": str(path)}
         fields["state_bytes"] = {"fixed": fixed, "a_token": a_token}
+        fields["defaults"] = {name: asdict(default) for name, default in defaults.items()}
         typer.echo(json.dumps(fields, indent=1))
         return
     rows = {
@@ -42,6 +50,7 @@ def show(
         "context": "unbounded" if manifest.context is None else f"{manifest.context} tokens",
         "buckets": ", ".join(map(str, manifest.buckets)),
         "vocabulary": str(manifest.vocabulary),
+        "sampling": _sampling(defaults),
         "stop tokens": ", ".join(map(str, manifest.stop_tokens)),
         "state": f"{fixed} bytes and {a_token} more a token, in {len(spec.tensors)} tensors",
         "lineage": manifest.lineage,
@@ -50,6 +59,14 @@ def show(
     }
     for name, value in rows.items():
         typer.echo(f"{name:<13} {plain(value)}")
+
+
+def _sampling(defaults: Mapping[str, Default]) -> str:
+    """The defaults, those of one source together."""
+    by_source: dict[str, list[str]] = {}
+    for name, default in defaults.items():
+        by_source.setdefault(default.source, []).append(f"{name} {default.value:g}")
+    return "; ".join(f"{', '.join(values)} ({source})" for source, values in by_source.items()) or "temperature 1"
 
 
 def _quality(quality: dict[str, dict[str, float]]) -> dict[str, str]:

@@ -78,7 +78,9 @@ class Choice:
         waits = self._reader.thinks and self._request.tool_choice.mode != "required"
         guide = None if waits else self._guide
         mask = None if guide is None else guide.mask()
-        sample = self._bound_sample() if self._bound else self._sampler.sample(logits, mask)
+        # A key that JSON has again, or a name that a call has to copy, is no repetition that a penalty is meant for.
+        penalized = guide is None and not self._reader.in_call
+        sample = self._bound_sample() if self._bound else self._sampler.sample(logits, mask, penalized=penalized)
         self.times.append(time.perf_counter())
         if sample.token in self._stop_tokens:
             return self._finish("stop")

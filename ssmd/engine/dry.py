@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-EVERYTHING = -1  # as a window: all of prompt and answer
+from ssmd.model.defaults import EVERYTHING
+
 BREAKERS = ("\n", ":", '"', "*")
 MAX_BREAKERS = 16
 MAX_BREAKER_CHARS = 40
-MAX_ALLOWED_LENGTH = 1024
-MAX_DRY = 100.0  # multiplier and base
 _LONGER = 50  # tokens beyond the allowed length, after which a sequence is not followed further back
 _MORE = 256  # tokens that there is made room for at a time, at least
 _MOST = 1e30  # that is subtracted

@@ -87,10 +87,10 @@ def close_host(host: Host) -> None:
 
 def _shelf(settings: Settings, model: str | None) -> Shelf:
     if model is None:
-        return Shelf(partial(places, settings.models_dir), settings.runtime, settings.device)
+        return Shelf(partial(places, settings.models_dir), settings.runtime, settings.device, settings.defaults)
     path = resolve(model, settings.models_dir, settings.runtime, settings.device)
     place = read_manifest(path).name, path
-    return Shelf(lambda: [place], device=settings.device)
+    return Shelf(lambda: [place], device=settings.device, defaults=settings.defaults)
 
 
 class Opener:

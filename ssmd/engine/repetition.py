@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-EVERYTHING = -1  # as a window: all of prompt and answer
+from ssmd.model.defaults import EVERYTHING
+
 _MORE = 64  # ids that there is made room for at a time, at least
 
 Floats = NDArray[np.float32]

@@ -31,6 +31,7 @@ FEW_COLUMNS = 8  # up to 1/8 of the columns, gathering them beats a pass over al
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.intp]
+Penalty = Repetition | Frequency | DryPenalty
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Sampler:
         """before: the prompt's ids, as many of the last at least as `params.counted` says. breakers: ids of DRY's."""
         self.params = params
         self._filters = params.filters
-        self._penalties: list[Repetition | Frequency | DryPenalty] = []  # in the order in which they come
+        self._penalties: list[Penalty] = []  # in the order in which they come
         if params.repetition_penalty != 1.0 and params.repeat_last_n:
             counted = np.asarray(before, np.int32)
             self._penalties.append(Repetition(params.repetition_penalty, params.repeat_last_n, counted))
@@ -72,12 +73,13 @@ class Sampler:
         self._own = self._weights = self._rest = self._keys = self._masked = np.empty(0, np.float32)
         self._before = np.empty(0, np.bool_)
 
-    def sample(self, logits: Floats, mask: Floats | None = None) -> Sample:
+    def sample(self, logits: Floats, mask: Floats | None = None, *, penalized: bool = True) -> Sample:
         """Choose from float32 logits [V], which stay as they are. Raises ValueError if no token can be chosen.
 
         mask: [V], 0 for each token that may be chosen, else -inf. Log-probabilities are of the logits without it.
+        penalized: whether penalties apply to this token; the token counts for the next ones either way.
         """
-        sample = self._sample(logits, mask)
+        sample = self._sample(logits, mask, penalized)
         for penalty in self._penalties:
             penalty.add(sample.token)
         return sample
@@ -94,8 +96,8 @@ class Sampler:
         params = self.params
         return params.temperature < GREEDY_BELOW or params.top_p <= 0 or params.top_k == 1
 
-    def _sample(self, logits: Floats, mask: Floats | None) -> Sample:
-        prepared = self._prepare(logits)  # (64, V/64)
+    def _sample(self, logits: Floats, mask: Floats | None, penalized: bool) -> Sample:
+        prepared = self._prepare(logits, self._penalties if penalized else [])  # (64, V/64)
         rows = prepared if mask is None else self._only(prepared, mask)
         maxima = rows.max(axis=0)  # (V/64)
         highest = float(maxima.max())
@@ -130,7 +132,7 @@ class Sampler:
             top = tuple((int(i), float(v) - shift) for i, v in zip(ids, values, strict=True) if v > -math.inf)
         return Sample(token, float(rows.reshape(-1)[token]) - shift, top)
 
-    def _prepare(self, logits: Floats) -> Floats:
+    def _prepare(self, logits: Floats, penalties: Sequence[Penalty]) -> Floats:
         """The logits with bias and penalties (64, V/64), padded with -inf; a view where nothing had to change."""
         if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
             raise ValueError(f"expected one row of float32 logits, got {logits.dtype} of shape {logits.shape}")
@@ -143,10 +145,10 @@ class Sampler:
             self._own = np.full(ROWS * columns, -np.inf, np.float32)
             self._weights, self._rest = np.empty((2, ROWS, columns), np.float32)
             self._before = np.empty(ROWS * columns, np.bool_)
-        if self._bias_ids.size or self._penalties or size % ROWS or not logits.flags.c_contiguous:
+        if self._bias_ids.size or penalties or size % ROWS or not logits.flags.c_contiguous:
             self._own[:size] = logits
             self._own[self._bias_ids] += self._bias
-            for penalty in self._penalties:
+            for penalty in penalties:
                 penalty.penalize(self._own)
             return self._own.reshape(ROWS, -1)
         return logits.reshape(ROWS, -1)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ssmd.engine.dry import MAX_ALLOWED_LENGTH, MAX_BREAKERS, MAX_DRY, Dry
+from ssmd.engine.dry import MAX_BREAKERS, Dry
 from ssmd.engine.filters import Filters
-from ssmd.engine.repetition import EVERYTHING
+from ssmd.model.defaults import EVERYTHING, MAX_INT, OPTIONS, Option
 
 MAX_TOP_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 10_000
-MIN_PENALTY, MAX_PENALTY = 0.01, 100.0
-MAX_FREQUENCY_PENALTY = 2.0  # and of presence, either way
 LAST_N = 64  # tokens that a repetition penalty counts, as in llama.cpp
 
 
@@ -48,20 +46,16 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        _check_integer("top_k", self.top_k, 0, 2**31 - 1)
-        for name in ("min_p", "typical_p", "xtc_probability", "xtc_threshold"):
-            _check_number(name, getattr(self, name), 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
-        _check_integer("repeat_last_n", self.repeat_last_n, EVERYTHING, 2**31 - 1)
-        for name in ("frequency_penalty", "presence_penalty"):
-            _check_number(name, getattr(self, name), -MAX_FREQUENCY_PENALTY, MAX_FREQUENCY_PENALTY)
+        Option(0, MAX_TEMPERATURE).checked("temperature", self.temperature)
+        for name in ("top_p", "top_k", "min_p", "typical_p", "xtc_probability", "xtc_threshold"):
+            OPTIONS[name].checked(name, getattr(self, name))
+        for name in ("repetition_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty"):
+            OPTIONS[name].checked(name, getattr(self, name))
         if self.dry is not None:
             _check_dry(self.dry)
-        _check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        Option(0, MAX_TOP_LOGPROBS, whole=True).checked("top_logprobs", self.top_logprobs)
         if self.seed is not None:
-            _check_integer("seed", self.seed, -(2**63), 2**64 - 1)
+            Option(-(2**63), 2**64 - 1, whole=True).checked("seed", self.seed)
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true")
         if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
@@ -69,8 +63,8 @@ class SamplingParams:
                 f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS_ENTRIES} are allowed"
             )
         for token, bias in self.logit_bias.items():
-            _check_integer("logit_bias: token id", token, 0, 2**31 - 1)
-            _check_number(f"logit_bias of token {token}", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            Option(0, MAX_INT, whole=True).checked("logit_bias: token id", token)
+            Option(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).checked(f"logit_bias of token {token}", bias)
 
     def counted(self, length: int) -> int:
         """How many of the last ids of a prompt of so many have to be known."""
@@ -88,21 +82,11 @@ class SamplingParams:
 
 
 def _check_dry(dry: Dry) -> None:
-    _check_number("dry_multiplier", dry.multiplier, 0.0, MAX_DRY)
-    _check_number("dry_base", dry.base, 1.0, MAX_DRY)
-    _check_integer("dry_allowed_length", dry.allowed_length, 1, MAX_ALLOWED_LENGTH)
-    _check_integer("dry_penalty_last_n", dry.last_n, EVERYTHING, 2**31 - 1)
+    OPTIONS["dry_multiplier"].checked("dry_multiplier", dry.multiplier)
+    OPTIONS["dry_base"].checked("dry_base", dry.base)
+    OPTIONS["dry_allowed_length"].checked("dry_allowed_length", dry.allowed_length)
+    OPTIONS["dry_penalty_last_n"].checked("dry_penalty_last_n", dry.last_n)
     if len(dry.breakers) > MAX_BREAKERS or not all(dry.breakers):
         raise ValueError(
             f"dry_sequence_breakers holds {len(dry.breakers)} texts, 0 to {MAX_BREAKERS} are allowed, none empty"
         )
-
-
-def _check_number(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")
-
-
-def _check_integer(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}, expected a whole number from {low} to {high}")

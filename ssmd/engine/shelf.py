@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from ssmd.engine.request import Rejected
 from ssmd.installed import Installed, ModelError, choose, is_for, read
 from ssmd.machine.spelling import meant, shown
+from ssmd.model import defaults
 from ssmd.model.artifact import MANIFEST, Manifest
+from ssmd.model.defaults import Defaults
 
 AVOID_S = 30.0  # for which a model that failed to load is not what a name means, if another one is
 _AGAIN_S = 0.5  # after which what is broken is read again: it may take long to read, and any request may look
-Stamp = tuple[int, int, int]
+Stamp = tuple[int, ...]
 Places = Callable[[], Sequence[tuple[str, Path]]]  # (name, folder) of artifacts; raises ModelError
 
 
@@ -23,12 +26,14 @@ Places = Callable[[], Sequence[tuple[str, Path]]]  # (name, folder) of artifacts
 class Model:
     """An artifact that may be asked for. id: `name@runtime`, or `name@folder` where a name has several of a runtime.
 
-    stamp: what its manifest was when it was read; another one is another artifact. problem: why it cannot be loaded.
+    stamp: what its manifest and the file of its defaults were when they were read; another one is another artifact.
+    defaults: of sampling, for requests that say nothing.
     """
 
     id: str
     found: Installed
     stamp: Stamp | None
+    defaults: Defaults = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -55,12 +60,19 @@ class Model:
 
 class Shelf:
     """Finds models by name. From any thread. runtime, device: what the daemon was told to use, as `choose` takes them.
+    defaults: of sampling, in place of those of every model.
 
     What lies there is looked at anew for each question; what has not changed is not read again.
     """
 
-    def __init__(self, places: Places, runtime: str = "auto", device: str | None = None) -> None:
-        self._places, self._runtime, self._device = places, runtime, device
+    def __init__(
+        self,
+        places: Places,
+        runtime: str = "auto",
+        device: str | None = None,
+        defaults: Defaults = MappingProxyType({}),
+    ) -> None:
+        self._places, self._runtime, self._device, self._defaults = places, runtime, device, defaults
         self._lock = threading.Lock()
         self._seen: dict[tuple[str, Path], tuple[Stamp | None, Installed]] = {}
         self._looked = 0.0
@@ -126,7 +138,8 @@ class Shelf:
             id_ = f"{one.name}@{_runtime(one) if number == 1 else one.path.name}"
             old = kept.get((one.path, stamp))
             same = old is not None and old.id == id_ and old.found == one
-            self._models[id_] = old if old is not None and same else Model(id_, one, stamp)
+            new = Model(id_, one, stamp, {**one.defaults, **self._defaults})
+            self._models[id_] = old if old is not None and same else new
 
     def _choose(self, asked: str) -> Model:
         name, at, which = asked.partition("@")
@@ -181,4 +194,9 @@ def _stamp(path: Path) -> Stamp | None:
         found = (path / MANIFEST).stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    stamp = found.st_mtime_ns, found.st_ino, found.st_size
+    try:
+        beside = (path / defaults.FILE).stat()
+    except OSError:
+        return stamp
+    return *stamp, beside.st_mtime_ns, beside.st_ino, beside.st_size

@@ -63,6 +63,11 @@ class AnswerReader:
         return self._calls is not None and self._calls.calling
 
     @property
+    def in_call(self) -> bool:
+        """Whether what comes next is of a call, or of a marker that begins one."""
+        return self._calls is not None and (self._calls.in_call or self._reasoning.holds)
+
+    @property
     def calls_over(self) -> int:
         """How many calls are over."""
         return 0 if self._calls is None else self._calls.over

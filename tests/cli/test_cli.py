@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from strangers import forged
 from test_server import environment
 
 from ssmd import __version__
+from ssmd.model.defaults import Default, write
 
 
 def ssmd(home: Path, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
@@ -77,8 +79,28 @@ def test_show(home: Path, artifacts: TinyArtifacts) -> None:
     assert shown["build"] == manifest["build"]
     assert shown["state_bytes"]["fixed"] == 0  # attention only
     assert manifest["lineage"] in good(home, "show", "tiny")
+    assert shown["defaults"] == {}
+    assert re.search(r"^sampling +temperature 1$", good(home, "show", "tiny"), re.MULTILINE)
     assert "has 3 bytes" in refused(home, "show", "broken")
     assert "installed in" in refused(home, "show", "unknown")
+
+
+def test_show_tells_defaults_with_their_source(home: Path, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    tiny = tmp_path / "tiny"
+    shutil.copytree(artifacts["llama-f32"], tiny)
+    write(tiny, {"temperature": Default(0.2, "a card"), "top_p": Default(0.9, "a card"), "top_k": Default(5, "a file")})
+    assert "temperature 0.2, top_p 0.9 (a card); top_k 5 (a file)\n" in good(home, "show", str(tiny))
+    shown = json.loads(good(home, "show", str(tiny), "--json"))["defaults"]
+    assert shown["temperature"] == {"value": 0.2, "source": "a card"}
+
+
+def test_a_default_that_cannot_be_is_refused_at_the_start(home: Path) -> None:
+    for given, why in (("temprature=1", "did you mean temperature?"), ("temperature=3", "a number from 0 to 2")):
+        done = ssmd(home, "serve", "tiny", "--port", "0", "--default", given)
+        assert done.returncode == 2
+        assert "--default" in done.stderr
+        assert why in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_what_a_manifest_says_steers_no_terminal(home: Path, artifacts: TinyArtifacts, tmp_path: Path) -> None:

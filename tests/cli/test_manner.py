@@ -10,8 +10,10 @@ from ssmd.api.chat_body import read_chat
 from ssmd.cli.manner import NAMES, Manner
 
 
-def test_what_asks_for_nothing_is_not_sent() -> None:
-    assert Manner().fields() == {"temperature": 0.2, "top_p": 0.9, "max_tokens": 2048}
+def test_options_left_out_are_not_sent() -> None:
+    assert Manner().fields() == {}
+    off = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0, "repeat_last_n": 0}
+    assert Manner(**off).fields() == off  # type: ignore[arg-type]  # of many types; the model's default may be another
 
 
 def test_each_is_a_field_that_the_daemon_knows() -> None:
@@ -34,6 +36,7 @@ def test_one_is_changed_as_it_is_typed_and_back() -> None:
     shown = manner.lines()
     assert [line.split()[0] for line in shown] == list(NAMES)
     assert "stop            'END', 'two words'" in shown
+    assert "temperature     (the model's)" in shown
     for name in ("top_k", "stop", "seed"):
         manner = manner.changed(name, "default")
     assert manner == Manner()

@@ -81,7 +81,7 @@ def test_choices_count_what_they_said_themselves() -> None:
 def test_off_is_off(fields: dict[str, Any]) -> None:
     sampler = Sampler(SamplingParams(temperature=0.0, **fields))
     assert sampler._penalties == []
-    assert sampler._prepare(row := np.zeros(640, np.float32)).base is row  # not even copied
+    assert sampler._prepare(row := np.zeros(640, np.float32), ()).base is row  # not even copied
 
 
 @pytest.mark.parametrize("value", [2.1, -2.1, float("nan"), float("inf"), True, "1"])

@@ -14,11 +14,12 @@ from engines import OwnEngine
 from numpy.typing import NDArray
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.repetition import EVERYTHING, Repetition
+from ssmd.engine.repetition import Repetition
 from ssmd.engine.request import Delta, Done, Event, Request
 from ssmd.engine.sampling import Sampler
 from ssmd.engine.sampling_params import SamplingParams
 from ssmd.model.artifact import Artifact
+from ssmd.model.defaults import EVERYTHING
 from ssmd.runtime.protocol import get_runtime
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
@@ -77,7 +78,7 @@ def test_the_penalty_comes_after_the_bias_and_shows_in_logprobs() -> None:
 def test_off_is_off(fields: dict[str, Any]) -> None:
     sampler = Sampler(SamplingParams(temperature=0.0, **fields), before=PROMPT)
     assert sampler._penalties == []
-    assert sampler._prepare(row := np.zeros(640, np.float32)).base is row  # not even copied
+    assert sampler._prepare(row := np.zeros(640, np.float32), ()).base is row  # not even copied
     assert SamplingParams(**fields).counted(1000) == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from ssmd.cli import app
 from ssmd.families import weights
 from ssmd.families.registry import family_of
 from ssmd.model.artifact import GOLDEN, Artifact, ArtifactError
+from ssmd.model.defaults import FILE, Default, defaults_of
 from ssmd.model.made import is_made_here
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source, SourceError
@@ -443,6 +445,26 @@ def test_a_pull_with_a_context_ends_there(artifacts: TinyArtifacts, shelf: Path,
     finally:
         short.close()
         long.close()
+
+
+def test_pull_keeps_the_defaults_of_a_source(artifacts: TinyArtifacts, shelf: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    shutil.copytree(artifacts.source("granite-int8"), folder)
+    said = '{"eos_token_id": [2, 0], "temperature": 0.6, "top_k": -5, "top_p": NaN, "max_new_tokens": 1, "min_p": 0.05}'
+    (folder / "generation_config.json").write_text(said)
+    done = pull(tmp_path, "mine", "--from", str(folder))
+    assert done.exit_code == 0, done.output
+    for name, value in (("top_k", "-5"), ("top_p", "nan"), ("max_new_tokens", "1")):
+        assert f"generation_config.json: {name} is {value}" in done.output
+    made = Artifact.open(tmp_path / "models" / "mine" / "litert-cpu-int8")
+    source = "generation_config.json of mine"
+    assert defaults_of(made.manifest, made.path) == {
+        "temperature": Default(0.6, source),
+        "min_p": Default(0.05, source),
+    }
+    plain = pull(tmp_path, "plain", "--from", str(artifacts.source("granite-int8")))
+    assert plain.exit_code == 0, plain.output
+    assert not (made.path.parents[1] / "plain" / made.path.name / FILE).exists()
 
 
 def test_pull_for_an_npu_needs_none(artifacts: TinyArtifacts, shelf: Path, tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ class CallReader:
         return self._body is not None and self._body.calling
 
     @property
+    def in_call(self) -> bool:
+        """Whether what comes next is of a call, or of a marker that begins one."""
+        return self._state in ("call", "after") or bool(self._held)
+
+    @property
     def over(self) -> int:
         """How many calls are over."""
         return len(self._over)

@@ -12,6 +12,7 @@ from conftest import TinyArtifacts
 from daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.ui
+MODEL = "mamba-f32"
 GROWS = ".growing .written"
 LOST = "Failed to load resource: net::ERR"
 
@@ -148,6 +149,19 @@ def test_system_prompt_and_sampling_are_sent(window: Window, served: DaemonProce
     [turn] = served.get(f"/ssmd/v1/sessions/{window.session}")[1]["turns"]
     assert turn["messages"][0] == {"role": "system", "content": "Be brief"}
     assert turn["finish_reason"] == "length"
+
+
+def test_an_empty_field_shows_the_models_default(browser: Any, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    with DaemonProcess(artifacts[MODEL], tmp_path / "data", "--default", "temperature=0.3") as one:
+        context = browser.new_context()
+        window = Window(context, f"http://127.0.0.1:{one.port}")
+        window.open()
+        window.page.click("button[aria-label='System prompt and sampling']")
+        window.soon(lambda: window.page.get_by_label("Temperature").get_attribute("placeholder") == "0.3")
+        assert window.page.get_by_label("Temperature").input_value() == ""
+        assert window.page.get_by_label("Top p").get_attribute("placeholder") == "1"
+        window.check()
+        context.close()
 
 
 def test_drafts_stay_with_their_sessions(window: Window) -> None:

@@ -1,0 +1,243 @@
+"""Sampling defaults: the values that a request gets where it says nothing, each with its source.
+
+A model's own come from the generation_config.json of its source: `ssmd pull` and `ssmd build` write them into the
+artifact's folder, as defaults.json. For what is not said there CATALOGUE has values, by the artifact's name. The
+manifest does not list the file, so defaults are no part of the build.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssmd.machine.spelling import did_you_mean, shown
+
+if TYPE_CHECKING:
+    from ssmd.model.artifact import Manifest
+
+log = logging.getLogger(__name__)
+FILE = "defaults.json"
+GENERATION_CONFIG = "generation_config.json"
+MAX_INT = 2**31 - 1
+MAX_BYTES = 64 << 10  # of the file
+MAX_SOURCE_CHARS = 200
+LEAST_TOKENS = 64  # that a generation config may end all answers at; some hold the 20 of an example
+EVERYTHING = -1  # as a window: all of prompt and answer
+
+
+@dataclass(frozen=True)
+class Option:
+    """A number that a request may say: its bounds, and whether it is whole."""
+
+    low: float
+    high: float
+    whole: bool = False
+
+    @property
+    def expected(self) -> str:
+        """A phrase for errors, such as "a number from 0 to 2"."""
+        if self.high < MAX_INT:
+            bounds = f" from {self.low:g} to {self.high:g}"
+        else:
+            bounds = f" of {self.low:g} or more" if self.low >= -MAX_INT else ""
+        return f"a {'whole ' if self.whole else ''}number{bounds}"
+
+    def checked(self, name: str, value: object) -> float:
+        """Return the value. Raises ValueError, which has the name and the value, where it is none of these numbers."""
+        kind = int if self.whole else int | float
+        if isinstance(value, kind) and not isinstance(value, bool) and self.low <= value <= self.high:
+            return value
+        raise ValueError(f"{name} is {shown(repr(value))}, expected {self.expected}")
+
+    def read(self, name: str, text: str) -> float:
+        """Return the value that a text writes. Raises ValueError as `checked` does."""
+        try:
+            value: float = int(text) if self.whole else float(text)
+        except (ValueError, OverflowError):
+            raise ValueError(f"{name} is {shown(text)!r}, expected {self.expected}") from None
+        return self.checked(name, value)
+
+
+OPTIONS: Mapping[str, Option] = {
+    "temperature": Option(0, 2),
+    "top_p": Option(0, 1),
+    "top_k": Option(0, MAX_INT, whole=True),
+    "min_p": Option(0, 1),
+    "typical_p": Option(0, 1),
+    "xtc_probability": Option(0, 1),
+    "xtc_threshold": Option(0, 1),
+    "repetition_penalty": Option(0.01, 100),
+    "repeat_last_n": Option(EVERYTHING, MAX_INT, whole=True),
+    "frequency_penalty": Option(-2, 2),
+    "presence_penalty": Option(-2, 2),
+    "dry_multiplier": Option(0, 100),
+    "dry_base": Option(1, 100),
+    "dry_allowed_length": Option(1, 1024, whole=True),
+    "dry_penalty_last_n": Option(EVERYTHING, MAX_INT, whole=True),
+    "max_tokens": Option(1, MAX_INT, whole=True),
+}
+# Fields of a generation config, and the options that they are.
+_GENERATION = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True)
+class Default:
+    """The value of an option, and where it comes from, in words."""
+
+    value: float
+    source: str
+
+
+Defaults = Mapping[str, Default]  # by the option's name
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model whose defaults ssmd has: its name on the hub, its family and vocabulary, by which it is recognized."""
+
+    origin: str
+    family: str
+    vocabulary: int
+    values: Defaults
+
+
+def _values(source: str, **values: float) -> dict[str, Default]:
+    return {name: Default(value, source) for name, value in values.items()}
+
+
+_CARD = "the model's card"
+CATALOGUE: Mapping[str, Known] = {
+    "smollm2": Known(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llama",
+        49152,
+        _values(_CARD, temperature=0.2, top_p=0.9),
+    ),
+    "lfm2-350m": Known(
+        "LiquidAI/LFM2-350M",
+        "lfm2",
+        65536,
+        _values(_CARD, temperature=0.3, min_p=0.15, repetition_penalty=1.05),
+    ),
+    # "Temperature=0.6, TopP=0.95, TopK=20, and MinP=0 (the default setting in generation_config.json)"
+    "qwen3-0.6b": Known(
+        "Qwen/Qwen3-0.6B",
+        "qwen3",
+        151936,
+        _values(
+            f"{GENERATION_CONFIG} of Qwen/Qwen3-0.6B, as its card quotes it", temperature=0.6, top_p=0.95, top_k=20
+        ),
+    ),
+    **{
+        name: Known(
+            f"ibm-granite/{name}",
+            "granitemoehybrid",
+            100352,
+            _values("unverified: IBM's advice for Granite 4.0, from memory", temperature=0.0),
+        )
+        for name in ("granite-4.0-h-350m", "granite-4.0-h-1b")
+    },
+}
+
+
+def defaults_of(manifest: Manifest, folder: Path) -> dict[str, Default]:
+    """The defaults of the artifact in `folder`: its file's, and for what that does not say the catalogue's."""
+    name = manifest.name.casefold()
+    known = next((k for own, k in CATALOGUE.items() if name in (own, k.origin.rpartition("/")[2].casefold())), None)
+    if known is None or (known.family, known.vocabulary) != (manifest.family, manifest.vocabulary):
+        return read(folder)
+    return {**known.values, **read(folder)}
+
+
+def of_generation_config(fields: Mapping[str, Any], whose: str) -> tuple[dict[str, Default], list[str]]:
+    """The defaults in a generation config, and a line for each value that is left out because it cannot be one.
+
+    `whose`: a model's name. `do_sample: false` is temperature 0, as transformers decodes then.
+    """
+    source = f"{GENERATION_CONFIG} of {shown(whose, 100)}"
+    found: dict[str, Default] = {}
+    wrong: list[str] = []
+    for theirs, name in _GENERATION.items():
+        value = fields.get(theirs)
+        if value is None:
+            continue
+        try:
+            found[name] = Default(OPTIONS[name].checked(theirs, value), source)
+            if name == "max_tokens" and value < LEAST_TOKENS:
+                del found[name]
+                raise ValueError(f"{theirs} is {value}, which would cut answers off")
+        except ValueError as err:
+            wrong.append(f"{GENERATION_CONFIG}: {err}; it is left out")
+    if fields.get("do_sample") is False:
+        found["temperature"] = Default(0.0, f"{source}: do_sample is false")
+    return found, wrong
+
+
+def write(folder: Path, defaults: Defaults) -> None:
+    """Write the file of an artifact's folder, all at once; none where there are no defaults. Raises OSError."""
+    if not defaults:
+        return
+    new = folder / f".{FILE}-{os.getpid()}"
+    fields = {name: {"value": one.value, "source": one.source} for name, one in defaults.items()}
+    new.write_text(json.dumps(fields, indent=1) + "\n", newline="\n")
+    new.replace(folder / FILE)
+
+
+def read(folder: Path) -> dict[str, Default]:
+    """The defaults in the file of an artifact's folder, {} without one. Entries that are wrong are logged and ignored:
+    the model works without them.
+    """
+    file = folder / FILE
+    try:
+        if file.is_symlink() or not file.is_file():
+            return {}
+        if file.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it is larger than {MAX_BYTES} bytes")
+        fields = json.loads(file.read_bytes())
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError, RecursionError) as err:
+        log.warning("%s is ignored: %s", file, err)
+        return {}
+    found = {}
+    for name, entry in fields.items():
+        try:
+            found[name] = _entry(name, entry)
+        except ValueError as err:
+            log.warning("%s: %s; it is ignored", file, err)
+    return found
+
+
+def _entry(name: str, entry: object) -> Default:
+    if not isinstance(entry, dict) or entry.keys() != {"value", "source"}:
+        raise ValueError(f"{shown(name)} is no object of a value and its source")
+    source = entry["source"]
+    if not isinstance(source, str) or not source.isprintable() or len(source) > MAX_SOURCE_CHARS:
+        raise ValueError(f"the source of {shown(name)} is not a line of at most {MAX_SOURCE_CHARS} characters")
+    return Default(option_of(name).checked(name, entry["value"]), source)
+
+
+def option_of(name: str) -> Option:
+    """The option of that name. Raises ValueError with those that there are."""
+    if name not in OPTIONS:
+        raise ValueError(
+            f"there is no option {shown(name)!r}{did_you_mean(name, OPTIONS)}; there are: {', '.join(OPTIONS)}"
+        )
+    return OPTIONS[name]
+
+
+def parse(text: str) -> tuple[str, float]:
+    """The name and value of NAME=VALUE, as a setting has it. Raises ValueError."""
+    name, equals, written = text.partition("=")
+    name = name.strip()
+    if not equals:
+        raise ValueError(f"{shown(text)!r} is not NAME=VALUE, such as temperature=0.7")
+    return name, option_of(name).read(name, written)
