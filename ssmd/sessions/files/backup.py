@@ -1,7 +1,7 @@
 """A backup: the session store at one moment, copied row by row into a new file while others go on writing.
 
-SQLite's own copies (its backup interface, VACUUM INTO) take whole pages along, or what was in memory of them: freed
-pages and the unused middle of pages, where text that was removed can still lie until it is erased. Rows alone hold
+A copy of the files has what was removed and still waits in the log to be erased. SQLite's backup interface takes whole
+pages along, with their unused middle, where copies of rows that were removed can lie (rows/erasure.py). Rows alone hold
 nothing that was removed.
 """
 

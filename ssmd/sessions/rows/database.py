@@ -54,7 +54,7 @@ class _Connection(sqlite3.Connection):
 class _OpenFile:
     """The file of a name as it was when it was opened, so that a removal or a replacement of it is noticed.
 
-    Three `stat` calls cost 6 microseconds; a write that goes to a file without a name is lost when the process ends.
+    Two `stat` calls cost microseconds; a write that goes to a file without a name is lost when the process ends.
     """
 
     def __init__(self, file: Path, found: os.stat_result) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import commands
@@ -24,7 +25,7 @@ from ssmd.sessions.checkpoint import NewCheckpoint
 from ssmd.sessions.files.backup import UNFINISHED, back_up
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.line import Line
-from ssmd.sessions.rows.database import FILE
+from ssmd.sessions.rows.database import FILE, PAGE_BYTES
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
@@ -152,6 +153,28 @@ def test_removed_text_is_in_no_byte_of_it(states: bool, chat: Chat, tmp_path: Pa
     assert b"SECRET" not in there
     assert b"FORGET-ME" not in there
     assert Store.open(tmp_path / "backup").session("kept").turns == 2
+
+
+def test_what_lies_in_the_free_part_of_a_page_stays_there(tmp_path: Path) -> None:
+    """SQLite's own backup takes it along: there copies of removed rows can lie."""
+    store = new_store(tmp_path / "data")
+    Chat(store, "kept").say("k1", None, "hello", "good day")
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "data" / FILE)) as connection:
+        (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'turn'").fetchone()
+    with (tmp_path / "data" / FILE).open("r+b") as file:
+        file.seek((root - 1) * PAGE_BYTES)
+        assert file.read(1) == b"\r", "a leaf, whose cells begin at its end"
+        file.seek((root - 1) * PAGE_BYTES + 1000)
+        file.write(b"LEFT-BEHIND")
+    back_up(tmp_path / "data", tmp_path / "backup")
+    with (
+        closing(sqlite3.connect(tmp_path / "data" / FILE)) as live,
+        closing(sqlite3.connect(tmp_path / "theirs")) as copy,
+    ):
+        live.backup(copy)
+    assert b"LEFT-BEHIND" in (tmp_path / "theirs").read_bytes(), "else this test shows nothing"
+    assert b"LEFT-BEHIND" not in (tmp_path / "backup" / FILE).read_bytes()
 
 
 def test_states_of_no_turn_stay_behind(chat: Chat, tmp_path: Path) -> None:
