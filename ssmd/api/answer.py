@@ -127,6 +127,7 @@ def own_usage(usage: Usage, ignored: Sequence[str] = ()) -> dict[str, Any]:
         "session": usage.session,
         "resume": usage.resume,
         "stored": usage.stored,
+        "state_stored": usage.state_stored,
         "stopped": usage.stopped,
         "ttft_ms": round(usage.ttft_ms, 3),
         "tbt_ms": None if usage.tbt_ms is None else round(usage.tbt_ms, 3),

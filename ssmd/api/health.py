@@ -22,7 +22,7 @@ _ADVICE = {
     "--repair`",
     "replaced": "the session store's file was removed or replaced while the daemon used it, and turns are not stored: "
     "put back the files that were there, or restart the daemon to go on with those that are there now",
-    "late": "the disk is too slow: turns are stored later than their clients wait for it",
+    "late": "the disk is too slow: turns are stored without their states, or not at all",
     "error": "turns are not stored: the daemon's log says why",
 }
 

@@ -43,6 +43,7 @@ class OwnUsage(Shape):
     session: str | None
     resume: Literal["exact", "portable", "none"]
     stored: bool
+    state_stored: bool
     stopped: bool
     ttft_ms: float
     tbt_ms: float | None

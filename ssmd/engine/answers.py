@@ -78,11 +78,11 @@ class Answers:
             p.handle = None
         self.count()
         try:
-            done = Done(g.finish_reasons, g.usage(True, self._program.context))
+            done = Done(g.finish_reasons, g.usage(True, self._program.context, True))
             g.kept.commit(p.choices, done, partial(self._tell, g))
         except Exception:
             log.exception("request %s: its turns could not be kept", g.asked.label)
-            self._tell(g, False)
+            self._tell(g, False, False)
 
     def give_back(self) -> None:
         """Release the handles of what has ended. Raises nothing."""
@@ -109,9 +109,9 @@ class Answers:
             self._left.append(choice.handle)
             choice.handle = None
 
-    def _tell(self, g: Generation, stored: bool) -> None:
+    def _tell(self, g: Generation, stored: bool, state_stored: bool) -> None:
         """Deliver the last event of a request. From the writer's thread, or the worker's when nothing is kept."""
-        usage, error = g.usage(stored, self._program.context), g.progress.error
+        usage, error = g.usage(stored, self._program.context, state_stored), g.progress.error
         g.count_end(self._metrics, usage)
         self._send(g, Done(g.finish_reasons, usage) if error is None else Failed(error))
         if stored:

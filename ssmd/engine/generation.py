@@ -16,6 +16,8 @@ from ssmd.engine.request import Delta, Done, Event, FinishReason, Rejected, Requ
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.checkpoint import NewCheckpoint
 
+Then = Callable[[bool, bool], None]  # takes whether the text of all choices is stored, and the state at each end
+
 
 @dataclass(frozen=True, eq=False)
 class Asked:
@@ -118,9 +120,9 @@ class Kept:
     def end(self, choice: Choice) -> None:
         """Keep the state at the end of a choice, which still has its handle, if its text is what was fed."""
 
-    def commit(self, choices: Sequence[Choice], done: Done, then: Callable[[bool], None]) -> None:
-        """Write the answer, whose client will be told `done`; call `then(stored)`, once, from whatever thread."""
-        then(False)
+    def commit(self, choices: Sequence[Choice], done: Done, then: Then) -> None:
+        """Write the answer, whose client will be told `done`; call `then`, once, from whatever thread."""
+        then(False, False)
 
     def rerender(self) -> None:
         """Have the turns that were stored read as later requests render them, when nobody waits."""
@@ -172,10 +174,10 @@ class Generation:
         ends = [choice.end for choice in self.progress.choices]
         return len(ends) < self.asked.request.n or "cancelled" in ends
 
-    def usage(self, stored: bool, context: int | None = None) -> Usage:
+    def usage(self, stored: bool, context: int | None = None, state_stored: bool = False) -> Usage:
         """Count what the request took. Cached tokens are those of the prompt that were not fed.
 
-        context: the model's.
+        stored, state_stored: as the Usage's. context: the model's.
         """
         asked, progress = self.asked, self.progress
         first = min((choice.times[0] for choice in progress.choices if choice.times), default=None)
@@ -205,6 +207,7 @@ class Generation:
             queue_ms=queue_ms,
             shared_ms=max(0.0, ttft_ms - known_ms),
             stopped=self.cancelled and self.broke_off,
+            state_stored=state_stored,
         )
 
     def count_first_token(self, metrics: ModelMetrics) -> None:

@@ -209,12 +209,12 @@ class Metrics:
             self.checkpoint_ms.add([ms])
             self.checkpoint_times.add([ms])
 
-    def checkpoint_left_out(self) -> None:
-        """Count a checkpoint that was not written though its turn was: the quota has no room, or what it grew from is
-        gone.
+    def checkpoint_left_out(self, count: int = 1) -> None:
+        """Count checkpoints that were not written though their turn was: the quota has no room, what they grew from is
+        gone, or the disk is too slow.
         """
         with self.lock:
-            self.left_out += 1
+            self.left_out += count
 
     def turns_not_stored(self, reason: str, n: int) -> None:
         """Count turns whose clients were told that they are not stored. reason: one of REASONS."""

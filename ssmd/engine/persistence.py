@@ -15,7 +15,7 @@ from functools import partial
 
 from ssmd.engine import replay
 from ssmd.engine.choice import Choice
-from ssmd.engine.generation import Asked, Kept, Restored
+from ssmd.engine.generation import Asked, Kept, Restored, Then
 from ssmd.engine.prompt import Planner, Prompt
 from ssmd.engine.request import Done, Rejected, Request
 from ssmd.engine.rerender import Rerenderer
@@ -205,12 +205,12 @@ class _Kept(Kept):
         ids = self._prompt.ids.then(choice.tokens).up_to(fed)
         self.keep(self._save(choice.handle, "turn", ids, choice.turn))
 
-    def commit(self, choices: Sequence[Choice], done: Done, then: Callable[[bool], None]) -> None:
+    def commit(self, choices: Sequence[Choice], done: Done, then: Then) -> None:
         # Those that were cut before they had a text become no turns.
         self._turns = [choice for choice in choices if choice.text or choice.calls or choice.end != "cancelled"]
         if self._info is None or not self._turns:
             self._by._writer.abandon(self._checkpoints)
-            then(False)
+            then(False, False)
             return
         turns = [_turn(self._info, self._prompt, choice) for choice in self._turns]
         key = self._asked.request.key
@@ -234,13 +234,13 @@ class _KeptPrefix(_Kept):
     def end(self, choice: Choice) -> None:
         """Keep nothing: what is sampled of a prompt is rarely its next prompt."""
 
-    def commit(self, choices: Sequence[Choice], done: Done, then: Callable[[bool], None]) -> None:
+    def commit(self, choices: Sequence[Choice], done: Done, then: Then) -> None:
         found, kept = self._prompt.found, self._checkpoints
         self._checkpoints, self._parent = [], (None, 0)
         if self._asked.request.store and (kept or found is not None):
-            self._by._writer.keep(kept, None if found is None else found.id, partial(then, False))
+            self._by._writer.keep(kept, None if found is None else found.id, partial(then, False, False))
         else:
-            then(False)
+            then(False, False)
 
 
 def _turn(info: SessionInfo, prompt: Prompt, choice: Choice) -> NewTurn:

@@ -35,7 +35,12 @@ def events(reply: Reply) -> list[Event]:
     plain = [Delta(i, text[answer["begun"] :], tuple(map(_from_json, p))) for i, (text, p) in enumerate(given)]
     told = answer.get("said", [None] * len(plain))  # an earlier version knew nothing but text
     deltas = [delta for said, one in zip(told, plain, strict=True) for delta in _deltas(said, one)]
-    return [*deltas, Done(tuple(answer["finish_reasons"]), Usage(**answer["usage"]))]
+    return [*deltas, Done(tuple(answer["finish_reasons"]), _usage(answer["usage"]))]
+
+
+def _usage(told: dict[str, Any]) -> Usage:
+    """What an answer took. An earlier version stored no text without its state."""
+    return Usage(**{"state_stored": told["stored"], **told})
 
 
 def _said(choice: Choice) -> list[Any] | None:

@@ -137,7 +137,8 @@ class Usage:
     ttft_ms: from when the request was there, and the sum of what follows it here: load_ms, its model was loaded;
     plan_ms, it was read, rendered, tokenised and looked up; queue_ms, it waited for a lane; restore_ms; prefill_ms, its
     prompt was fed; shared_ms, others' steps were computed meanwhile, and the first token was drawn.
-    context_left: tokens that the conversation has room for after the longest answer, None if it is not bounded.
+    stored: the text of all choices is. state_stored: the state at the end of each is too. context_left: tokens that the
+    conversation has room for after the longest answer, None if it is not bounded.
     cut_messages: those that were left out for want of room. stopped: it was ended before its end.
     """
 
@@ -158,6 +159,7 @@ class Usage:
     queue_ms: float = 0.0
     shared_ms: float = 0.0
     stopped: bool = False
+    state_stored: bool = False
 
     @staticmethod
     def of_nothing(session: str | None, load_ms: float) -> Usage:

@@ -100,6 +100,7 @@ def _together(ends: Sequence[Done]) -> Done:
         cached_tokens=sum(usage.cached_tokens for usage in usages),
         resume=min((usage.resume for usage in usages), key=_RESUMES.index),
         stored=all(usage.stored for usage in usages),
+        state_stored=all(usage.state_stored for usage in usages),
         tbt_ms=sum(gaps) / len(gaps) if gaps else None,
         context_left=min(rooms) if rooms else None,
         stopped=any(usage.stopped for usage in usages),

@@ -7,9 +7,11 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from ssmd.engine.condition import Condition
+from ssmd.engine.generation import Then
 from ssmd.engine.metrics import Metrics
 from ssmd.machine.memory import trim
 from ssmd.model.state import StateSpec
@@ -17,13 +19,14 @@ from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows.encoded import Encoded, encode
-from ssmd.sessions.rows.faults import DiskFull
-from ssmd.sessions.store import Store
-from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
+from ssmd.sessions.rows.faults import DiskFull, Locked
+from ssmd.sessions.store import Committed, Store
+from ssmd.sessions.turn import NewTurn, Removed, SessionInfo, StoreError
 from ssmd.text.messages import Message
 
 log = logging.getLogger(__name__)
-COMMIT_PATIENCE_S = 2.0
+COMMIT_PATIENCE_S = 2.0  # for a turn with the state at its end
+TEXT_PATIENCE_S = 10.0  # for its text alone; a commit that the disk has begun to make durable is waited for
 MAX_QUEUED_BYTES = 1 << 30
 IDLE_S = 0.5
 LOOK_S = 60.0  # how often to look for what others left to be done
@@ -35,6 +38,122 @@ class Late(StoreError):
     """The store takes longer than a client waits for the end of its answer."""
 
     reason = "late"
+
+
+class _Standing:
+    """How a commit stands: its client is told once, and what it is told stays true. From any thread.
+
+    then: as `Writer.commit` takes it. lost: told of a StoreError, and how many turns it cost. interrupt: ends the
+    writing of states.
+    """
+
+    def __init__(self, then: Then, lost: Callable[[StoreError, bool], None], interrupt: Callable[[], None]) -> None:
+        self._then, self._lost, self._interrupt = then, lost, interrupt
+        self._lock = threading.Lock()
+        self._asked = time.monotonic()
+        self._told = self._sure = self._states = False
+        self.text = False  # it is durable
+        self.late = False  # its client has waited for the state long enough
+        self._timer = self._after(COMMIT_PATIENCE_S, self._hurry)
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._asked
+
+    @property
+    def given_up(self) -> bool:
+        """Whether its client was told that nothing of it is stored."""
+        return self._told and not self.text
+
+    @contextmanager
+    def states(self) -> Iterator[None]:
+        """Write states inside, which end when they are late."""
+        with self._lock:
+            self._states = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._states = False
+
+    def sure(self) -> None:
+        """Become durable from now on. Raises Late if its client was told otherwise."""
+        with self._lock:
+            if self.given_up:
+                raise Late("a turn was given up before it was written")
+            self._sure = True
+
+    def text_is_there(self) -> None:
+        """Note that the text is durable, without the state so far."""
+        with self._lock:
+            self.text = True
+        if self.late:
+            self.end(True, err=_late())
+
+    def end(self, stored: bool, state_stored: bool = False, err: StoreError | None = None) -> None:
+        """Tell what came of it, unless that was told."""
+        with self._lock:
+            first, self._told = not self._told, True
+            self.text |= stored
+        self._timer.cancel()
+        if err is not None and (first or not isinstance(err, Late)):
+            self._lost(err, first and not stored)
+        if first:
+            self._then(stored, state_stored)
+
+    def _hurry(self) -> None:
+        with self._lock:
+            self.late = True
+            if self._states:
+                self._interrupt()
+            if not self.text and not self._told:
+                self._timer = self._after(TEXT_PATIENCE_S - COMMIT_PATIENCE_S, self._give_up)
+        if self.text:
+            self.end(True, err=_late())
+
+    def _give_up(self) -> None:
+        with self._lock:
+            if self._told or self._sure:
+                return
+            self._told = True
+        self._lost(Late(f"the store took more than {TEXT_PATIENCE_S:.0f} s"), True)
+        self._then(False, False)
+
+    def _after(self, seconds: float, work: Callable[[], None]) -> threading.Timer:
+        timer = threading.Timer(seconds, work)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+
+def _late() -> Late:
+    return Late(f"the state of a turn took more than {COMMIT_PATIENCE_S:.0f} s")
+
+
+class Pace:
+    """How long states take to be durable, as the last ones did."""
+
+    def __init__(self) -> None:
+        self._took_s = 0.0
+        self._nbytes = 0
+        self._when = 0.0
+
+    def wait_s(self, nbytes: int) -> float:
+        """Seconds that so many bytes are likely to take; 0.0 where that was not looked at for LOOK_S."""
+        if time.monotonic() - self._when > LOOK_S or not nbytes:
+            return 0.0
+        return self._took_s * max(1.0, nbytes / max(1, self._nbytes))
+
+    @contextmanager
+    def measured(self, nbytes: int) -> Iterator[None]:
+        """Write so many bytes inside."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            if nbytes:
+                self._when = time.monotonic()
+                self._took_s, self._nbytes = self._when - began, nbytes
 
 
 class Pending:
@@ -67,6 +186,7 @@ class Writer:
         self._swept = -LOOK_S  # when
         self._unsettled = True  # what the last process could not do
         self._garbage = False  # memory to give back
+        self._pace = Pace()
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
         self._thread.start()
 
@@ -112,52 +232,98 @@ class Writer:
         session: SessionInfo,
         turns: Sequence[NewTurn],
         checkpoints: Sequence[Pending],
-        then: Callable[[bool], None],
+        then: Then,
         reply: NewReply | None = None,
         heard: Mapping[str, Sequence[Message]] | None = None,
     ) -> None:
-        """Write all in one transaction, then call `then(stored)`, once: at the latest after COMMIT_PATIENCE_S."""
-        lock, told = threading.Lock(), False
+        """Write all in one transaction, then call `then(stored, state_stored)`, once.
 
-        def tell(stored: bool, err: StoreError | None) -> None:
-            nonlocal told
-            with lock:
-                first, told = not told, True
-                if err is None:
-                    self.condition.well()
-                elif first or not isinstance(err, Late):
-                    self.condition.failed(err, turns=len(turns) if first and not stored else 0)
-            if first:
-                timer.cancel()
-                then(stored)
+        Where the states fail, or take COMMIT_PATIENCE_S, the text alone is written. It goes first where they would
+        take long, as the last ones did. What cannot begin to be durable within TEXT_PATIENCE_S is not written at all.
+        """
+
+        def lost(err: StoreError, text: bool) -> None:
+            self.condition.failed(err, turns=len(turns) if text else 0)
+
+        standing = _Standing(then, lost, self.store.interrupt)
+
+        def write(some: Sequence[Encoded]) -> Committed:
+            return self.store.commit(turns, some, session=session, reply=reply, heard=heard, sure=standing.sure)
 
         def work() -> None:
             self._forget(checkpoints)
-            try:
-                encoded = [p.encoded for p in checkpoints if p.encoded is not None]
-                done = self.store.commit(turns, encoded, session=session, reply=reply, heard=heard)
-            except StoreError as err:
-                tell(False, err)
+            if standing.given_up:
                 return
-            tell(True, done.full)
+            pending = [p for p in checkpoints if p.encoded is not None]
+            try:
+                done = self._commit(
+                    standing, [p.encoded for p in pending if p.encoded is not None], turns, session, write
+                )
+            except StoreError as err:
+                standing.end(standing.text, err=err)
+                return
+            except Exception as err:  # whoever waits is told, and the log is
+                standing.end(standing.text, err=StoreError(f"the store's writer failed: {err}"))
+                raise
+            finally:
+                if standing.text:
+                    self._unsettled = self._garbage = True
             if heard:
                 self._metrics.healed("turns", len(heard))
-            self._unsettled = True
-            self._garbage = True
-            for p, pending in zip(done.checkpoints, [p for p in checkpoints if p.encoded is not None], strict=True):
+            for p, one in zip(done.checkpoints, pending, strict=False):
                 if p.why_not:
                     self._metrics.checkpoint_left_out()
                     level = logging.WARNING if done.full is None else logging.DEBUG  # the condition says that
                     log.log(level, "session %s: a checkpoint was left out: %s", session.id, p.why_not)
-                elif p.nbytes or not pending.ahead:
-                    self._metrics.checkpoint(p.nbytes, pending.ms)
+                elif p.nbytes or not one.ahead:
+                    self._metrics.checkpoint(p.nbytes, one.ms)
             self._metrics.stored_bytes(self.store.bytes_stored(), self.store.quota)
 
-        late = Late(f"the store took more than {COMMIT_PATIENCE_S:.0f} s")
-        timer = threading.Timer(COMMIT_PATIENCE_S, tell, args=(False, late))
-        timer.daemon = True
-        timer.start()
         self._work.put(work)
+
+    def _commit(
+        self,
+        standing: _Standing,
+        states: Sequence[Encoded],
+        turns: Sequence[NewTurn],
+        session: SessionInfo,
+        write: Callable[[Sequence[Encoded]], Committed],
+    ) -> Committed:
+        """Write turns with their states, or without, and tell their client. Raises StoreError: no text is stored."""
+        nbytes = sum(e.nbytes for e in states if e.has_data)
+        wait_s = self._pace.wait_s(nbytes)
+        failed: StoreError | None = None
+        if states and not standing.late and standing.waited_s + wait_s < COMMIT_PATIENCE_S / 2:
+            try:
+                with standing.states(), self._pace.measured(nbytes):
+                    done = write(states)
+                standing.end(True, done.ends, done.full)
+                if done.full is None:
+                    self.condition.well()
+                return done
+            except (Locked, Removed):
+                raise
+            except StoreError as err:
+                failed = _late() if standing.late else err
+        done = write(())
+        if not states and done.full is None:
+            standing.end(True)
+            self.condition.well()
+            return done
+        standing.text_is_there()
+        if failed is None and not standing.late and wait_s < COMMIT_PATIENCE_S:
+            try:
+                with standing.states(), self._pace.measured(nbytes):
+                    done = self.store.attach(turns, states, session=session)
+                standing.end(True, done.ends)
+                if not standing.late:
+                    self.condition.well()
+                return done
+            except StoreError as err:
+                failed = err
+        standing.end(True, err=failed or _late())
+        self._metrics.checkpoint_left_out(len(states))
+        return done
 
     def keep(self, checkpoints: Sequence[Pending], used: int | None, then: Callable[[], None]) -> None:
         """Write states to which no turn comes, for prompts that begin alike, then call `then`, once: at the latest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -51,6 +51,7 @@ class Committed:
 
     checkpoints: tuple[Placed, ...]
     full: DiskFull | None = None
+    ends: bool = False  # whether the state at the end of each turn is stored
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +67,7 @@ class Store:
         self.file = file
         self.domain = EVERYBODY
         self.room = room.Room(engine, file)
+        self._writing: Any = None  # the connection that writes a turn or its states now
 
     @staticmethod
     def open(data_dir: Path, *, busy_ms: int = 2000, quota: int | None = None) -> Store:
@@ -112,6 +114,7 @@ class Store:
         session: SessionInfo,
         reply: NewReply | None = None,
         heard: Mapping[str, Sequence[Message]] | None = None,
+        sure: Callable[[], None] = lambda: None,
     ) -> Committed:
         """Write turns (siblings, the first becomes the head) and their checkpoints in one transaction, all or nothing.
 
@@ -119,13 +122,17 @@ class Store:
         One whose parent was removed meanwhile, or for which the quota has no room, is left out, and all that have data
         are if the disk has none; the result says so, and the turns are written all the same. reply: what the request is
         answered with if it comes again; the turns that it replaces are removed. heard: what was said in turns
-        that were found altered, as the client says it again; those above come first.
+        that were found altered, as the client says it again; those above come first. sure: called when all is written
+        but not yet durable; a StoreError that it raises takes everything back.
         """
         commits.check(session, turns, checkpoints)
 
         def write(some: Sequence[Encoded]) -> list[Placed]:
             with database.writing(self._engine, self.file) as connection:
-                return commits.write(connection, session, turns, some, self.quota, reply, heard or {})
+                with self._interruptible(connection):
+                    placed = commits.write(connection, session, turns, some, self.quota, reply, heard or {})
+                sure()
+                return placed
 
         full = None if self._has_room(checkpoints) else disk_full(self.file)
         if full is None:
@@ -139,7 +146,29 @@ class Store:
             refused = Placed(None, why_not="the disk is full")
             placed = [refused if c.has_data else next(done) for c in checkpoints]
         self.room.tidy()
-        return Committed(tuple(placed), full)
+        return Committed(tuple(placed), full, commits.ends_placed(turns, checkpoints, placed))
+
+    def attach(self, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded], *, session: SessionInfo) -> Committed:
+        """Write checkpoints of turns that were committed without them, as `commit` does."""
+        commits.check(session, turns, checkpoints)
+        self._check_room(checkpoints)
+        with database.writing(self._engine, self.file) as connection, self._interruptible(connection):
+            placed = commits.attach(connection, session.id, [t.id for t in turns], checkpoints, self.quota)
+        self.room.tidy()
+        return Committed(tuple(placed), None, commits.ends_placed(turns, checkpoints, placed))
+
+    def interrupt(self) -> None:
+        """Have the `commit` or `attach` under way fail, unless it is being made durable already. From any thread."""
+        if (writing := self._writing) is not None:
+            writing.interrupt()
+
+    @contextmanager
+    def _interruptible(self, connection: Connection) -> Iterator[None]:
+        self._writing = connection.connection.dbapi_connection
+        try:
+            yield
+        finally:
+            self._writing = None
 
     def _has_room(self, checkpoints: Sequence[Encoded]) -> bool:
         return self.room.holds(sum(c.nbytes for c in checkpoints), self.quota)

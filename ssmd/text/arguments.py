@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import suppress
 from typing import Any
 
 from pydantic_core import from_json
@@ -18,9 +20,35 @@ def read_arguments(text: str) -> dict[str, Any] | None:
 
 
 def canonical(text: str) -> str:
-    """One text for all that say the same: spaces, the order of names and escapes do not count."""
+    """Write arguments in the one form of all that say the same: spaces, the order of names and escapes do not count,
+    and numbers are equal where they are the same double, as RFC 8785 and JavaScript have them.
+    """
     value = _parsed(text)
-    return text if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
+    if value is None and "\\u" in text:  # halves of surrogate pairs, which JavaScript keeps
+        with suppress(ValueError, RecursionError):
+            value = json.loads(text, parse_constant=_refused)
+    return text if value is None else json.dumps(_of_doubles(value), sort_keys=True, separators=(",", ":"))
+
+
+def _of_doubles(value: Any) -> Any:
+    """A JSON value with its numbers as doubles, whole ones as integers. One that no double can hold becomes null."""
+    if isinstance(value, dict):
+        return {name: _of_doubles(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_of_doubles(part) for part in value]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return value
+    try:
+        double = float(value)
+    except OverflowError:
+        return None
+    if not math.isfinite(double):
+        return None
+    return int(double) if double.is_integer() else double
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _parsed(text: str) -> Any:

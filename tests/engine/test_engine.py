@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -759,12 +759,80 @@ def test_a_locked_database_costs_the_memory_not_the_answer(engine: Engine, store
     other.execute("BEGIN IMMEDIATE")
     answer = ask(engine, user("Before."), answered(first.text), user("During."))
     assert answer.usage.completion_tokens > 0
-    assert answer.usage.stored is False
+    assert told(answer) == (False, False)
     assert answer.usage.resume == "exact"  # reading goes on
     other.execute("ROLLBACK")
     other.close()
     after = ask(engine, user("Before."), answered(first.text), user("After."))
     assert after.usage.stored is True
+
+
+def each_state(store: Store, does: str) -> None:
+    """Have the database do this before it takes in any part of a state."""
+    with closing(sqlite3.connect(store.file)) as other:
+        for table in ("piece", "segment"):
+            other.execute(f"CREATE TRIGGER odd_{table} BEFORE INSERT ON {table} BEGIN {does}; END")
+        other.commit()
+
+
+def as_ever(store: Store) -> None:
+    with closing(sqlite3.connect(store.file)) as other:
+        other.executescript("DROP TRIGGER odd_piece; DROP TRIGGER odd_segment")
+
+
+ENDLESS = "SELECT count(*) FROM (WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT x FROM c)"
+
+
+def told(answer: Answer) -> tuple[bool, bool]:
+    return answer.usage.stored, answer.usage.state_stored
+
+
+def test_a_text_is_stored_where_its_state_takes_long(
+    engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 0.5)
+    first = ask(engine, user("Before."))
+    talk = (user("Before."), answered(first.text), user("Slowly."))
+    each_state(store, ENDLESS)
+    slow = ask(engine, *talk)
+    talk = (*talk, answered(slow.text), user("Again."))
+    known = ask(engine, *talk)  # the text first, as the last state took long
+    as_ever(store)
+    monkeypatch.setattr(writer_module, "LOOK_S", 0.01)
+    after = ask(engine, *talk, answered(known.text), user("After."))
+    assert [told(a) for a in (first, slow, known, after)] == [(True, True), (True, False), (True, False), (True, True)]
+    assert [turn.answer.content for turn in store.turns(str(first.usage.session))] == [
+        a.text for a in (first, slow, known, after)
+    ]
+    assert after.usage.cached_tokens == known.usage.cached_tokens, "both go on from the last state that is there"
+
+
+def test_a_text_is_stored_where_its_state_fails(engine: Engine, store: Store) -> None:
+    each_state(store, "SELECT RAISE(ABORT, 'no more numbers')")
+    answer = ask(engine, user("Before."))
+    assert told(answer) == (True, False)
+    as_ever(store)
+    after = ask(engine, user("Before."), answered(answer.text), user("After."))
+    assert told(after) == (True, True)
+    assert (after.usage.session, after.usage.cached_tokens) == (answer.usage.session, 0)
+
+
+def test_a_turn_told_as_lost_does_not_come_later(
+    loaded: tuple[Artifact, Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 0.1)
+    monkeypatch.setattr(writer_module, "TEXT_PATIENCE_S", 0.3)
+    store = Store.open(tmp_path / "data", busy_ms=60_000)
+    engine = OwnEngine(*loaded, store)
+    engine.start()
+    with closing(sqlite3.connect(store.file, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        answer = ask(engine, user("Is it there?"))
+        other.execute("ROLLBACK")
+    engine.shutdown()
+    assert told(answer) == (False, False)
+    assert store.sessions() == []
+    store.close()
 
 
 def test_a_state_is_exact_to_a_program_with_other_threads(

@@ -350,7 +350,8 @@ def test_states_that_cannot_be_looked_up(served: tuple[Engine, Store]) -> None:
     assert prompt.info is not None
     assert prompt.info.id == session.id
     answer = ask(engine, *asked, max_tokens=2)
-    assert (answer.usage.stored, answer.usage.cached_tokens) == (False, 0)
+    usage = answer.usage
+    assert (usage.stored, usage.state_stored, usage.cached_tokens) == (True, False, 0), "its text is"
     with store.writing() as connection:
         connection.exec_driver_sql("ALTER TABLE elsewhere RENAME TO checkpoint")
     assert ask(engine, *asked, max_tokens=2).usage.resume == "exact"

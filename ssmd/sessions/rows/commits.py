@@ -53,10 +53,26 @@ def write(
     _bound_text(connection, quota)
     placed = retention.place(connection, checkpoints, [t.id for t in new], session.id, quota)
     if reply is not None:
-        replies.insert_reply(connection, reply, new)
+        replies.insert_reply(connection, reply, new, state_stored=ends_placed(new, checkpoints, placed))
         if replies.replace_turns(connection, session.id, reply.key.replaces):
             erasure.owe(connection)
     return placed
+
+
+def ends_placed(new: Sequence[NewTurn], checkpoints: Sequence[Encoded], placed: Sequence[Placed]) -> bool:
+    """Tell whether the state at the end of each of these turns is stored."""
+    ends = {c.turn for c, p in zip(checkpoints, placed, strict=True) if c.kind == "turn" and p.id is not None}
+    return all(t.id in ends for t in new)
+
+
+def attach(
+    connection: Connection, session_id: str, turn_ids: Sequence[str], checkpoints: Sequence[Encoded], quota: int | None
+) -> list[Placed]:
+    """Write checkpoints of turns that stand without them; none where one of those turns was removed meanwhile."""
+    there = connection.scalars(select(turn_table.c.id).where(turn_table.c.id.in_(turn_ids))).all()
+    if len(there) < len(turn_ids):
+        return [Placed(None, why_not="its turn was removed meanwhile") for _ in checkpoints]
+    return retention.place(connection, checkpoints, turn_ids, session_id, quota)
 
 
 def rewrite(

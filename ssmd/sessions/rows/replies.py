@@ -75,13 +75,20 @@ def _seal(key: bytes, body: bytes, turns: Sequence[str], complete: bool, answer:
     return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
 
 
-def insert_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTurn]) -> None:
-    """Keep a reply with its turns, one a choice; drop those whose time is over and the one it takes the place of."""
+def insert_reply(
+    connection: Connection, reply: NewReply, turns: Sequence[NewTurn], *, state_stored: bool = True
+) -> None:
+    """Keep a reply with its turns, one a choice; drop those whose time is over and the one it takes the place of.
+
+    state_stored: whether the state at the end of each turn is, as the answer's usage then says.
+    """
     now = _now()
     connection.execute(_OVER, {"now": now})
     if reply.key.named:
         connection.execute(_SAME, {"digest": reply.key.digest})
     names, answer = [turn.id for turn in turns], dict(reply.answer)
+    if "usage" in answer:
+        answer["usage"] = {**answer["usage"], "state_stored": state_stored}
     row = {
         "key": reply.key.digest,
         "body": reply.key.body,
