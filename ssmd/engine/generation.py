@@ -110,8 +110,11 @@ class Kept:
     def prefilled(self, handle: Handle, position: int) -> None:
         """Keep the state after the first `position` tokens of the prompt, if it is one to keep."""
 
-    def save(self, handle: Handle) -> NewCheckpoint | None:
-        """Copy the state before the prompt's last token, for `keep`; None if it is not kept."""
+    def save(self, handle: Handle, read_ms: float) -> NewCheckpoint | None:
+        """Copy the state before the prompt's last token, for `keep`; None if it is not kept.
+
+        read_ms: what it took to read a token of the prompt.
+        """
         return None
 
     def keep(self, checkpoint: NewCheckpoint | None) -> None:

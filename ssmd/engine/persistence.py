@@ -1,7 +1,7 @@
 """What an engine with a store does beside computing: restores states, keeps new ones and turns, and rerenders.
 
 Which states are kept of a request, and which ids each of them covers, is decided here: of its system prompt, of the
-prompt but for its last token (a restore gives no logits), and of the end of each choice.
+prompt but for its last token (a restore gives no logits) if that is worth its writing, and of the end of each choice.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Persistence:
     ) -> None:
         self._program, self._tokenizer, self._build, self._wake = program, tokenizer, build, wake
         self._writer, self._store, self._planner = writer, writer.store, planner
+        self._recurrent_nbytes = sum(t.nbytes_at(0) for t in program.spec.recurrent)
         self._made = Maker(planner.scope, program.producer, program.spec)
         self._restorer = Restorer(program, self._store, planner.scope, damaged=partial(writer.heal, spec=program.spec))
         self._rerenderer = Rerenderer(planner, program, writer, self._restorer, self._made, wake=wake)
@@ -173,8 +174,17 @@ class _Kept(Kept):
         if self._info is not None and position == self._prompt.system:
             self.keep(self._save(handle, "system", self._prompt.ids.up_to(position)))
 
-    def save(self, handle: Handle) -> NewCheckpoint | None:
-        return self._save(handle, "user", self._prompt.ids.up_to(len(self._prompt.ids) - 1))
+    def save(self, handle: Handle, read_ms: float) -> NewCheckpoint | None:
+        position = len(self._prompt.ids) - 1
+        if not self._pays((position - self._parent[1]) * read_ms):
+            return None
+        return self._save(handle, "user", self._prompt.ids.up_to(position))
+
+    def _pays(self, read_ms: float) -> bool:
+        """Whether a state is worth its writing that spares so much reading to requests that ask the same again. The
+        rows of the cache cost nothing: the state at the turn's end needs them too.
+        """
+        return self._by._writer.pays(self._by._recurrent_nbytes, read_ms)
 
     def _save(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None = None) -> NewCheckpoint | None:
         """A handle's state, for `keep`. turn: whose end it is; None for all of the request."""
@@ -226,6 +236,9 @@ class _Kept(Kept):
 
 class _KeptPrefix(_Kept):
     """What is kept of a raw prompt: its state, for prompts that begin with it, and no turn."""
+
+    def _pays(self, read_ms: float) -> bool:
+        return True
 
     def _save(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None = None) -> NewCheckpoint | None:
         request = self._asked.request

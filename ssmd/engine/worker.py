@@ -207,7 +207,8 @@ class Worker:
     def _saved(self, g: Generation) -> tuple[bool, NewCheckpoint | None]:
         """Whether the state of a prompt could not be saved, which ends the request, and the state."""
         found: list[NewCheckpoint | None] = []
-        self._guarded([g], lambda: found.append(g.kept.save(g.progress.handle)))
+        p = g.progress
+        self._guarded([g], lambda: found.append(g.kept.save(p.handle, p.prefill_ms / max(1, p.fed))))
         return not found, found[0] if found else None
 
     def _begin_answer(self, g: Generation, logits: Logits, saved: NewCheckpoint | None, started: float) -> None:

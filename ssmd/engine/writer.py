@@ -31,6 +31,10 @@ MAX_QUEUED_BYTES = 1 << 30
 IDLE_S = 0.5
 LOOK_S = 60.0  # how often to look for what others left to be done
 LOOSE_S = 600.0  # how long a state that was written ahead of a turn stays if that does not come: for who asks again
+SMALL_BYTES = 1 << 20  # of recurrent data: a state of less is always worth its writing
+WORTH = 4  # times what a state takes to be written is what it is to spare: most prompts are not asked again
+UNKNOWN_MS = 4.0  # that a MiB is taken to need before one was written
+LOG_BYTES = 64 << 20  # moved from the log into the file before the log is so long that a commit does it
 AHEAD_BYTES = 4 << 20  # a checkpoint of the prompt from this size on is written while the answer is still generated
 
 
@@ -134,15 +138,20 @@ class Pace:
     """How long states take to be durable, as the last ones did."""
 
     def __init__(self) -> None:
-        self._took_s = 0.0
-        self._nbytes = 0
+        self._last = (0.0, 0)  # seconds, bytes
         self._when = 0.0
 
     def wait_s(self, nbytes: int) -> float:
         """Seconds that so many bytes are likely to take; 0.0 where that was not looked at for LOOK_S."""
         if time.monotonic() - self._when > LOOK_S or not nbytes:
             return 0.0
-        return self._took_s * max(1.0, nbytes / max(1, self._nbytes))
+        took_s, of = self._last
+        return took_s * max(1.0, nbytes / max(1, of))
+
+    def cost_ms(self, nbytes: int) -> float:
+        """Milliseconds that so many bytes of a large state take of everything else."""
+        took_s, of = self._last
+        return nbytes * (took_s * 1e3 / of if of > SMALL_BYTES else UNKNOWN_MS / (1 << 20))
 
     @contextmanager
     def measured(self, nbytes: int) -> Iterator[None]:
@@ -153,7 +162,7 @@ class Pace:
         finally:
             if nbytes:
                 self._when = time.monotonic()
-                self._took_s, self._nbytes = self._when - began, nbytes
+                self._last = (self._when - began, nbytes)
 
 
 class Pending:
@@ -186,6 +195,7 @@ class Writer:
         self._swept = -LOOK_S  # when
         self._unsettled = True  # what the last process could not do
         self._garbage = False  # memory to give back
+        self._logged = 0  # bytes of states that stand in the log
         self._pace = Pace()
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
         self._thread.start()
@@ -212,6 +222,10 @@ class Writer:
         self._work.put(work)
         return pending
 
+    def pays(self, nbytes: int, read_ms: float) -> bool:
+        """Whether a state with so many bytes of its own is worth its writing, which spares so much reading."""
+        return nbytes < SMALL_BYTES or read_ms >= WORTH * self._pace.cost_ms(nbytes)
+
     def _write_ahead(self, pending: Pending, encoded: Encoded) -> None:
         try:
             placed = self.store.keep(encoded)
@@ -223,6 +237,7 @@ class Writer:
             pending.encoded = encoded.without_data()
             pending.stored = placed.id
             self._ahead[placed.id] += 1
+        self._logged += placed.nbytes
         if placed.nbytes:
             pending.ahead = True
             self._metrics.checkpoint(placed.nbytes, pending.ms)
@@ -270,6 +285,7 @@ class Writer:
                     self._unsettled = self._garbage = True
             if heard:
                 self._metrics.healed("turns", len(heard))
+            self._logged += done.nbytes
             for p, one in zip(done.checkpoints, pending, strict=False):
                 if p.why_not:
                     self._metrics.checkpoint_left_out()
@@ -306,9 +322,10 @@ class Writer:
             except StoreError as err:
                 failed = _late() if standing.late else err
         done = write(())
-        if not states and done.full is None:
-            standing.end(True)
-            self.condition.well()
+        if not states:
+            standing.end(True, err=done.full)
+            if done.full is None:
+                self.condition.well()
             return done
         standing.text_is_there()
         if failed is None and not standing.late and wait_s < COMMIT_PATIENCE_S:
@@ -434,15 +451,25 @@ class Writer:
             except Exception:
                 log.exception("the store's writer failed at a piece of work")
             del work  # and with it the states that were written
-            if self._garbage:
-                self._garbage = False
-                trim()
+            if self._logged >= LOG_BYTES and self._work.empty():
+                self._move_log()
         if self._unsettled:
             self._settle()
+
+    def _move_log(self) -> None:
+        self._logged = 0
+        try:
+            self.store.move_log()
+        except StoreError as err:
+            log.debug("the store's log is not moved into its file yet: %s", err)
 
     def _settle(self) -> None:
         """Move what was committed from the log into the database file, as nobody waits, and do what is still owed."""
         self._unsettled = False
+        self._logged = 0
+        if self._garbage:  # only now: memory that was given back costs as much to take again as to write
+            self._garbage = False
+            trim()
         try:
             if time.monotonic() - self._swept >= LOOK_S:
                 self._swept = time.monotonic()

@@ -376,6 +376,10 @@ class Store:
         """
         return collecting.settle(self._engine, self.file, self.room)
 
+    def move_log(self) -> None:
+        """Move what was committed from the log into the file, and no more."""
+        database.move_log(self._engine, self.file)
+
     def count(self) -> tuple[int, int]:
         """Count the sessions, of all owners: (all, those that are pinned)."""
         with self.reading() as connection:

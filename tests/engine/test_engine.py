@@ -767,6 +767,23 @@ def test_a_locked_database_costs_the_memory_not_the_answer(engine: Engine, store
     assert after.usage.stored is True
 
 
+@pytest.mark.parametrize("worth", [0, 1e9])
+def test_a_prompts_state_is_kept_where_it_pays(
+    worth: float, engine: Engine, loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a cache cost nothing, as the turn's end needs them. Without it the same is read, and said, again."""
+    monkeypatch.setattr(writer_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(writer_module, "WORTH", worth)
+    first = ask(engine, LONG_SYSTEM, user("Who is there?"))
+    again = ask(engine, LONG_SYSTEM, user("Who is there?"))
+    with store.reading() as connection:
+        kinds = set(connection.scalars(select(checkpoint.c.kind)))
+    keeps = worth == 0 or not loaded[1].spec.recurrent
+    assert kinds == ({"system", "user", "turn"} if keeps else {"system", "turn"})
+    assert (again.text, again.usage.resume) == (first.text, "exact")
+    assert again.fed == 1 if keeps else 1 < again.fed < 64
+
+
 def each_state(store: Store, does: str) -> None:
     """Have the database do this before it takes in any part of a state."""
     with closing(sqlite3.connect(store.file)) as other:
@@ -792,7 +809,7 @@ def test_a_text_is_stored_where_its_state_takes_long(
 ) -> None:
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 0.5)
     first = ask(engine, user("Before."))
-    talk = (user("Before."), answered(first.text), user("Slowly."))
+    talk: tuple[Message, ...] = (user("Before."), answered(first.text), user("Slowly."))
     each_state(store, ENDLESS)
     slow = ask(engine, *talk)
     talk = (*talk, answered(slow.text), user("Again."))

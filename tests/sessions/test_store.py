@@ -729,6 +729,25 @@ def test_history_that_a_template_rewrote(store: Store) -> None:
     assert store.path("t2")[-1].stem is None
 
 
+def test_large_tensors_are_stored_as_they_lie(store: Store) -> None:
+    """Only small ones, and those that do not lie in their order, are copied on their way into the database."""
+    shapes = {"conv_0": (40, 3), "ssm_0": (70, 64, 64), "conv_1": (40, 3), "ssm_1": (64, 96, 70), "conv_2": (9, 3)}
+    spec = StateSpec(
+        tuple(TensorSpec(name, "ssm" if "ssm" in name else "conv", 0, shape) for name, shape in shapes.items())
+    )
+    ids = np.arange(1, 9, dtype=np.int32)
+    state = state_of(spec, ids)
+    turned = {"ssm_1": np.ascontiguousarray(state.tensors["ssm_1"].T).T}
+    chat = Chat(store, "s", spec)
+    turn, _ = chat.make("t1", None, [user("hi")], "hello")
+    encoded = chat.encode(NewCheckpoint("turn", Line.of(ids), State(8, 0, {**state.tensors, **turned})))
+    lies = [np.shares_memory(np.frombuffer(b.data, np.uint8), state.tensors["ssm_0"]) for b in encoded.pieces]
+    assert lies == [False, True, True, False, False]
+    [placed] = store.commit([turn], [encoded], session=chat.info).checkpoints
+    assert placed.id is not None
+    assert_same(store.load(placed.id, spec), state)
+
+
 def test_no_row_is_larger_than_a_mebibyte(store: Store) -> None:
     spec = StateSpec((TensorSpec("ssm_0", "ssm", 0, (5000, 1000)),))  # 20 MB
     Chat(store, "s", spec).say("t1", None, "hi", "hello")

@@ -34,7 +34,7 @@ from ssmd.runtime.protocol import Logits, ProgramError, StateLost
 if TYPE_CHECKING:
     from ssmd.model.artifact import Manifest
 
-_SPARE_BYTES = 48 << 20  # idle snapshots
+_SPARE_BYTES = 96 << 20  # idle snapshots
 _NOISE = 65_537  # numbers that a trial repeats: as many of their own as a state has take it a tenth of a second
 _SPARE_SLOT_BYTES = 192 << 20  # memory of released handles that is kept for the next ones; one is kept in any case
 

@@ -12,7 +12,8 @@ Compression gave 0.85 to 0.87 of the size and cost more time than all the rest o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from ssmd.sessions.rows import codec
 BLOB_BYTES = 1 << 20  # of one row of the database: read, verified and taken in while it is in the processor's cache
 SEGMENT_ROWS = 128  # at least, up to 4 times as many bytes: fewer are scattered over a runtime's caches too slowly
 MAX_BLOB_BYTES = 8 << 20  # no stored row is larger
+_LARGE_BYTES = 256 << 10  # of a recurrent tensor that has pieces of its own, which are not copied
 _RAW = "raw/"
 
 Array = NDArray[Any]
@@ -69,31 +71,51 @@ def _blob(first: int, last: int, values: Array) -> Blob:
     return Blob(first, last, f"{_RAW}{values.dtype.name}", xxhash.xxh3_128_digest(data), data)
 
 
-def _offsets(tensors: Sequence[TensorSpec]) -> list[int]:
-    """Where each recurrent tensor begins in the flattened data, and where the last one ends."""
-    offsets = [0]
-    for t in tensors:
-        offsets.append(offsets[-1] + int(np.prod(t.shape)))
-    return offsets
+def _places(spec: StateSpec) -> list[tuple[TensorSpec, int, int]]:
+    """Each recurrent tensor with where it begins in the flattened data, and where it ends."""
+    places, end = [], 0
+    for t in spec.recurrent:
+        end += math.prod(t.shape)
+        places.append((t, end - math.prod(t.shape), end))
+    return places
 
 
 def recurrent_values(spec: StateSpec) -> int:
-    return _offsets(spec.recurrent)[-1]
-
-
-def _piece(state: State, spec: StateSpec, first: int, last: int, dtype: str) -> Blob:
-    values = np.empty(last - first, DTYPES[dtype])
-    for t, at in zip(spec.recurrent, _offsets(spec.recurrent), strict=False):
-        low, high = max(first, at), min(last, at + int(np.prod(t.shape)))
-        if low < high:
-            values[low - first : high - first] = state.tensors[t.name].reshape(-1)[low - at : high - at]
-    return _blob(first, last, values)
+    return sum(math.prod(t.shape) for t in spec.recurrent)
 
 
 def _pieces(state: State, spec: StateSpec) -> Iterator[Blob]:
-    dtype = _common_dtype(state.tensors[t.name] for t in spec.recurrent)
-    step, end = BLOB_BYTES // DTYPES[dtype].itemsize, recurrent_values(spec)
-    return (_piece(state, spec, at, min(at + step, end), dtype) for at in range(0, end, step))
+    """All recurrent data. A large tensor's are views of it: only what stands between such is copied."""
+    dtype = DTYPES[_common_dtype(state.tensors[t.name] for t in spec.recurrent)]
+    step = BLOB_BYTES // dtype.itemsize
+    small: list[tuple[Array, int]] = []  # what is to be copied, with where it begins
+    end = 0
+
+    def copied() -> Iterator[Blob]:
+        """Cut what was gathered of small tensors."""
+        low = small[0][1] if small else end
+        values = np.empty(end - low, dtype)
+        for array, at in small:
+            values[at - low : at - low + array.size] = array.reshape(-1)
+        small.clear()
+        return _cut(values, low, step)
+
+    for t, at, stop in _places(spec):
+        array = state.tensors[t.name]
+        if array.nbytes >= _LARGE_BYTES and array.dtype == dtype and array.flags.c_contiguous:
+            yield from copied()
+            yield from _cut(array.reshape(-1), at, step)
+        else:
+            small.append((array, at))
+        end = stop
+    yield from copied()
+
+
+def _cut(values: Array, first: int, step: int) -> Iterator[Blob]:
+    """Cut flat values, which begin at `first` of the recurrent data, into pieces that are views of them."""
+    for low in range(0, len(values), step):
+        part = values[low : low + step]
+        yield _blob(first + low, first + low + len(part), part)
 
 
 def _as_block(state: State, spec: StateSpec) -> Array | None:
@@ -133,7 +155,7 @@ def _segments(state: State, spec: StateSpec) -> Iterator[Blob]:
 
 
 def cut(state: State, spec: StateSpec) -> tuple[tuple[Blob, ...], tuple[Blob, ...]]:
-    """Cut a checked state into (recurrent data, KV rows), hashed. Rows may be views of the state's own memory."""
+    """Cut a checked state into (recurrent data, KV rows), hashed. Both may be views of the state's own memory."""
     return tuple(_pieces(state, spec)), tuple(_segments(state, spec))
 
 

@@ -229,9 +229,13 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
     new_id = connection.execute(_NEW, values).inserted_primary_key
     assert new_id is not None
     number = int(new_id[0])
-    for b in enc.pieces:
-        row = {"checkpoint": number, "first": b.first, "last": b.last, "dtype": b.encoding}
-        connection.execute(_NEW_PIECE, row | {"checksum": b.checksum, "data": b.data})
+    pieces = [
+        {"checkpoint": number, "first": b.first, "last": b.last, "dtype": b.encoding}
+        | {"checksum": b.checksum, "data": b.data}
+        for b in enc.pieces
+    ]
+    if pieces:
+        connection.execute(_NEW_PIECE, pieces)
     for b in enc.segments:
         row = {"first": b.first, "last": b.last, "dtype": b.encoding, "nbytes": len(b.data)}
         made = connection.execute(_NEW_SEGMENT, row | {"checksum": b.checksum, "data": b.data})
