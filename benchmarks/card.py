@@ -52,7 +52,7 @@ TESTS = ("tests/runtimes/wgpu/test_wgpu_shaders.py", "tests/runtimes/wgpu/test_w
 OTHERS = "test_parity.py", "test_moving.py"  # want transformers, and LiteRT
 FEW = "matvec_of_streams and vulkan or wgpu-vulkan-granite-f32 and resume"  # of these, for a software adapter
 CUTS = 1, 2, 4, 6, 8, 12  # submissions of a step
-FORMS = ((32, 2, True), (32, 4, True), (16, 4, True), (16, 4, False), (64, 2, False))  # threads, rows, subgroups
+FORMS = ((32, 2, True, 4), (32, 2, True, 1), (32, 4, True, 2), (64, 2, False, 4))  # threads, rows, subgroups, ahead
 STEPS = 40
 TURNS = ("Remember the number 42", "Which number?", "And its half?")
 NO_END = {"0": -100, "2": -100}  # a tiny model's stop tokens never come
@@ -187,9 +187,11 @@ def whole(part: Part, name: str, quantization: Any, read_gb_s: float) -> None:
 
     measured(bench, name, quantization, False, read_gb_s, kept)
     part.say(
-        f"{name} {quantization}: {found['tiling']}, load {found['load_s']:.1f} s, ms a step "
-        f"{rounded(found['step_ms'])}, prompt {found['prefill_tok_s']:,.0f} tokens/s"
+        f"{name} {quantization}: {found['tiling']}, load {found['load_s']:.1f} s ({found['tuned_s']:.1f} tuning), "
+        f"ms a step {rounded(found['step_ms'])}, prompt {found['prefill_tok_s']:,.0f} tokens/s"
     )
+    for shape, taken in found["shapes"].items():
+        part.say(f"us of {shape}: {taken}")
     more: dict[str, Any] = found["more"]
 
     def note(what: str, run: Callable[[], Any]) -> None:
@@ -205,8 +207,11 @@ def whole(part: Part, name: str, quantization: Any, read_gb_s: float) -> None:
 
     tiling, most = bench.model.tiling, bench.model.gpu.subgroup
     forms = [
-        replace(tiling, threads_per_row=t, rows_per_thread=r, subgroups=s) for t, r, s in FORMS if not s or t <= most
+        replace(tiling, threads_per_row=t, rows_per_thread=r, subgroups=s, ahead=a, rows_of_several=0, shapes=())
+        for t, r, s, a in FORMS
+        if not s or t <= most
     ]
+    cuts = tiles(bench.model.gpu)
     prefill = bench.model.slots.dispatches(bench.model.prefill(MOST), MOST)
     note("ms a step of 1 by submissions", lambda: {n: in_parts(bench, 1, equal(bench.step(1), n)) for n in CUTS})
     note("ms a step of 8 by submissions", lambda: {n: in_parts(bench, 8, equal(bench.step(8), n)) for n in CUTS})
@@ -216,7 +221,7 @@ def whole(part: Part, name: str, quantization: Any, read_gb_s: float) -> None:
     note("ms a step of 8 by matvec", lambda: {str(form): by_tiling(bench, form, 8) for form in forms})
     note(
         f"tokens/s of a prompt of {MOST} by tile",
-        lambda: {f"{t}/{q}": by_tile(bench, replace(tiling, tile=t, quads=q)) for t, q in tiles(bench.model.gpu)},
+        lambda: {f"{t}/{q}": by_tile(bench, replace(tiling, tile=t, quads=q, shapes=())) for t, q in cuts},
     )
     note("kernels of a step of 1", lambda: by_kernel(bench, bench.step(1), 1))
     note("kernels of a step of 8", lambda: by_kernel(bench, bench.step(8), 1))

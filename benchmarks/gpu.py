@@ -38,7 +38,7 @@ from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import HARDWARE, SOFTWARE
 from ssmd_wgpu.recorder import Copy, Dispatch, Region, dispatch
 from ssmd_wgpu.trial import tried
-from ssmd_wgpu.tuning import tuned, warm
+from ssmd_wgpu.tuning import Tuning, tuned, warm
 
 PROMPT, MOST = 512, 256
 ROWS = 1024  # of a cache
@@ -151,9 +151,11 @@ class Bench:
         begin = time.perf_counter()
         half = quantization != "f32"
         software = gpu.found.software
-        tiling = (SOFTWARE if software else replace(HARDWARE, fused=True)) if counting else tuned(gpu, quantization)
-        model = Model(gpu, self.plan, cast(pack.Weights, self.weights), MOST, half, tiling)
-        self.model = model if counting or software else tried(model)
+        counted = Tuning(SOFTWARE if software else replace(HARDWARE, fused=True))
+        self.tuning = counted if counting else tuned(gpu, self.plan, quantization)
+        self.tuned_s = time.perf_counter() - begin
+        model = Model(gpu, self.plan, cast(pack.Weights, self.weights), MOST, half, self.tuning.tiling)
+        self.model = model if counting or software else tried(model, self.tuning)
         self.load_s = time.perf_counter() - begin
         self.spec: StateSpec = self.plan.spec("float16" if half else "float32")
         self.slots = [self.model.slots.take() for _ in range(max(STREAMS))]
@@ -206,6 +208,8 @@ def measured(
         "together": model.tiling.together,
         "weight_reads_per_prompt_token": -(-MOST // model.tiling.tile) / MOST,
         "load_s": bench.load_s,
+        "tuned_s": bench.tuned_s,
+        "shapes": bench.tuning.table,
         "step_cost": {n: model.step_cost(n) for n in (2, 4, 8)},
     }
     times = 100 if counting else 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ssmd.model.plan import Mamba1, Mamba2, ShortConv
 from ssmd_wgpu import library
@@ -46,9 +45,9 @@ class Model:
         ]
         self.decode(1)
 
-    def simplify(self, *, together: bool) -> None:
-        """Keep products apart from now on, each a kernel; and streams, each a step, unless they go `together`."""
-        self.tiling = replace(self.tiling, fused=False, together=together)
+    def simplify(self, tiling: Tiling) -> None:
+        """Decode by this tiling from now on."""
+        self.tiling = tiling
         self._ops = self._made_of(self.tiling)
         self._steps.clear()
         self.step_s.clear()

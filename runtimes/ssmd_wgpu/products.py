@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.device import Gpu, shader
 from ssmd_wgpu.op import Op, f32, operation
-from ssmd_wgpu.pack import VALUES, nbytes
+from ssmd_wgpu.pack import VALUES, Format, nbytes
 from ssmd_wgpu.recorder import Region
 from ssmd_wgpu.resident import Part, Placed, Vectors
 from ssmd_wgpu.ssd import spread
@@ -19,6 +20,14 @@ MOST_SLICES = 64
 MOST_SUMS = 1 << 16  # of all slices: the workgroup that comes last adds them up
 
 
+OWN = "threads_per_row", "rows_per_thread", "subgroups", "ahead", "rows_of_several", "tile", "quads"
+
+
+def shape(rows: int, columns: int, fmt: str) -> str:
+    """The name of a shape of matrices."""
+    return f"{rows}x{columns} {fmt}"
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How products are cut: `threads_per_row` and `rows_per_thread` of a matvec, `tile` tokens and rows of a matmul
@@ -26,7 +35,9 @@ class Tiling:
 
     `subgroups`: whether threads add up among themselves, not in memory they share. `chunked`: whether a prefill of more
     than a chunk computes Mamba-2 by chunks. `fused`: whether a step of one stream goes on with the next product where a
-    kernel can; `together`: whether streams share a step. These two change no bit.
+    kernel can; `together`: whether streams share a step. `ahead`: blocks that a thread of one stream's matvec reads
+    before it uses the first; `rows_of_several`: rows of a thread in a step of several streams, 0 for as many as in one
+    of one. These four change no bit. `shapes`: what matrices of some shapes have otherwise, by name of OWN.
     """
 
     threads_per_row: int
@@ -37,10 +48,21 @@ class Tiling:
     chunked: bool = False
     fused: bool = False
     together: bool = True
+    ahead: int = 1
+    rows_of_several: int = 0
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __str__(self) -> str:
         matvec = f"{self.threads_per_row}x{self.rows_per_thread}{'s' if self.subgroups else ''}"
-        return f"{matvec}, {self.tile}/{self.quads}{'c' if self.chunked else ''}"
+        matvec += f"/{self.ahead}" if self.ahead > 1 else ""
+        shapes = hashlib.sha256(repr(self.shapes).encode()).hexdigest()[:8] if self.shapes else ""
+        own = f", shapes {shapes}" if shapes else ""
+        return f"{matvec}, {self.tile}/{self.quads}{'c' if self.chunked else ''}{own}"
+
+    def of(self, m: Placed) -> Tiling:
+        """The tiling of products with this matrix."""
+        own = dict(self.shapes).get(shape(m.rows, m.columns, m.fmt))
+        return self if own is None else replace(self, shapes=(), **dict(zip(OWN, own, strict=True)))
 
 
 SOFTWARE = Tiling(8, 4, 64, 2, chunked=True, fused=True)  # measured on lavapipe and llvmpipe (docs/log.md)
@@ -84,7 +106,15 @@ def slices_of(m: Placed, width: int = 0) -> Slices | None:
 
 def rows_per_thread(tiling: Tiling, streams: int) -> int:
     """Rows that a thread of a matvec has: fewer, where their sums over all streams would not fit into registers."""
-    return max(2, min(tiling.rows_per_thread, 32 // streams))
+    wanted = tiling.rows_per_thread if streams == 1 else tiling.rows_of_several or tiling.rows_per_thread
+    return max(2, min(wanted, 32 // streams))
+
+
+def ahead(tiling: Tiling, fmt: Format, streams: int, rows: int, unit: int) -> int:
+    """Units of blocks that a thread reads before it uses the first: no more than its registers hold; of int4 one, as
+    Mesa's compiler sums up unrolled units of it otherwise than those of a loop.
+    """
+    return max(1, min(tiling.ahead, 16 // (rows * unit))) if streams == 1 and fmt != "int4" else 1
 
 
 class Products:
@@ -123,7 +153,8 @@ class Products:
         there are none. `gain`: of the norm of x.
         """
         bias = self._parts[part].at.get(name.partition("_")[2] + "_bias") if biased else None
-        m, tile = self._matrices[name], self._tiling.tile
+        m = self._matrices[name]
+        t = self._tiling.of(m)
         if streams:
             rows = m.rows // 2 if end == "swiglu" else m.rows
             more: dict[str, Any] = {"gain": gain, "eps": f32(self._eps if eps is None else eps), "bias": bias, **sizes}
@@ -135,8 +166,8 @@ class Products:
             "matmul",
             **m.sizes,
             rows=m.rows,
-            tile=tile,
-            quads=self._tiling.quads,
+            tile=t.tile,
+            quads=t.quads,
             stride=m.columns if stride is None else stride,
             offset=0,
             gain=gain,
@@ -145,7 +176,7 @@ class Products:
         )
         regions = {"W": whole.values, "S": whole.scales, "P": self._parts[part].region}
         regions |= {"X": self._buffers[x], "Y": self._buffers[y], "R": self._buffers["scale"]}
-        yield operation(self._gpu, text, regions, (-(-m.rows // tile), 1), tokens=tile)
+        yield operation(self._gpu, text, regions, (-(-m.rows // t.tile), 1), tokens=t.tile)
 
     def matvec(
         self,
@@ -164,7 +195,8 @@ class Products:
         **sizes: Any,
     ) -> Iterator[Op]:
         """A matvec for each of these parts of a matrix, into rows of y that are `y_stride` values apart."""
-        m, t = self._matrices[name], self._tiling
+        m = self._matrices[name]
+        t = self._tiling.of(m)
         for cut in parts:
             rows = rows_per_thread(t, streams) if cut.rows >= 512 else 2
             text = shader(
@@ -174,6 +206,7 @@ class Products:
                 threads_per_row=t.threads_per_row,
                 subgroups=t.subgroups,
                 rows_per_thread=rows,
+                ahead=ahead(t, m.fmt, streams, rows, unit),
                 streams=streams,
                 stride=y_stride,
                 unit=unit,
@@ -202,14 +235,13 @@ class Products:
         m = self._matrices[name]
         if cut is None or not self.goes_on(bindings) or len(m.parts) > 1:
             return None
+        t = self._tiling.of(m)
         sizes: dict[str, Any] = {
-            "v": {**m.sizes, "rows": m.rows},
+            "v": {**m.sizes, "rows": m.rows, "threads_per_row": t.threads_per_row, "subgroups": t.subgroups},
             "v_unit": cut.unit,
             "v_slices": cut.count,
             "v_bias": self._parts[part].at.get(name.partition("_")[2] + "_bias"),
             "v_eps": None if eps is None else f32(eps),
-            "threads_per_row": self._tiling.threads_per_row,
-            "subgroups": self._tiling.subgroups,
         }
         regions = {"V": m.parts[0].values, "T": m.parts[0].scales, "X": self._buffers["x"]}
         return Spread(cut, sizes, {**regions, "SUMS": self._buffers["sums"], "COUNT": self._buffers["count"]})
@@ -219,8 +251,9 @@ class Products:
         w, found = self._matrices[into], self.spread(down, part, cut, 8)
         if found is None or len(w.parts) > 1:
             return None
-        threads, pair = min(256, 16 * self._tiling.threads_per_row), 2 if end == "swiglu" else 1
-        at_once = threads // self._tiling.threads_per_row
+        t = self._tiling.of(w)
+        threads, pair = min(256, 16 * t.threads_per_row), 2 if end == "swiglu" else 1
+        at_once = threads // t.threads_per_row
         rows = pair * found.slices.unit * VALUES[self._matrices[down].fmt]
         text = shader(
             "mlp",
@@ -228,7 +261,10 @@ class Products:
             **found.sizes,
             rows=w.rows,
             threads=threads,
-            rows_per_thread=max(2, min(8, rows // at_once)),
+            threads_per_row=t.threads_per_row,
+            subgroups=t.subgroups,
+            rows_per_thread=max(2, min(4 if w.fmt == "int4" else 8, rows // at_once)),
+            ahead=1,
             streams=1,
             unit=1,
             gain=gain,

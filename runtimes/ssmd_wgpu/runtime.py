@@ -67,8 +67,9 @@ class WgpuRuntime:
         def model() -> Model:
             gpu = Gpu(choose(device))
             weights = Weights(artifact.file(WEIGHTS), parameters)
-            made = Model(gpu, plan, weights, manifest.buckets[-1], half, tuned(gpu, known))
-            return made if gpu.found.software else tried(made)  # what software adapters compute is tested
+            tuning = tuned(gpu, plan, known, manifest.build)
+            made = Model(gpu, plan, weights, manifest.buckets[-1], half, tuning.simplified)
+            return made if gpu.found.software else tried(made, tuning)  # what software adapters compute is tested
 
         try:
             return WgpuProgram(model, manifest)

@@ -14,20 +14,31 @@ import numpy as np
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.slots import STREAMS, Slot
+from ssmd_wgpu.tuning import APART, Tuning, warm
 
 log = logging.getLogger(__name__)
 _TOKENS = 3
+_WARM_S = 0.02  # before steps are timed, after their kernels were compiled
+_THEN = "", "products are not fused", "threads have two rows", "streams are decoded one after another"
 
 
-def tried(model: Model) -> Model:
-    """The model, simplified until streams do not depend on their company. Raises GraphError if the device does."""
-    if not alike(model):
-        log.warning("streams differ in company on %s: products are not fused", model.gpu.found.description)
-        model.simplify(together=True)
-        if not alike(model):
-            log.warning("they still differ: streams are decoded one after another")
-            model.simplify(together=False)
+def tried(model: Model, tuning: Tuning) -> Model:
+    """The model, simplified until streams do not depend on their company; as an earlier trial of this build on this
+    adapter found, where there was one. Raises GraphError if the device does.
+    """
+    if tuning.step_s is not None:
+        model.step_s = dict(tuning.step_s)
+        return model
+    for simpler in range(APART + 1):
+        if simpler:
+            tuning.simpler = simpler
+            log.warning("streams differ in company on %s: %s", model.gpu.found.description, _THEN[simpler])
+            model.simplify(tuning.simplified)
+        if simpler == APART or alike(model):
+            break
     model.slots.trim()
+    tuning.step_s = dict(model.step_s)
+    tuning.keep()
     return model
 
 
@@ -59,8 +70,11 @@ def _decoded(model: Model, tokens: np.ndarray[tuple[int, int], np.dtype[np.int32
             model.slots.reserve(slots[-1], len(tokens))
         for position, ids in enumerate(tokens):
             model.slots.feed(slots, [position] * count, ids)
-            dispatches, begin = model.step(count, 1), time.perf_counter()
-            rows = model.gpu.recorder.read(dispatches, [model.logits(i) for i in range(count)])
+            dispatches = model.step(count, 1)
+            if not position:
+                warm(model.gpu, _WARM_S)
+            begin = time.perf_counter()
+            rows = model.gpu.recorder.read(dispatches, [model.logits(i) for i in range(count)], probed=True)
             model.step_s[count] = min(time.perf_counter() - begin, model.step_s.get(count, float("inf")))
             for own, row in zip(logits, rows, strict=True):
                 own.append(row.tobytes())

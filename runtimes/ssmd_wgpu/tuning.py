@@ -1,7 +1,7 @@
-"""Which tiling an adapter is fastest with: measured once for each format of weights, and kept in the cache folder.
+"""Which tiling an adapter is fastest with: measured once for each build, with the shapes of its own matrices.
 
-Another tiling sums in another order, so it is part of what an exact resume needs (`producer`): one that was measured
-anew may make a resume portable, never wrong.
+Another tiling sums in another order, so it is part of what an exact resume needs (`producer`). It is kept with the
+user's data, as a cache that is emptied must not turn an exact resume into a portable one.
 """
 
 from __future__ import annotations
@@ -9,32 +9,52 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.machine.cache import cache_folder
+from ssmd.machine.cache import BUILD, tunings
+from ssmd.model.plan import Mamba2
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu import library
-from ssmd_wgpu.device import SHADERS, Gpu, digest, shader
-from ssmd_wgpu.pack import VALUES, Format, blocks, encode
-from ssmd_wgpu.products import HARDWARE, MOST_SLICES, MOST_SUMS, SOFTWARE, Products, Tiling
+from ssmd_wgpu.device import ALIGNMENT, SHADERS, Gpu, digest, shader
+from ssmd_wgpu.pack import VALUES, Format, blocks, format_of, is_matrix
+from ssmd_wgpu.plan import PackedPlan
+from ssmd_wgpu.products import (
+    HARDWARE,
+    MOST_SLICES,
+    MOST_SUMS,
+    OWN,
+    SOFTWARE,
+    Products,
+    Tiling,
+    ahead,
+    rows_per_thread,
+    shape,
+    slices_of,
+)
 from ssmd_wgpu.recorder import Dispatch, Region, dispatch
 from ssmd_wgpu.resident import Part, Placed, Vectors
 from ssmd_wgpu.ssd import CHUNK, recurrence, spread
 
 log = logging.getLogger(__name__)
-ROWS, COLUMNS, TOKENS = 8192, 2048, 256  # of what is measured
-MAMBA2 = 48, 32, 128  # heads, head_dim, states
-MLP = 768, 2048  # hidden, intermediate
-ROUNDS, REPEATS = 5, 8  # medians of rounds, each of so many dispatches
+TOKENS = 256  # of a prompt that is measured
+STREAMS = 8  # of a step of several that is measured
+POOL_BYTES = 128 << 20  # of weights that a kernel reads in turn: more than a cache of any GPU keeps
+ROUNDS, REPEATS, FEW = 3, 64, 4  # the shortest of rounds, each of so many dispatches; of a matmul few
+MARGIN = 0.97  # of the time of the form before it, which another must beat
+LIMIT_S = 3.0  # of measuring: shapes that are left then get what the one with the most bytes has
 WARM_S = 0.1
+FEW_ROWS, APART = 2, 3  # how far a tiling is simplified: 1, not fused; then two rows a thread; streams one by one
+# Threads of a row, rows of a thread, by subgroups, units ahead: the usual one first.
+FORMS = ((32, 2, True, 4), (32, 2, True, 1), (32, 4, True, 2), (16, 4, True, 2), (64, 2, False, 4), (16, 4, False, 1))
+SEVERAL = (2, 4)  # rows of a thread in a step of several streams
 _BUSY = """
 @group(0) @binding(0) var<storage, read_write> Y: array<f32>;
 
@@ -44,40 +64,67 @@ fn main(@builtin(global_invocation_id) at: vec3<u32>) {
   for (var i = 0u; i < 8192u; i++) { s = fma(s, 0.999, 0.5); }
   Y[at.x % 1024u] = s;
 }"""
-_AGREE = 1e-4  # of the largest value: a candidate that computes something else is no candidate
+_AGREE = 1e-4  # of the largest value: a form that computes something else is no candidate
 
 
-def tuned(gpu: Gpu, fmt: Format) -> Tiling:
-    """The fastest that was found; on software adapters one that is known to do."""
+@dataclass
+class Tuning:
+    """The tiling of a build on an adapter. `table`: of each shape how many matrices have it and the microseconds of
+    what was measured. `simpler`: how far a trial simplified it; `step_s`: what steps took in it, None before.
+    """
+
+    tiling: Tiling
+    table: dict[str, dict[str, Any]] = field(default_factory=dict)
+    simpler: int = 0
+    step_s: dict[int, float] | None = None
+    file: Path | None = None
+
+    @property
+    def simplified(self) -> Tiling:
+        t = replace(self.tiling, fused=self.tiling.fused and not self.simpler, together=self.simpler < APART)
+        if self.simpler != FEW_ROWS:
+            return t
+        few = {"rows_per_thread": 2, "ahead": 1, "rows_of_several": 2}
+        shapes = [(name, {**dict(zip(OWN, own, strict=True)), **few}) for name, own in t.shapes]
+        return replace(t, **few, shapes=tuple((name, tuple(own[key] for key in OWN)) for name, own in shapes))
+
+    def keep(self) -> None:
+        if self.file is None:
+            return
+        kept = {"tiling": vars(self.tiling), "table": self.table, "simpler": self.simpler, "step_s": self.step_s}
+        part = self.file.with_suffix(".part")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part.write_text(json.dumps(kept))
+            part.replace(self.file)
+        except OSError as err:
+            log.warning("the tiling could not be kept in %s (%s): it is measured at every start", self.file, err)
+
+
+def tuned(gpu: Gpu, plan: PackedPlan, fmt: Format, build: str = "") -> Tuning:
+    """The fastest tiling that was found for a plan, which is kept where a build is named; on software adapters one that
+    is known to do.
+    """
     if gpu.found.software:
-        return SOFTWARE
-    file = _file(gpu, fmt)
-    known = _read(file)
-    if known is not None and replace(known, fused=False, together=True) in candidates(gpu):
+        return Tuning(SOFTWARE)
+    file = kept_in(gpu, build) if build else None
+    known = None if file is None else _read(file, gpu)
+    if known is not None:
         return known
     try:
-        best = measured(gpu, fmt)
+        made = measured(gpu, plan, fmt)
     except GraphError as err:
         log.warning("the tiling could not be measured (%s): the usual one it is", err)
-        return HARDWARE
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file.write_text(json.dumps(vars(best)))
-    except OSError as err:
-        log.warning("the tiling could not be kept in %s (%s): it is measured at every start", file, err)
-    return best
+        return Tuning(HARDWARE)
+    made.file = file
+    made.keep()
+    return made
 
 
-def candidates(gpu: Gpu) -> list[Tiling]:
-    return [
-        Tiling(threads, rows, tile, quads, subgroups, chunked)
-        for threads in (8, 16, 32, 64)
-        for rows in (2, 4, 8)
-        for tile, quads in tiles(gpu)
-        for subgroups in (False, True)
-        for chunked in (False, True)
-        if rows <= threads and (not subgroups or threads <= gpu.subgroup)
-    ]
+def forms(gpu: Gpu) -> list[tuple[int, int, bool, int]]:
+    """The forms of a matvec that this GPU can hold, with smaller subgroups where it has no larger ones."""
+    narrow = [(gpu.subgroup, 4, True, 2)] if 4 <= gpu.subgroup < 16 else []
+    return [*(form for form in FORMS if not form[2] or form[0] <= gpu.subgroup), *narrow]
 
 
 def tiles(gpu: Gpu) -> list[tuple[int, int]]:
@@ -85,131 +132,232 @@ def tiles(gpu: Gpu) -> list[tuple[int, int]]:
     values deep, lie in shared memory.
     """
     most = gpu.limits["max-compute-workgroup-storage-size"] // (2 * 32 * 4)
-    return [(tile, quads) for tile, quads in ((32, 1), (64, 1), (64, 2), (128, 2)) if tile <= most]
+    return [(tile, quads) for tile, quads in ((64, 1), (32, 1), (64, 2), (128, 2)) if tile <= most]
 
 
-def measured(gpu: Gpu, fmt: Format) -> Tiling:
-    """The fastest matvec, the fastest tile of a matmul, and what else is worth it. Raises GraphError."""
-    bench = _Bench(gpu, fmt)
-    times: dict[tuple[int, int, bool], float] = {}
-    expected: NDArray[np.float32] | None = None
-    for t in (t for t in candidates(gpu) if (t.tile, t.quads, t.chunked) == (32, 1, False)):
-        seconds, found = bench.matvec(t)
-        expected = found if expected is None else expected
-        if np.abs(found - expected).max() <= _AGREE * np.abs(expected).max():
-            times[t.threads_per_row, t.rows_per_thread, t.subgroups] = seconds
-    threads, rows, subgroups = min(times, key=lambda key: times[key])
-    tile, quads = min(tiles(gpu), key=lambda cut: bench.matmul(*cut))
-    chunked = min((False, True), key=bench.mamba2)
-    best = Tiling(threads, rows, tile, quads, subgroups, chunked)
-    if gpu.coherent:
-        (apart, expected), (whole, found) = (bench.mlp(replace(best, fused=fused)) for fused in (False, True))
-        best = replace(best, fused=whole < apart and found.tobytes() == expected.tobytes())
-    log.info("measured %d tilings for %s on %s: %s", len(times), fmt, gpu.found.description, best)
-    return best
+def shapes_of(plan: PackedPlan, quantization: Format) -> list[tuple[int, int, Format, int]]:
+    """The shapes of a plan's matrices: rows, columns, format, how many; those with the most bytes first. The time
+    step's own matrix is no product of a step.
+    """
+    count = Counter(
+        (size[0], size[1], format_of(name, quantization))
+        for name, size in plan.packed().items()
+        if is_matrix(name, size) and not name.endswith("_dt")
+    )
+    made = [(*key, n) for key, n in count.items()]
+    return sorted(made, key=lambda one: (-one[0] * blocks(one[1], one[2]) * one[3], one))
+
+
+def measured(gpu: Gpu, plan: PackedPlan, quantization: Format) -> Tuning:
+    """Measure the forms of each shape, and what else is worth it. Raises GraphError."""
+    bench, begin = _Bench(gpu, plan), time.monotonic()
+    warm(gpu)
+    heads = {(plan.vocabulary, plan.hidden)}
+    own: dict[str, tuple[int, ...]] = {}
+    table: dict[str, dict[str, Any]] = {}
+    for rows, columns, fmt, count in shapes_of(plan, quantization):
+        if own and time.monotonic() - begin > LIMIT_S:
+            log.warning("measuring took %.1f s: %s and smaller shapes have the usual form", LIMIT_S, (rows, columns))
+            break
+        w = _Shape(bench, rows, columns, fmt)
+        one = w.matvecs(forms(gpu))
+        threads, rows_each, subgroups, units = picked(one)
+        several = w.matvecs([(threads, n, subgroups, 1) for n in SEVERAL], STREAMS)
+        cuts = {} if (rows, columns) in heads else w.matmuls(tiles(gpu))
+        tile, quads = picked(cuts) if cuts else (64, 1)
+        of_several = picked(several)[1]
+        name = shape(rows, columns, fmt)
+        own[name] = (threads, rows_each, subgroups, units, of_several, tile, quads)
+        table[name] = {
+            "count": count,
+            "one": {f"{t}x{r}{'s' if s else ''}/{a}": round(1e6 * taken, 2) for (t, r, s, a), taken in one.items()},
+            "several": {str(key[1]): round(1e6 * taken, 2) for key, taken in several.items()},
+            "tiles": {f"{t}/{q}": round(1e6 * taken, 1) for (t, q), taken in cuts.items()},
+        }
+    first = next(iter(own.values()))
+    tiles_of_products = [form[5:] for name, form in own.items() if table[name]["tiles"]]
+    best = Tiling(**dict(zip(OWN, first, strict=True)), shapes=tuple(own.items()))
+    if tiles_of_products:
+        best = replace(best, tile=tiles_of_products[0][0], quads=tiles_of_products[0][1])
+    mamba2 = next((m for m in plan.mixers if isinstance(m, Mamba2)), None)
+    if mamba2 is not None:
+        best = replace(best, chunked=bench.mamba2(mamba2, True) < MARGIN * bench.mamba2(mamba2, False))
+    mlp = next((layer.mlp for layer in plan.layers if layer.mlp is not None), None)
+    if gpu.coherent and mlp is not None:
+        (apart, expected), (whole, found) = (bench.mlp(replace(best, fused=f), quantization) for f in (False, True))
+        best = replace(best, fused=whole < MARGIN * apart and found.tobytes() == expected.tobytes())
+        table["mlp"] = {"count": 1, "apart": round(1e6 * apart, 2), "fused": round(1e6 * whole, 2)}
+    log.info("measured in %.1f s on %s: %s", time.monotonic() - begin, gpu.found.description, best)
+    return Tuning(best, table)
+
+
+def picked(times: Mapping[Any, float]) -> Any:
+    """The first that no other beats by the margin: the same one of two that are as quick, in every run."""
+    return next(key for key, taken in times.items() if MARGIN * taken <= min(times.values()))
 
 
 class _Bench:
-    """A matrix of ROWS by COLUMNS and TOKENS tokens to multiply it with."""
+    """What kernels are measured with: a pool of weights, values of x, places for what they give."""
 
-    def __init__(self, gpu: Gpu, fmt: Format) -> None:
-        self._gpu, self._fmt = gpu, fmt
+    def __init__(self, gpu: Gpu, plan: PackedPlan) -> None:
+        self.gpu, self.plan = gpu, plan
         rng = np.random.default_rng(0)
-        values, *scales = encode(rng.standard_normal((ROWS, COLUMNS), np.float32), fmt)
-        x = rng.standard_normal((TOKENS, COLUMNS), np.float32)
-        self._regions = {"W": gpu.uploaded(values), "X": gpu.uploaded(x), "P": gpu.uploaded(np.ones(4, np.float32))}
-        if scales:
-            self._regions["S"] = gpu.uploaded(scales[0])
-        self._regions["Y"] = gpu.region(4 * TOKENS * ROWS)
-        self._control = gpu.uploaded(np.array([0, TOKENS, 0, 0], np.uint32))
-        self._sizes: dict[str, Any] = {
-            "format": fmt,
-            "blocks": blocks(COLUMNS, fmt),
-            "values": VALUES[fmt],
-            "columns": COLUMNS,
-        }
-        self._sizes |= {"rows": ROWS, "gain": None, "bias": None, "end": "store"}
+        sizes = [size for name, size in plan.packed().items() if is_matrix(name, size)]
+        most_rows, most = max(size[0] for size in sizes), max(size[1] for size in sizes)
+        products = max([size[0] for size in sizes if size[0] != plan.vocabulary], default=1)
+        # Halves without their exponent's first bit: small numbers in any format.
+        piece = (rng.integers(0, 1 << 16, 1 << 19, np.uint16) & 0xBBFF).astype(np.uint16)
+        self.pool = gpu.region(min(POOL_BYTES, gpu.binding_bytes))
+        for at in range(0, self.pool.size, piece.nbytes):
+            gpu.write(self.pool, piece.view(np.uint8)[: self.pool.size - at], at)
+        self.x = gpu.uploaded(rng.standard_normal((TOKENS, most), np.float32))
+        self.gain = gpu.uploaded(np.ones(most + 4, np.float32))
+        self.y = gpu.region(4 * max(TOKENS * products, STREAMS * most_rows))
+        self.control = [gpu.uploaded(np.array([0, n, 0, 0] * STREAMS, np.uint32)) for n in (TOKENS, STREAMS)]
 
-    def matvec(self, t: Tiling) -> tuple[float, NDArray[np.float32]]:
-        """Measure a matvec: seconds, and what it gives (ROWS,)."""
-        text = shader(
-            "matvec",
-            **self._sizes,
-            threads_per_row=t.threads_per_row,
-            rows_per_thread=t.rows_per_thread,
-            subgroups=t.subgroups,
-            streams=1,
-            stride=ROWS,
-            unit=1,
-            threads=64,
-            first=0,
-            eps="f32(0.0)",
-            last_row=False,
-        )
-        one = self._dispatch(text, *spread(-(-ROWS // (64 // t.threads_per_row * t.rows_per_thread))))
-        [found] = self._gpu.recorder.read([one], [Region(self._regions["Y"].buffer, 0, 4 * ROWS)])
-        return self._seconds(one), found.view(np.float32)
+    def bound(self, text: str, x: int, y: int, regions: Mapping[str, Region], several: bool = False) -> Dispatch:
+        kernel = self.gpu.kernel(text)
+        group0, group1 = self.gpu.bound(kernel, 0, regions), None
+        if len(kernel.layouts) > 1:
+            group1 = self.gpu.bound(kernel, 1, {**regions, "CTL": self.control[several]})
+        return dispatch(kernel.pipeline, group0, group1, x, y)
 
-    def matmul(self, tile: int, quads: int) -> float:
-        text = shader("matmul", **self._sizes, tile=tile, quads=quads, stride=COLUMNS, offset=0)
-        return self._seconds(self._dispatch(text, -(-ROWS // tile), -(-TOKENS // tile)))
+    def seconds(self, dispatches: Sequence[Dispatch], repeats: int) -> float:
+        """Seconds of one of these dispatches, of so many in turn, less what it takes to record and submit them."""
+        whole = [dispatches[i % len(dispatches)] for i in range(repeats)]
+        empty: list[Dispatch] = [(p, a, b, 0, 0, wrapped) for p, a, b, _, _, wrapped in whole]
+        return max(1e-9, self._taken(whole) - self._taken(empty)) / repeats
 
-    def mlp(self, t: Tiling) -> tuple[float, NDArray[np.float32]]:
+    def _taken(self, dispatches: Sequence[Dispatch]) -> float:
+        begin = time.perf_counter()
+        self.gpu.recorder.submit(dispatches)
+        self.gpu.recorder.read([], [Region(self.y.buffer, 0, 16)])
+        return time.perf_counter() - begin
+
+    def mlp(self, t: Tiling, quantization: Format) -> tuple[float, NDArray[np.float32]]:
         """Measure an MLP of one token: seconds, and what it adds to x (hidden,)."""
-        hidden, inner = MLP
-        rng = np.random.default_rng(1)
+        layer = next(layer for layer in self.plan.layers if layer.mlp is not None)
+        assert layer.mlp is not None
+        into, rows = layer.mlp.into
+        hidden, inner, act, gpu = self.plan.hidden, layer.mlp.intermediate, layer.mlp.activation, self.gpu
         placed, to = {}, "layer0_"
-        for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
-            parts = encode(rng.standard_normal((rows, columns), np.float32) * columns**-0.5, self._fmt)
-            values, scales = self._gpu.uploaded(parts[0]), self._gpu.uploaded(parts[1]) if len(parts) > 1 else None
-            placed[to + name] = Placed(rows, columns, self._fmt, (Part(values, scales, 0, rows),))
-        x = rng.standard_normal(hidden, np.float32)
-        buffers = {"x": self._gpu.uploaded(x), "wide": self._gpu.region(4 * inner), "u": self._regions["X"]}
-        buffers |= {"sums": self._gpu.region(4 * (MOST_SUMS + 8 * MOST_SLICES)), "count": self._gpu.region(16)}
-        vectors = {"mlp": Vectors(self._gpu.uploaded(np.ones(hidden, np.float32)), {"norm2": 0})}
-        products = Products(self._gpu, placed, vectors, buffers, 1e-5, t)
+        for name, shape_ in ((into, (rows, hidden)), ("down", (hidden, inner))):
+            fmt = format_of(to + name, quantization)
+            w = _Shape(self, *shape_, fmt)
+            if w.rows < shape_[0]:
+                return 0.0, np.empty(0, np.float32)  # larger than the pool: no kernel that small workgroups share
+            values, scales = w.regions(0)
+            placed[to + name] = Placed(*shape_, fmt, (Part(values, scales, 0, shape_[0]),))
+        x = np.random.default_rng(1).standard_normal(hidden).astype(np.float32)
+        buffers = {"x": gpu.uploaded(x), "wide": gpu.region(4 * inner), "u": self.x}
+        buffers |= {"sums": gpu.region(4 * (MOST_SUMS + 8 * MOST_SLICES)), "count": gpu.region(16)}
+        products = Products(gpu, placed, {"mlp": Vectors(self.gain, {"norm2": 0})}, buffers, 1e-5, t)
         cut = products.slices(to + "down")
-        whole = products.mlp(to + "gate_up", to + "down", "mlp", 0, "swiglu", cut)
+        whole = products.mlp(to + into, to + "down", "mlp", 0, act, cut)
         ops = [whole] if whole is not None else []
         if whole is None:
             unit = 1 if cut is None else cut.unit
-            ops += products.of(to + "gate_up", "mlp", "x", "wide", 1, gain=0, end="swiglu")
+            ops += products.of(to + into, "mlp", "x", "wide", 1, gain=0, end=act)
             ops += products.of(to + "down", "mlp", "wide", "x", 1, end="add", unit=unit)
         step = [dispatch(op.kernel.pipeline, op.group0, None, *op.grid) for op in ops]
-        [found] = self._gpu.recorder.read(step, [buffers["x"]])
-        return self._seconds(*step), found.view(np.float32)
+        [found] = gpu.recorder.read(step, [buffers["x"]])
+        taken = [self.seconds(step, REPEATS * len(step)) * len(step) for _ in range(ROUNDS)]
+        return min(taken), found.view(np.float32)
 
-    def mamba2(self, chunked: bool) -> float:
-        """Measure the recurrence of one Mamba-2 layer, seconds."""
-        heads, head_dim, states = MAMBA2
-        inner = heads * head_dim
-        made = {"u": inner + 2 * states, "z": 2 * inner + 2 * states + heads, "y": inner, "dt": heads, "logs": heads}
-        regions = {name.upper(): self._gpu.region(4 * TOKENS * width) for name, width in made.items()}
-        regions["SSM"] = self._gpu.region(4 * inner * states)
-        regions["CHUNKS"] = self._gpu.region(-(-TOKENS // CHUNK) * regions["SSM"].size)
-        regions["P"] = self._gpu.uploaded(np.zeros(heads + 4, np.float32))
-        sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "states": states, "groups": 1, "gate": True}
-        sizes |= {"a": 0, "dt_bias": 0, "d": 0, "dt_low": "f32(0.0)", "dt_high": "f32(1.0)"}
-        sizes |= {"u_stride": made["u"], "z_stride": made["z"], "dt_offset": made["z"] - heads}
-        steps = recurrence(sizes, chunked=chunked)
-        return self._seconds(
-            *(self._dispatch(text, x, -(-TOKENS // tokens) if tokens else y, regions) for text, (x, y), tokens in steps)
-        )
+    def mamba2(self, m: Mamba2, chunked: bool) -> float:
+        """Measure the recurrence of a Mamba-2 layer, seconds."""
+        made = {"u": m.channels, "z": m.rows, "y": m.inner, "dt": m.heads, "logs": m.heads}
+        regions = {name.upper(): self.gpu.region(4 * TOKENS * width) for name, width in made.items()}
+        regions["SSM"] = self.gpu.region(4 * m.inner * m.states)
+        regions["CHUNKS"] = self.gpu.region(-(-TOKENS // CHUNK) * regions["SSM"].size)
+        regions["P"] = self.gpu.uploaded(np.zeros(m.heads + 4, np.float32))
+        sizes: dict[str, Any] = {"heads": m.heads, "head_dim": m.head_dim, "states": m.states, "groups": m.groups}
+        sizes |= {"a": 0, "dt_bias": 0, "d": 0, "dt_low": "f32(0.0)", "dt_high": "f32(1.0)", "gate": True}
+        sizes |= {"u_stride": m.channels, "z_stride": m.rows, "dt_offset": m.inner + m.channels}
+        steps = [
+            self.bound(text, x, -(-TOKENS // tokens) if tokens else y, regions)
+            for text, (x, y), tokens in recurrence(sizes, chunked=chunked)
+        ]
+        self.seconds(steps, len(steps))
+        return min(self.seconds(steps, FEW * len(steps)) * len(steps) for _ in range(ROUNDS))
 
-    def _dispatch(self, text: str, x: int, y: int, regions: Mapping[str, Region] | None = None) -> Dispatch:
-        kernel = self._gpu.kernel(text)
-        group0, group1 = self._gpu.bound(kernel, 0, regions or self._regions), None
-        if len(kernel.layouts) > 1:
-            group1 = self._gpu.bound(kernel, 1, {**(regions or {}), "CTL": self._control})
-        return dispatch(kernel.pipeline, group0, group1, x, y)
 
-    def _seconds(self, *dispatches: Dispatch) -> float:
-        taken = []
-        for _ in range(ROUNDS + 1):
-            begin = time.perf_counter()
-            self._gpu.recorder.read([*dispatches] * REPEATS, [Region(self._regions["Y"].buffer, 0, 16)])
-            taken.append(time.perf_counter() - begin)
-        return statistics.median(taken[1:])
+class _Shape:
+    """Matrices of one shape, one after another in the pool; of a large one as many rows as it holds."""
+
+    def __init__(self, bench: _Bench, rows: int, columns: int, fmt: Format) -> None:
+        self._bench, self._fmt, self._columns = bench, fmt, columns
+        self._width = 16 * blocks(columns, fmt)
+        self.rows = min(rows, bench.pool.size // self._width // 2 * 2 or 1)
+        self._stride = -(-self.rows * self._width // ALIGNMENT) * ALIGNMENT
+        self.count = max(1, min(REPEATS, bench.pool.size // self._stride))
+        self._sizes: dict[str, Any] = {"format": fmt, "blocks": blocks(columns, fmt), "values": VALUES[fmt]}
+        self._sizes |= {"columns": columns, "rows": self.rows, "bias": None, "end": "store"}
+        self._regions = {"X": bench.x, "P": bench.gain, "Y": bench.y}
+
+    def regions(self, i: int) -> tuple[Region, Region | None]:
+        """The values and the scales of matrix `i`."""
+        pool, nbytes = self._bench.pool.buffer, self.rows * self._width
+        scales = {"int8": 4 * self.rows, "int4": 2 * self.rows * self._width // 16}.get(self._fmt)
+        return Region(pool, i * self._stride, nbytes), None if scales is None else Region(pool, 0, -(-scales // 4) * 4)
+
+    def _placed(self, text: str, x: int, y: int, several: bool = False) -> list[Dispatch]:
+        made = []
+        for i in range(self.count):
+            values, scales = self.regions(i)
+            own = {"W": values} if scales is None else {"W": values, "S": scales}
+            made.append(self._bench.bound(text, x, y, {**self._regions, **own}, several))
+        return made
+
+    def matvecs(self, wanted: Sequence[tuple[int, int, bool, int]], streams: int = 1) -> dict[Any, float]:
+        """Measure forms of a matvec that compute the same: seconds, in the order in which they are wanted."""
+        gpu, made = self._bench.gpu, dict[Any, list[Dispatch]]()
+        cut = slices_of(Placed(self.rows, self._columns, self._fmt, ()))
+        unit = 1 if cut is None or self.rows != self._bench.plan.hidden else cut.unit
+        expected: NDArray[np.float32] | None = None
+        for threads, rows, subgroups, units in wanted:
+            t = Tiling(threads, rows, 64, 1, subgroups, ahead=units, rows_of_several=rows)
+            each = rows_per_thread(t, streams)
+            text = shader(
+                "matvec",
+                **self._sizes,
+                threads_per_row=threads,
+                rows_per_thread=each,
+                subgroups=subgroups,
+                ahead=ahead(t, self._fmt, streams, each, unit),
+                gain=None if unit > 1 else 0,
+                streams=streams,
+                stride=self.rows,
+                unit=unit,
+                threads=64,
+                first=0,
+                eps="f32(0.00001)",
+                last_row=False,
+            )
+            placed = self._placed(text, *spread(-(-self.rows // (64 // threads * each))), streams > 1)
+            [raw] = gpu.recorder.read(placed[:1], [Region(self._bench.y.buffer, 0, 4 * self.rows)])
+            found = raw.view(np.float32)
+            expected = found if expected is None else expected
+            if np.abs(found - expected).max() <= _AGREE * np.abs(expected).max():
+                made[threads, rows, subgroups, units] = placed
+        return self._times(made, REPEATS)
+
+    def matmuls(self, wanted: Sequence[tuple[int, int]]) -> dict[Any, float]:
+        made = {}
+        for tile, quads in wanted:
+            sizes = {**self._sizes, "gain": None, "tile": tile, "quads": quads, "stride": self._columns, "offset": 0}
+            grid = -(-self.rows // tile), -(-TOKENS // tile)
+            made[tile, quads] = self._placed(shader("matmul", **sizes), *grid)
+        return self._times(made, FEW)
+
+    def _times(self, made: Mapping[Any, Sequence[Dispatch]], repeats: int) -> dict[Any, float]:
+        """The shortest of rounds in which each has its turn."""
+        times = dict.fromkeys(made, float("inf"))
+        warm(self._bench.gpu, WARM_S / 10)
+        for _ in range(ROUNDS):
+            for key, dispatches in made.items():
+                times[key] = min(times[key], self._bench.seconds(dispatches, repeats))
+        return times
 
 
 def warm(gpu: Gpu, seconds: float = WARM_S) -> None:
@@ -223,14 +371,24 @@ def warm(gpu: Gpu, seconds: float = WARM_S) -> None:
         gpu.recorder.read(busy, [Region(region.buffer, 0, 16)])
 
 
-def _file(gpu: Gpu, fmt: Format) -> Path:
-    what = [gpu.found.description, library.package_version(), digest(SHADERS), fmt]
+def kept_in(gpu: Gpu, build: str) -> Path:
+    """The file of a build's tuning: of this adapter, its driver, this wgpu and these kernels."""
+    what = [gpu.found.description, library.package_version(), digest(SHADERS)]
     name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-    return cache_folder() / "wgpu" / f"tiling-{name}.json"
+    return tunings() / f"{build[:BUILD]}-{name}.json"
 
 
-def _read(file: Path) -> Tiling | None:
+def _read(file: Path, gpu: Gpu) -> Tuning | None:
+    """A tuning that was kept, if this GPU can have it."""
     try:
-        return Tiling(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
+        kept = json.loads(file.read_text())
+        shapes = tuple((str(name), tuple(own)) for name, own in kept["tiling"].pop("shapes"))
+        tiling = Tiling(**kept["tiling"], shapes=shapes)
+        for t in [tiling, *(replace(tiling, shapes=(), **dict(zip(OWN, own, strict=True))) for _, own in shapes)]:
+            form = t.threads_per_row, t.rows_per_thread, bool(t.subgroups), t.ahead
+            if form not in forms(gpu) or (t.tile, t.quads) not in tiles(gpu) or t.rows_of_several not in SEVERAL:
+                return None
+        step_s = None if kept["step_s"] is None else {int(n): float(taken) for n, taken in kept["step_s"].items()}
+        return Tuning(tiling, dict(kept["table"]), int(kept["simpler"]), step_s, file)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -29,9 +29,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get("SSMD_CACHE_DIR") or homes.caches())
 
 
+def tunings() -> Path:
+    """The folder of tilings that runtimes measured, a part of what an exact resume needs: with the user's data, as a
+    cache may be emptied.
+    """
+    return Path(os.environ.get("SSMD_DATA_DIR") or homes.data()) / "tunings"
+
+
 def forget(build: str) -> None:
     """Remove what runtimes keep of an artifact's build. Raises nothing."""
-    for kept in cache_folder().glob(f"*/{build[:BUILD]}*"):
+    start = f"{build[:BUILD]}*"
+    for kept in (*cache_folder().glob(f"*/{start}"), *tunings().glob(start)):
         if kept.is_dir() and not kept.is_symlink():
             shutil.rmtree(kept, ignore_errors=True)
         else:

@@ -1,15 +1,8 @@
 {# The sums of rows `base` to `base` + RPT for rows `row` on of x. Of TPR threads each takes every TPR-th unit of blocks, from
-   its `lane` on: units are summed up by themselves, then those of a thread, then those of the threads. #}
-  {% for i in range(rows_per_thread) %}
-  let r{{ i }} = row_of(base + {{ i }}u) * KB;
-  {% for c in range(streams) %}
-  var a{{ i }}_{{ c }} = 0.0;
-  {% endfor %}
-  {% endfor %}
-  {% for c in range(streams) if gain is not none %}
-  var squares{{ c }} = 0.0;
-  {% endfor %}
-  for (var u = lane; u * {{ unit }}u < KB; u += TPR) {
+   its `lane` on: units are summed up by themselves, then those of a thread, then those of the threads. While there are
+   enough, `ahead` units are read before the first is used; they are summed up in the same order. #}
+{# A unit begins: its own sums. #}
+{% macro begun() %}
     {% for c in range(streams) %}
     {% for i in range(rows_per_thread) %}
     var u{{ i }}_{{ c }} = 0.0;
@@ -18,14 +11,10 @@
     var q{{ c }} = 0.0;
     {% endif %}
     {% endfor %}
-    {% if unit > 1 %}
-    for (var b = u * {{ unit }}u; b < min(u * {{ unit }}u + {{ unit }}u, KB); b++) {
-    {% else %}
-    {
-      let b = u;
-    {% endif %}
+{% endmacro %}
+{# A block `b` of a unit, whose weights are named `w` of row i and what is `of` this block. #}
+{% macro block(of) %}
       {% for i in range(rows_per_thread) %}
-      let w{{ i }} = W[r{{ i }} + b];
       {% for c in range(streams) %}
       var s{{ i }}_{{ c }} = 0.0;
       {% endfor %}
@@ -47,9 +36,9 @@
         {% endfor %}
         {% for i in range(rows_per_thread) %}
         {
-          let v = {{ weights.part(format, "w%d" % i, j) }};
+          let v = {{ weights.part(format, "w%d%s" % (i, of), j) }};
           {% for c in range(streams) %}
-          s{{ i }}_{{ c }} += dot(v, x{{ c }});
+          {{ weights.added(format, "s%d_%d" % (i, c), "v", "x%d" % c) }}
           {% endfor %}
         }
         {% endfor %}
@@ -65,7 +54,9 @@
         {% endfor %}
       }
       {% endfor %}
-    }
+{% endmacro %}
+{# A unit ends: to the thread's sums. #}
+{% macro ended() %}
     {% for c in range(streams) %}
     {% for i in range(rows_per_thread) %}
     a{{ i }}_{{ c }} += u{{ i }}_{{ c }};
@@ -74,6 +65,54 @@
     squares{{ c }} += q{{ c }};
     {% endif %}
     {% endfor %}
+{% endmacro %}
+  {% for i in range(rows_per_thread) %}
+  let r{{ i }} = row_of(base + {{ i }}u) * KB;
+  {% for c in range(streams) %}
+  var a{{ i }}_{{ c }} = 0.0;
+  {% endfor %}
+  {% endfor %}
+  {% for c in range(streams) if gain is not none %}
+  var squares{{ c }} = 0.0;
+  {% endfor %}
+  var u = lane;
+  {% if ahead > 1 %}
+  for (; u + {{ ahead - 1 }}u * TPR < KB / {{ unit }}u; u += {{ ahead }}u * TPR) {
+    {% for k in range(ahead) %}
+    {% for e in range(unit) %}
+    {% for i in range(rows_per_thread) %}
+    let w{{ i }}_{{ k }}_{{ e }} = W[r{{ i }} + (u + {{ k }}u * TPR) * {{ unit }}u + {{ e }}u];
+    {% endfor %}
+    {% endfor %}
+    {% endfor %}
+    {% for k in range(ahead) %}
+    {
+    {{ begun() }}
+      {% for e in range(unit) %}
+      {
+      let b = (u + {{ k }}u * TPR) * {{ unit }}u + {{ e }}u;
+      {{ block("_%d_%d" % (k, e)) }}
+      }
+      {% endfor %}
+    {{ ended() }}
+    }
+    {% endfor %}
+  }
+  {% endif %}
+  for (; u * {{ unit }}u < KB; u += TPR) {
+    {{ begun() }}
+    {% if unit > 1 %}
+    for (var b = u * {{ unit }}u; b < min(u * {{ unit }}u + {{ unit }}u, KB); b++) {
+    {% else %}
+    {
+      let b = u;
+    {% endif %}
+      {% for i in range(rows_per_thread) %}
+      let w{{ i }} = W[r{{ i }} + b];
+      {% endfor %}
+      {{ block("") }}
+    }
+    {{ ended() }}
   }
   {% if subgroups %}
   var totals: array<f32, RPT * STREAMS>;

@@ -29,7 +29,7 @@ fn spread(u: u32, li: u32) {  // four rows of V a thread
       {
         let x = slice[k + {{ j }}u];
         {% for e in range(4) %}
-        s{{ e }} += dot({{ weights.part(v.format, "w%d" % e, j) }}, x);
+        {{ weights.added(v.format, "s%d" % e, weights.part(v.format, "w%d" % e, j), "x") }}
         {% endfor %}
       }
       {% endfor %}
@@ -42,21 +42,21 @@ fn spread(u: u32, li: u32) {  // four rows of V a thread
 }
 {# The sum over lane l of a matvec, and over lanes l, l + step, ... #}
 {% macro lane(l) %}
-{%- for s in range(l, v_slices, threads_per_row) %}({% endfor -%}
-vec4<f32>(){% for s in range(l, v_slices, threads_per_row) %} + SUMS[at + {{ s }}u * step]){% endfor %}
+{%- for s in range(l, v_slices, v.threads_per_row) %}({% endfor -%}
+vec4<f32>(){% for s in range(l, v_slices, v.threads_per_row) %} + SUMS[at + {{ s }}u * step]){% endfor %}
 {% endmacro %}
 {% macro tree(l, step) %}
-{%- if step == threads_per_row -%} {{ lane(l) }}
+{%- if step == v.threads_per_row -%} {{ lane(l) }}
 {%- else -%} ({{ tree(l, 2 * step) }} + {{ tree(l + step, 2 * step) }})
 {%- endif -%}
 {% endmacro %}
 
 fn over_slices(at: u32, step: u32) -> vec4<f32> {
-{% if subgroups %}
+{% if v.subgroups %}
   return {{ tree(0, 1) }};
 {% else %}
   var sum = vec4<f32>();
-  {% for l in range([threads_per_row, v_slices] | min) %}
+  {% for l in range([v.threads_per_row, v_slices] | min) %}
   sum += {{ lane(l) }};
   {% endfor %}
   return sum;

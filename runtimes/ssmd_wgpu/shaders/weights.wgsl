@@ -20,6 +20,13 @@ fn scale_{{ s }}(block: u32) -> f32 {
 {%- else -%} (vec4<f32>(unpack4xU8(({{ w }}[{{ i // 2 }}]{{ " >> 4u" if i % 2 }}) & 0x0f0f0f0fu)) - 8.0)
 {%- endif -%}
 {% endmacro %}
+{# Adds to s the product of 4 weights and 4 values of x. Of int4 a driver compiled it one way for 8 rows of one stream and
+   another way for 4 rows of 8 streams: each multiplication and addition is written out. #}
+{% macro added(format, s, v, x) %}
+{%- if format == "int4" -%} { let f = {{ v }}; {{ s }} = fma(f.w, {{ x }}.w, fma(f.z, {{ x }}.z, fma(f.y, {{ x }}.y, fma(f.x, {{ x }}.x, {{ s }})))); }
+{%- else -%} {{ s }} += dot({{ v }}, {{ x }});
+{%- endif -%}
+{% endmacro %}
 {# Of a row r whose blocks gave `sum`: that with the row's scale and 1 / rms of x, where there are such, added to `base` and
    the bias. What rounds is written out: kernels that compute the same value must not be contracted differently. #}
 {% macro finished(format, s, scaled, bias) %}

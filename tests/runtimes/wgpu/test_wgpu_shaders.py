@@ -162,6 +162,7 @@ def matvec(sizes: dict[str, Any], **more: Any) -> str:
         "streams": 1,
         "unit": 1,
         "threads": 64,
+        "ahead": 1,
     }
     plain["stride"] = sizes["rows"] // 2 if more.get("end") == "swiglu" else sizes["rows"]
     tiling = {"threads_per_row": 16, "rows_per_thread": 4, "subgroups": False}
@@ -229,6 +230,24 @@ def test_matvec_of_streams(any_gpu: Gpu, fmt: Format, end: str, streams: int, li
         assert (found[i] == alone).all()
         assert not (alone[:33] == y[i, :33]).any()
     assert (found[live:] == y[live:]).all()
+
+
+@pytest.mark.parametrize("fmt", ["f32", "f16", "int8"])
+@pytest.mark.parametrize(("columns", "unit", "ahead"), [(813, 2, 2), (97, 1, 3)])
+def test_matvec_that_reads_ahead(any_gpu: Gpu, fmt: Format, columns: int, unit: int, ahead: int) -> None:
+    """Bit for bit what a matvec gives that does not, alone and of several streams."""
+    arrays, w, sizes = matrix(66, columns, fmt)
+    x, y, gain = normal(2, columns), normal(2, 66), normal(columns)
+    arrays["P"], at = packed(gain=gain)
+    arrays["CTL"] = stepped([3, 3], [0, 1])
+    more = {**at, "bias": None, "end": "add", "unit": unit, "threads_per_row": 4}
+    one = {**arrays, "X": x[0], "Y": y[0]}
+    [plain] = run(any_gpu, matvec(sizes, **more), one, (2,), "Y")
+    [found] = run(any_gpu, matvec(sizes, **more, ahead=ahead, rows_per_thread=2), one, (3,), "Y")
+    text = matvec(sizes, **more, streams=2)
+    [both] = run(any_gpu, text, {**arrays, "X": x, "Y": y}, (2,), "Y")
+    assert found.tobytes() == plain.tobytes() == both[0].tobytes()
+    close(found, w @ normed(x[0], gain) + y[0])
 
 
 @pytest.mark.parametrize("columns", [64, 50])
@@ -507,8 +526,9 @@ def test_scan_of_mamba2(gpu: Gpu, states: int, groups: int, count: int, high: fl
 
 def going_on(v: dict[str, Any], cut: Slices, eps: bool = False, **tiling: Any) -> dict[str, Any]:
     """What a kernel is told of the product that it goes on with."""
-    sizes = {"v": v, "v_unit": cut.unit, "v_slices": cut.count, "v_bias": None, "v_eps": EPS if eps else None}
-    return {**sizes, "threads_per_row": 16, "subgroups": False, **tiling}
+    lanes = {"threads_per_row": 16, "subgroups": False, **tiling}
+    sizes = {"v_unit": cut.unit, "v_slices": cut.count, "v_bias": None, "v_eps": EPS if eps else None}
+    return {**sizes, **lanes, "v": {**v, **lanes}}
 
 
 def sums_of(v: dict[str, Any], cut: Slices) -> dict[str, Array]:
@@ -601,7 +621,8 @@ def test_mlp(any_gpu: Gpu, fmt: Format, end: str, inner: int, hidden: int, threa
     text = matvec(v, end="add", bias=at["last"], unit=cut.unit, **tiling)
     [plain] = run(any_gpu, text, {**down, "P": p, "X": h, "Y": x}, (-(-hidden // groups),), "Y")
 
-    more = {"threads": 16 * threads, "streams": 1, "unit": 1, "eps": EPS, **first, **going_on(v, cut), **tiling}
+    more = {"threads": 16 * threads, "streams": 1, "unit": 1, "ahead": 1, "eps": EPS, **first}
+    more |= going_on(v, cut, **tiling)
     text = shader("mlp", **sizes, **more | {"v_bias": at["last"]})
     arrays = {**up, "P": p, "X": x, "V": down["W"], "T": down.get("S", x), **sums_of(v, cut)}
     found, count = run(any_gpu, text, arrays, (cut.count,), "X", "COUNT")
