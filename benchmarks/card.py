@@ -48,7 +48,10 @@ from ssmd_wgpu.tuning import tiles, warm
 ROOT = Path(__file__).parent.parent
 LIMITS = {"kernels": 60, "granite": 60, "daemon": 30, "falcon": 90, "llama": 40}  # seconds
 SOFTWARE_TIMES = 4  # as long, where the processor computes
-TESTS = ("tests/runtimes/wgpu/test_wgpu_shaders.py", "tests/runtimes/wgpu/test_wgpu_streams.py", "tests/contract")
+SHADERS = "tests/runtimes/wgpu/test_wgpu_shaders.py"
+FIRST = "attention_of_streams", "attention_that_goes_on", "matvec_that_reads_ahead", "matvec_of_streams", "mlp"
+STREAMS = "tests/runtimes/wgpu/test_wgpu_streams.py"
+TESTS = (*(f"{SHADERS}::test_{name}" for name in FIRST), STREAMS, "tests/contract", SHADERS)
 OTHERS = "test_parity.py", "test_moving.py"  # want transformers, and LiteRT
 FEW = "matvec_of_streams and vulkan or wgpu-vulkan-granite-f32 and resume"  # of these, for a software adapter
 CUTS = 1, 2, 4, 6, 8, 12  # submissions of a step

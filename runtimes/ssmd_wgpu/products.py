@@ -62,7 +62,13 @@ class Tiling:
     def of(self, m: Placed) -> Tiling:
         """The tiling of products with this matrix."""
         own = dict(self.shapes).get(shape(m.rows, m.columns, m.fmt))
-        return self if own is None else replace(self, shapes=(), **dict(zip(OWN, own, strict=True)))
+        return self if own is None else self.having(own)
+
+    def having(self, own: tuple[int, ...]) -> Tiling:
+        """This tiling with what the matrices of a shape have otherwise. Raises ValueError for another count of them."""
+        threads, rows, subgroups, units, several, tile, quads = own
+        made = replace(self, threads_per_row=threads, rows_per_thread=rows, subgroups=bool(subgroups), ahead=units)
+        return replace(made, rows_of_several=several, tile=tile, quads=quads, shapes=())
 
 
 SOFTWARE = Tiling(8, 4, 64, 2, chunked=True, fused=True)  # measured on lavapipe and llvmpipe (docs/log.md)

@@ -86,7 +86,8 @@ class Tuning:
             return t
         few = {"rows_per_thread": 2, "ahead": 1, "rows_of_several": 2}
         shapes = [(name, {**dict(zip(OWN, own, strict=True)), **few}) for name, own in t.shapes]
-        return replace(t, **few, shapes=tuple((name, tuple(own[key] for key in OWN)) for name, own in shapes))
+        own = tuple((name, tuple(values[key] for key in OWN)) for name, values in shapes)
+        return replace(t, rows_per_thread=2, ahead=1, rows_of_several=2, shapes=own)
 
     def keep(self) -> None:
         if self.file is None:
@@ -176,7 +177,7 @@ def measured(gpu: Gpu, plan: PackedPlan, quantization: Format) -> Tuning:
         }
     first = next(iter(own.values()))
     tiles_of_products = [form[5:] for name, form in own.items() if table[name]["tiles"]]
-    best = Tiling(**dict(zip(OWN, first, strict=True)), shapes=tuple(own.items()))
+    best = replace(HARDWARE.having(first), chunked=False, shapes=tuple(own.items()))
     if tiles_of_products:
         best = replace(best, tile=tiles_of_products[0][0], quads=tiles_of_products[0][1])
     mamba2 = next((m for m in plan.mixers if isinstance(m, Mamba2)), None)
@@ -384,7 +385,7 @@ def _read(file: Path, gpu: Gpu) -> Tuning | None:
         kept = json.loads(file.read_text())
         shapes = tuple((str(name), tuple(own)) for name, own in kept["tiling"].pop("shapes"))
         tiling = Tiling(**kept["tiling"], shapes=shapes)
-        for t in [tiling, *(replace(tiling, shapes=(), **dict(zip(OWN, own, strict=True))) for _, own in shapes)]:
+        for t in [tiling, *(tiling.having(own) for _, own in shapes)]:
             form = t.threads_per_row, t.rows_per_thread, bool(t.subgroups), t.ahead
             if form not in forms(gpu) or (t.tile, t.quads) not in tiles(gpu) or t.rows_of_several not in SEVERAL:
                 return None

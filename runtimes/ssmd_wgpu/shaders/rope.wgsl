@@ -28,7 +28,7 @@ fn norm(li: u32, gain: u32) {  // of `row`
   squares[li] = sum;
   workgroupBarrier();
   sum = 0.0;
-  for (var i = 0u; i < {{ threads }}u; i++) { sum += squares[i]; }
+  for (var i = 0u; i < {{ [threads, head_dim] | min }}u; i++) { sum += squares[i]; }
   let rms = inverseSqrt(sum / f32(D) + {{ qk_eps }});
   for (var i = li; i < D; i += {{ threads }}u) { row[i] *= rms * p(gain + i); }
   workgroupBarrier();
