@@ -370,6 +370,9 @@ def daemon(part: Part) -> None:
                     part.found["from SIGKILL to the whole answer s"] = time.monotonic() - gone
                 messages.append({"role": "assistant", "content": answer})
                 part.keep()
+        tunings = Path(folder) / "killed" / "tunings"
+        if tunings.is_dir():  # other tilings sum in another order
+            shutil.copytree(tunings, Path(folder) / "control" / "tunings")
         with control:
             for i in range(len(TURNS)):
                 turn(control, "control", messages[: 2 * i + 1])

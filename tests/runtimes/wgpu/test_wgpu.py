@@ -728,25 +728,26 @@ def test_a_step_goes_on_with_the_next_product_where_that_is_quicker(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "simpler"), [("", 0), ("mlp", 1), ("rows", tuning.FEW_ROWS), ("matvec", tuning.APART)]
+    ("kernel", "simpler"), [("", 0), ("mlp", 1), ("ahead", tuning.FEW_ROWS), ("matvec", tuning.APART)]
 )
 def test_streams_that_differ_in_company_are_kept_apart(
     granite: Artifact, small: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, simpler: int
 ) -> None:
-    """A GPU's compiler may see to that: what differs is not used, first not fused, then not with many rows a thread."""
+    """A GPU's compiler may see to that. What differs is not used: first none is fused, then threads have few rows."""
     real = device.shader
 
     def shader(file: str, **sizes: Any) -> str:
         text = real(file, **sizes)
-        wrong = {"mlp": ("mlp", 1), "rows": ("matvec", 4), "matvec": ("matvec", 4)}.get(kernel)
-        if (file, sizes.get("streams")) == wrong and (kernel != "rows" or sizes["rows_per_thread"] > 2):
+        wrong = {"mlp": ("mlp", 1), "ahead": ("matvec", 1), "matvec": ("matvec", 4)}.get(kernel)
+        if (file, sizes.get("streams")) == wrong and (kernel != "ahead" or sizes["ahead"] > 1):
             text = text.replace("return fma(sum, rms, start);", "return fma(sum, rms * 1.000001, start);")
         return text
 
     monkeypatch.setattr(products, "shader", shader)
-    monkeypatch.setattr(runtime, "tuned", lambda *_: tuning.Tuning(SOFTWARE))
+    tiling = replace(SOFTWARE, ahead=2)
+    monkeypatch.setattr(runtime, "tuned", lambda *_: tuning.Tuning(tiling))
     one, together = WgpuRuntime().load(granite), simpler < tuning.APART
-    assert model_of(one).tiling == tuning.Tuning(SOFTWARE, simpler=simpler).simplified
+    assert model_of(one).tiling == tuning.Tuning(tiling, simpler=simpler).simplified
     assert (model_of(one).slots._count, model_of(one).slots._page_count) == (1, 2)
     assert set(model_of(one).step_s) == ({1, 2, 4, 8} if together else set())
     handles = [started(one, IDS[i : i + 20]) for i in range(4)]
