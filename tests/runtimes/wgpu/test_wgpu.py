@@ -610,6 +610,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(Found, "software", False)
     sizes: tuple[tuple[str, float], ...]
     sizes = ("TOKENS", 40), ("ROUNDS", 1), ("REPEATS", 2), ("FEW", 1), ("POOL_BYTES", 1 << 20), ("WARM_S", 0)
+    monkeypatch.setattr(tuning, "STREAMS", 2)
     for name, size in sizes:
         monkeypatch.setattr(tuning, name, size)
     monkeypatch.setattr(tuning, "LIMIT_S", 600)
@@ -721,6 +722,8 @@ def test_a_step_goes_on_with_the_next_product_where_that_is_quicker(
         _, found = real(self, tiling, quantization)
         return (seconds, found + np.float32(error)) if tiling.fused else (1.0, found)
 
+    first = tuning.shapes_of(PackedPlan.open(granite.file("plan.json")), "int4")[:1]
+    monkeypatch.setattr(tuning, "shapes_of", lambda *_: first)
     monkeypatch.setattr(tuning._Bench, "mlp", timed)
     monkeypatch.setattr(Gpu, "coherent", coherent)
     plan = PackedPlan.open(granite.file("plan.json"))
