@@ -10,12 +10,14 @@ Kullback-Leibler divergence of the next token's probabilities, in nats.
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import statistics
 import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program, get_runtime
 
 LENGTHS = tuple(range(181, 331, 15))  # tokens of the prompts
-ANSWER = 24  # tokens
+ANSWER = 8  # tokens
+PATIENCE_S = 600.0
 COMPLETIONS = "/v1/completions"
 Ids = list[int]
 End = tuple[NDArray[np.float32], dict[str, bytes]]  # logits [vocab], and the state, of a prompt's end
@@ -101,7 +104,7 @@ def cuts(artifact: Artifact) -> list[str]:
     return [*found, verdict(list(zip(ends, others, strict=True)))]
 
 
-@contextmanager
+@contextlib.contextmanager
 def talk(daemon: DaemonProcess) -> Iterator[None]:
     """Have two other answers under way until the end, so that there is one whenever one of them ends."""
     over, begun = threading.Event(), threading.Barrier(3)
@@ -112,7 +115,7 @@ def talk(daemon: DaemonProcess) -> Iterator[None]:
             said = [{"role": "user", "content": f"Tell story number {number}, as long as you can."}]
             for _ in daemon.stream(Reply(), said, max_tokens=200 + 150 * number, store=False):
                 if first:
-                    begun.wait(60)
+                    begun.wait(PATIENCE_S)
                 first = False
                 if over.is_set():
                     break
@@ -120,7 +123,7 @@ def talk(daemon: DaemonProcess) -> Iterator[None]:
     threads = [threading.Thread(target=go_on, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    begun.wait(60)
+    begun.wait(PATIENCE_S)
     yield
     over.set()
     for thread in threads:
@@ -133,8 +136,18 @@ def company(path: Path, asked: Sequence[Ids]) -> str:
         model = daemon.get("/v1/models")[1]["data"][0]["id"]
 
         def ask(ids: Ids) -> dict[str, Any]:
-            body = {"model": model, "prompt": ids, "temperature": 0, "max_tokens": ANSWER, "logprobs": 5}
-            choice: dict[str, Any] = daemon.post(COMPLETIONS, body | {"store": False})["choices"][0]
+            body = {
+                "model": model,
+                "prompt": ids,
+                "temperature": 0,
+                "max_tokens": ANSWER,
+                "logprobs": 5,
+                "store": False,
+            }
+            connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=PATIENCE_S)
+            with contextlib.closing(connection):
+                connection.request("POST", COMPLETIONS, json.dumps(body), {"content-type": "application/json"})
+                choice: dict[str, Any] = json.loads(connection.getresponse().read())["choices"][0]
             return choice
 
         alone = [ask(ids) for ids in asked]
