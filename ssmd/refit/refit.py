@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -58,7 +58,7 @@ def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
     with ExitStack() as stack:
         files = {p.name: stack.enter_context((folder / p.name).open("xb")) for p in header.files}
         for part, literal in zip(header.files, graph.literals, strict=True):
-            _write_literal(files[part.name], part.holes, literal, part.size)
+            write_literal(files[part.name], part.holes, literal, part.size)
         written, total = 0, sum(hole.length for holes in places.values() for _, hole in holes)
         for name, holes in places.items():
             tell(written, total)
@@ -192,7 +192,8 @@ def _check_tensors(source: Source, bindings: Mapping[str, Binding]) -> None:
         )
 
 
-def _write_literal(file: BinaryIO, holes: tuple[Hole, ...], literal: bytes, size: int) -> None:
+def write_literal(file: BinaryIO, holes: Sequence[Hole], literal: bytes, size: int) -> None:
+    """Write a file of `size` bytes that has its literal bytes, and holes in a file system's sense."""
     file.truncate(size)
     at = read = 0
     for hole in holes:

@@ -35,7 +35,7 @@ from ssmd.model.source import Source, SourceError
 from ssmd.refit import catalog
 from ssmd.refit.catalog import GraphError, choose, install, origin_of, shipped, verified
 from ssmd.refit.graphfile import StrippedGraph
-from ssmd.refit.refit import RefitError, bindings_of, bounded, differences, refit
+from ssmd.refit.refit import RefitError, bindings_of, bounded, differences, refit, write_literal
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, get_runtime
 from ssmd.runtime.trial import judge
 from ssmd.runtime.verify import verify
@@ -580,6 +580,41 @@ def test_what_is_shipped_ends_where_the_model_does() -> None:
             assert header.tiers[-1] == last
             assert header.tiers == tiers or (runtime, header.name in older) == ("openvino", True)
             assert set(header.tiers) <= set(tiers)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "lfm2-350m", "qwen3-0.6b", "falcon-h1-0.5b-instruct"])
+def test_rope_of_a_shipped_graph_reaches_its_end(name: str, tmp_path: Path) -> None:
+    """Bit for bit the rows of the tables that follow from the config; no weights are needed for that."""
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+    graph = StrippedGraph.open(catalog.SHIPPED / catalog.file_name(name, "litert", "cpu", "int8"))
+    header, [part] = graph.header, graph.header.files
+    family, last = family_of(header.config), header.tiers[-1]
+    tables = {n: b(SeededSource({}, 1)) for n, b in family.tables(family.parse(header.config), last).items()}
+    with (tmp_path / part.name).open("xb") as file:
+        write_literal(file, part.holes, graph.literals[0], part.size)
+        for hole in part.holes:
+            if hole.parameter in tables:
+                file.seek(hole.offset)
+                file.write(tables[hole.parameter].tobytes())
+    interpreter = Interpreter(
+        str(tmp_path / part.name),
+        experimental_preserve_all_tensors=True,
+        experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
+    )
+    interpreter.allocate_tensors()
+    shapes = {t["index"]: tuple(t["shape"]) for t in interpreter.get_tensor_details()}
+    shape = tables["rope_cos"].shape
+    rows = [o["outputs"][0] for o in interpreter._get_ops_details() if shape in [shapes.get(i) for i in o["inputs"]]]
+    assert len(rows) == 2
+    for position in (5, 2047, 2048, last - 1):
+        for given in interpreter.get_input_details():
+            value = position if "pos" in given["name"] else int("n_valid" in given["name"])
+            interpreter.set_tensor(given["index"], np.full(given["shape"], value, given["dtype"]))
+        interpreter.invoke()
+        found = [interpreter.get_tensor(int(index)).reshape(-1) for index in rows]
+        for table in tables.values():
+            assert any(np.array_equal(row, table[position]) for row in found)
 
 
 def test_what_is_shipped_for_core_ml() -> None:
