@@ -5,10 +5,11 @@ with what to do where it fails. All but `page` work at a socket as at a port.
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from ssmd.daemon import discovery
 from ssmd.daemon.client import Client
@@ -73,10 +74,28 @@ def page(data_dir: Path) -> str:
     return f"{client.address.url}/#ticket={ticket}"
 
 
-def start(data_dir: Path) -> str:
-    """Start a daemon that serves what is installed; returns when it answers."""
+def start(data_dir: Path, url: str | None = None) -> str:
+    """Start a daemon that serves what is installed; returns when it answers.
+
+    url: where the last one was, None if none was seen or it had no port. The new one takes its port, so that pages
+    that are open find it again; any other port if that one is taken.
+    """
+    port = None if url is None else urlsplit(url).port
     with _one_at_a_time:
+        if port is not None and _is_free(port):
+            return _started(starting.start(data_dir, starting.usual(data_dir, port)))
         return _started(starting.start(data_dir, starting.usual(data_dir)))
+
+
+def _is_free(port: int) -> bool:
+    """Whether a daemon could listen at a port of loopback."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def stop(data_dir: Path) -> str:

@@ -31,9 +31,10 @@ class Command:
     variables: Mapping[str, str] | None = field(default=None, repr=False)
 
 
-def usual(data_dir: Path) -> Command:
-    """The command `ssmd serve` of this Python, for all that is installed."""
-    return Command((sys.executable, "-m", "ssmd", "serve", "--data-dir", str(data_dir)))
+def usual(data_dir: Path, port: int | None = None) -> Command:
+    """The command `ssmd serve` of this Python, for all that is installed. port: None where the settings say it."""
+    at = () if port is None else ("--port", str(port))
+    return Command((sys.executable, "-m", "ssmd", "serve", "--data-dir", str(data_dir), *at))
 
 
 def command_of(process: int) -> Command | None:

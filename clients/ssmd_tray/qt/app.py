@@ -43,6 +43,7 @@ class Tray(QObject):
         super().__init__()
         self._data_dir = data_dir
         self._seeing, self._sight = Seeing(), Sight(time.monotonic(), problem="looking for the daemon")
+        self._url: str | None = None  # of the daemon that was seen last
         self.view = self._seeing.view(self._sight)
         self._doing = Doing(self.told.emit)
         chosen = self._actions()
@@ -87,7 +88,7 @@ class Tray(QObject):
             "pin": actions.pin,
             "stop_request": actions.stop_request,
             "page": actions.page,
-            "start": actions.start,
+            "start": self._start_again,
             "stop": actions.stop,
             "restart": actions.restart,
         }
@@ -100,6 +101,9 @@ class Tray(QObject):
             "at_login": self._start_at_login,
             "quit": QApplication.quit,
         }
+
+    def _start_again(self, data_dir: Path) -> str:
+        return actions.start(data_dir, self._url)
 
     def _do(self, name: str, action: Callable[..., str], *arguments: object) -> None:
         key = " ".join([name, *map(str, arguments[:1])])
@@ -125,6 +129,8 @@ class Tray(QObject):
     def saw(self, sight: Sight) -> None:
         """Show what was seen. In the thread of the window."""
         self._sight = sight
+        if sight.address is not None:
+            self._url = sight.address.url
         self._redraw()
 
     def _redraw(self, *_: object, always: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from conftest import TinyArtifacts
@@ -144,6 +146,36 @@ def test_start_restart_stop(artifacts: TinyArtifacts, tmp_path: Path, monkeypatc
             assert third is not None
             assert said == f"the daemon, process {third[1]}, has ended"
         assert find(data) is None
+    finally:
+        with contextlib.suppress(DaemonError):
+            actions.stop(data)
+
+
+def test_start_takes_the_port_that_the_last_daemon_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    data = tmp_path / "data"
+    try:
+        actions.start(data)
+        first = find(data)
+        assert first is not None
+        os.kill(first.pid, signal.SIGKILL)
+        soon(lambda: find(data) is None)
+        actions.start(data, first.url)
+        second = find(data)
+        assert second is not None
+        assert (second.url, second.pid != first.pid) == (first.url, True)
+        actions.stop(data)
+        taken = urlsplit(str(first.url)).port
+        assert taken is not None
+        with socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("127.0.0.1", taken))
+            one.listen()
+            actions.start(data, first.url)
+            third = find(data)
+        assert third is not None
+        assert third.url != first.url, "another program has it now"
     finally:
         with contextlib.suppress(DaemonError):
             actions.stop(data)
