@@ -5,9 +5,10 @@ import {html, useEffect, useState} from "./html.js";
 import {metrics} from "./live.js";
 import {fail} from "./notices.js";
 import {ago, bytes, count, many, ms, share, within} from "./numbers.js";
-import {use} from "./signal.js";
+import {Signal, use} from "./signal.js";
 
 const ROOT = "/ssmd/v1/models";
+const catalog = new Signal(null); // null: not read yet
 
 export function Models() {
   const now = use(metrics);
@@ -29,8 +30,9 @@ function Model({row}) {
   const pin = () => ask(`${ROOT}/${encodeURIComponent(row.id)}`, {method: "PATCH", body: {pinned: !row.pinned}});
   const about = [row.device, row.quantization, row.context ? `${count(row.context)} tokens of context` : row.device && "context not bounded", bytes(row.file_bytes)];
   const loaded = row.state === "loaded";
+  const base = use(catalog)?.some((entry) => entry.name === row.name && entry.base);
   return html`<li class="card model">
-    <span class="cover">${row.name} <span class="faint">${row.runtime}</span></span>
+    <span class="cover">${row.name} <span class="faint">${row.runtime}</span> ${base && html`<${Pill} kind="warn">base: continues text, does not chat<//>`}</span>
     <span class="about"><${Pill} kind=${loaded ? "accent" : row.state === "failed" ? "warn" : ""}>${row.state}<//>${row.pinned && html`<${Pill}>pinned<//>`} ${about.filter(Boolean).join(" · ")}</span>
     ${loaded && html`<span class="about">${row.resident_bytes ? `${bytes(row.resident_bytes)} in memory · ` : ""}loaded in ${ms(row.load_ms)}${row.last_used ? ` · used ${ago(row.last_used)}` : ""}${row.generated_tokens ? ` · ${many(row.generated_tokens, "token")} generated` : ""}</span>`}
     ${row.problem && html`<span class="problem">${row.problem}</span>`}
@@ -41,25 +43,36 @@ function Model({row}) {
   </li>`;
 }
 
+/** What a model takes on disk for the runtime that is taken if none is chosen. */
+function sizeOf({runtimes}) {
+  const one = runtimes.find((row) => row.installed) ?? runtimes.find((row) => row.usable);
+  return one?.bytes ? `${bytes(one.bytes)} on disk` : "";
+}
+
 function Pulls({told, rows}) {
-  const [catalog, setCatalog] = useState(null);
+  const offers = use(catalog);
   const [own, setOwn] = useState([]);
   const key = use(unlocked);
   const installed = rows.map((row) => row.id).join();
   useEffect(() => {
-    ask("/ssmd/v1/catalog").then((list) => setCatalog(list.data), (error) => (error.status === 403 || error.status === 404 ? setCatalog([]) : fail(error)));
+    ask("/ssmd/v1/catalog").then((list) => catalog.set(list.data), (error) => (error.status === 403 || error.status === 404 ? catalog.set([]) : fail(error)));
     ask("/ssmd/v1/pulls").then((list) => setOwn(list.data), () => {});
   }, [key, installed]);
   const pulls = told ?? own;
   const busy = (model, runtime) => pulls.find((row) => row.model === model && row.runtime === runtime && ["waiting", "running"].includes(row.state));
   const pull = (model, runtime) => () => ask("/ssmd/v1/pulls", {method: "POST", body: {model, runtime}}).then((row) => setOwn((all) => [...all.filter((one) => one.id !== row.id), row]));
   return html`<section aria-labelledby="pull"><h2 id="pull">To be had</h2>
-    ${catalog && !catalog.length && html`<p class="faint">This key may not pull models.</p>`}
-    <ul class="cards">${(catalog ?? []).map((entry) => html`<li class="card offer" key=${entry.name}>
-      <span class="cover">${entry.name}</span><span class="about">${entry.family} ${entry.runtimes.map((one) => busy(entry.name, one.runtime)?.state)}</span>
-      <span class="ends">${entry.runtimes.map((one) => one.installed
-        ? html`<${Pill}>${one.runtime}: installed<//>`
-        : html`<${Act} icon="in" label=${one.runtime} aria-label=${`Pull ${entry.name} for ${one.runtime}`} title=${one.problem ?? "Pull"} shown disabled=${!one.usable || Boolean(busy(entry.name, one.runtime))} run=${pull(entry.name, one.runtime)} />`)}</span>
+    ${offers && !offers.length && html`<p class="faint">This key may not pull models.</p>`}
+    <ul class="cards">${(offers ?? []).map((entry) => html`<li class="card offer" key=${entry.name}>
+      <span class="cover">${entry.name} ${entry.base && html`<${Pill} kind="warn">base: continues text, does not chat<//>`}</span>
+      <span class="about">${[entry.about, sizeOf(entry)].filter(Boolean).join(" · ")} ${entry.runtimes.map((one) => busy(entry.name, one.runtime)?.state)}</span>
+      <span class="ends">${entry.runtimes.some((one) => one.installed)
+        ? html`<${Pill}>installed<//>`
+        : html`<${Act} icon="in" label="Pull" aria-label=${`Pull ${entry.name}`} shown disabled=${!entry.runtimes.some((one) => one.usable) || entry.runtimes.some((one) => busy(entry.name, one.runtime))} run=${pull(entry.name, entry.runtimes.find((one) => one.usable)?.runtime)} />`}</span>
+      <details class="runtimes"><summary>Runtimes</summary><ul>${entry.runtimes.map((one) => html`<li>
+        <span>${one.runtime} <span class="faint">${[one.bytes && `${bytes(one.bytes)} on disk`, one.problem].filter(Boolean).join(" · ")}</span></span>
+        ${one.installed ? html`<${Pill}>installed<//>` : html`<${Act} icon="in" label="Pull" aria-label=${`Pull ${entry.name} for ${one.runtime}`} shown disabled=${!one.usable || Boolean(busy(entry.name, one.runtime))} run=${pull(entry.name, one.runtime)} />`}
+      </li>`)}</ul></details>
     </li>`)}</ul>
     ${pulls.length > 0 && html`<ul class="cards">${[...pulls].reverse().slice(0, 5).map((row) => html`<${Pull} key=${row.id} row=${row} />`)}</ul>`}
   </section>`;

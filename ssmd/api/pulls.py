@@ -26,6 +26,19 @@ ROOT = "/ssmd/v1/pulls"
 RETRY_AFTER_S = 30
 PACKS = "wgpu"  # takes the weights of any model as they are
 _UNITS = {"npu": "openvino"}
+# Models that continue a text: they were not made to answer, and have no chat template.
+_BASE = frozenset({"mamba-130m", "mamba2-130m"})
+# For what each is good, by its own card.
+_ABOUT = {
+    "falcon-h1-0.5b-instruct": "chat, several languages",
+    "granite-4.0-h-1b": "chat, tools, long texts; several languages",
+    "granite-4.0-h-350m": "chat, tools, long texts; several languages",
+    "lfm2-350m": "chat, facts from texts; several languages",
+    "mamba-130m": "English",
+    "mamba2-130m": "English",
+    "qwen3-0.6b": "chat with reasoning, tools; many languages",
+    "smollm2": "chat and short texts in English; quick on any machine",
+}
 
 
 class Wanted(StrictModel):
@@ -116,9 +129,19 @@ def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             device = catalog.CLASSES.get(runtime, (runtime, ""))[1]
             problem = _problem(_UNITS.get(runtime, runtime), device, found)
             here = any(is_for(m, runtime) and (m.device_class == "npu") == (device == "npu") for m in mine)
-            made.append({"runtime": runtime, "installed": here, "usable": problem is None, "problem": problem})
-        entries.append({"name": name, "family": family, "origin": origin, "runtimes": made})
+            row = {"runtime": runtime, "installed": here, "usable": problem is None, "problem": problem}
+            made.append(row | {"bytes": _bytes(name, runtime)})
+        about = {"about": _ABOUT.get(name), "base": name in _BASE}
+        entries.append({"name": name, "family": family, "origin": origin, **about, "runtimes": made})
     return entries
+
+
+@cache
+def _bytes(name: str, runtime: str) -> int | None:
+    """What the graph and weights of a model take on disk for a runtime; None where no graph says it."""
+    made_for = "-".join(catalog.CLASSES.get(runtime, (runtime, "")))
+    found = list(catalog.SHIPPED.glob(f"{name}@{made_for}-*{catalog.SUFFIX}"))
+    return sum(file.size for file in StrippedGraph.open(found[0]).header.files) if found else None
 
 
 @cache

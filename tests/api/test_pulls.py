@@ -200,10 +200,13 @@ def test_the_catalog(three: Several) -> None:
     assert known["object"] == "list"
     assert [one["name"] for one in known["data"]] == catalog.names()
     for one in known["data"]:
-        assert one.keys() == {"name", "family", "origin", "runtimes"}
+        assert one.keys() == {"name", "family", "origin", "about", "base", "runtimes"}
+        assert one["about"]
+        assert one["base"] == (one["family"] in ("mamba", "mamba2"))
         assert one["origin"] == catalog.origin_of(one["name"])
         for made in one["runtimes"]:
-            assert made.keys() == {"runtime", "installed", "usable", "problem"}
+            assert made.keys() == {"runtime", "installed", "usable", "problem", "bytes"}
+            assert (made["bytes"] is None) == (made["runtime"] == "wgpu")
             assert made["usable"] == (made["problem"] is None)
             assert made["installed"] is False
     first = next(one for one in known["data"] if one["name"] == "smollm2")

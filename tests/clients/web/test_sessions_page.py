@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,8 @@ def test_models_are_loaded_pinned_and_let_go(window: Window) -> None:
     window.page.get_by_role("button", name="Unload", exact=True).wait_for(timeout=30_000)
     window.page.wait_for_selector(".runtime", timeout=40_000)
     window.page.wait_for_selector(".offer", timeout=40_000)
+    offers = {text.split()[0]: text for text in window.texts(".offer")}
+    assert "base: continues text" in offers["mamba-130m"]
+    assert "base" not in offers["smollm2"]
+    assert re.search(r"English; quick on any machine · \d+ MB on disk", offers["smollm2"])
+    assert window.page.locator(".offer details[open]").count() == 0
