@@ -1,16 +1,26 @@
 // Answers under way: asked here, or followed.
 import {ApiError, ask, open} from "./api.js";
 import {readEvents} from "./events.js";
-import {read, readJson, sending, write, writeJson} from "./kept.js";
+import {namesOf, readJson, sending, write, writeJson} from "./kept.js";
 import {daemon, metrics} from "./live.js";
 import {Signal} from "./signal.js";
 import {changed} from "./windows.js";
 
 const ASKED_S = 24 * 3600;
+const TITLE = 80; // characters
+/** Sessions that were asked and are not stored yet, the youngest first: [{id, title}]. */
+export const unstored = new Signal([]);
 /** By session, or by what the page calls one without an id. */
 const running = new Map();
 /** Ids that this window has read: the metrics tell of one a moment longer. */
 const seen = new Set();
+
+/** The first words of a question, as the daemon names a session until it is named. */
+export function titleOf(question) {
+  const asked = question?.find((message) => message.role === "user")?.content ?? "";
+  return asked.trim().replace(/\s+/g, " ").slice(0, TITLE);
+}
+
 let leaving = false; // what breaks off as the page goes is followed by the next page
 addEventListener("pagehide", () => (leaving = true));
 addEventListener("pageshow", () => (leaving = false));
@@ -199,6 +209,7 @@ export class Answer extends Signal {
     for (const [key, answer] of running) if (answer === this) running.delete(key);
     if (/lost|failed/.test(this.state) && (this.text || !this.draft)) this.#remember();
     else if (this.session) writeJson(`asked.${this.session}`, null);
+    if (this.session && !this.parent) noteUnstored();
     this.tell();
     if (this.session) changed(this.session, "answered");
   }
@@ -208,7 +219,18 @@ export class Answer extends Signal {
     if (!this.session || !this.question) return;
     const {id, parent, question, begun, draft, text, error} = this;
     writeJson(`asked.${this.session}`, {id, parent, question, begun, draft, text, error, at: Date.now() / 1000});
+    if (!parent) noteUnstored();
   }
+}
+
+/** Reads which first questions this browser keeps. */
+export function noteUnstored() {
+  const found = [];
+  for (const name of namesOf("asked.")) {
+    const {question, parent, at} = readJson(`asked.${name}`) ?? {};
+    if (question && !parent) found.push({id: name, title: titleOf(question), at});
+  }
+  unstored.set(found.sort((a, b) => b.at - a.at));
 }
 
 /** The answer under way in a session: one that this window reads, or begins to follow. */
@@ -233,14 +255,10 @@ export const isAsked = (session) => readJson(`asked.${session}`)?.error === null
 
 /** Forgets what windows asked long ago that did not see the end. */
 export function forgetOld() {
-  try {
-    for (const name of Object.keys(localStorage)) {
-      const key = name.replace(/^ssmd\./, "");
-      if (key.startsWith("asked.") && !(Date.now() / 1000 - (JSON.parse(read(key))?.at ?? 0) < ASKED_S)) writeJson(key, null);
-    }
-  } catch {
-    // a storage that cannot be read has nothing to forget
+  for (const name of namesOf("asked.")) {
+    if (!(Date.now() / 1000 - (readJson(`asked.${name}`)?.at ?? 0) < ASKED_S)) writeJson(`asked.${name}`, null);
   }
+  noteUnstored();
 }
 
 export async function until(condition, within_ms) {

@@ -1,13 +1,14 @@
 // The chat: one conversation on the way that is looked at, with every fork on it.
 import {ask} from "./api.js";
 import {Composer, ModelPicker, Options, loadModels, modelFor, models, sampling} from "./composer.js";
+import {attach} from "./attachments.js";
 import {Act, Empty, Menu, Missing} from "./controls.js";
 import {Conversation} from "./conversation.js";
 import {html, useEffect, useLayoutEffect, useMemo, useRef, useState} from "./html.js";
 import {draftOf, keepDraft} from "./kept.js";
 import {daemon, metrics} from "./live.js";
 import {fail} from "./notices.js";
-import {plain} from "./numbers.js";
+import {count, many, plain} from "./numbers.js";
 import {go, put} from "./route.js";
 import {actions} from "./session_actions.js";
 import {use, useChanges} from "./signal.js";
@@ -16,6 +17,7 @@ import {Announcer, Growing, Turn} from "./turn.js";
 
 const FIRST_TURNS = 24; // drawn at once; the older ones when there is time
 const MORE_TURNS = 8;
+const NEARLY = 0.85; // of the context
 const NEAR_PX = 80; // of the end, within which one goes along with it
 
 let latest = null; // the conversation shown last, to which one may come back
@@ -54,9 +56,9 @@ function Shown({mine}) {
     return {model, system, sampling: sampling.value};
   };
   const stop = () => mine.answer.stop().catch(fail);
-  const title = mine.session ? plain(mine.session.title) : "New chat";
+  const title = plain(mine.title) || (mine.session ? "" : "New chat");
   const empty = !mine.path.length && !mine.here;
-  return html`<div class="chat">
+  return html`<div class="chat" onDrop=${(event) => (event.preventDefault(), attach(mine.id ?? "new", event.dataTransfer.files))}>
     <header class="bar">
       <h1 dir="auto" title=${title}>${title}</h1>
       <${ModelPicker} value=${model} choose=${setChosen} />
@@ -68,12 +70,24 @@ function Shown({mine}) {
       ${mine.missing && html`<${Missing} />`}
       ${empty && !mine.missing && !mine.loading && html`<${Empty} title="What is said here stays here">Every turn is kept with the model's state. Continue, edit or branch at any point: nothing is read twice.<//>`}
     <//>
-    <div class="foot">
+    <div class="foot" onDragOver=${(event) => event.preventDefault()}>
       ${away && html`<p class="away" role="status">The daemon is away. What you type is kept.</p>`}
       <${Composer} mine=${mine} session=${mine.id} busy=${mine.busy} stoppable=${mine.answer && !mine.answer.over} send=${does.say} stop=${stop} />
+      <${Room} room=${mine.path.length ? mine.roomAfter(mine.path.at(-1)) : null} />
     </div>
     <${Announcer} answer=${mine.busy ? mine.answer : null} />
   </div>`;
+}
+
+/** How full the model's context is. */
+function Room({room}) {
+  if (!room) return null;
+  const part = room.used / room.context;
+  const words = `${count(room.used)} of ${many(room.context, "token")} of context`;
+  return html`<p class=${`room ${part > NEARLY ? "near" : ""}`}>
+    <span class="track" role="meter" aria-label="Context" aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(part * 100)} aria-valuetext=${words}><span class="fill" style=${{width: `${Math.min(1, part) * 100}%`}}></span></span>
+    <span>${words}${part > NEARLY ? ". It is nearly full: the oldest messages will be left out." : ""}</span>
+  </p>`;
 }
 
 /** What the turns' buttons do; one object, so that turns need not be drawn again. */
@@ -147,8 +161,10 @@ function Flow({mine, does, children}) {
       ${path.slice(from).map((turn, i) => {
         const {ask: a, asks, answer, answers} = forksAt(mine.tree, turn);
         const last = from + i === path.length - 1;
+        const cut = mine.cutBefore(turn);
+        const above = from + i > 0 ? mine.cutBefore(path[from + i - 1]) : 0;
         return html`<${Turn} key=${turn.id} turn=${turn} fork=${`${a}/${asks.length}/${answer}/${answers.length}`} last=${last && !mine.here}
-          busy=${mine.busy && from + i >= path.length - FIRST_TURNS} usage=${mine.costOf(turn)} does=${does} />`;
+          busy=${mine.busy && from + i >= path.length - FIRST_TURNS} usage=${mine.costOf(turn)} cut=${cut > above ? cut : 0} more=${mine.goesOn(turn)} does=${does} />`;
       })}
       ${mine.here && html`<${Growing} key="growing" answer=${mine.answer} retry=${() => does.retry()} anew=${does.anew} />`}
     </div>

@@ -1,21 +1,44 @@
 // Where one writes: the message, its draft, how it is answered.
+import {attach} from "./attachments.js";
 import {Act, Icon} from "./controls.js";
-import {html, useLayoutEffect, useRef, useState} from "./html.js";
+import {html, useEffect, useLayoutEffect, useRef, useState} from "./html.js";
 import {draftOf, drafts, keepDraft, readJson, writeJson} from "./kept.js";
 import {ask, unlocked} from "./api.js";
 import {Signal, use} from "./signal.js";
 import {metrics} from "./live.js";
 
-/** [name, what it is called, where it may lie, what it is if neither the user nor the model says]. */
+const MANY = 1e9; // no bound that a person has in mind
+
+/** [name, what it is called, the step of its arrows, what it is if neither the user nor the model says]. Where it may lie the daemon says. */
 const KNOBS = [
-  ["temperature", "Temperature", 0, 2, 0.1, "1"],
-  ["top_p", "Top p", 0, 1, 0.01, "1"],
-  ["top_k", "Top k", 0, 100000, 1, "all"],
-  ["min_p", "Min p", 0, 1, 0.01, "0"],
-  ["repetition_penalty", "Repetition penalty", 0.01, 100, 0.05, "1"],
-  ["max_tokens", "Longest answer", 1, 1000000, 1, "2,048 tokens"],
-  ["seed", "Seed", 0, 2147483647, 1, "random"],
+  ["temperature", "Temperature", 0.1, "1"],
+  ["top_p", "Top p", 0.01, "1"],
+  ["top_k", "Top k", 1, "all"],
+  ["min_p", "Min p", 0.01, "0"],
+  ["repetition_penalty", "Repetition penalty", 0.05, "1"],
+  ["max_tokens", "Longest answer", 1, "2,048 tokens"],
+  ["seed", "Seed", 1, "random"],
 ];
+/** {whole, least, most} of each number that a request may have, as the daemon declares them; null: not read yet. */
+const ranges = new Signal(null);
+
+async function readRanges() {
+  const {paths} = await ask("/openapi.json");
+  const {properties} = paths["/v1/chat/completions"].post.requestBody.content["application/json"].schema;
+  const found = KNOBS.map(([name]) => {
+    const of = [properties[name], ...(properties[name].anyOf ?? [])].find((one) => one.minimum !== undefined) ?? {};
+    return [name, {whole: of.type === "integer", least: of.minimum, most: of.maximum ?? of.exclusiveMaximum - 1}];
+  });
+  ranges.set(Object.fromEntries(found));
+}
+
+/** Why a text is no value, or "". */
+function wrong(text, {whole, least, most} = {}) {
+  const number = Number(text);
+  if (text === "" || (!Number.isNaN(number) && !(number < least || number > most) && !(whole && !Number.isInteger(number)))) return "";
+  const bounds = least < -MANY ? "" : most > MANY ? ` of ${least} or more` : ` from ${least} to ${most}`;
+  return `${whole ? "A whole number" : "A number"}${bounds}.`;
+}
 
 /** Sampling as it was chosen last, for all sessions. */
 export const sampling = new Signal(readJson("sampling", {}));
@@ -59,20 +82,29 @@ export function Options({model, system, setSystem}) {
   const chosen = use(sampling);
   const own = use(defaults)[model] ?? {};
   const set = (name, text) => {
-    const {[name]: _, ...rest} = chosen;
-    const number = Number(text);
-    sampling.set(text === "" || Number.isNaN(number) ? rest : {...rest, [name]: number});
+    const {[name]: _, ...rest} = sampling.value;
+    const why = wrong(text, known?.[name]);
+    setBad(({[name]: was, ...others}) => (why ? {...others, [name]: {text, why}} : others));
+    sampling.set(text === "" || why ? rest : {...rest, [name]: Number(text)});
   };
+  const known = use(ranges);
+  const [bad, setBad] = useState({});
+  useEffect(() => {
+    if (!known) readRanges().catch(() => {});
+    else for (const [name, value] of Object.entries(sampling.value)) wrong(String(value), known[name]) && set(name, String(value));
+  }, [known]);
   return html`<section class="options" aria-label="Options">
     <label class="field wide-field"><span>System prompt</span>
       <textarea rows="3" value=${system} placeholder="None" onInput=${(event) => setSystem(event.target.value)}></textarea></label>
     <div class="knobs">${KNOBS.map(
-      ([name, label, min, max, step, otherwise]) => html`<label class="field"><span>${label}</span>
-        <input type="number" inputmode="decimal" min=${min} max=${max} step=${step} placeholder=${own[name]?.value ?? otherwise}
-          value=${chosen[name] ?? ""} onInput=${(event) => set(name, event.target.value)} /></label>`,
+      ([name, label, step, otherwise]) => html`<div class="field"><label for=${`knob-${name}`}>${label}</label>
+        <input id=${`knob-${name}`} type="number" inputmode="decimal" min=${known?.[name].least} max=${known?.[name].most > MANY ? undefined : known?.[name].most} step=${known?.[name].whole ? 1 : step} placeholder=${own[name]?.value ?? otherwise}
+          aria-invalid=${bad[name] ? "true" : undefined} aria-describedby=${`why-${name}`}
+          value=${bad[name]?.text ?? chosen[name] ?? ""} onInput=${(event) => set(name, event.target.value)} />
+        <span id=${`why-${name}`} class="problem">${bad[name]?.why}</span></div>`,
     )}</div>
     <p class="row"><span class="hint">Sampling is kept in this browser, for all sessions.</span>
-      <button type="button" onClick=${() => sampling.set({})}>Defaults</button></p>
+      <button type="button" onClick=${() => (sampling.set({}), setBad({}))}>Defaults</button></p>
   </section>`;
 }
 
@@ -81,6 +113,7 @@ export function Composer({mine, session, busy, stoppable, send, stop}) {
   const name = session ?? "new";
   const [text, setText] = useState(() => draftOf(name));
   const area = useRef(null);
+  const file = useRef(null);
   const shown = useRef({mine, name});
   // Before the next key is told: it would find no draft under the new name.
   useLayoutEffect(() => {
@@ -111,10 +144,17 @@ export function Composer({mine, session, busy, stoppable, send, stop}) {
       go();
     } else if (event.key === "Escape" && busy) stop();
   };
+  const pasted = (event) => {
+    if (!event.clipboardData?.files.length) return;
+    event.preventDefault();
+    attach(name, event.clipboardData.files);
+  };
   return html`<form class="composer" onSubmit=${(event) => (event.preventDefault(), go())}>
+    <input ref=${file} type="file" multiple hidden aria-label="Text files" onChange=${(event) => attach(name, event.target.files).then(() => (event.target.value = ""))} />
+    <${Act} icon="clip" label="Put text files into the message" kind="round quiet" run=${() => file.current.click()} />
     <label class="hidden" for="message">Message</label>
     <textarea id="message" ref=${area} rows="1" dir="auto" placeholder="Message" value=${text} enterkeyhint="send"
-      onInput=${(event) => type(event.target.value)} onKeyDown=${keys}></textarea>
+      onInput=${(event) => type(event.target.value)} onKeyDown=${keys} onPaste=${pasted}></textarea>
     ${busy
       ? html`<${Act} icon="stop" label="Stop" kind="round" disabled=${!stoppable} run=${stop} />`
       : html`<button class="act round main" aria-label="Send" title="Send" disabled=${!text.trim()}><${Icon} name="send" /></button>`}

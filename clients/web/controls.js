@@ -26,6 +26,7 @@ const PATHS = {
   left: "M14 6l-6 6 6 6",
   right: "M10 6l6 6-6 6",
   plus: "M12 5v14M5 12h14",
+  clip: "M8 12l6-6a3 3 0 0 1 4 4l-8 8a5 5 0 0 1-7-7l7-7",
   tune: `M4 8h9M17 8h3M15 8${DOT}M4 16h3M11 16h9M9 16${DOT}`,
 };
 

@@ -1,5 +1,5 @@
 // A conversation: turns, the way that is looked at, the answer under way.
-import {Answer, answerIn, brokenIn, isAsked, takeFirst, until} from "./answers.js";
+import {Answer, answerIn, brokenIn, isAsked, takeFirst, titleOf, until} from "./answers.js";
 import {ask} from "./api.js";
 import {metrics} from "./live.js";
 import {fail} from "./notices.js";
@@ -136,6 +136,33 @@ export class Conversation extends Signal {
     return this.costs.get(turn.id);
   }
 
+  /** {used, context, left}: tokens of the model's context after a turn; null where they are not bounded or not known. */
+  roomAfter(turn) {
+    const usage = this.costOf(turn);
+    const used = turn.tokens || (usage?.completion_tokens === undefined ? 0 : usage.prompt_tokens + usage.completion_tokens);
+    const row = metrics.value?.models?.find((one) => [one.id, one.name].includes(this.session?.model ?? this.answer?.request?.model));
+    if (!used || !row?.context) return null;
+    return {used, context: row.context, left: Math.max(0, row.context - used)};
+  }
+
+  /** How many messages before a turn the model was not shown. */
+  cutBefore(turn) {
+    return turn.cut_messages ?? this.costOf(turn)?.ssmd?.cut_messages ?? 0;
+  }
+
+  /** Whether an answer can go on: there is room, or what can be left out makes some. */
+  goesOn(turn) {
+    const room = this.roomAfter(turn);
+    if (!room || room.left > 0) return true;
+    const above = messagesOf(pathTo(this.tree, turn.parent)).filter((message) => message.role !== "system");
+    return this.cutBefore(turn) < above.length;
+  }
+
+  /** What it is called: as it is stored, or by its first question. */
+  get title() {
+    return this.session?.title ?? (this.path.length ? "" : titleOf(this.answer?.question));
+  }
+
   show(turn) {
     this.#giveWay();
     const {answer} = this;
@@ -173,7 +200,7 @@ export class Conversation extends Signal {
     const all = [...before, ...question, ...(begun ? [{role: "assistant", content: begun}] : [])];
     const given = system == null ? all : withSystem(all, system);
     const moved = given.length !== all.length || (given[0]?.role === "system" && given[0].content !== all[0]?.content);
-    const request = {model, messages: given, ...sampling};
+    const request = {model, messages: given, truncation: "auto", ...sampling};
     if (this.session) request.session = this.id;
     // Another system prompt is a branch at the root that has all that was said.
     const parent = moved ? null : (path.at(-1)?.id ?? null);

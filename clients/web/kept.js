@@ -26,6 +26,15 @@ export function write(name, text, where = "localStorage") {
   }
 }
 
+/** What follows `first` in the names of all that is kept under one that begins so. */
+export function namesOf(first) {
+  try {
+    return Object.keys(localStorage).filter((name) => name.startsWith(PREFIX + first)).map((name) => name.slice((PREFIX + first).length));
+  } catch {
+    return [];
+  }
+}
+
 /** What `write` kept as JSON; anything else is as if there was nothing. */
 export function readJson(name, otherwise = null, where = undefined) {
   try {

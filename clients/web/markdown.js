@@ -78,17 +78,22 @@ export function typed(text) {
   const found = [];
   const lines = text.split("\n");
   let from = 0;
+  const words = (first, last) => {
+    while (found.length && first < last && !lines[first].trim()) first++;
+    while (last < lines.length && first < last && !lines[last - 1].trim()) last--;
+    if (first < last) found.push({text: lines.slice(first, last).join("\n")});
+  };
   for (let i = 0; i < lines.length; i++) {
     const [, indent, mark, info] = /^( {0,3})(`{3,}(?!.*`)|~{3,})(.*)$/.exec(lines[i]) ?? [];
     if (!mark) continue;
-    if (i > from) found.push({text: lines.slice(from, i).join("\n")});
+    words(from, i);
     const end = new RegExp(`^ {0,3}${mark[0]}{${mark.length},}[ \\t]*$`);
     const code = [];
     for (i++; i < lines.length && !end.test(lines[i]); i++) code.push(without(lines[i], indent.length));
     found.push({type: "code", language: info.trim(), text: code.join("\n")});
     from = i + 1;
   }
-  if (from < lines.length) found.push({text: lines.slice(from).join("\n")});
+  words(from, lines.length);
   return found;
 }
 

@@ -1,6 +1,6 @@
 // The page: where one is, what stands around it, and the key prompt.
 import {locked, giveKey, redeemTicket, unlocked} from "./api.js";
-import {forgetOld} from "./answers.js";
+import {forgetOld, unstored} from "./answers.js";
 import {Chat} from "./chat.js";
 import {Act, Icon, State} from "./controls.js";
 import {Dialog} from "./dialog.js";
@@ -64,7 +64,10 @@ function Side({view, id}) {
   const now = use(metrics);
   const away = use(daemon) === "away";
   const running = new Set((now?.running ?? []).map((row) => row.session));
-  const rows = (list?.data ?? []).filter((session) => !gone.has(session.id)).slice(0, BESIDE);
+  const asked = use(unstored);
+  const stored = list?.data ?? [];
+  const first = asked.filter((one) => list && !stored.some((session) => session.id === one.id));
+  const rows = [...first, ...stored].filter((session) => !gone.has(session.id)).slice(0, BESIDE);
   return html`<div class="side">
     <div class="brand"><a href="#/chat" onClick=${(event) => (event.preventDefault(), newChat())} aria-label="ssmd, new chat"><${Mark} />ssmd</a><${State} now=${now} away=${away} /></div>
     <nav class="views" aria-label="Views">${VIEWS.map(([name, label]) => html`<a href=${`#/${name}`} aria-current=${view === name ? "page" : undefined}><${Icon} name=${name} /><span>${label}</span></a>`)}</nav>

@@ -5,10 +5,13 @@ import {html, memo, useEffect, useRef, useState} from "./html.js";
 import {Typed, Written} from "./markdown_view.js";
 import {thoughts} from "./markdown.js";
 import {count, many, ms, plain} from "./numbers.js";
-import {useChanges} from "./signal.js";
+import {use, useChanges} from "./signal.js";
+import {metrics} from "./live.js";
 import {answerOf, askOf} from "./tree.js";
 
 const ENDS = {length: "It ended at its token limit.", content_filter: "It was cut by a filter."};
+
+const LITTLE = 64; // tokens that are read in a moment
 
 const FOLDED = {system: "System prompt", developer: "System prompt", tool: "Result"};
 
@@ -68,15 +71,15 @@ function Cost({usage}) {
     `${count(cached)} of ${many(usage.prompt_tokens, "token")} from cache`,
     `first token ${ms(own.ttft_ms)}`,
     own.tbt_ms ? `${(1000 / own.tbt_ms).toFixed(0)} tokens/s` : null,
-    own.cut_messages ? `${many(own.cut_messages, "message")} cut` : null,
   ];
   return html`<span class="cost">${told.filter(Boolean).join(" · ")}</span>`;
 }
 
 /** A stored turn. fork: "ask/asks/answer/answers", a text so that a turn is drawn only when it changes. */
-export const Turn = memo(({turn, fork, last, busy, usage, does}) => html`<${Exchange} ...${{turn, fork, last, busy, usage, does}} />`);
+export const Turn = memo((properties) => html`<${Exchange} ...${properties} />`);
 
-function Exchange({turn, fork, last, busy, usage, does}) {
+/** cut: messages above that were left out here for the first time. more: the answer can go on. */
+function Exchange({turn, fork, last, busy, usage, cut, more, does}) {
   const [editing, setEditing] = useState(() => Boolean(draftOf(turn.id)));
   const [ask, asks, answer, answers] = fork.split("/").map(Number);
   const question = askOf(turn);
@@ -87,7 +90,7 @@ function Exchange({turn, fork, last, busy, usage, does}) {
     if (text) await does.again(turn, text);
     setEditing(Boolean(draftOf(turn.id))); // what could not be sent
   };
-  const end = turn.complete ? ENDS[turn.finish_reason] : "Stopped here.";
+  const end = !turn.complete ? "Stopped here." : turn.finish_reason === "length" && !more ? "The model's context is full." : ENDS[turn.finish_reason];
   return html`<article class="turn" data-turn=${turn.id}>
     ${editing
       ? html`<${Asked} messages=${question.slice(0, -1)} /><${Editor} name=${turn.id} text=${draftOf(turn.id) || asked.content}
@@ -100,19 +103,43 @@ function Exchange({turn, fork, last, busy, usage, does}) {
         <${Copy} text=${() => asked.content} what="message" />`}
     </div>`}
     <div class="said"><h2 class="hidden">Answer</h2><${Written} text=${content} /><${Calls} calls=${calls} />
-      ${end && html`<p class="aside">${end} <button class="link" disabled=${busy} onClick=${() => does.goOn(turn)}>Continue</button></p>`}
+      ${end && html`<p class="aside">${end} ${more && html`<button class="link" disabled=${busy} onClick=${() => does.goOn(turn)}>Continue</button>`}</p>`}
+      ${cut > 0 && html`<p class="aside">The oldest ${cut === 1 ? "message was" : `${count(cut)} messages were`} left out: the model's context has no room for more.</p>`}
       ${turn.unsaved && html`<p class="aside">Not stored: it is gone when this window is.</p>`}
     </div>
     <div class=${`tools ${last ? "stay" : ""}`}>
       <${Switch} at=${answer} of=${answers} what="answer" step=${(by) => does.step(turn, "answer", by)} />
       <${Copy} text=${() => thoughts(content).said} what="answer" />
       <${Act} icon="again" label="Answer again" disabled=${busy} run=${() => void does.again(turn)} />
-      <${Act} icon="on" label="Continue this answer" disabled=${busy} run=${() => void does.goOn(turn)} />
+      ${more && html`<${Act} icon="on" label="Continue this answer" disabled=${busy} run=${() => void does.goOn(turn)} />`}
       ${!turn.unsaved && html`<${Act} icon="fork" label="Fork into a new session here" run=${() => does.fork(turn)} />`}
       <${Cost} usage=${usage} />
     </div>
   </article>`;
 }
+
+/** What happens before the first token, by the metrics. */
+function Waiting({answer}) {
+  const [, tick] = useState(0);
+  const row = use(metrics, (now) => JSON.stringify(rowOf(now, answer)));
+  useEffect(() => {
+    const timer = setInterval(() => tick((n) => n + 1), 1000);
+    return () => clearInterval(timer);
+  }, [answer]);
+  const {phase, model = "", fed, to_feed: of} = JSON.parse(row ?? "null") ?? {};
+  const s = Math.floor((performance.now() - answer.began) / 1000);
+  const told = {
+    loading: `loading ${model.split("@")[0]}, ${s} s`,
+    waiting: s > 0 ? `waiting for others, ${s} s` : "",
+    restoring: "restoring its state",
+    prefill: of > LITTLE ? `reading ${count(fed)} of ${count(of)}` : "",
+  }[phase];
+  return html`<p class="waiting"><span></span><span></span><span></span>${told ? html`<em role="status">${told}</em>` : html`<em class="hidden">Waiting for the first token</em>`}</p>`;
+}
+
+/** The row of an answer among the requests under way. One without an id yet waits for its model. */
+const rowOf = (now, {id, session, request}) =>
+  now?.running?.find((row) => (id ? row.id === id : session ? row.session === session : row.phase === "loading" && [row.model, row.model.split("@")[0]].includes(request?.model)));
 
 /** The answer under way, drawn whenever something of it comes. */
 export function Growing({answer, retry, anew}) {
@@ -122,7 +149,7 @@ export function Growing({answer, retry, anew}) {
   return html`<article class="turn growing" aria-busy=${!answer.over}>
     ${answer.question ? html`<${Asked} messages=${answer.question} />` : html`<p class="aside">Asked by another client.</p>`}
     <div class="said"><h2 class="hidden">Answer</h2>
-      ${text ? html`<${Written} text=${text} grows />` : !broke && html`<p class="waiting"><span></span><span></span><span></span><span class="hidden">Waiting for the first token</span></p>`}
+      ${text ? html`<${Written} text=${text} grows />` : !broke && html`<${Waiting} answer=${answer} />`}
       <${Calls} calls=${answer.calls} />
       ${broke && html`<p class="broke" role="alert">${answer.error} ${answer.removed ? html`<button class="link" onClick=${anew}>Ask in a new chat</button>` : answer.question?.length > 0 && html`<button class="link" onClick=${retry}>Try again</button>`}</p>`}
     </div>

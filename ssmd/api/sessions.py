@@ -252,6 +252,8 @@ def _turn(turn: Turn, usage: Mapping[str, Any] | None) -> dict[str, Any]:
         "parent": turn.parent,
         "messages": [message.to_json() for message in turn.conversation],
         "prompt_tokens": turn.prompt_tokens,
+        "tokens": len(turn.ids),
+        "cut_messages": turn.cut,
         "usage": None if usage is None else {name: usage.get(name) for name in _USAGE},
         "finish_reason": turn.finish,
         "complete": turn.complete,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,133 @@ def test_a_fork_is_a_session_of_its_own(window: Window, served: DaemonProcess) -
     window.say("In the fork")
     window.answered(2)
     assert served.get(f"/ssmd/v1/sessions/{first}")[1]["turn_count"] == 1
+
+
+def test_a_full_context_is_no_wall(browser: Any, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    with DaemonProcess(artifacts["granite-f32"], tmp_path / "data", "--threads", "1") as one:
+        context = browser.new_context()
+        window = Window(context, f"http://127.0.0.1:{one.port}")
+        window.sampling(temperature=0, max_tokens=150)
+        window.open()
+        for i in range(1, 9):
+            window.say("How is the lake today, and how was it then? " * 2)
+            window.answered(i)
+            if "left out" in "".join(window.texts(".aside")):
+                break
+        assert i > 2
+        turns = one.get(f"/ssmd/v1/sessions/{window.session}")[1]["turns"]
+        assert [bool(turn["cut_messages"]) for turn in turns] == [False] * (i - 1) + [True]
+        assert re.match(r"\d+ of 512 tokens of context", window.texts(".room")[0])
+        window.check()
+        context.close()
+
+
+def test_an_answer_that_fills_the_context_is_not_continued(
+    browser: Any, artifacts: TinyArtifacts, tmp_path: Path
+) -> None:
+    with DaemonProcess(artifacts["granite-f32"], tmp_path / "data", "--threads", "1") as one:
+        context = browser.new_context()
+        window = Window(context, f"http://127.0.0.1:{one.port}")
+        window.sampling(**LONG)
+        window.open()
+        window.say("A story")
+        window.answered(1)
+        window.page.wait_for_selector("text=The model's context is full.")
+        assert "nearly full" in window.texts(".room")[0]
+        assert window.page.get_by_text("Continue").count() == 0
+        assert window.page.get_by_label("Continue this answer").count() == 0
+        window.say("And then?")
+        window.answered(2)
+        assert "The oldest 2 messages were left out: the model's context has no room for more." in window.texts(
+            ".aside"
+        )
+        window.check()
+        context.close()
+
+
+def test_a_first_question_has_a_title_and_a_row_at_once(alone: Window, own: DaemonProcess) -> None:
+    alone.sampling(**LONG)
+    alone.open()
+    alone.say("A story that takes a while")
+    alone.soon(lambda: alone.session != "")
+    session = alone.session
+    alone.page.wait_for_selector(GROWS)
+    assert alone.texts("h1") == ["A story that takes a while"]
+    assert alone.texts(".beside li") == ["A story that takes a while"]
+    own.kill()
+    alone.page.wait_for_selector(".broke")
+    own.start()
+    alone.page.goto(f"{alone.url}/#/sessions")
+    alone.page.reload()
+    alone.page.click(".beside >> text=A story that takes a while")
+    alone.page.wait_for_selector("text=Try again")
+    assert alone.session == session
+    assert alone.texts(".asked .typed") == ["A story that takes a while"]
+
+
+def test_loading_and_reading_are_said(alone: Window, own: DaemonProcess) -> None:
+    alone.page.evaluate("""() => {
+      window.said = [];
+      const look = () => document.querySelectorAll(".waiting em").forEach((one) => window.said.push(one.textContent));
+      new MutationObserver(look).observe(document, {subtree: true, childList: true, characterData: true});
+    }""")
+    [row] = own.get("/ssmd/v1/metrics")[1]["models"]
+    while own.post(f"/ssmd/v1/models/{row['id']}/unload", {})["state"] != "unloaded":
+        pass
+    alone.say("How is the lake? " * 3000)
+    alone.answered(1, 60_000)
+    said = alone.page.evaluate("said")
+    assert any(re.fullmatch(rf"loading {row['name']}, \d s", one) for one in said), said
+    assert any(re.fullmatch(r"reading [\d,]+ of [\d,]{5,}", one) for one in said), said
+
+
+DROP = """([where, files]) => {
+  const carried = new DataTransfer();
+  for (const [name, type, bytes, times] of files) {
+    carried.items.add(new File(Array(times).fill(new Uint8Array(bytes)), name, {type}));
+  }
+  const kind = where === ".chat" ? new DragEvent("drop", {dataTransfer: carried, bubbles: true, cancelable: true})
+    : new ClipboardEvent("paste", {clipboardData: carried, bubbles: true, cancelable: true});
+  document.querySelector(where).dispatchEvent(kind);
+}"""
+
+
+@pytest.mark.parametrize("where", [".chat", "#message"])
+def test_a_text_file_goes_into_the_message(window: Window, where: str) -> None:
+    """Dropped, and pasted; a fence in it ends nothing."""
+    window.page.fill("#message", "Look:")
+    files = [
+        ["notes.py", "", list(b"a = 1\n```\n  b = 2\n"), 1],
+        ["photo.png", "image/png", [137, 80], 1],
+        ["data.bin", "", [255, 254], 1],
+        ["long.txt", "text/plain", [97] * 1000, 201],
+    ]
+    window.page.evaluate(DROP, [where, files])
+    want = "Look:\n\nnotes.py\n````py\na = 1\n```\n  b = 2\n````\n\n"
+    window.soon(lambda: bool(window.page.input_value("#message") == want))
+    window.soon(lambda: len(window.texts(".notice span")) == 3)
+    said = window.texts(".notice span")
+    assert said[0].startswith("photo.png is an image")
+    assert said[1].startswith("data.bin is no text")
+    assert said[2] == "long.txt has 201 kB; a file of at most 200 kB goes into a message."
+    window.page.press("#message", "Enter")
+    window.answered(1)
+    assert window.texts(".asked .typed") == ["Look:\n\nnotes.py"]
+    assert window.texts(".asked .code code") == ["a = 1\n```\n  b = 2"]
+
+
+def test_a_number_out_of_its_range_is_said(window: Window) -> None:
+    window.page.click("button[aria-label='System prompt and sampling']")
+    field = window.page.get_by_label("Temperature", exact=True)
+    window.soon(lambda: bool(field.get_attribute("max") == "2"))
+    field.fill("9")
+    window.page.wait_for_selector("text=A number from 0 to 2.")
+    assert window.page.evaluate("JSON.parse(localStorage['ssmd.sampling']).temperature") is None
+    field.fill("0.5")
+    window.page.wait_for_selector("text=A number from 0 to 2.", state="detached")
+    assert window.page.evaluate("JSON.parse(localStorage['ssmd.sampling']).temperature") == 0.5
+    window.page.get_by_label("Top k").fill("1.5")
+    window.page.wait_for_selector("text=A whole number of -1 or more.")
 
 
 def test_system_prompt_and_sampling_are_sent(window: Window, served: DaemonProcess) -> None:
