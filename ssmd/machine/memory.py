@@ -48,9 +48,19 @@ def available() -> int | None:
         return windows.memory_free()
     free = [_field(_MEMINFO, "MemAvailable"), address_space()]
     with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
-        free.append(int((_CGROUP / "memory.max").read_text()) - int((_CGROUP / "memory.current").read_text()))
+        held = int((_CGROUP / "memory.current").read_text()) - _of_files(_CGROUP / "memory.stat")
+        free.append(int((_CGROUP / "memory.max").read_text()) - held)
     known = [n for n in free if n is not None]
     return max(0, min(known)) if known else None
+
+
+def _of_files(stat: Path) -> int:
+    """Return the bytes of a container's pages that hold files: the system takes them back before it refuses memory."""
+    try:
+        fields = dict(line.split() for line in stat.read_text().splitlines())
+        return int(fields["inactive_file"]) + int(fields["active_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def address_space() -> int | None:

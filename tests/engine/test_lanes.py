@@ -89,6 +89,8 @@ def test_memory_that_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
     assert memory.available() == 60 << 10
     (tmp_path / "memory.max").write_text("25000\n")
     assert memory.available() == 20000
+    (tmp_path / "memory.stat").write_text("anon 1000\nfile 4000\ninactive_file 2500\nactive_file 1500\n")
+    assert memory.available() == 24000  # pages of files go before memory is refused
     (tmp_path / "memory.current").write_text("30000\n")
     assert memory.available() == 0
 
