@@ -128,6 +128,8 @@ class FlatProgram(CheckedProgram[_Handle]):
         return step.logits.copy()
 
     def _decode(self, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
+        for handle in handles:  # of all, before a step that writes in place has computed any of them
+            self._make_room(handle.slot, handle.position + 1, handle.position)
         step, order = self._steps[0], self._in_order(handles) if len(handles) > 1 else [0]
         with self._at_stake(handles):
             for lanes, seated in self.batches.parts(len(handles)):
@@ -271,8 +273,6 @@ class FlatProgram(CheckedProgram[_Handle]):
     def _run_together(self, lanes: int, streams: Sequence[tuple[_Handle, int]], logits: Sequence[Logits]) -> bool:
         """Compute a step of several handles in one call, without committing it, and fill the logits of each. Returns
         False if that failed, which leaves them as they were. Raises GraphError if it did not."""
-        for handle, _ in streams:
-            self._make_room(handle.slot, handle.position + 1, handle.position)
         given = [(h.slot, h.side, h.position, token) for h, token in streams]
         self._began = True
         computed = self.batches.run(lanes, given, logits)

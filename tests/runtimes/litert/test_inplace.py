@@ -163,3 +163,20 @@ def test_what_fails_before_it_writes_loses_nothing(granite: Artifact, monkeypatc
         with pytest.raises(MemoryError, match="no room"):
             program.prefill(handle, [7] * 3)
     assert program.prefill(handle, [7] * 3).tobytes() == program.prefill(twin, [7] * 3).tobytes()
+
+
+def test_a_step_without_room_for_one_of_two_loses_neither(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = LiteRTRuntime().load(granite)
+    handles, twins = begun(program, 2), begun(program, 2)
+    room = FlatProgram._make_room
+
+    def full(self: FlatProgram, slot: Any, tokens: int, rows: int) -> None:
+        if slot is handles[1].slot:
+            raise MemoryError("no room for larger caches")
+        room(self, slot, tokens, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatProgram, "_make_room", full)
+        with pytest.raises(MemoryError, match="no room"):
+            program.decode(handles, [7, 8])
+    assert program.decode(handles, [7, 8]).tobytes() == program.decode(twins, [7, 8]).tobytes()
