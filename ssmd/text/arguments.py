@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 MAX_DEPTH = 48  # of what a template is given as an object; deeper ones it is given as the text that they are
+_PARSED_DEPTH = 200  # that pydantic reads; the same for what it does not read
 _LARGE = 1e300
 
 
@@ -24,18 +25,25 @@ def canonical(text: str) -> str:
     and numbers are equal where they are the same double, as RFC 8785 and JavaScript have them.
     """
     value = _parsed(text)
-    if value is None and "\\u" in text:  # halves of surrogate pairs, which JavaScript keeps
-        with suppress(ValueError, RecursionError):
+    with suppress(ValueError, RecursionError):  # too deep: it stands as it is
+        if value is None and "\\u" in text:  # halves of surrogate pairs, which JavaScript keeps
             value = json.loads(text, parse_constant=_refused)
-    return text if value is None else json.dumps(_of_doubles(value), sort_keys=True, separators=(",", ":"))
+        if value is not None:
+            return json.dumps(_of_doubles(value, _PARSED_DEPTH), sort_keys=True, separators=(",", ":"))
+    return text
 
 
-def _of_doubles(value: Any) -> Any:
-    """A JSON value with its numbers as doubles, whole ones as integers. One that no double can hold becomes null."""
+def _of_doubles(value: Any, depth: int) -> Any:
+    """A JSON value with its numbers as doubles, whole ones as integers. One that no double can hold becomes null.
+
+    Raises ValueError if it is nested deeper than `depth`.
+    """
+    if isinstance(value, dict | list) and not depth:
+        raise ValueError("too deep")
     if isinstance(value, dict):
-        return {name: _of_doubles(part) for name, part in value.items()}
+        return {name: _of_doubles(part, depth - 1) for name, part in value.items()}
     if isinstance(value, list):
-        return [_of_doubles(part) for part in value]
+        return [_of_doubles(part, depth - 1) for part in value]
     if not isinstance(value, int | float) or isinstance(value, bool):
         return value
     try:

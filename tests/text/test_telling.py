@@ -279,7 +279,10 @@ def test_arguments_of_other_values_differ(text: str, other: str) -> None:
     assert canonical(text) != canonical(other)
 
 
-@pytest.mark.parametrize("text", ['{"a": 1', "null", "x", "[" * 100_000, '{"a": NaN}', '{"a": 1} x'])
+DEEP = '{"a":"\\u0061","b":' + "[" * 600 + "]" * 600 + "}"
+
+
+@pytest.mark.parametrize("text", ['{"a": 1', "null", "x", "[" * 100_000, DEEP, '{"a": NaN}', '{"a": 1} x'])
 def test_arguments_that_are_no_object_are_a_text(text: str) -> None:
     assert read_arguments(text) is None
     assert canonical(text) == text
