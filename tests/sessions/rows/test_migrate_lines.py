@@ -1,4 +1,4 @@
-"""From store format 1 to 2: all that was said, all ids, all text and all states are what they were."""
+"""From one store format to the next: all that was said, all ids, all text and all states are what they were."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.turns import to_micros
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import conversation
+from ssmd.text.messages import Message, ToolCall
 
 NOW = to_micros(START)
 Old = tuple[str, str, str | None, int, list[int], int, str]  # id, session, parent, ids shared, ids, text shared, text
@@ -297,3 +299,62 @@ def test_a_damaged_state_is_left_behind(tmp_path: Path, change: str) -> None:
     store.close()
     with closing(sqlite3.connect(tmp_path / "data" / FILE)) as raw:
         assert raw.execute("PRAGMA foreign_key_check").fetchall() == []
+
+
+ARGUMENTS = '{"temperature": 1.0, "id": 9007199254740993, "x": 1e6}'
+
+
+@pytest.fixture
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Calls as they were hashed while `1.0` was not `1`, two turns below the first; the last one with doubles."""
+    store = new_store(tmp_path / "data")
+    chat = Chat(store, "s")
+
+    def say(name: str, parent: str | None, asked: Message, arguments: str | None = None) -> None:
+        calls = () if arguments is None else (ToolCall("c", "f", arguments),)
+        new, _ = chat.make(name, parent, [asked], f"say {name}")
+        new = replace(new, answer=replace(new.answer, tool_calls=calls))
+        store.commit([new], session=chat.info)
+        chat.remember(new, None)
+
+    with monkeypatch.context() as before:
+        form = "ssmd.text.messages.canonical"
+        before.setattr(form, lambda text: json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")))
+        say("t1", None, user("hi"), ARGUMENTS)
+        say("t2", "t1", Message("tool", "ok", tool_call_id="c"))
+        say("plain", None, user("hi"), '{"n": 3}')
+    say("t3", "t2", user("more"), '{"y": 2.0}')
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "data" / FILE)) as raw, raw:
+        raw.execute("UPDATE alembic_version SET version_num = '0010'")
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("arguments", [ARGUMENTS, '{"temperature":1,"id":9007199254740992,"x":1000000}'])
+def test_calls_with_whole_floats_are_found_again(called: Path, arguments: str) -> None:
+    """Echoed as they were written, and as JavaScript writes them."""
+    store = Store.open(called)
+    path = store.path("t3")
+    said = list(conversation(path))
+    said[1] = replace(said[1], tool_calls=(replace(said[1].tool_calls[0], arguments=arguments),))
+    for length, turn in ((2, "t1"), (4, "t2"), (6, "t3")):
+        echoed = echo_of(store, [*said[:length], user("next")])
+        assert echoed is not None
+        assert (echoed.turn, echoed.stored) == (turn, None)
+    echoed = echo_of(store, [*conversation(store.path("plain")), user("next")])
+    assert echoed is not None
+    assert echoed.turn == "plain"
+    store.close()
+    assert check(called).damages == ()
+
+
+@pytest.mark.parametrize("change", ["items = replace(items, 'hi', 'ho')", "chain = zeroblob(32)"])
+def test_a_damaged_turn_with_calls_stays_as_it_is(called: Path, change: str) -> None:
+    query = "SELECT chain, whole, checksum FROM turn WHERE id IN ('t1', 't2', 't3') ORDER BY seq"
+    with closing(sqlite3.connect(called / FILE)) as raw, raw:
+        raw.execute(f"UPDATE turn SET {change} WHERE id = 't1'")
+        before = raw.execute(query).fetchall()
+    Store.open(called).close()
+    with closing(sqlite3.connect(called / FILE)) as raw:
+        assert raw.execute(query).fetchall() == before
+    assert any(d.what.startswith("turn 't1'") and "altered" in d.problem for d in check(called).damages)
