@@ -19,12 +19,13 @@ from matching import Conversation, Match, looked_up, match
 from sqlalchemy import event
 
 from ssmd.sessions.domain import EVERYBODY, Domain
+from ssmd.sessions.line import NOTHING, SILENCE
 from ssmd.sessions.match import Chain, Echo, continues
 from ssmd.sessions.rows.echoes import read_echoed
 from ssmd.sessions.rows.turns import to_micros
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import UnknownSession
-from ssmd.text.messages import Message
+from ssmd.text.messages import Message, ToolCall
 
 SYSTEM = Message("system", "Be brief.")
 
@@ -226,6 +227,26 @@ def test_the_store_looks_up_the_match(
         assert looked_up(store, request, session) == match(request, everything, session)
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("number", ["1790000000000000001", "1790000000000000100"])
+def test_of_calls_that_are_one_double_the_verbatim_one_is_found(tmp_path: Path, number: str) -> None:
+    """Also below them, where the answers are the same."""
+    store = new_store(tmp_path / "data")
+    chat = Chat(store, "s")
+    for n, one in enumerate(("1790000000000000001", "1790000000000000100")):
+        called = replace(answer(""), tool_calls=(ToolCall("c", "f", f'{{"id":{one}}}'),))
+        new = replace(chat.make(f"a{n}", None, [user("hi")], "")[0], answer=called)
+        below, _ = chat.make(f"b{n}", None, [Message("tool", "ok", tool_call_id="c")], "done")
+        store.commit([new, replace(below, parent=new.id, ids=NOTHING, text=SILENCE)], session=chat.info)
+    which = "0" if number.endswith("1") else "1"
+    said = [user("hi"), replace(answer(""), tool_calls=(ToolCall("d", "f", f'{{"id":{number}}}'),))]
+    said += [Message("tool", "ok", tool_call_id="d"), answer("done"), user("more")]
+    for length, name in ((3, "a"), (5, "b")):
+        found = echo_of(store, said[:length])
+        assert found is not None
+        assert found.turn == name + which
+    store.close()
 
 
 def test_the_deepest_wins_over_the_one_used_last(tmp_path: Path) -> None:

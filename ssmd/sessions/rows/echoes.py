@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from ssmd.text.messages import Message
 _MAX_TRIED = 64  # stored conversations that are compared with a request
 _MAX_FORKS = 1000  # that have its beginning from elsewhere, those used last
 _FEW, _MANY = 8, 500  # answers looked up at once, the last ones first: mostly the very last is the one
+_LONG = re.compile("[0-9]{16}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def read_echoed(
         ]
         # Of equal chains only a few differ from the echo, in reasoning that it changed.
         rows.sort(key=lambda r: (places[r.chain], not r.imported, _time(r), r.is_head, r.seq), reverse=True)
-        for row in rows:
+        for row in _verbatim_first(connection, rows, messages[: echo.lengths[places[rows[0].chain]]] if rows else ()):
             length = echo.lengths[places[row.chain]]
             if echo.chains[places[row.chain]].whole == row.whole:
                 return Echoed(row.session, row.id, length, None)
@@ -96,6 +98,22 @@ def read_echoed(
             if continues(messages, stored):
                 return Echoed(row.session, row.id, length, stored)
     return None
+
+
+def _verbatim_first(connection: Connection, rows: list[Any], said: Sequence[Message]) -> list[Any]:
+    """Rows with those first whose calls have the very arguments of the echo, of the ones that are first by their chain.
+
+    Numbers of more digits than a double holds may have one chain though they differ.
+    """
+    alike = list(dict.fromkeys(row.id for row in rows if row.chain == rows[0].chain))
+    asked = [call.arguments for m in said for call in m.tool_calls]
+    if len(alike) < 2 or not any(map(_LONG.search, asked)):
+        return rows
+    for name in alike[:_FEW]:
+        stored = [c.arguments for turn in read_path(connection, name) for m in turn.conversation for c in m.tool_calls]
+        if stored == asked:
+            return sorted(rows, key=lambda row: row.id != name)
+    return rows
 
 
 def read_heard(
