@@ -98,6 +98,16 @@ def test_no_secret_of_compose_is_used_twice() -> None:
     assert scrape["authorization"]["credentials_file"] == "/run/secrets/prometheus_key"
 
 
+def test_no_secret_of_the_environment_is_read_only() -> None:
+    """Compose copies such a secret into the container, and refuses to where that is read-only."""
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text("utf-8"))
+    copied = {name for name, secret in compose["secrets"].items() if "environment" in secret}
+    given = {name: s for name, s in compose["services"].items() if copied & set(s.get("secrets", ()))}
+    assert list(given) == ["prometheus"]
+    assert [name for name, service in given.items() if service.get("read_only")] == []
+    assert all(service["cap_drop"] == ["ALL"] for service in compose["services"].values())
+
+
 def test_the_health_check(artifacts: TinyArtifacts) -> None:
     with daemon(artifacts["llama-f32"], None) as one:
         port = one.url.rpartition(":")[2]
