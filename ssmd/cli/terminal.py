@@ -83,7 +83,8 @@ class WordWrap:
         """columns: of the terminal, asked for each word, as people resize windows; 0 breaks no line."""
         self._write, self._columns = write, columns
         self._out: list[str] = []
-        self._line = ""  # as it came, to its last character
+        self._line: list[str] = []  # as it came, to its last character
+        self._table: bool | None = None  # the line is a row of one; None before its first character that is no space
         self._column = 0
         self._spaces = self._word = ""
         self._long = False  # the word is being written as it comes
@@ -109,12 +110,14 @@ class WordWrap:
         if char == "\n":
             self._put_end()
             self._out.append("\n")
-            self._fence = _fence_after(self._line, self._fence)
-            self._line = ""
+            self._fence = _fence_after("".join(self._line), self._fence)
+            self._line, self._table = [], None
             self._column, self._long = 0, False
             return
-        self._line += char
-        if self._fence or self._line.lstrip(" ").startswith("|"):
+        self._line.append(char)
+        if self._table is None and char != " ":
+            self._table = char == "|"
+        if self._fence or self._table:
             self._put()
             self._out.append(self._spaces + char)
             self._spaces = ""

@@ -228,6 +228,12 @@ def test_a_line_ends_between_two_words(text: str, lines: list[str]) -> None:
     assert wrapped(text, 0) == text.split("\n")
 
 
+def test_a_line_of_many_spaces_is_looked_at_once() -> None:
+    """It took minutes where each character had all those before it looked at."""
+    text = " " * 200_000 + "| a row"
+    assert wrapped(text, 16) == [text]
+
+
 def test_a_window_that_is_resized_breaks_the_next_words() -> None:
     got: list[str] = []
     widths = [30]
