@@ -136,15 +136,6 @@ CATALOGUE: Mapping[str, Known] = {
             f"{GENERATION_CONFIG} of Qwen/Qwen3-0.6B, as its card quotes it", temperature=0.6, top_p=0.95, top_k=20
         ),
     ),
-    **{
-        name: Known(
-            f"ibm-granite/{name}",
-            "granitemoehybrid",
-            100352,
-            _values("unverified: IBM's advice for Granite 4.0, from memory", temperature=0.0),
-        )
-        for name in ("granite-4.0-h-350m", "granite-4.0-h-1b")
-    },
 }
 
 
