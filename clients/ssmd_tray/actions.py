@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ def start(data_dir: Path, url: str | None = None) -> str:
 def _is_free(port: int) -> bool:
     """Whether a daemon could listen at a port of loopback."""
     with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform != "win32":  # there it would bind beside the program that listens
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             one.bind(("127.0.0.1", port))
         except OSError:

@@ -181,6 +181,25 @@ def test_start_takes_the_port_that_the_last_daemon_had(tmp_path: Path, monkeypat
             actions.stop(data)
 
 
+def test_a_port_is_not_shared_to_see_whether_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SO_REUSEADDR: on Windows a bind beside a program that listens would succeed with it."""
+    given: list[tuple[int, ...]] = []
+
+    class Noted(socket.socket):
+        def setsockopt(self, *option: Any) -> None:
+            given.append(option)
+            super().setsockopt(*option)
+
+    monkeypatch.setattr(actions.socket, "socket", Noted)
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        given.clear()
+        for platform, options in (("win32", 0), ("linux", 1)):
+            monkeypatch.setattr(actions.sys, "platform", platform)
+            assert not actions._is_free(one.getsockname()[1])
+            assert len(given) == options
+            given.clear()
+
+
 def test_one_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own words are told."""
     for name, value in environment(tmp_path, SSMD_QUOTA="much").items():
