@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ssmd.config import Settings
 
 MAX_STDIN_BYTES = 16 << 20  # of a text that is asked about: a context of a million tokens has some 5 MB
-UNATTENDED_S = 20.0  # for which a prompt waits for a stdin that says nothing, where no terminal shows that it does
+UNATTENDED_S = 20.0  # for which a prompt waits for the first byte of stdin, where no terminal shows that it does
 PENALTY = "Makes the last tokens less likely to come again; 1 does not, 1.1 does a little."
 
 
@@ -81,6 +81,7 @@ def run(
     from ssmd.cli.talk import Talk
     from ssmd.cli.terminal import Screen, show_thinking
     from ssmd.config import Settings
+    from ssmd.machine.size import show_size
 
     if no_store and (session is not None or last):
         fail(f"{'--continue' if last else '--session'} needs the store, --no-store leaves it out", USAGE)
@@ -112,6 +113,10 @@ def run(
     )
     if not sys.stdin.isatty():
         text = _stdin(asked=prompt is not None)
+        if prompt is not None and text.strip():  # in a `while read` loop it is the rest of the lines
+            n = len(text.encode())
+            amount = show_size(n) if n >= 1000 else f"{n} bytes"
+            typer.echo(f"note: the prompt follows {amount} of stdin", err=True)
         prompt = "\n\n".join(part for part in (text.rstrip("\r\n"), prompt or "") if part.strip())
         if not prompt:
             fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", USAGE)
@@ -147,7 +152,8 @@ def run(
 
 def _stdin(*, asked: bool) -> str:
     """All of stdin. asked: there is a prompt; then a stdin that says nothing is not waited for without end, as it may
-    be one that the caller left open and never writes to. Ends the command for what is no text, or too long."""
+    be one that the caller left open and never writes to. Ends the command for that, for no text, and for too much: a
+    script would take an answer without the input for one with it."""
     held, came = bytearray(), threading.Event()
     ended = threading.Thread(target=_read_stdin, args=(held, came), name="ssmd-stdin", daemon=True)
     ended.start()
@@ -155,9 +161,8 @@ def _stdin(*, asked: bool) -> str:
         if sys.stderr.isatty():
             typer.echo("waiting for stdin, which the prompt asks about; Ctrl-C ends this", err=True)
         elif not came.wait(UNATTENDED_S):
-            said = f"note: nothing came at stdin in {UNATTENDED_S:.0f} s, so the prompt is answered without it"
-            typer.echo(f"{said}; not to wait, close it: </dev/null", err=True)
-            return ""
+            said = f"nothing came at stdin in {UNATTENDED_S:.0f} s; for the prompt alone add </dev/null"
+            fail(f"{said}, and for input that takes longer write it to a file first: <FILE", USAGE)
     ended.join()
     if len(held) > MAX_STDIN_BYTES:
         fail(f"stdin is longer than {MAX_STDIN_BYTES >> 20} MiB; give a part of it, as with head -c", USAGE)

@@ -123,26 +123,28 @@ def _is_refused(home: Home, tmp_path: Path, given: str, said: str, locale: str) 
 
 def test_stdin_and_a_prompt_are_one_message(home: Home) -> None:
     asked = ("run", "llama", "What is its name?", "--max-tokens", "2", "--temperature", "0")
-    home.ssmd(*asked, given="\ufeffMy dog is Rex.\n  He is old.\n\n")
+    said = home.ssmd(*asked, given="\ufeffMy dog is Rex.\n  He is old.\n\n")[1]
+    assert "note: the prompt follows 29 bytes of stdin\n" in said
     assert home.asked() == ["My dog is Rex.\n  He is old.\n\nWhat is its name?"]
-    home.ssmd(*asked, given="\n")
+    assert "note: the prompt follows" not in home.ssmd(*asked, given="\n")[1]
     assert home.asked() == ["What is its name?"]
     closed = _shell(home, '$SSMD run llama "My dog?" --max-tokens 2 --temperature 0 <&-')
     assert (closed.returncode, home.asked()) == (0, ["My dog?"])
 
 
-def test_a_stdin_that_never_says_anything_is_left_alone(home: Home, tmp_path: Path) -> None:
-    """Callers leave such a pipe open. Where a terminal shows that it is waited for, it is."""
+def test_a_stdin_that_never_says_anything_is_an_error(home: Home, tmp_path: Path) -> None:
+    """Callers leave such a pipe open: no answer may pass for one to its input. Where a terminal shows that it is waited
+    for, it is."""
     run = "run llama 'Is anybody there?' --max-tokens 2 --temperature 0"
     before = "import sys, runpy, importlib; importlib.import_module('ssmd.cli.run').UNATTENDED_S = 0.5"
     program = f"{before}; sys.argv[0] = 'ssmd'; runpy.run_module('ssmd', run_name='__main__')"
     words = [sys.executable, "-c", program, *shlex.split(run)]
     piped = subprocess.PIPE
     with subprocess.Popen(words, env=home.env, stdin=piped, stdout=piped, stderr=piped, text=True) as process:
+        assert process.stdout is not None
         assert process.stderr is not None
-        assert process.wait(60) == 0
-        assert "nothing came at stdin in 0 s, so the prompt is answered without it" in process.stderr.read()
-    assert home.asked() == ["Is anybody there?"]
+        assert (process.wait(60), process.stdout.read()) == (2, "")
+        assert re.fullmatch("error: nothing came at stdin in 0 s; .* </dev/null, .*<FILE\n", process.stderr.read())
     late = f"until [ -e {tmp_path / 'go'} ]; do sleep 0.1; done; echo It is late."
     with terminal(f"({late}) | $SSMD {run}; echo ended $?", home.env) as one:
         one.until("waiting for stdin.*\n")
