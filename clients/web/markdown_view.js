@@ -1,6 +1,6 @@
 // Markdown as vnodes: text becomes text nodes, never markup.
 import {Copy} from "./controls.js";
-import {h, html, memo, useMemo, useRef, useState} from "./html.js";
+import {Component, h, html, memo, useMemo, useRef, useState} from "./html.js";
 import {Reader, inline, thoughts, typed} from "./markdown.js";
 import {count, plain} from "./numbers.js";
 import {formula} from "./tex.js";
@@ -108,8 +108,19 @@ function TypedText({text}) {
   return html`${blocks.map((block) => (block.type === "code" ? html`<${Code} block=${block} />` : html`<div class="typed" dir="auto">${block.text}</div>`))}<${More} text=${text} shown=${shown} show=${() => setWhole(true)} />`;
 }
 
+/** Draws what a model wrote, or its plain text if that fails: a defect in reading one answer hides no other turn. */
+export class Written extends Component {
+  componentDidCatch(error) {
+    console.error(error);
+    this.setState({failed: true});
+  }
+  render(props, {failed}) {
+    return failed ? html`<div class="written"><div class="typed" dir="auto">${plain(props.text)}</div></div>` : html`<${Markdown} ...${props} />`;
+  }
+}
+
 /** What a model wrote: its reasoning folded, then Markdown. grows: it is not at its end yet. */
-export function Written({text, grows = false}) {
+function Markdown({text, grows = false}) {
   const [whole, setWhole] = useState(false);
   const reader = useRef(null);
   const {thought, said, open} = thoughts(text);

@@ -200,7 +200,7 @@ class Tex {
     if (FENCES.has(name)) return one(sign(FENCES.get(name), {stretchy: "false"}));
     if (ACCENTS.has(name)) return one(h("mover", {accent: "true"}, this.#argument(), sign(ACCENTS.get(name), {stretchy: String(STRETCHED.has(name))})), {limits: name === "overbrace"});
     if (UNDER.has(name)) return one(h("munder", {accentunder: "true"}, this.#argument(), sign(UNDER.get(name))), {limits: name === "underbrace"});
-    if (FONTS[name]) return one(this.#lettered(FONTS[name]));
+    if (Object.hasOwn(FONTS, name)) return one(this.#lettered(FONTS[name]));
     if (UPRIGHT.has(name)) return this.#words(name);
     switch (name) {
       case " ":
@@ -261,8 +261,9 @@ class Tex {
         this.#raw();
         return name === "color" ? {nodes: []} : one(this.#argument());
       case "not": {
-        const next = this.#atom(this.#take()).nodes[0];
-        return one(sign(`${next?.props?.children ?? ""}\u0338`));
+        const struck = this.#atom(this.#take()).nodes[0]?.props.children;
+        if (typeof struck !== "string") throw new Unknown("no sign");
+        return one(sign(`${struck}\u0338`));
       }
       case "pmod":
         return one(h("mrow", null, space("0.444em"), sign("("), h("mi", null, "mod"), space("0.333em"), this.#argument(), sign(")")));
