@@ -217,7 +217,7 @@ class Line {
       return void this.#add(run);
     }
     const words = this.#text.slice(end, close).replace(/\n/g, " ");
-    this.#add({type: "code", text: /^ .*[^ ].* $/.test(words) || /^ [^ ] $/.test(words) ? words.slice(1, -1) : words});
+    this.#add({type: "code", text: words[0] === " " && words.at(-1) === " " && /[^ ]/.test(words) ? words.slice(1, -1) : words});
     this.#at = close + run.length;
   }
 
@@ -326,12 +326,8 @@ class Line {
 
   #bare(sign, at) {
     const text = this.#text;
-    let bare = /[a-z0-9]/i.test(text[at - 1] ?? "") ? null : matched(this.#bracketOpen ? BARE_IN_BRACKETS : BARE, text, at)?.[0];
-    for (let was = null; bare && was !== bare; ) {
-      was = bare;
-      bare = bare.replace(/[?!.,:*_~'"`]+$/, "").replace(/&[a-z0-9]{1,31};$/i, "");
-      if (bare.endsWith(")") && bare.split(")").length > bare.split("(").length) bare = bare.slice(0, -1);
-    }
+    const found = /[a-z0-9]/i.test(text[at - 1] ?? "") ? null : matched(this.#bracketOpen ? BARE_IN_BRACKETS : BARE, text, at)?.[0];
+    const bare = found && withoutSentence(found);
     const to = sign === "www." ? `http://${bare}` : bare;
     const address = bare && /^(?:https?:\/\/|www\.)[^/?#]*\w/.test(bare) ? safeAddress(to) : null;
     this.#at = at + (address ? bare.length : sign.length);
@@ -420,7 +416,21 @@ const deepest = (parts) => parts.reduce((most, part) => Math.max(most, 1 + (part
 const unlinked = (part) =>
   part.type === "link" ? part.parts : part.parts && part.type !== "image" ? {...part, parts: part.parts.flatMap(unlinked)} : part;
 
-function withoutSpaces(text) {
+/** A bare address without the signs at its end that belong to the words around it. */
+function withoutSentence(text) {
+  let end = text.length;
+  let unopened = text.split(")").length - text.split("(").length;
+  for (;;) {
+    const c = text[end - 1] ?? "";
+    const name = c === ";" ? /&[a-z0-9]{1,31};$/i.exec(text.slice(Math.max(0, end - 33), end)) : null;
+    if (name) end -= name[0].length;
+    else if (c === ")" ? unopened-- > 0 : c && "?!.,:*_~'\"`".includes(c)) end--;
+    else return text.slice(0, end);
+  }
+}
+
+/** A line without the spaces and tabs at its end. */
+export function withoutSpaces(text) {
   let end = text.length;
   while (text[end - 1] === " " || text[end - 1] === "\t") end--;
   return text.slice(0, end);

@@ -1,17 +1,17 @@
 // Markdown as plain objects: CommonMark with GitHub's tables, task lists and strikethrough, and formulas. No HTML but a few
 // names of marks; links to http, https and mailto only. Linear in the text.
-import {inlined, unescaped, withoutDefinitions} from "./inline.js";
+import {inlined, unescaped, withoutDefinitions, withoutSpaces} from "./inline.js";
 
-const FENCE = /^(?:`{3,}(?!.*`)|~{3,})/;
+const FENCE = /^(?:`{3,}|~{3,})/;
 const FENCE_END = /^(?:`{3,}|~{3,})(?=[ \t]*$)/;
 const HEADING = /^(#{1,6})(?:[ \t]+|$)/;
 const UNDERLINE = /^(?:=+|-+)[ \t]*$/;
 const RULE = /^(?:\*[ \t]*){3,}$|^(?:_[ \t]*){3,}$|^(?:-[ \t]*){3,}$/;
 const BULLET = /^[*+-]/;
 const NUMBER = /^(\d{1,9})[.)]/;
-const COLUMNS = /^\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const COLUMNS = /^\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?$/; // of a line without spaces at its end, as FORMULA_END
 const FORMULA = /^(?:\\\[|\$\$|\\begin\{[a-z]+\*?\})/;
-const FORMULA_END = {"\\[": /\\\][ \t]*[.,;]?[ \t]*$/, "$$": /\$\$[ \t]*[.,;]?[ \t]*$/, "\\b": /\\end\{[a-z]+\*?\}[ \t]*[.,;]?[ \t]*$/};
+const FORMULA_END = {"\\[": /\\\][ \t]*[.,;]?$/, "$$": /\$\$[ \t]*[.,;]?$/, "\\b": /\\end\{[a-z]+\*?\}[ \t]*[.,;]?$/};
 const MAYBE = /^[#`~*+_=<>$0-9\\|:-]/; // what begins a block other than a paragraph
 const DEEPEST = 10; // quotes and items in each other
 const TAB = 4;
@@ -84,8 +84,8 @@ export function typed(text) {
     if (first < last) found.push({text: lines.slice(first, last).join("\n")});
   };
   for (let i = 0; i < lines.length; i++) {
-    const [, indent, mark, info] = /^( {0,3})(`{3,}(?!.*`)|~{3,})(.*)$/.exec(lines[i]) ?? [];
-    if (!mark) continue;
+    const [, indent, mark, info] = /^( {0,3})(`{3,}|~{3,})([^]*)$/.exec(lines[i]) ?? [];
+    if (!mark || (mark[0] === "`" && info.includes("`"))) continue;
     words(from, i);
     const end = new RegExp(`^ {0,3}${mark[0]}{${mark.length},}[ \\t]*$`);
     const code = [];
@@ -305,7 +305,7 @@ class Blocks {
       return this.#open(container, {type: "heading", level: heading[1].length, text});
     }
     const fence = FENCE.exec(rest)?.[0];
-    if (fence) {
+    if (fence && !(fence[0] === "`" && rest.includes("`", fence.length))) {
       const block = this.#open(container, {type: "code", fence, indent: this.#indent, lines: []});
       this.#toNext();
       this.#advance(fence.length);
@@ -320,7 +320,7 @@ class Blocks {
         this.#at = this.#line.length;
         return container;
       }
-      if (COLUMNS.test(rest) && this.#table(container, rest)) return this.#tip;
+      if (COLUMNS.test(withoutSpaces(rest)) && this.#table(container, rest)) return this.#tip;
     }
     if (RULE.test(rest)) return this.#open(container, {type: "rule"});
     const item = !deep && this.#item(container, rest);
@@ -376,8 +376,9 @@ class Blocks {
   /** Whether a formula that begins here ends at the end of a line before the next empty one. */
   #isFormula(rest) {
     const kind = rest.slice(0, 2);
-    if (kind !== "\\b" && FORMULA_END[kind].test(rest.slice(2))) return !rest.slice(2).replace(FORMULA_END[kind], "").includes(kind === "$$" ? "$$" : "\\]");
-    if (kind === "$$" && rest.slice(2).includes("$$")) return false;
+    const words = withoutSpaces(rest.slice(2));
+    if (kind !== "\\b" && FORMULA_END[kind].test(words)) return !words.replace(FORMULA_END[kind], "").includes(kind === "$$" ? "$$" : "\\]");
+    if (kind === "$$" && words.includes("$$")) return false;
     this.#ends ??= formulaEnds(this.#lines);
     return this.#ends[kind][this.#number + (kind === "\\b" ? 0 : 1)] === true;
   }
@@ -411,7 +412,7 @@ class Blocks {
       block.lines.push(this.#rest);
       const only = block.lines.length === 1;
       const kind = block.lines[0].slice(0, 2);
-      if (FORMULA_END[kind].test(only && kind !== "\\b" ? this.#rest.slice(2) : this.#rest)) block.ended = true;
+      if (FORMULA_END[kind].test(withoutSpaces(only && kind !== "\\b" ? this.#rest.slice(2) : this.#rest))) block.ended = true;
     } else {
       const spaces = this.#half ? " ".repeat(TAB - (this.#column % TAB)) : "";
       block.lines.push(spaces + this.#line.slice(this.#at + (this.#half ? 1 : 0)));
@@ -440,7 +441,7 @@ class Blocks {
       case "code": {
         const info = block.fence ? block.lines.shift() : "";
         block.language = unescaped(info.trim()).split(/\s/)[0];
-        if (!block.fence) while (!block.lines.at(-1).trim()) block.lines.pop();
+        if (!block.fence) while (block.lines.length && !/[^ \t]/.test(block.lines.at(-1))) block.lines.pop();
         block.text = block.lines.join("\n");
         block.last = block.fence ? last : block.line + block.lines.length - 1;
         block.unclosed = Boolean(block.fence) && !block.ended;
@@ -464,8 +465,9 @@ function formulaEnds(lines) {
   const found = {"\\[": [], $$: [], "\\b": []};
   const kinds = Object.keys(found);
   for (let i = lines.length - 1; i >= 0; i--) {
-    const blank = !/[^\s>]/.test(lines[i]);
-    for (const kind of kinds) found[kind][i] = !blank && (FORMULA_END[kind].test(lines[i]) || found[kind][i + 1] === true);
+    const line = withoutSpaces(lines[i]);
+    const blank = !/[^\s>]/.test(line);
+    for (const kind of kinds) found[kind][i] = !blank && (FORMULA_END[kind].test(line) || found[kind][i + 1] === true);
   }
   return found;
 }

@@ -30,6 +30,12 @@ MARKDOWN = r"""async () => {
       .map((line) => read(line)[0]).map(({type, text}) => type === "heading" ? text : type),
     fences: ["~~~ js", "```js x", "```a`", "~~~~"]
       .map((line) => read(line + "\ny")[0]).map(({type, language}) => language ?? type),
+    wide: ["    \u00a0", "\t\ufeff", "a\n\n    \u3000\nb", "- a\n\n      \u00a0"].map((text) => {
+      const found = (blocks) => blocks.map((one) => one.items ? found(one.items[0].blocks) : one).flat();
+      return found(read(text)).find((one) => one.type === "code").text;
+    }),
+    bare: ["http://a.b/x_(y)).", "http://a.b/(c)))!", "http://a.b/x&amp;).", "http://a.b/;."]
+      .map((text) => inline(text)[0].to),
     nested: read("1. a\n\n   b\n2. c\n   - [x] d"),
   };
 }"""
@@ -71,12 +77,6 @@ FORMULAS = """async (texts) => {
     return [maths.map(one), root.textContent];
   });
 }"""
-# Milliseconds to read 8 and 64 kB that are one thing again and again.
-HOSTILE = """async (parts) => {
-  const {Reader, inline} = await import("/page/markdown.js");
-  const {formula} = await import("/page/tex.js");
-  const words = (one, address) => {
-    if (one.text !== undefined && one.type !== "code") inline(one.text, address);
 # A builtin that fails while an answer is drawn stands for a defect that is not known yet.
 FAILING = """async (text) => {
   const {html, render} = await import("/page/html.js");
@@ -92,6 +92,12 @@ FAILING = """async (text) => {
   await new Promise((resolve) => setTimeout(resolve));
   return [...root.querySelectorAll("p, .typed")].map((one) => one.textContent);
 }"""
+# Milliseconds to read 8 and 64 kB that are one thing again and again.
+HOSTILE = """async (parts) => {
+  const {Reader, inline, typed} = await import("/page/markdown.js");
+  const {formula} = await import("/page/tex.js");
+  const words = (one, address) => {
+    if (one.text !== undefined && one.type !== "code") inline(one.text, address);
     for (const cell of [...(one.head ?? []), ...(one.rows ?? []).flat()]) inline(cell, address);
     for (const inner of one.blocks ?? (one.items ?? []).flatMap((item) => item.blocks)) words(inner, address);
   };
@@ -99,11 +105,12 @@ FAILING = """async (text) => {
     const began = performance.now();
     const reader = new Reader();
     for (const block of reader.take(text)) words(block, reader.address);
+    typed(text);
     formula(text.slice(0, 5000));
     return performance.now() - began;
   };
-  const fill = ([a, b = a], size) =>
-    a.repeat(size / 2 / a.length) + b.repeat(size / 2 / b.length);
+  const fill = ([a, b = a, before = "", after = ""], size) =>
+    before + a.repeat(size / 2 / a.length) + b.repeat(size / 2 / b.length) + after;
   return parts.map((part) => [Math.min(took(fill(part, 8000)), took(fill(part, 8000))), took(fill(part, 64000))]);
 }"""
 WORDS = (
@@ -115,6 +122,13 @@ SPACED = '**a |*a |` ``|[a](b "|[a](b (|- |1. |\t- | |\t |$a |\n|\\begin{a}\n'
 TABLES = ["|a|\n|-|\n", "a|b\n-|-\n", "|\n", "|a\n"]
 PARTS = [*WORDS.split(), *(line + "\n" for line in LINES.split("|")), *SPACED.split("|"), *TABLES]
 HALVES = [("[", ")"), ("*", "*b"), ("![", "](b)"), ("<b>", "</b>"), ("\\(", "\\)"), ("> ", "\n"), ("- ", "\na")]
+# One thing again and again between two others: (what, what begins, what ends).
+BETWEEN = [
+    (" ", "a|b\n-", "x"),
+    *((" ", f"{begins}\nx{ends}", "x") for begins, ends in (("\\[", "\\]"), ("$$", "$$"), ("\\begin{a}", "\\end{a}"))),
+    ("a", "` ", "`"),
+    ("`", "", "a`"),
+]
 TREE = """async () => {
   const {grow, pathTo, forksAt, lanes, leafBelow, withSystem} = await import("/page/tree.js");
   const turn = (id, parent, ask, said) =>
@@ -178,6 +192,8 @@ def test_markdown(window: Window) -> None:
     assert nested["items"][1]["blocks"][1]["items"] == [{"task": True, "blocks": [{"type": "paragraph", "text": "d"}]}]
     assert told["headings"] == ["a", "", "b", "c#", "paragraph", "", "e", "f", "g"]
     assert told["fences"] == ["js", "js", "paragraph", ""]
+    assert told["wide"] == ["\u00a0", "\ufeff", "\u3000", "\u00a0"]
+    assert told["bare"] == ["http://a.b/x_(y)", "http://a.b/(c)", "http://a.b/x", "http://a.b/;"]
 
 
 @pytest.mark.parametrize("where", CODE)
@@ -216,8 +232,21 @@ def test_formulas_are_drawn_or_left_as_they_are(window: Window) -> None:
     assert code == [[], r"\(a\) and \(b\)"]
 
 
+def test_formulas_named_like_methods_stay_as_written(window: Window) -> None:
+    names = [r"\constructor{a}", r"\toString x", r"\valueOf", r"\hasOwnProperty{x}", r"\not\frac12", r"\not{ab}"]
+    texts = [rf"\({name}\)" for name in names]
+    assert window.page.evaluate(FORMULAS, texts) == [[[], text] for text in texts]
+    assert window.page.evaluate(FORMULAS, [r"\(\not\in\)"])[0][0] == [[True, None, "∈\u0338"]]
+
+
+def test_an_answer_that_fails_to_draw_is_plain_text(window: Window) -> None:
+    window.allowed = ["Error: a defect"]
+    assert window.page.evaluate(FAILING, "a **b**\n\n- c") == ["before", "a **b**\n\n- c", "after"]
+
+
 def test_hostile_texts_are_read_in_time_that_grows_with_them(window: Window) -> None:
     parts = [[part] for part in PARTS] + [list(one) for one in HALVES]
+    parts += [[what, what, begins, ends] for what, begins, ends in BETWEEN]
     assert len(parts) > 60
     slow = [
         (part, small, large)
@@ -232,18 +261,6 @@ def test_the_tree_of_turns(window: Window) -> None:
         "path": ["a", "b", "e"],
         "asks": ["c", "d"],
         "ask": 0,
-def test_formulas_named_like_methods_stay_as_written(window: Window) -> None:
-    names = [r"\constructor{a}", r"\toString x", r"\valueOf", r"\hasOwnProperty{x}", r"\not\frac12", r"\not{ab}"]
-    texts = [rf"\({name}\)" for name in names]
-    assert window.page.evaluate(FORMULAS, texts) == [[[], text] for text in texts]
-    assert window.page.evaluate(FORMULAS, [r"\(\not\in\)"])[0][0] == [[True, None, "∈\u0338"]]
-
-
-def test_an_answer_that_fails_to_draw_is_plain_text(window: Window) -> None:
-    window.allowed = ["Error: a defect"]
-    assert window.page.evaluate(FAILING, "a **b**\n\n- c") == ["before", "a **b**\n\n- c", "after"]
-
-
         "answers": ["b", "c"],
         "answer": 1,
         "leaf": ["d", "e", "e"],
