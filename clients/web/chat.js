@@ -58,7 +58,7 @@ function Shown({mine}) {
   const stop = () => mine.answer.stop().catch(fail);
   const title = plain(mine.title) || (mine.session ? "" : "New chat");
   const empty = !mine.path.length && !mine.here;
-  return html`<div class="chat" onDrop=${(event) => (event.preventDefault(), attach(mine.id ?? "new", event.dataTransfer.files))}>
+  return html`<div class="chat" onDrop=${(event) => event.dataTransfer.types.includes("Files") && (event.preventDefault(), attach(mine.id ?? "new", event.dataTransfer.files))}>
     <header class="bar">
       <h1 dir="auto" title=${title}>${title}</h1>
       <${ModelPicker} value=${model} choose=${setChosen} />
@@ -70,7 +70,7 @@ function Shown({mine}) {
       ${mine.missing && html`<${Missing} />`}
       ${empty && !mine.missing && !mine.loading && html`<${Empty} title="What is said here stays here">Every turn is kept with the model's state. Continue, edit or branch at any point: nothing is read twice.<//>`}
     <//>
-    <div class="foot" onDragOver=${(event) => event.preventDefault()}>
+    <div class="foot">
       ${away && html`<p class="away" role="status">The daemon is away. What you type is kept.</p>`}
       <${Composer} mine=${mine} session=${mine.id} busy=${mine.busy} stoppable=${mine.answer && !mine.answer.over} send=${does.say} stop=${stop} />
       <${Room} room=${mine.path.length ? mine.roomAfter(mine.path.at(-1)) : null} />

@@ -145,9 +145,11 @@ export function Composer({mine, session, busy, stoppable, send, stop}) {
     } else if (event.key === "Escape" && busy) stop();
   };
   const pasted = (event) => {
-    if (!event.clipboardData?.files.length) return;
+    const {files = [], types = []} = event.clipboardData ?? {};
+    const pictures = [...files].every(({type}) => type.startsWith("image/"));
+    if (pictures && (!files.length || types.includes("text/plain"))) return; // cells of a spreadsheet are text and a picture
     event.preventDefault();
-    attach(name, event.clipboardData.files);
+    attach(name, files);
   };
   return html`<form class="composer" onSubmit=${(event) => (event.preventDefault(), go())}>
     <input ref=${file} type="file" multiple hidden aria-label="Text files" onChange=${(event) => attach(name, event.target.files).then(() => (event.target.value = ""))} />

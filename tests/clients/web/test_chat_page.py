@@ -254,6 +254,28 @@ def test_a_text_file_goes_into_the_message(window: Window, where: str) -> None:
     assert window.texts(".asked .code code") == ["a = 1\n```\n  b = 2"]
 
 
+# Returns whether the page took the event for itself.
+TAKEN = """([where, kind, types, image]) => {
+  const carried = new DataTransfer();
+  for (const type of types) carried.setData(type, "1\\t2");
+  if (image) carried.items.add(new File([new Uint8Array([137, 80])], "image.png", {type: "image/png"}));
+  const event = kind === "paste" ? new ClipboardEvent(kind, {clipboardData: carried, bubbles: true, cancelable: true})
+    : new DragEvent(kind, {dataTransfer: carried, bubbles: true, cancelable: true});
+  return !document.querySelector(where).dispatchEvent(event);
+}"""
+
+
+def test_text_pasted_or_dropped_is_left_to_the_field(window: Window) -> None:
+    """Cells of a spreadsheet are text and a picture in the clipboard; a text that is dragged is no file."""
+    cells = ["text/plain", "text/html"]
+    assert not window.page.evaluate(TAKEN, ["#message", "paste", cells, True])
+    assert window.page.evaluate(TAKEN, ["#message", "paste", [], True]), "a picture alone"
+    window.page.wait_for_selector(".notice:has-text('image.png is an image')")
+    for kind in ("dragover", "drop"):
+        assert not window.page.evaluate(TAKEN, ["#message", kind, ["text/plain"], False])
+        assert window.page.evaluate(TAKEN, ["#message", kind, [], True]), "a file"
+
+
 def test_a_number_out_of_its_range_is_said(window: Window) -> None:
     window.page.click("button[aria-label='System prompt and sampling']")
     field = window.page.get_by_label("Temperature", exact=True)
