@@ -190,11 +190,11 @@ def test_a_port_is_not_shared_to_see_whether_it_is_free(monkeypatch: pytest.Monk
             given.append(option)
             super().setsockopt(*option)
 
-    monkeypatch.setattr(actions.socket, "socket", Noted)
+    monkeypatch.setattr(socket, "socket", Noted)
     with socket.create_server(("127.0.0.1", 0)) as one:
         given.clear()
         for platform, options in (("win32", 0), ("linux", 1)):
-            monkeypatch.setattr(actions.sys, "platform", platform)
+            monkeypatch.setattr(sys, "platform", platform)
             assert not actions._is_free(one.getsockname()[1])
             assert len(given) == options
             given.clear()
