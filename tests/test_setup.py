@@ -105,6 +105,17 @@ def test_setup_mends_what_a_python_without_venv_left(clone: Path) -> None:
     assert steps(setup(clone)) == []
 
 
+def test_setup_goes_on_without_a_log_that_it_may_write(clone: Path) -> None:
+    """As that of root, after `sudo scripts/setup`; a folder stands for it, as root may write all files."""
+    (clone / ".cache" / "setup.log").mkdir(parents=True)
+    env_without_pip(clone, "--system-site-packages")
+    note = f"{clone}/.cache/setup.log cannot be written, so nothing that pip says is kept; -v shows it"
+    assert steps(setup(clone)) == [note, "installing ssmd-daemon[litert], 335 MB on the disk"]
+    (clone / "pyproject.toml").write_text(PROJECT.replace("[]", '["hatchling>=1.27"]'))
+    *_, error = setup(clone).stderr.splitlines()
+    assert error.endswith("could not be installed: -v shows all that is said")
+
+
 @pytest.mark.full
 def test_setup_goes_on_after_it_was_killed(clone: Path) -> None:
     """Also where what is left of .venv is no environment, and its Python the system's own."""
@@ -186,7 +197,8 @@ esac
     )
     for extra in ("build", "coreml"):
         said = setup(clone, "litert", extra, **only).stderr
-        assert said.startswith(f"error: ssmd needs Python 3.11 to 3.13 for litert {extra}; none was found.")
+        [error] = said.splitlines()
+        assert error.startswith(f"error: ssmd needs Python 3.11 to 3.13 for litert {extra}; none was found.")
 
 
 def test_setup_shows_what_pip_says_when_asked_to(clone: Path) -> None:
