@@ -83,7 +83,7 @@ def test_the_first_question_of_a_chat_stopped_in_the_queue_is_a_draft_again(alon
     assert alone.session == ""
 
 
-def test_a_first_question_has_a_row_in_each_window_while_it_waits(alone: Window, own: DaemonProcess) -> None:
+def test_a_first_question_has_a_row_in_each_window(alone: Window, own: DaemonProcess) -> None:
     occupy(own)
     other = Window(alone.page.context, alone.url)
     other.open("#/now")
