@@ -27,6 +27,7 @@ from ssmd.model.artifact import Artifact
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.signatures import lanes_name
 from ssmd_openvino import library
+from ssmd_openvino.compile import compile_model
 from ssmd_openvino.graph import OpenVINOCall, signatures
 from ssmd_openvino.lint import lint, operations
 from ssmd_openvino.runtime import LANES, ON_CPU, OPEN, WEIGHTS, OpenVINORuntime
@@ -169,7 +170,7 @@ def probe_logits(model: Any) -> NDArray[np.float32]:
     count = PROBE_TOKENS if length.is_dynamic else length.get_length()
     feeds = {"tokens": np.arange(1, count + 1, dtype=np.int32)[None], "pos": np.zeros(1, np.int32)}
     feeds["n_valid"] = np.full(1, count, np.int32)
-    compiled = openvino.Core().compile_model(model.clone(), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    compiled = compile_model(openvino.Core(), model.clone(), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     request = compiled.create_infer_request()
     for i, port in enumerate(model.inputs):  # the plugin adds names to those of its ports and keeps their order
         sizes = [PROBE_SLOTS if d.is_dynamic else d.get_length() for d in port.get_partial_shape()]

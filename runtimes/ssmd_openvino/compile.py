@@ -23,6 +23,7 @@ from ssmd_openvino.graph import reason
 
 log = logging.getLogger(__name__)
 _WEIGHTLESS = "ENABLE_WEIGHTLESS"  # the plugin's name for it
+_TOO_FEW_REGISTERS = "not enough registers"  # of what the plugin says
 # What tells drivers and devices apart between which no blob can be exchanged.
 _IDENTITY = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "NPU_DRIVER_VERSION", "NPU_COMPILER_VERSION")
 
@@ -32,6 +33,21 @@ def identity(core: Any, device: str) -> str:
     known = set(core.get_property(device, "SUPPORTED_PROPERTIES"))
     told = [f"{name} {core.get_property(device, name)}" for name in _IDENTITY if name in known]
     return "; ".join([f"openvino {core.get_versions(device)[device].build_number}", *told])
+
+
+def compile_model(core: Any, model: Any, device: str, properties: Mapping[str, Any]) -> Any:
+    """Compile an openvino.Model for a device: an openvino.CompiledModel. Raises RuntimeError.
+
+    The CPU plugin writes kernels for runs of operators. Long ones, such as an activation of 32 segments, take more
+    registers than a processor without AVX-512 has, and the plugin gives up; without such kernels it does not.
+    """
+    try:
+        return core.compile_model(model, device, properties)
+    except RuntimeError as err:
+        if _TOO_FEW_REGISTERS not in str(err):
+            raise
+        log.info("%s has too few registers for the kernels that OpenVINO would write: it goes without them", device)
+        return core.compile_model(model, device, {**properties, "SNIPPETS_MODE": "DISABLE"})
 
 
 def can_be_weightless(core: Any, device: str) -> bool:
@@ -113,4 +129,4 @@ class Compiler:
 
     def _compile_here(self, model: Path, weights: Path) -> Any:
         properties = {**self._properties, _WEIGHTLESS: True} if self._weightless else self._properties
-        return self._core.compile_model(self._core.read_model(model, weights), self._device, properties)
+        return compile_model(self._core, self._core.read_model(model, weights), self._device, properties)

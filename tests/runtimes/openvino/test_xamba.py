@@ -15,6 +15,7 @@ import tiny
 from numpy.typing import NDArray
 
 from ssmd_openvino import library, xamba
+from ssmd_openvino.compile import compile_model
 from ssmd_openvino.piecewise import LARGE, SMALL, Function, silu, softplus, step_unit
 from ssmd_openvino.xamba import Passes, XambaError
 
@@ -49,11 +50,8 @@ def built(build: Build, shape: Sequence[int], kind: Any = np.float32) -> Any:
 
 def ran(model: Any, inputs: Tensors) -> dict[str, NDArray[Any]]:
     """Outputs by name, of two threads and float32."""
-    compiled = (
-        library.openvino()
-        .Core()
-        .compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 2})
-    )
+    properties = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 2}
+    compiled = compile_model(library.openvino().Core(), model, "CPU", properties)
     return {port.any_name: array.copy() for port, array in compiled(dict(inputs)).items()}
 
 
