@@ -266,9 +266,9 @@ def _source(
     yield done.path
 
 
-def pulled(model: str | None, settings: Settings, *, yes: bool = False) -> bool:
-    """Pull a model that is not installed and that ssmd has a graph of, if a person at a terminal agrees, or with `yes`;
-    whether that was done. Without either nothing is: the error that follows names the command."""
+def pulled(model: str | None, settings: Settings, *, yes: bool = False, ask: bool = True) -> bool:
+    """Pull a model that is not installed and that ssmd has a graph of, with `yes`, or if `ask` and a person at a
+    terminal agrees; whether that was done. Without either nothing is: the error that follows names the command."""
     from ssmd.hub import hub
     from ssmd.hub.pull import find, nbytes_of
     from ssmd.installed import places
@@ -281,7 +281,7 @@ def pulled(model: str | None, settings: Settings, *, yes: bool = False) -> bool:
     known = name != smollm2.NAME and name in catalog.names(None if runtime == "auto" else runtime)
     if not known or name in {there for there, _ in places(settings.models_dir)}:
         return False
-    asks = sys.stdin.isatty() and sys.stderr.isatty()
+    asks = ask and sys.stdin.isatty() and sys.stderr.isatty()
     origin = catalog.origin_of(name)
     here = find(origin, "main", settings.data_dir)
     fetched_anew = here is None and (settings.offline or hub.offline())
@@ -315,7 +315,7 @@ def _install(source: Source, name: str, runtime: str, settings: Settings) -> Non
     refitted(graph, source, name, settings, _aside)
 
 
-def first_model(model: str | None, settings: Settings, *, yes: bool = False) -> str | None:
+def first_model(model: str | None, settings: Settings, *, yes: bool = False, ask: bool = True) -> str | None:
     """The model to use. SmolLM2 is made on the spot where it is asked for and not installed: for this one name alone
     weights are fetched unasked. So it is where no model is asked for or installed, and its weights are here. Others
     are pulled as `pulled` does."""
@@ -324,7 +324,7 @@ def first_model(model: str | None, settings: Settings, *, yes: bool = False) -> 
     from ssmd.refit import catalog
 
     if model not in (None, smollm2.NAME):
-        pulled(model, settings, yes=yes)
+        pulled(model, settings, yes=yes, ask=ask)
         return model
     there, npu = installed(settings.models_dir), settings.runtime == "npu"
     fitting = [i for i in there if i.manifest is None or is_for(i.manifest, settings.runtime)]

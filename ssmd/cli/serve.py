@@ -98,7 +98,7 @@ def serve(
     )
     server.start_logging(settings.log_level)
     run = f"{_program()} run" + ("" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir.absolute()))}")
-    named = first_model(model, settings, yes=yes)
+    named = first_model(model, settings, yes=yes, ask=False)  # under `docker run -t` no person is there to answer
     announce = partial(typer.echo, err=settings.access_log)  # then stdout has the log's lines alone
     server.serve(settings, named, keep=not no_store, announce=announce, run=run, browse=browse)
 

@@ -520,6 +520,13 @@ def test_run_asks_before_it_pulls(artifacts: TinyArtifacts, graphs: Path, tmp_pa
         assert not [a for a in hub.asked if "/resolve/" in a.path]
 
 
+def test_serve_pulls_nothing_unasked_on_a_terminal(tmp_path: Path) -> None:
+    """Under `docker run -t` no person can answer."""
+    serve = shlex.join((sys.executable, "-m", "ssmd", "serve", "qwen3-0.6b", "--port", "0"))
+    with terminal(f"{serve}; echo ended $?", surroundings(tmp_path, None)) as one:
+        assert "get it with: ssmd pull qwen3-0.6b" in one.until("ended 1")
+
+
 def test_no_room_for_an_artifact_is_known_before_it_is_made(
     artifacts: TinyArtifacts, graphs: Path, tmp_path: Path
 ) -> None:
