@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -16,6 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from keeping import ATTENTION, HYBRID, Chat, assert_same, find, new_store, state_of, user
@@ -64,6 +67,43 @@ def test_locked(tmp_path: Path) -> None:
     chat.say("t2", "t1", "more", "sure")
     store.close()
     whole(tmp_path / "data", "t1", "t2")
+
+
+def test_a_disk_that_fails_after_a_commit_takes_nothing_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tidying the log comes after it: the first look finds little room, the next one an error."""
+    looks = iter([SimpleNamespace(free=0), OSError(errno.EIO, "Input/output error")])
+
+    def disk_usage(_: Path) -> Any:
+        look = next(looks)
+        if isinstance(look, OSError):
+            raise look
+        return look
+
+    chat = Chat(store, "s")
+    turn, _ = chat.make("t1", None, [user("hi")], "hello")
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    store.commit([turn], session=chat.info)
+    assert next(looks, None) is None
+    monkeypatch.undo()
+    assert store.session("s").turns == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be removed there")
+def test_a_folder_that_cannot_be_looked_into_is_a_store_error(tmp_path: Path) -> None:
+    data, aside = tmp_path / "data", tmp_path / "aside"
+    store = new_store(data)
+    chat = Chat(store, "s")
+    chat.say("t1", None, "hi", "hello")
+    data.rename(aside)
+    data.write_bytes(b"")  # `stat` of what lies in it: "Not a directory"
+    for work in (store.move_log, lambda: chat.say("t2", "t1", "more", "sure")):
+        with pytest.raises(StoreError, match="check the disk"):
+            work()
+    data.unlink()
+    aside.rename(data)
+    chat.say("t2", "t1", "more", "sure")
+    store.close()
+    whole(data, "t1", "t2")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be removed there")

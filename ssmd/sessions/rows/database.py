@@ -27,7 +27,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 from ssmd.machine.folder import close_to_others, make_private, others_open
 from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.rows import erasure
-from ssmd.sessions.rows.faults import DiskFull, ReplacedFile, disk_full, errors
+from ssmd.sessions.rows.faults import DiskFull, ReplacedFile, disk_full, errors, unusable
 from ssmd.sessions.turn import StoreError
 
 FILE = "sessions.sqlite3"
@@ -70,6 +70,8 @@ class _OpenFile:
                 self._log.stat()
         except FileNotFoundError as err:
             raise ReplacedFile(self._explain(f"{err.filename} was removed")) from None
+        except OSError as err:  # of a disk that fails, say
+            raise unusable(self._file, err) from err
         if (found.st_dev, found.st_ino) != self._identity:
             raise ReplacedFile(self._explain("another file was put in its place"))
 
@@ -178,8 +180,8 @@ def move_log(engine: Engine, file: Path) -> int:
     with errors(file), _bare(engine) as cursor:
         _check_growth(cursor, file)
         ((busy, pages, moved),) = cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-    log = file.with_name(f"{file.name}-wal")
-    return log.stat().st_size if not busy and pages == moved and log.exists() else 0
+        log = file.with_name(f"{file.name}-wal")
+        return log.stat().st_size if not busy and pages == moved and log.exists() else 0
 
 
 def give_back(engine: Engine, file: Path) -> None:
@@ -265,7 +267,10 @@ def _create(engine: Engine, busy_ms: int) -> None:
 
 @contextlib.contextmanager
 def _bare(engine: Engine) -> Iterator[Any]:
-    """A cursor outside any transaction, for statements that cannot run inside one. Raises ReplacedFile."""
+    """A cursor outside any transaction, for statements that cannot run inside one.
+
+    Raises ReplacedFile, and StoreError where the file cannot be looked at meanwhile.
+    """
     engine.get_execution_options()["ssmd_file"].check()
     connection = engine.raw_connection()
     try:
@@ -274,6 +279,8 @@ def _bare(engine: Engine) -> Iterator[Any]:
             yield cursor
         finally:
             cursor.close()
+    except OSError as err:
+        raise unusable(Path(str(engine.url.database)), err) from err
     finally:
         connection.close()
 

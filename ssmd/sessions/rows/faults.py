@@ -77,6 +77,10 @@ def disk_full(file: Path) -> DiskFull:
     )
 
 
+def unusable(file: Path, err: OSError) -> StoreError:
+    return StoreError(f"session store {file}: {err}; check the disk, and that the directory is still there")
+
+
 def _explain(err: BaseException | None, code: int, file: Path) -> str:
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return f"session store {file} is locked by another process that writes; try again when it is done"

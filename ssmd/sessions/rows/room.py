@@ -76,9 +76,9 @@ class Room:
         return self.free() - kept >= max(0, nbytes + _MARGIN - log) + max(0, grows)
 
     def tidy(self) -> None:
-        """Keep the log short while there is little room; to be called after a commit."""
+        """Keep the log short while there is little room; to be called after a commit, which is durable."""
         if self.free() < LOW_BYTES:
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(StoreError, OSError):
                 database.move_log(self._engine, self._database)
 
     def for_words(self, work: Callable[[], Result]) -> Result:
