@@ -7,8 +7,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 from ssmd.engine.condition import Condition
 from ssmd.engine.generation import Then
@@ -20,7 +19,7 @@ from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows.encoded import Encoded, encode
 from ssmd.sessions.rows.faults import DiskFull, Locked
-from ssmd.sessions.store import Committed, Store
+from ssmd.sessions.store import Committed, Patience, Store
 from ssmd.sessions.turn import NewTurn, Removed, SessionInfo, StoreError
 from ssmd.text.messages import Message
 
@@ -44,18 +43,18 @@ class Late(StoreError):
     reason = "late"
 
 
-class _Standing:
+class _Standing(Patience):
     """How a commit stands: its client is told once, and what it is told stays true. From any thread.
 
-    then: as `Writer.commit` takes it. lost: told of a StoreError, and how many turns it cost. interrupt: ends the
-    writing of states.
+    then: as `Writer.commit` takes it. lost: told of a StoreError, and how many turns it cost.
     """
 
-    def __init__(self, then: Then, lost: Callable[[StoreError, bool], None], interrupt: Callable[[], None]) -> None:
-        self._then, self._lost, self._interrupt = then, lost, interrupt
+    def __init__(self, then: Then, lost: Callable[[StoreError, bool], None]) -> None:
+        self._then, self._lost = then, lost
         self._lock = threading.Lock()
         self._asked = time.monotonic()
-        self._told = self._sure = self._states = False
+        self._told = self._sure = self._overdue = False
+        self._began: float | None = None  # to write states, with the lock at hand
         self.text = False  # it is durable
         self.late = False  # its client has waited for the state long enough
         self._timer = self._after(COMMIT_PATIENCE_S, self._hurry)
@@ -65,32 +64,42 @@ class _Standing:
         return time.monotonic() - self._asked
 
     @property
+    def wrote_s(self) -> float:
+        """Seconds since the last attempt began to write states; without its waiting for another process."""
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+    @property
     def given_up(self) -> bool:
         """Whether its client was told that nothing of it is stored."""
         return self._told and not self.text
 
-    @contextmanager
-    def states(self) -> Iterator[None]:
-        """Write states inside, which end when they are late."""
+    def begin(self) -> None:
+        """Begin to write. Raises Late if its client was told, or would have been if the last attempt had not hung."""
         with self._lock:
-            self._states = True
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._states = False
+            self._sure, self._began = False, None
+            overdue = self._overdue
+        if overdue:
+            self._give_up()
+        if self._told:
+            raise Late("the client was told before it was written")
+
+    def stop(self) -> bool:
+        """Return whether its client has waited long enough for the states that are being written."""
+        if self._began is None:
+            self._began = time.monotonic()
+        return self.late
 
     def sure(self) -> None:
-        """Become durable from now on. Raises Late if its client was told otherwise."""
+        """Become durable from now on. Raises Late if its client was told otherwise, or is told now."""
         with self._lock:
-            if self.given_up:
+            if self._told or (self.text and self.late):
                 raise Late("a turn was given up before it was written")
             self._sure = True
 
     def text_is_there(self) -> None:
         """Note that the text is durable, without the state so far."""
         with self._lock:
-            self.text = True
+            self.text, self._sure = True, False
         if self.late:
             self.end(True, err=_late())
 
@@ -108,16 +117,16 @@ class _Standing:
     def _hurry(self) -> None:
         with self._lock:
             self.late = True
-            if self._states:
-                self._interrupt()
             if not self.text and not self._told:
                 self._timer = self._after(TEXT_PATIENCE_S - COMMIT_PATIENCE_S, self._give_up)
-        if self.text:
+            text_alone = self.text and not self._sure
+        if text_alone:
             self.end(True, err=_late())
 
     def _give_up(self) -> None:
         with self._lock:
-            if self._told or self._sure:
+            self._overdue = True
+            if self._told or self._sure or self.text:
                 return
             self._told = True
         self._lost(Late(f"the store took more than {TEXT_PATIENCE_S:.0f} s"), True)
@@ -146,23 +155,17 @@ class Pace:
         if time.monotonic() - self._when > LOOK_S or not nbytes:
             return 0.0
         took_s, of = self._last
-        return took_s * max(1.0, nbytes / max(1, of))
+        return took_s * max(1.0, nbytes / of) if of > SMALL_BYTES else took_s
 
     def cost_ms(self, nbytes: int) -> float:
         """Milliseconds that so many bytes of a large state take of everything else."""
         took_s, of = self._last
         return nbytes * (took_s * 1e3 / of if of > SMALL_BYTES else UNKNOWN_MS / (1 << 20))
 
-    @contextmanager
-    def measured(self, nbytes: int) -> Iterator[None]:
-        """Write so many bytes inside."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            if nbytes:
-                self._when = time.monotonic()
-                self._last = (self._when - began, nbytes)
+    def note(self, nbytes: int, took_s: float) -> None:
+        """Note how long a write of so many bytes took, or was let take."""
+        if nbytes:
+            self._when, self._last = time.monotonic(), (took_s, nbytes)
 
 
 class Pending:
@@ -260,10 +263,13 @@ class Writer:
         def lost(err: StoreError, text: bool) -> None:
             self.condition.failed(err, turns=len(turns) if text else 0)
 
-        standing = _Standing(then, lost, self.store.interrupt)
+        standing = _Standing(then, lost)
 
         def write(some: Sequence[Encoded]) -> Committed:
-            return self.store.commit(turns, some, session=session, reply=reply, heard=heard, sure=standing.sure)
+            return self.store.commit(turns, some, session=session, reply=reply, heard=heard, patience=standing)
+
+        def attach(some: Sequence[Encoded]) -> Committed:
+            return self.store.attach(turns, some, session=session, reply=reply, patience=standing)
 
         def work() -> None:
             self._forget(checkpoints)
@@ -271,9 +277,7 @@ class Writer:
                 return
             pending = [p for p in checkpoints if p.encoded is not None]
             try:
-                done = self._commit(
-                    standing, [p.encoded for p in pending if p.encoded is not None], turns, session, write
-                )
+                done = self._commit(standing, [p.encoded for p in pending if p.encoded is not None], write, attach)
             except StoreError as err:
                 standing.end(standing.text, err=err)
                 return
@@ -301,9 +305,8 @@ class Writer:
         self,
         standing: _Standing,
         states: Sequence[Encoded],
-        turns: Sequence[NewTurn],
-        session: SessionInfo,
         write: Callable[[Sequence[Encoded]], Committed],
+        attach: Callable[[Sequence[Encoded]], Committed],
     ) -> Committed:
         """Write turns with their states, or without, and tell their client. Raises StoreError: no text is stored."""
         nbytes = sum(e.nbytes for e in states if e.has_data)
@@ -311,8 +314,7 @@ class Writer:
         failed: StoreError | None = None
         if states and not standing.late and standing.waited_s + wait_s < COMMIT_PATIENCE_S / 2:
             try:
-                with standing.states(), self._pace.measured(nbytes):
-                    done = write(states)
+                done = self._timed(standing, nbytes, states, write)
                 standing.end(True, done.ends, done.full)
                 if done.full is None:
                     self.condition.well()
@@ -321,25 +323,49 @@ class Writer:
                 raise
             except StoreError as err:
                 failed = _late() if standing.late else err
-        done = write(())
+        ahead = [e for e in states if not e.has_data]  # these are only linked
+        try:
+            done = write(ahead)
+        except StoreError as err:
+            if not ahead or isinstance(err, (Late, Locked, Removed)):
+                raise
+            ahead = []
+            done = write(())
         if not states:
             standing.end(True, err=done.full)
             if done.full is None:
                 self.condition.well()
             return done
         standing.text_is_there()
-        if failed is None and not standing.late and wait_s < COMMIT_PATIENCE_S:
+        if failed is None and not standing.late:
             try:
-                with standing.states(), self._pace.measured(nbytes):
-                    done = self.store.attach(turns, states, session=session)
+                done = self._timed(standing, nbytes, states, attach)
                 standing.end(True, done.ends)
                 if not standing.late:
                     self.condition.well()
                 return done
             except StoreError as err:
-                failed = err
+                failed = _late() if standing.late else err
         standing.end(True, err=failed or _late())
-        self._metrics.checkpoint_left_out(len(states))
+        self._metrics.checkpoint_left_out(len(states) - len(ahead))
+        return Committed((), done.full)
+
+    def _timed(
+        self,
+        standing: _Standing,
+        nbytes: int,
+        states: Sequence[Encoded],
+        write: Callable[[Sequence[Encoded]], Committed],
+    ) -> Committed:
+        """Write states, and note how long they took, or were let take."""
+        try:
+            done = write(states)
+        except StoreError:
+            if standing.late and standing.wrote_s >= COMMIT_PATIENCE_S / 2:
+                self._pace.note(nbytes, standing.wrote_s)
+            raise
+        if done.full is None:
+            self._pace.note(nbytes, standing.wrote_s)
         return done
 
     def keep(self, checkpoints: Sequence[Pending], used: int | None, then: Callable[[], None]) -> None:
@@ -447,12 +473,14 @@ class Writer:
             if work is None:
                 break
             try:
-                work()
+                try:
+                    work()
+                finally:
+                    del work  # and with it the states that were written
+                if self._logged >= LOG_BYTES and self._work.empty():
+                    self._move_log()
             except Exception:
                 log.exception("the store's writer failed at a piece of work")
-            del work  # and with it the states that were written
-            if self._logged >= LOG_BYTES and self._work.empty():
-                self._move_log()
         if self._unsettled:
             self._settle()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -44,6 +44,8 @@ from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, Turn
 from ssmd.text.messages import Message
 
+_ASK_EACH = 20  # instructions of SQLite: to insert one row takes some 30, so that each large one is stopped at
+
 
 @dataclass(frozen=True)
 class Committed:
@@ -58,6 +60,23 @@ class Committed:
         return sum(p.nbytes for p in self.checkpoints)
 
 
+class Patience:
+    """How long a caller waits for a write; this one waits as long as it takes. Called on the thread that writes."""
+
+    def begin(self) -> None:
+        """Begin an attempt; the one before came to nothing. A StoreError that it raises ends the write."""
+
+    def stop(self) -> bool:
+        """Return whether to give up the states that are being written. Asked from the first statement on, often."""
+        return False
+
+    def sure(self) -> None:
+        """Note that all is written, and becomes durable next. A StoreError that it raises takes everything back."""
+
+
+PATIENT = Patience()
+
+
 class Store:
     """All methods raise StoreError, which says what to do; whatever was not finished has then left no trace."""
 
@@ -67,7 +86,6 @@ class Store:
         self.file = file
         self.domain = EVERYBODY
         self.room = room.Room(engine, file)
-        self._writing: Any = None  # the connection that writes a turn or its states now
 
     @staticmethod
     def open(data_dir: Path, *, busy_ms: int = 2000, quota: int | None = None) -> Store:
@@ -114,7 +132,7 @@ class Store:
         session: SessionInfo,
         reply: NewReply | None = None,
         heard: Mapping[str, Sequence[Message]] | None = None,
-        sure: Callable[[], None] = lambda: None,
+        patience: Patience = PATIENT,
     ) -> Committed:
         """Write turns (siblings, the first becomes the head) and their checkpoints in one transaction, all or nothing.
 
@@ -122,16 +140,17 @@ class Store:
         One whose parent was removed meanwhile, or for which the quota has no room, is left out, and all that have data
         are if the disk has none; the result says so, and the turns are written all the same. reply: what the request is
         answered with if it comes again; the turns that it replaces are removed. heard: what was said in turns
-        that were found altered, as the client says it again; those above come first. sure: called when all is written
-        but not yet durable; a StoreError that it raises takes everything back.
+        that were found altered, as the client says it again; those above come first. patience: is asked to stop
+        only where states have data to be written.
         """
         commits.check(session, turns, checkpoints)
 
         def write(some: Sequence[Encoded]) -> list[Placed]:
+            patience.begin()
             with database.writing(self._engine, self.file) as connection:
-                with self._interruptible(connection):
+                with _stoppable(connection, patience if any(c.has_data for c in some) else PATIENT):
                     placed = commits.write(connection, session, turns, some, self.quota, reply, heard or {})
-                sure()
+                patience.sure()
                 return placed
 
         full = None if self._has_room(checkpoints) else disk_full(self.file)
@@ -148,27 +167,25 @@ class Store:
         self.room.tidy()
         return Committed(tuple(placed), full, commits.ends_placed(turns, checkpoints, placed))
 
-    def attach(self, turns: Sequence[NewTurn], checkpoints: Sequence[Encoded], *, session: SessionInfo) -> Committed:
-        """Write checkpoints of turns that were committed without them, as `commit` does."""
+    def attach(
+        self,
+        turns: Sequence[NewTurn],
+        checkpoints: Sequence[Encoded],
+        *,
+        session: SessionInfo,
+        reply: NewReply | None = None,
+        patience: Patience = PATIENT,
+    ) -> Committed:
+        """Write checkpoints of turns that were committed without them, as `commit` does, and tell so in their reply."""
         commits.check(session, turns, checkpoints)
         self._check_room(checkpoints)
-        with database.writing(self._engine, self.file) as connection, self._interruptible(connection):
-            placed = commits.attach(connection, session.id, [t.id for t in turns], checkpoints, self.quota)
+        patience.begin()
+        with database.writing(self._engine, self.file) as connection:
+            with _stoppable(connection, patience):
+                placed = commits.attach(connection, session.id, turns, checkpoints, self.quota, reply)
+            patience.sure()
         self.room.tidy()
         return Committed(tuple(placed), None, commits.ends_placed(turns, checkpoints, placed))
-
-    def interrupt(self) -> None:
-        """Have the `commit` or `attach` under way fail, unless it is being made durable already. From any thread."""
-        if (writing := self._writing) is not None:
-            writing.interrupt()
-
-    @contextmanager
-    def _interruptible(self, connection: Connection) -> Iterator[None]:
-        self._writing = connection.connection.dbapi_connection
-        try:
-            yield
-        finally:
-            self._writing = None
 
     def _has_room(self, checkpoints: Sequence[Encoded]) -> bool:
         return self.room.holds(sum(c.nbytes for c in checkpoints), self.quota)
@@ -389,3 +406,15 @@ class Store:
         """Count the bytes of all checkpoints as they are stored."""
         with self.reading() as connection:
             return holding.stored_bytes(connection)
+
+
+@contextmanager
+def _stoppable(connection: Connection, patience: Patience) -> Iterator[None]:
+    """Ask while statements run inside whether to stop. One that is stopped fails, and its transaction is given up."""
+    raw: Any = connection.connection.dbapi_connection
+    if patience is not PATIENT:
+        raw.set_progress_handler(patience.stop, _ASK_EACH)
+    try:
+        yield
+    finally:
+        raw.set_progress_handler(None, 0)

@@ -342,6 +342,20 @@ def test_an_answer_that_could_not_be_stored_is_not_an_earlier_one(
         assert again.json["usage"]["ssmd"]["stored"] is True
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_reply_says_that_its_state_came_after_its_text(
+    n: int, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 60)
+    with daemon(artifact, tmp_path / "data") as one:
+        assert isinstance(one.engine._persistence, Persistence)
+        one.engine._persistence._writer._pace.note(8 << 20, 600.0)  # so the text goes first
+        first, again = (ask(one, "slowly", named("slowly"), n=n) for _ in range(2))
+        assert first.json["usage"]["ssmd"]["state_stored"] is True
+        assert again.headers["idempotent-replayed"] == "true"
+        assert again.json == first.json
+
+
 def test_a_retry_of_an_answer_that_was_given_up_runs(
     artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

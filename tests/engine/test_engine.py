@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +35,10 @@ from ssmd.runtime.protocol import Handle, Program, StateLost, get_runtime
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows import collecting
 from ssmd.sessions.rows.checkpoints import Placed
-from ssmd.sessions.rows.schema import checkpoint
+from ssmd.sessions.rows.schema import checkpoint, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
 from ssmd.text.messages import Message
 
 SAMPLING = SamplingParams(temperature=1.0, seed=3, logprobs=True, top_logprobs=3)
@@ -132,6 +134,12 @@ def endless(loaded: tuple[Artifact, Program]) -> SamplingParams:
     """Never ends by itself."""
     bias = {t: -100.0 for t in loaded[0].manifest.stop_tokens}
     return SamplingParams(temperature=1.0, seed=5, logit_bias=bias)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, a state is written, where a test does not say otherwise."""
+    monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 60)
 
 
 @pytest.fixture
@@ -852,6 +860,58 @@ def test_a_turn_told_as_lost_does_not_come_later(
     store.close()
 
 
+@pytest.mark.parametrize("hangs", [False, True], ids=["at once", "after a hang"])
+def test_an_attempt_after_a_failed_commit_has_its_bound(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 0.1)
+    monkeypatch.setattr(writer_module, "TEXT_PATIENCE_S", 0.3)
+    told: queue.SimpleQueue[tuple[bool, bool]] = queue.SimpleQueue()
+    lost: list[bool] = []
+    standing = writer_module._Standing(lambda *said: told.put(said), lambda _, text: lost.append(text))
+    standing.begin()
+    standing.sure()  # and the COMMIT that follows fails
+    if hangs:
+        soon(lambda: standing._overdue)
+        assert told.empty(), "only the disk knows how it ends"
+        with pytest.raises(StoreError):
+            standing.begin()
+    else:
+        standing.begin()
+    assert told.get(timeout=60) == (False, False)
+    assert lost == [True]
+    with pytest.raises(StoreError):
+        standing.sure()
+
+
+def test_a_state_is_written_after_its_text_where_it_may_be_slow(engine: OwnEngine, store: Store) -> None:
+    assert engine.writer is not None
+    engine.writer._pace.note(8 << 20, 600.0)
+    assert told(ask(engine, user("Before."))) == (True, True)
+    assert engine.writer.condition.reason == ""
+
+
+def test_only_a_large_write_tells_how_long_more_bytes_take() -> None:
+    pace = writer_module.Pace()
+    pace.note(23_040, 0.02)  # almost all of that is one fsync
+    assert pace.wait_s(22_600_000) == 0.02
+    pace.note(4 << 20, 0.1)
+    assert pace.wait_s(40 << 20) == pytest.approx(1.0)
+
+
+def test_a_text_alone_keeps_the_states_written_ahead(
+    engine: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "AHEAD_BYTES", 0)
+    with closing(sqlite3.connect(store.file)) as other:
+        when = "WHEN new.kind = 'turn' BEGIN SELECT RAISE(ABORT, 'no more numbers'); END"
+        other.execute(f"CREATE TRIGGER odd BEFORE INSERT ON checkpoint {when}")
+        other.commit()
+    assert told(ask(engine, LONG_SYSTEM, user("Before."))) == (True, False)
+    with store.reading() as connection:
+        linked = set(connection.scalars(select(turn_checkpoint.c.checkpoint)))
+        assert linked == set(connection.scalars(select(checkpoint.c.id)))
+    assert linked
+
+
 def test_a_state_is_exact_to_a_program_with_other_threads(
     engine: Engine, loaded: tuple[Artifact, Program], store: Store
 ) -> None:
@@ -871,6 +931,23 @@ def test_a_state_is_exact_to_a_program_with_other_threads(
         assert (after.usage.resume, after.usage.cached_tokens) == (resume, expected.usage.cached_tokens)
         assert after.logprobs == expected.logprobs
     other.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be moved there")
+def test_the_writer_outlives_a_folder_that_cannot_be_read(engine: OwnEngine, store: Store) -> None:
+    first = ask(engine, user("Before."))
+    assert engine.writer is not None
+    data, aside = store.file.parent, store.file.parent.with_name("aside")
+    engine.writer.flush()
+    data.rename(aside)
+    data.write_bytes(b"")
+    engine.writer._logged = writer_module.LOG_BYTES
+    talk: tuple[Message, ...] = (user("Before."), answered(first.text), user("Is it there?"))
+    assert told(ask(engine, *talk)) == (False, False)
+    engine.writer.flush()
+    data.unlink()
+    aside.rename(data)
+    assert told(ask(engine, *talk)) == (True, True)
 
 
 def test_a_damaged_checkpoint_is_read_again(

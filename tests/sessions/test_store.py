@@ -45,7 +45,7 @@ from ssmd.sessions.rows import blobs as blobs_module
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.encoded import encode
 from ssmd.sessions.rows.schema import checkpoint, metadata, piece, segment
-from ssmd.sessions.store import Store
+from ssmd.sessions.store import Patience, Store
 from ssmd.sessions.turn import NewTurn, Removed, SessionInfo, StoreError, UnknownSession
 from ssmd.text.messages import Message
 
@@ -165,6 +165,45 @@ def test_a_checkpoint_written_ahead_is_only_linked_later(store: Store, spec: Sta
     assert store.sweep() == 0
     chat.remember(turn, done.checkpoints[-1].id)
     check_prefix_found(store, chat, "t2")
+
+
+class _Impatient(Patience):
+    """Stops at the 20th question, and counts attempts."""
+
+    def __init__(self) -> None:
+        self.attempts = self.asked = 0
+        self.told = False
+
+    def begin(self) -> None:
+        self.attempts += 1
+
+    def stop(self) -> bool:
+        self.asked += 1
+        return self.asked == 20
+
+    def sure(self) -> None:
+        if self.told:
+            raise StoreError("told already")
+
+
+def test_a_state_is_stopped_between_two_of_its_rows(store: Store) -> None:
+    """A plain insert of a row has no loop, where alone SQLite looks at what interrupts it."""
+    chat = Chat(store, "s", StateSpec((TensorSpec("ssm_0", "ssm", 0, (5000, 1000)),)))  # 20 rows
+    turn, made = chat.make("t1", None, [user("hi")], "hello")
+    states, patience = [chat.encode(c) for c in made], _Impatient()
+    with pytest.raises(StoreError, match="interrupted"):
+        store.commit([turn], states, session=chat.info, patience=patience)
+    assert store.sessions() == []
+    store.commit([turn], session=chat.info, patience=patience)
+    assert (patience.attempts, patience.asked) == (2, 20), "a text is not stopped"
+    patience.asked = 0
+    with pytest.raises(StoreError, match="interrupted"):
+        store.attach([turn], states, session=chat.info, patience=patience)
+    patience.told = True
+    with pytest.raises(StoreError, match="told already"):
+        store.attach([turn], states, session=chat.info, patience=patience)
+    assert counts(store)["checkpoint"] == store.bytes_stored() == 0
+    assert store.attach([turn], states, session=chat.info).ends
 
 
 def test_what_no_turn_came_to_is_swept(store: Store, spec: StateSpec) -> None:

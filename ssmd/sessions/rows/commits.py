@@ -66,13 +66,25 @@ def ends_placed(new: Sequence[NewTurn], checkpoints: Sequence[Encoded], placed: 
 
 
 def attach(
-    connection: Connection, session_id: str, turn_ids: Sequence[str], checkpoints: Sequence[Encoded], quota: int | None
+    connection: Connection,
+    session_id: str,
+    new: Sequence[NewTurn],
+    checkpoints: Sequence[Encoded],
+    quota: int | None,
+    reply: NewReply | None,
 ) -> list[Placed]:
-    """Write checkpoints of turns that stand without them; none where one of those turns was removed meanwhile."""
+    """Write checkpoints of turns that stand without them; none where one of those turns was removed meanwhile.
+
+    reply: the one that was written with the turns; it says from now on whether their states are stored.
+    """
+    turn_ids = [t.id for t in new]
     there = connection.scalars(select(turn_table.c.id).where(turn_table.c.id.in_(turn_ids))).all()
     if len(there) < len(turn_ids):
         return [Placed(None, why_not="its turn was removed meanwhile") for _ in checkpoints]
-    return retention.place(connection, checkpoints, turn_ids, session_id, quota)
+    placed = retention.place(connection, checkpoints, turn_ids, session_id, quota)
+    if reply is not None:
+        replies.update_reply(connection, reply, new, state_stored=ends_placed(new, checkpoints, placed))
+    return placed
 
 
 def rewrite(

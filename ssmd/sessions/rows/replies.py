@@ -29,6 +29,7 @@ _KEPT = (
 )
 _OVER = delete(reply_table).where(_r.expires_at <= bindparam("now"))
 _SAME = delete(reply_table).where(_r.key == bindparam("digest"))
+_WITH = _SAME.where(_r.turn == bindparam("turn"))
 _NEW = insert(reply_table)
 
 
@@ -99,6 +100,13 @@ def insert_reply(
         "answer": answer | {"seal": _seal(reply.key.digest, reply.key.body, names, reply.complete, answer)},
     }
     connection.execute(_NEW, row)
+
+
+def update_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTurn], *, state_stored: bool) -> None:
+    """Write a reply that is stored with its turns again, with another `state_stored`, unless it is gone."""
+    gone = connection.execute(_WITH, {"digest": reply.key.digest, "turn": turns[0].id})
+    if gone.rowcount:
+        insert_reply(connection, reply, turns, state_stored=state_stored)
 
 
 def forget(connection: Connection, turns: Any) -> None:
