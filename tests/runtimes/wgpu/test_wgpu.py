@@ -707,7 +707,8 @@ def test_what_recording_takes_is_the_least_of_all_rounds(loaded: WgpuProgram, mo
     taken = iter([105.0, 100.0, 205.0, 300.0, 106.0, 101.0, 107.0, 100.0, 105.0, 102.0])  # whole, empty, whole, …
     monkeypatch.setattr(tuning._Bench, "_taken", lambda *_: next(taken) / 1e6)
     bench = tuning._Bench.__new__(tuning._Bench)
-    assert bench.seconds({"a": [(None, None, None, 1, 1, None)]}, 1)["a"] == pytest.approx(5e-6)
+    one: Any = (None, None, None, 1, 1, None)
+    assert bench.seconds({"a": [one]}, 1)["a"] == pytest.approx(5e-6)
 
 
 @pytest.mark.parametrize(
