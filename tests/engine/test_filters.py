@@ -52,6 +52,22 @@ def filtered_ref(logits: Floats, params: SamplingParams) -> Probabilities:
     return np.asarray((1 - params.xtc_probability) * p + without)
 
 
+def at_the_edge(logits: NDArray[np.float32], mass: float) -> NDArray[np.bool_]:
+    """Return the tokens that float32 may put on either side of the typical set's edge (arXiv:2202.00666).
+
+    In float32 a sum of 100,352 masses is off by up to 1e-5, and the distance of a surprise from the entropy by 2e-5.
+    """
+    scaled = logits.astype(np.float64)
+    log_p = np.asarray(scaled - np.logaddexp.reduce(scaled))
+    p = np.exp(log_p)
+    off = np.abs(-log_p + (p * log_p).sum())  # from the entropy
+    order = np.argsort(off, kind="stable")
+    before = np.empty_like(p)
+    before[order] = np.cumsum(p[order]) - p[order]
+    last = order[np.searchsorted(np.cumsum(p[order]), mass)]
+    return np.asarray((np.abs(before - mass) <= 1e-5) | (np.abs(off - off[last]) <= 2e-5))
+
+
 @pytest.mark.parametrize("mass", [0.05, 0.3, 0.9, 0.99])
 @pytest.mark.parametrize(("size", "width"), [(50, 3.0), (9000, 0.5), (9000, 4.0), (100_352, 2.0)])
 def test_the_typical_set_is_that_of_transformers(mass: float, size: int, width: float) -> None:
@@ -67,7 +83,7 @@ def test_the_typical_set_is_that_of_transformers(mass: float, size: int, width: 
     own = weights.copy()
     Filters(mass, 1.0, 0.0, 0.0, 0.1).apply(scaled.copy(), own, np.random.default_rng(0))
     differ = np.flatnonzero(expected != (own > 0))
-    assert differ.size <= 1  # whose surprise is at the edge, by rounding
+    assert at_the_edge(logits, mass)[differ].all()
     assert np.array_equal(own[own > 0], weights[own > 0])
     sampler = Sampler(SamplingParams(typical_p=mass, seed=3))
     drawn = {sampler.sample(logits).token for _ in range(200)}
