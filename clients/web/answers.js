@@ -1,7 +1,7 @@
 // Answers under way: asked here, or followed.
 import {ApiError, ask, open} from "./api.js";
 import {readEvents} from "./events.js";
-import {namesOf, onKept, readJson, sending, write, writeJson} from "./kept.js";
+import {namesOf, readJson, sending, write, writeJson} from "./kept.js";
 import {daemon, metrics} from "./live.js";
 import {Signal} from "./signal.js";
 import {changed} from "./windows.js";
@@ -232,8 +232,6 @@ export function noteUnstored() {
   }
   unstored.set(found.sort((a, b) => b.at - a.at));
 }
-
-onKept("asked.", noteUnstored);
 
 /** The answer under way in a session: one that this window reads, or begins to follow. */
 export function answerIn(session) {

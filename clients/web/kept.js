@@ -35,9 +35,6 @@ export function namesOf(first) {
   }
 }
 
-/** Calls back when another window changed what is kept under a name that begins with `first`. */
-export const onKept = (first, listener) => addEventListener("storage", ({key}) => (key ?? PREFIX + first).startsWith(PREFIX + first) && listener());
-
 /** What `write` kept as JSON; anything else is as if there was nothing. */
 export function readJson(name, otherwise = null, where = undefined) {
   try {

@@ -83,17 +83,6 @@ def test_the_first_question_of_a_chat_stopped_in_the_queue_is_a_draft_again(alon
     assert alone.session == ""
 
 
-def test_a_first_question_has_a_row_in_each_window(alone: Window, own: DaemonProcess) -> None:
-    occupy(own)
-    other = Window(alone.page.context, alone.url)
-    other.open("#/now")
-    alone.say("Waits in the queue")
-    other.page.wait_for_selector(".beside li:has-text('Waits in the queue')")
-    alone.page.click("button[aria-label=Stop]")
-    other.page.wait_for_selector(".beside li:has-text('Waits in the queue')", state="detached")
-    other.check()
-
-
 def test_the_first_question_of_a_chat_waits_on_through_a_reload(alone: Window, own: DaemonProcess) -> None:
     occupy(own)
     [first] = own.get("/ssmd/v1/metrics")[1]["running"]
