@@ -89,7 +89,7 @@ def start(data_dir: Path, url: str | None = None) -> str:
 
 
 def _is_free(port: int) -> bool:
-    """Whether a daemon could listen at a port of loopback."""
+    """Return whether a daemon can listen at a port of the loopback address."""
     with socket.socket() as one:
         if sys.platform != "win32":  # there it would bind beside the program that listens
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

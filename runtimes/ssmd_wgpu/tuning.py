@@ -199,7 +199,7 @@ def picked(times: Mapping[Any, float]) -> Any:
 
 
 class _Bench:
-    """What kernels are measured with: a pool of weights, values of x, places for what they give."""
+    """Holds the buffers for measuring kernels: a pool of weights, values of x, and room for results."""
 
     def __init__(self, gpu: Gpu, plan: PackedPlan) -> None:
         self.gpu, self.plan = gpu, plan
