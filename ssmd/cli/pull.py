@@ -32,12 +32,10 @@ from ssmd.cli.making import (
 from ssmd.cli.reporting import reporting
 
 if TYPE_CHECKING:
-    from ssmd.build.builder import Packer
     from ssmd.config import Settings
     from ssmd.machine.progress import Progress
     from ssmd.model.artifact import Artifact
     from ssmd.model.source import Source
-    from ssmd.refit.graphfile import StrippedGraph
 
 
 def pull(
@@ -121,18 +119,21 @@ def _pull(
             source = opened(path)
             if name != smollm2.NAME or folder is not None:
                 check_texts(source)
-            own, whose, packer = name.rpartition("/")[2], str(said["name"]), packer_of(runtime)
-            wanted = [runtime] if runtime is not None else catalog.RUNTIMES
-            graph, why_not = (None, "") if packer else catalog.choose(source.config, wanted)
-            if packer is not None:
-                artifact = packed(packer, source, own, settings, say, context, force=force, whose=whose)
-            elif graph is not None:
-                artifact = refitted(graph, source, own, settings, say, context, force=force, whose=whose)
-            elif runtime is not None or folder is not None or report:  # who asked wants one to run
+            artifact, why_not = _install(
+                source,
+                name.rpartition("/")[2],
+                runtime or "auto",
+                settings,
+                say,
+                context=context,
+                force=force,
+                whose=str(said["name"]),
+            )
+            if artifact is None and (runtime is not None or folder is not None or report):  # one to run was asked for
                 way = "" if runtime is None else f" --runtime {runtime}"
                 advice = f"ssmd build {name if folder is None else folder}{way}"
                 fail(f"{why_not}; with PyTorch it can be built: {advice}")
-            elif not as_json:
+            if artifact is None and not as_json:
                 typer.echo(why_not)
     if as_json or report:
         typer.echo(json.dumps({**said, "artifact": None if artifact is None else str(artifact)}, indent=1))
@@ -144,87 +145,60 @@ def _silent(line: str) -> None:
     pass
 
 
-def refitted(
-    graph: StrippedGraph,
+def _install(
     source: Source,
     name: str,
+    runtime: str,
     settings: Settings,
     say: Progress,
-    context: int | None = None,
     *,
+    context: int | None = None,
     force: bool = False,
     whose: str = "",
-) -> Path:
-    """The folder of the artifact that a graph gives with a source, for `context` tokens; one that is there is kept,
-    unless `force`. `whose`: the source's name, if not `name`.
+) -> tuple[Path | None, str]:
+    """Make the artifact of a source checkpoint: (its folder, ""), or (None, why not) where ssmd has no graph of it.
+
+    One that is there is kept, unless `force`. context: the tokens that a conversation can have, else as many as the
+    model has. whose: the source's name, if not `name`.
     """
     from ssmd.hub.download import check_room
-    from ssmd.refit.catalog import install
+    from ssmd.machine.size import show_size
+    from ssmd.refit import catalog
     from ssmd.refit.refit import bounded
 
-    h = graph.header
-    most = bounded(h, source.config, context)[-1]  # before anything is replaced
-    out = _folder(settings, name, h.runtime, h.device_class, h.quantization)
-    if force or not out.exists():
-        check_room(sum(f.size for f in h.files), settings.models_dir, "SSMD_MODELS_DIR", "written")
-        if h.device_class == "npu":
-            say(costs(h.device_class, {f.name: f.size for f in h.files}))
-    make = partial(install, graph, source, out, name=name, context=context, progress=say)
-    return _made(out, force, settings, say, name, most, make, source, whose)
-
-
-def packed(
-    packer: Packer,
-    source: Source,
-    name: str,
-    settings: Settings,
-    say: Progress,
-    context: int | None = None,
-    *,
-    force: bool = False,
-    whose: str = "",
-) -> Path:
-    """Pack the source for a runtime that needs no graph, for `context` tokens; its folder. One that is there is kept,
-    unless `force`. `whose`: the source's name, if not `name`.
-    """
-    out = _folder(settings, name, packer.runtime, packer.device_class, packer.quantizations[0])
-    tiers = None if context is None else [context]
-
-    def make() -> Artifact:
-        return packer.build(source, out, name=name, tiers=tiers, replace=True, progress=say)
-
-    return _made(out, force, settings, say, name, context, make, source, whose)
-
-
-def _folder(settings: Settings, name: str, runtime: str, device_class: str, quantization: str) -> Path:
-    return settings.models_dir / name_of(name) / f"{runtime}-{device_class}-{quantization}"
-
-
-def _made(
-    out: Path,
-    force: bool,
-    settings: Settings,
-    say: Progress,
-    name: str,
-    most: int | None,
-    make: Callable[[], Artifact],
-    source: Source,
-    whose: str,
-) -> Path:
-    """`most`: the tokens that a conversation is to have, where that is known."""
-    from ssmd.machine.size import show_size
-
+    packer, sizes, warned = packer_of(runtime), dict[str, int](), False  # sizes: of files to be written, where known
+    make: Callable[[], Artifact]
+    if packer is not None:
+        out = _folder(settings, name, packer.runtime, packer.device_class, packer.quantizations[0])
+        most, tiers = context, None if context is None else [context]
+        make = partial(packer.build, source, out, name=name, tiers=tiers, replace=True, progress=say)
+    else:
+        graph, why_not = catalog.choose(source.config, catalog.RUNTIMES if runtime == "auto" else [runtime])
+        if graph is None:
+            return None, why_not
+        h = graph.header
+        out = _folder(settings, name, h.runtime, h.device_class, h.quantization)
+        most = bounded(h, source.config, context)[-1]  # before anything is replaced
+        sizes, warned = {f.name: f.size for f in h.files}, h.device_class == "npu"
+        make = partial(catalog.install, graph, source, out, name=name, context=context, progress=say)
     if out.exists() and not force:
         has = _context_of(out)
         other = most is not None and has is not None and has != most
         again = f", for conversations of {has} tokens; --force makes it again, for {most}"
         say(f"{out} is here already{again if other else '; --force makes it again'}")
-        return out
+        return out, ""
+    check_room(sum(sizes.values()), settings.models_dir, "SSMD_MODELS_DIR", "written")
+    if warned:
+        say(costs("npu", sizes))
     manifest = make().manifest
     keep_defaults(source.path, whose or name, out, say)
     noted(out, settings)
     say(f"{out}: {show_size(sum(f.size for f in manifest.files.values()))}; {hint(manifest, name)}")
-    return out
+    return out, ""
+
+
+def _folder(settings: Settings, name: str, runtime: str, device_class: str, quantization: str) -> Path:
+    return settings.models_dir / name_of(name) / f"{runtime}-{device_class}-{quantization}"
 
 
 def _context_of(artifact: Path) -> int | None:
@@ -293,26 +267,18 @@ def pulled(model: str | None, settings: Settings, *, yes: bool = False, ask: boo
     settings.prepare_models()
     source = opened(fetch(origin, "main", settings, say=_aside).path)
     check_texts(source)
-    _install(source, name, runtime, settings)
+    _install_or_fail(source, name, runtime, settings)
     return True
+
+
+def _install_or_fail(source: Source, name: str, runtime: str, settings: Settings) -> None:
+    made, why_not = _install(source, name, runtime, settings, _aside)
+    if made is None:
+        fail(why_not)
 
 
 def _aside(line: str) -> None:
     typer.echo(line, err=True)  # stdout is for answers
-
-
-def _install(source: Source, name: str, runtime: str, settings: Settings) -> None:
-    """Make the artifact of a source checkpoint; ends the command where ssmd has no graph of it."""
-    from ssmd.refit import catalog
-
-    packer = packer_of(runtime)
-    if packer is not None:
-        packed(packer, source, name, settings, _aside)
-        return
-    graph, why_not = catalog.choose(source.config, catalog.RUNTIMES if runtime == "auto" else [runtime])
-    if graph is None:
-        fail(why_not)
-    refitted(graph, source, name, settings, _aside)
 
 
 def first_model(model: str | None, settings: Settings, *, yes: bool = False, ask: bool = True) -> str | None:
@@ -342,7 +308,7 @@ def first_model(model: str | None, settings: Settings, *, yes: bool = False, ask
 
     settings.prepare_models()
     with smollm2_source(settings, _aside) as path:
-        _install(opened(path), smollm2.NAME, settings.runtime, settings)
+        _install_or_fail(opened(path), smollm2.NAME, settings.runtime, settings)
     return smollm2.NAME
 
 
