@@ -1,5 +1,5 @@
 # Makes .venv with the extras named, on Windows, and mends one that is half made. Quick when nothing changed; scripts/setup
-# is the same elsewhere. A line a step; what pip says goes to .cache\setup.log.
+# is the same elsewhere. A line a step; pip's output goes to .cache\setup.log.
 #   powershell -ExecutionPolicy Bypass -File scripts\setup.ps1 [EXTRA ...]      default: litert
 param([Parameter(ValueFromRemainingArguments = $true)] [string[]] $Extras = @("litert"))
 $ErrorActionPreference = "Stop"
@@ -26,9 +26,9 @@ function Stop-Broken([string] $what) {
     } elseif ($said -match "Cannot connect to proxy|ProxyError") {
         $why = "no network: the proxy of HTTPS_PROXY, HTTP_PROXY or ALL_PROXY does not answer"
     } elseif ($said -match "establish a new connection|NameResolutionError|getaddrinfo failed|ConnectTimeout|Max retries") {
-        $why = "no network: pip cannot reach the package index; the same command goes on once there is one"
+        $why = "no network: pip cannot reach the package index; run the same command again once there is one"
     }
-    throw "${what}: $why; all that was said is in $log"
+    throw "${what}: $why; the full output is in $log"
 }
 
 function New-Environment {
@@ -58,7 +58,7 @@ if (-not (Test-Environment "import sys; sys.exit(sys.prefix == sys.base_prefix)"
     $missing = $Extras
 }
 if ($missing.Count -gt 0) {
-    if (-not (Test-Environment "import pip")) { # one that was broken off
+    if (-not (Test-Environment "import pip")) { # it is half made
         Step "mending .venv, which has no pip" @($python, "-m", "ensurepip", "--upgrade")
         if ($LASTEXITCODE -ne 0) { New-Environment }
     }

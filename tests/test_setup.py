@@ -61,14 +61,14 @@ def setup(clone: Path, *arguments: str, **extra: str) -> subprocess.CompletedPro
 
 
 def steps(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What is said of each step, without how it looks."""
+    """Return the line of each step, without its styling."""
     assert done.returncode == 0, done
     assert done.stdout == ""
     return [re.sub(r"\x1b\[\d*m", "", line).removeprefix("==> ") for line in done.stderr.splitlines()]
 
 
 def python(clone: Path, body: str) -> str:
-    """A Python whose `-m venv` runs a shell's words in place of making an environment."""
+    """Return a Python whose `-m venv` runs a shell script instead of making an environment."""
     program = clone.parent / "python"
     program.write_text(f'#!/bin/sh\n[ "$1 $2" = "-m venv" ] || exec {sys.executable} "$@"\n{body}\n')
     program.chmod(0o755)
@@ -92,13 +92,13 @@ exit 1"""
 
 
 def test_setup_mends_what_a_python_without_venv_left(clone: Path) -> None:
-    """Debian's fails in the middle and names its package; once that is there, the same command ends well."""
+    """Debian's Python fails midway and names its package; once that is installed, the same command succeeds."""
     done = setup(clone, PYTHON=python(clone, WITHOUT.format(python=sys.executable)))
     assert (done.returncode, done.stdout) == (1, "")
     making, error = done.stderr.splitlines()
     assert "making .venv with Python 3." in making
     assert "on Debian and Ubuntu, as root: apt install python3.11-venv; then the same command again" in error
-    assert error.endswith(f"all that was said is in {clone}/.cache/setup.log")
+    assert error.endswith(f"the full output is in {clone}/.cache/setup.log")
     assert "python3-venv\n" in (clone / ".cache/setup.log").read_text()
     assert steps(setup(clone)) == [MENDED, "installing ssmd-daemon[litert], 335 MB on the disk"]
     assert (clone / ".venv/bin/ssmd").exists()
@@ -106,19 +106,19 @@ def test_setup_mends_what_a_python_without_venv_left(clone: Path) -> None:
 
 
 def test_setup_goes_on_without_a_log_that_it_may_write(clone: Path) -> None:
-    """As that of root, after `sudo scripts/setup`; a folder stands for it, as root may write all files."""
+    """After `sudo scripts/setup` the log is root's. A folder stands for it here, as root may write all files."""
     (clone / ".cache" / "setup.log").mkdir(parents=True)
     env_without_pip(clone, "--system-site-packages")
-    note = f"{clone}/.cache/setup.log cannot be written, so nothing that pip says is kept; -v shows it"
+    note = f"{clone}/.cache/setup.log cannot be written, so pip's output is not kept; -v shows it"
     assert steps(setup(clone)) == [note, "installing ssmd-daemon[litert], 335 MB on the disk"]
     (clone / "pyproject.toml").write_text(PROJECT.replace("[]", '["hatchling>=1.27"]'))
     *_, error = setup(clone).stderr.splitlines()
-    assert error.endswith("could not be installed: -v shows all that is said")
+    assert error.endswith("could not be installed: -v shows the full output")
 
 
 @pytest.mark.full
 def test_setup_goes_on_after_it_was_killed(clone: Path) -> None:
-    """Also where what is left of .venv is no environment, and its Python the system's own."""
+    """This holds too if the rest of .venv is not an environment, and its Python is the system's own."""
     process = subprocess.Popen(
         ["scripts/setup", "litert"],
         cwd=clone,
@@ -147,7 +147,7 @@ def test_setup_says_that_there_is_no_network(clone: Path) -> None:
 
 
 def test_setup_says_how_much_room_is_missing(clone: Path, tmp_path: Path) -> None:
-    """Before it begins, where its own disk is too small; afterwards, where that of its temporary files was."""
+    """It reports it before it begins if its own disk is too small, and afterwards if that of temporary files was."""
     env_without_pip(clone, "--system-site-packages")
     small = tmp_path / "small"
     small.mkdir()
