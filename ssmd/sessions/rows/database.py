@@ -27,7 +27,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 from ssmd.machine.folder import close_to_others, make_private, others_open
 from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.rows import erasure
-from ssmd.sessions.rows.faults import DiskFull, ReplacedFile, disk_full, errors, unusable
+from ssmd.sessions.rows.faults import DiskFull, disk_full, errors, replaced, unusable
 from ssmd.sessions.turn import StoreError
 
 FILE = "sessions.sqlite3"
@@ -69,17 +69,11 @@ class _OpenFile:
             if written:
                 self._log.stat()
         except FileNotFoundError as err:
-            raise ReplacedFile(self._explain(f"{err.filename} was removed")) from None
+            raise replaced(self._file, f"{err.filename} was removed") from None
         except OSError as err:  # of a disk that fails, say
             raise unusable(self._file, err) from err
         if (found.st_dev, found.st_ino) != self._identity:
-            raise ReplacedFile(self._explain("another file was put in its place"))
-
-    def _explain(self, happened: str) -> str:
-        return (
-            f"session store {self._file}: {happened} while it was in use, so nothing is written any more; "
-            "put back the files that were there, or restart the daemon to go on with those that are there now"
-        )
+            raise replaced(self._file, "another file was put in its place")
 
 
 def open_database(data_dir: Path, *, busy_ms: int) -> Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,14 +62,24 @@ _KINDS = {
     sqlite3.SQLITE_LOCKED: Locked,
     sqlite3.SQLITE_FULL: DiskFull,
 }
+_WITHOUT_FILE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)  # what a missing file gives
 _NO_ROOM = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)  # a user's quota, say
 
 
 def _error(err: BaseException | None, file: Path) -> StoreError:
     extended = getattr(err, "sqlite_errorcode", 0)
     code = extended & 0xFF
+    if code in _WITHOUT_FILE and not os.path.lexists(file):  # it was there when the store was opened
+        return replaced(file, f"{file} was removed")
     kind = DiskFull if extended in _NO_ROOM else _KINDS.get(code, StoreError)
     return kind(_explain(err, code, file))
+
+
+def replaced(file: Path, happened: str) -> ReplacedFile:
+    return ReplacedFile(
+        f"session store {file}: {happened} while it was in use, so nothing is written any more; "
+        "put back the files that were there, or restart the daemon to go on with those that are there now"
+    )
 
 
 def disk_full(file: Path) -> DiskFull:
