@@ -20,7 +20,7 @@ from ssmd.engine.request import Rejected
 from ssmd.engine.sharing import Open, Shares
 from ssmd.engine.turns import Turns
 from ssmd.engine.warmup import WarmUp
-from ssmd.runtime.protocol import Logits, Program, StateLost
+from ssmd.runtime.protocol import Handle, Logits, Program, StateLost
 from ssmd.sessions.checkpoint import NewCheckpoint
 from ssmd.text.tokenizer import Tokenizer
 
@@ -259,17 +259,40 @@ class Worker:
             handles.append(joining.progress.handle)
             tokens.append(int(joining.prompt.ids.own[-1]))
         if handles:
-            with self._turns:
-                rows = self._program.decode(handles, tokens)
+            owners = [g for g, _ in unended] + ([] if joining is None else [joining])
+            rows = self._compute(owners, handles, tokens)
             for (g, choice), row in zip(unended, rows, strict=False):
-                if choice.fed(1):
+                if row is not None and choice.fed(1):
                     self._guarded([g], partial(self._answers.take, g, choice, row))
-            if joining is not None:
+            if joining is not None and rows[-1] is not None:
                 self._guarded([joining], partial(self._begin_answer, joining, rows[-1], saved, started))
         for g in running:
             if g in self.running:
                 self._guarded([g], partial(self._open_choices, g))
         self._answers.count()
+
+    def _compute(
+        self, owners: Sequence[Generation], handles: Sequence[Handle], tokens: Sequence[int]
+    ) -> Sequence[Logits | None]:
+        """Decode a token for each handle: its logits, or None where its generation ended for want of memory.
+
+        A program that has no memory for one of them has computed none: then each takes a step alone.
+        """
+        with self._turns:
+            try:
+                return list(self._program.decode(handles, tokens))
+            except MemoryError:
+                if len(handles) == 1:
+                    raise
+        rows = list[Logits | None]([None] * len(handles))
+        for i, g in enumerate(owners):
+            if g in self.running:
+                self._guarded([g], partial(self._compute_alone, rows, i, handles[i], tokens[i]))
+        return rows
+
+    def _compute_alone(self, rows: list[Logits | None], i: int, handle: Handle, token: int) -> None:
+        with self._turns:
+            rows[i] = self._program.decode([handle], [token])[0]
 
     def _feed_forced(self, open_: Sequence[Open], running: Sequence[Generation]) -> list[Open]:
         """Feed a piece of what a grammar left one of these choices no choice of; those that take a step then.

@@ -1116,6 +1116,34 @@ def test_who_finds_no_memory_ends_alone(
     assert isinstance(slow.answer().end, Done)
 
 
+def test_a_stream_without_memory_ends_alone(
+    engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch, endless: SamplingParams
+) -> None:
+    """The other stream of its steps says what it says alone."""
+    program, together = loaded[1], list[int]()
+    decode = program.decode
+
+    def full(handles: list[Handle], tokens: list[int]) -> Any:
+        together.append(len(handles))
+        if any(program.position(h) > 200 for h in handles):
+            raise MemoryError("a conversation of 256 tokens takes 64 MB more memory")
+        return decode(handles, tokens)
+
+    question = {"max_tokens": 60, "sampling": endless, "store": False}
+    alone = ask(engine, user("I go on."), **question)
+    with monkeypatch.context() as patched:
+        patched.setattr(program, "decode", full)
+        other = Asked(engine, user("I go on."), before=partial(time.sleep, 0.01), **question)
+        first = other.next()
+        assert isinstance(first, Delta)
+        failed = ask(engine, user("I am long. " * 40))
+        assert isinstance(failed.end, Failed)
+        assert "64 MB more" in failed.end.error.message
+        answer = other.answer()
+    assert 2 in together
+    assert (first.text + answer.text, isinstance(answer.end, Done)) == (alone.text, True)
+
+
 @pytest.mark.parametrize("what", ["begin", "release"])
 def test_the_worker_outlives_what_fails_beside_its_steps(
     engine: Engine, loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch, what: str
