@@ -44,8 +44,10 @@ def create_app(
     stall_s: float = STALL_S,
     end: Callable[[], None] = lambda: None,
 ) -> ASGIApp:
-    """The ASGI app. keys: default: those of the settings. access: has a line of each request. `stall_s`: how
-    long a client may leave its answer unread before it is given up. end: what stops the daemon. Raises SettingsError.
+    """Build the ASGI app. Raises SettingsError.
+
+    keys: by default those of the settings. access: gets a line for each request. stall_s: seconds that a client may
+    leave its answer unread before it is given up. end: called to stop the daemon.
     """
     keys = Keys.of(settings) if keys is None else keys
     store, under_way, usable = None if host.writer is None else host.writer.store, UnderWay(), Runtimes()

@@ -152,7 +152,7 @@ class Settings(BaseSettings):
     )
     default: Names = Field(
         (),
-        description="sampling of requests that say nothing, in place of the models' own, such as "
+        description="sampling options for requests that leave them out, in place of the models' own, such as "
         "`temperature=0.7,top_p=0.9`",
     )
     strict: bool = Field(
@@ -164,16 +164,16 @@ class Settings(BaseSettings):
         False,
         description="a line for each request on stdout, without text of clients ([daemon.md](daemon.md#access-log))",
     )
-    access_log_format: Literal["text", "json"] = Field("text", description="how such a line is written")
+    access_log_format: Literal["text", "json"] = Field("text", description="format of the access log")
     slow_request: float = Field(
         2.0,
         ge=0,
-        description="time such as 500ms from which on the access log marks a request as `slow`: to the first token of "
-        "an answer, to the end of any other request",
+        description="time (such as 500ms) from which the access log marks a request as `slow`: to the first token of "
+        "an answer, or to the end of any other request",
     )
     core_dumps: bool = Field(
         False,
-        description="a crash may write the daemon's memory into a core file; for developers of runtimes",
+        description="let a crash write the daemon's memory into a core file; for developers of runtimes",
     )
 
     def __init__(self, **flags: Any) -> None:
@@ -282,7 +282,7 @@ class Settings(BaseSettings):
 
     @property
     def defaults(self) -> dict[str, Default]:
-        """The sampling defaults in `default`; of an option that stands there twice the last."""
+        """Return the sampling defaults in `default`; the last value of an option counts."""
         return {name: Default(value, "the setting `default`") for name, value in map(parse, self.default)}
 
     @property

@@ -26,8 +26,8 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class Installed:
-    """An artifact's folder. `problem` is empty, or says why it cannot be served; `manifest` is None when unreadable.
-    `defaults`: of sampling, by the option's name.
+    """An artifact's folder. `problem`: why it cannot be served, or "". `manifest`: None if unreadable. `defaults`:
+    sampling defaults, by the option's name.
     """
 
     name: str
@@ -144,7 +144,7 @@ def _unknown(model: str, models_dir: Path) -> NoReturn:
 
 
 def a_file(path: Path) -> str:
-    """Why a file is no model: a source checkpoint and an artifact are folders."""
+    """Return the reason why a file is not a model: source checkpoints and artifacts are folders."""
     from ssmd.model.formats import INSTEAD
     from ssmd.model.gguf import is_gguf
 
@@ -154,7 +154,7 @@ def a_file(path: Path) -> str:
 
 
 def _of_a_hub(model: str) -> str:
-    """How to get what may be a model's name on a hub, or ""."""
+    """Return advice to pull a text that may be a model's name on a hub, or ""."""
     from ssmd.hub.hub import is_name
     from ssmd.refit import catalog
 

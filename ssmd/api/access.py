@@ -1,7 +1,7 @@
 """The access log: a line for each request, when its answer has ended. No text of a client is in it.
 
-Where it was sent to is the route's own template; what no route has is `?`. There is no query, no header, and no model
-that is not installed here. A thread writes the lines, so that who reads them slowly holds up no answer.
+The path is the route's own template, or `?` for an unknown one. A line has no query, no header, and no model that is
+not installed here. A thread writes the lines, so that a slow reader of stdout holds up no answer.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ssmd.engine.request import Usage
 from ssmd.machine.spelling import shown
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PATCH", "PUT", "DELETE", "OPTIONS"})
-MOST_WAITING = 10_000  # lines that wait for who reads them; more are left out, and counted
+MOST_WAITING = 10_000  # limit on lines that wait to be written; further ones are left out, and counted
 _CLOSE_S = 2.0
-_ENTRY = "ssmd.access"  # in a scope
-_SESSION = "session"  # a part of a path
+_ENTRY = "ssmd.access"  # key in a scope
+_SESSION = "session"  # name of a path's parameter
 Fields = dict[str, Any]
 
 
 @dataclass
 class Entry:
-    """What is known of a request until its line is written. whole: the answer was sent to its end."""
+    """Collects the facts of a request until its line is written. whole: the answer was sent to its end."""
 
     begun: float = field(default_factory=time.perf_counter)
     status: int | None = None
@@ -50,7 +50,7 @@ class Entry:
 
 
 class AccessLog:
-    """Writes a line for each request. slow_s: from which time on it is marked."""
+    """Writes a line for each request. slow_s: time in seconds from which on a request is marked as slow."""
 
     def __init__(self, stream: TextIO, *, as_json: bool, slow_s: float) -> None:
         self._stream, self._as_json, self._slow_s = stream, as_json, slow_s
@@ -61,13 +61,13 @@ class AccessLog:
 
     @staticmethod
     def of(settings: Settings) -> AccessLog | None:
-        """The log that the settings ask for, on stdout."""
+        """Return the log on stdout, or None if the settings do not enable it."""
         if not settings.access_log:
             return None
         return AccessLog(sys.stdout, as_json=settings.access_log_format == "json", slow_s=settings.slow_request)
 
     async def answer(self, app: ASGIApp, routes: Sequence[Route], scope: Scope, receive: Receive, send: Send) -> None:
-        """Have `app` answer a request, and write its line when that is done, however it ends."""
+        """Have `app` answer a request, and write its line once that has ended, also by an exception."""
         entry = scope[_ENTRY] = Entry()
 
         async def receive_counted() -> Message:
@@ -96,13 +96,13 @@ class AccessLog:
         self._lines.put(json.dumps(fields) if self._as_json else _line(fields))
 
     def close(self) -> None:
-        """Write what waits, as far as it is read in a moment."""
+        """Write the waiting lines, for at most _CLOSE_S."""
         self._lines.put(None)
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
-            with contextlib.suppress(OSError, ValueError):  # stdout was closed: nobody reads it
+            with contextlib.suppress(OSError, ValueError):  # stdout was closed
                 left_out, self._left_out = self._left_out, 0
                 if left_out:
                     note = {"left_out": left_out}
@@ -112,7 +112,7 @@ class AccessLog:
 
 
 def note(scope: Mapping[str, Any], **known: Any) -> None:
-    """Note fields of the entry of a request; nothing where no access log is kept."""
+    """Set fields of a request's entry; do nothing without an access log."""
     if (entry := scope.get(_ENTRY)) is not None:
         for name, value in known.items():
             setattr(entry, name, value)
@@ -153,13 +153,13 @@ def _fields(entry: Entry, scope: Scope, routes: Sequence[Route], slow_s: float) 
 
 
 def _place(scope: Scope, routes: Sequence[Route]) -> tuple[str, Mapping[str, Any]]:
-    """(template of the route, what stands in its path); `?` where there is no such route."""
+    """Return (template of the route, parameters in its path); ("?", {}) if no route matches."""
     best: tuple[str, Mapping[str, Any]] = ("?", {})
     for route in routes:
         match, found = route.matches(scope)
         if match is Match.FULL:
             return route.path_format, found["path_params"]
-        if match is Match.PARTIAL:  # another method
+        if match is Match.PARTIAL:  # the method differs
             best = route.path_format, found["path_params"]
     return best
 

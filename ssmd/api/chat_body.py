@@ -43,7 +43,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 
 
 def _within(name: str) -> Any:
-    """The bounds of an option, for pydantic."""
+    """Return the bounds of an option, for pydantic."""
     return Field(ge=OPTIONS[name].low, le=OPTIONS[name].high)
 
 
@@ -177,10 +177,10 @@ def to_request(
     truncate: bool = False,
     unread: set[str] | None = None,
 ) -> Request:
-    """What the engine is asked. Raises Rejected.
+    """Return the request to the engine. Raises Rejected.
 
-    vocabulary: number of token ids. defaults: the model's, for what the body does not say. truncate: if the body does
-    not say. unread: takes the names of what its messages hold and nothing is made of.
+    vocabulary: number of token ids. defaults: the model's, for options that the body leaves out. truncate: the default
+    of `truncation`. unread: takes the names of parts of its messages that are ignored.
     """
     if body.include_usage and not body.stream:
         raise Rejected(
@@ -224,7 +224,7 @@ def to_request(
 
 
 def _said(body: ChatBody) -> dict[str, Any]:
-    """The options that a body says a value of, by their names. Raises Rejected where two names of one differ."""
+    """Return the options that a body sets, by name. Raises Rejected if two names of one option have other values."""
     said = {name: getattr(body, name) for name in OPTIONS}
     said["max_tokens"] = _one_of(
         max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens, n_predict=body.n_predict

@@ -81,7 +81,7 @@ def read_completion(fields: dict[str, Any]) -> tuple[PromptBody, ChatBody]:
 def to_raw_request(
     own: PromptBody, shared: ChatBody, vocabulary: int, defaults: Defaults = MappingProxyType({})
 ) -> Request:
-    """What the engine is asked. `vocabulary`: number of token ids. `defaults`: the model's. Raises Rejected."""
+    """Return the request to the engine. `vocabulary`: number of token ids. `defaults`: the model's. Raises Rejected."""
     request = to_request(shared, vocabulary, defaults)
     if own.echo and own.logprobs is not None:
         raise Rejected(

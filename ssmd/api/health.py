@@ -1,5 +1,6 @@
-"""/health: whether this daemon answers, and whether it keeps what it answers; no key is needed for it. And /v1: what
-it is, for people and programs that open the address of the interface itself."""
+"""/health reports whether this daemon answers and stores its answers; it needs no key. /v1 describes the daemon, for
+people and programs that open the interface's own address.
+"""
 
 from __future__ import annotations
 

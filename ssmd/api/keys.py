@@ -167,7 +167,7 @@ def caller_of(scope: Mapping[str, Any]) -> Caller:
 
 
 def name_of(scope: Mapping[str, Any]) -> str:
-    """Return the name of the key that came with a request; "" where it has none, or was refused."""
+    """Return the name of a request's key; "" if the key has no name, or was refused."""
     found = scope.get(_CALLER)
     return found.name if isinstance(found, Caller) else ""
 

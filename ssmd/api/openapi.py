@@ -97,7 +97,7 @@ def described() -> dict[str, Any]:
 
 
 _WORDS = str.maketrans(" /-.{}", "______")
-_RESOURCES = {"/v1/": "/v1/root"}  # another name in an operation's id, where the path's own is another's
+_RESOURCES = {"/v1/": "/v1/root"}  # names in operation ids, for paths whose own name another path has
 
 
 def _json() -> type[Response]:

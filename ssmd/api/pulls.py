@@ -26,9 +26,9 @@ ROOT = "/ssmd/v1/pulls"
 RETRY_AFTER_S = 30
 PACKS = "wgpu"  # takes the weights of any model as they are
 _UNITS = {"npu": "openvino"}
-# Models that continue a text: they were not made to answer, and have no chat template.
+# Base models: they continue a text, were not made to answer, and have no chat template.
 _BASE = frozenset({"mamba-130m", "mamba2-130m"})
-# For what each is good, by its own card.
+# The purpose of each model, from its own card.
 _ABOUT = {
     "falcon-h1-0.5b-instruct": "chat, several languages",
     "granite-4.0-h-1b": "chat, tools, long texts; several languages",
@@ -138,7 +138,7 @@ def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @cache
 def _bytes(name: str, runtime: str) -> int | None:
-    """What the graph and weights of a model take on disk for a runtime; None where no graph says it."""
+    """Return the bytes of a model's graph and weights on disk for a runtime; None if no graph has them."""
     made_for = "-".join(catalog.CLASSES.get(runtime, (runtime, "")))
     found = list(catalog.SHIPPED.glob(f"{name}@{made_for}-*{catalog.SUFFIX}"))
     return sum(file.size for file in StrippedGraph.open(found[0]).header.files) if found else None

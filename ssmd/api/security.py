@@ -89,7 +89,7 @@ class Rules:
 
 
 def guarded(routes: Sequence[Route], rules: Rules, log: AccessLog | None = None) -> ASGIApp:
-    """The app of `routes`, with every error in OpenAI's shape, behind the guard. log: has a line of each request."""
+    """Return the app of `routes`, with every error in OpenAI's shape, behind the guard. log: gets a line a request."""
     app = Starlette(routes=routes, exception_handlers=dict(HANDLERS))
     app.router.redirect_slashes = False
     guard = Security(app, rules)

@@ -1,4 +1,4 @@
-"""`ssmd backup`: all conversations copied into a folder, while the daemon goes on writing."""
+"""`ssmd backup` copies all conversations into a folder, while the daemon goes on writing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ssmd.cli.session import BUSY_MS, plain
 def backup(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="An empty folder, or one to be made.")],
     without_states: Annotated[
-        bool, typer.Option("--without-states", help="What was said alone: a restored conversation is read again, once.")
+        bool, typer.Option("--without-states", help="Copy only the text; a restored conversation is read again once.")
     ] = False,
     data_dir: options.DataDir = None,
     as_json: options.Json = False,
 ) -> None:
     """Copy all sessions, with their states, into an empty folder, and check the copy. Works while the daemon runs.
 
-    What was removed is not in it. Exit code 1 if it could not be made (DIR is then empty), or if the copy is damaged,
-    as the sessions here may be: `ssmd session check` says that.
+    The copy holds nothing that was removed. The exit code is 1 if no copy could be made (DIR is then empty), or if the
+    copy is damaged. `ssmd session check` reports whether the sessions here have the same damage.
     """
     from ssmd.config import Settings
     from ssmd.machine.size import show_size
@@ -40,7 +40,7 @@ def backup(
     else:
         for damage in done.damages:
             typer.echo(plain(str(damage)))
-        found = f"{len(done.damages)} damages; `ssmd session check` says whether the sessions here have them too"
+        found = f"{len(done.damages)} damages; run `ssmd session check` to see whether the sessions here have them too"
         verdict = found if done.damages else "all sound"
         said = ", ".join(f"{count} {name}" for name, count in counts.items())
         typer.echo(f"{plain(str(done.file))}: {said}, {show_size(done.nbytes)}: {verdict}")

@@ -94,7 +94,7 @@ def build(
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
     if not _is_fetched(checkpoint, revision):
-        opened(_folder(checkpoint, revision, settings))  # what cannot be built anyhow needs no packages
+        opened(_folder(checkpoint, revision, settings))  # refuses an unusable checkpoint before packages are needed
     if not isinstance(converter, Packer):
         check_packages(converter)  # before anything is fetched
     with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:
@@ -132,7 +132,7 @@ def _idle_passes(xamba: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _whose(checkpoint: str) -> str:
-    """The name of a checkpoint: its own on the hub, else its folder's."""
+    """Return the name of a checkpoint: its own on the hub, else its folder's."""
     return Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint
 
 
@@ -149,7 +149,7 @@ def _source(checkpoint: str, revision: str | None, settings: Settings) -> Iterat
 
 
 def _is_fetched(checkpoint: str, revision: str | None) -> bool:
-    """Whether it is not a folder here: SmolLM2, or a model's name on the hub."""
+    """Return whether it is not a folder here, but SmolLM2 or a model's name on the hub."""
     from ssmd.model import smollm2
 
     if Path(checkpoint).exists():

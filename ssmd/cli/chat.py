@@ -21,7 +21,7 @@ from ssmd.daemon.said import number, of, text
 from ssmd.machine import modes
 from ssmd.machine.spelling import json_text
 
-ROOM = 0.15  # of the context: with less left the person is told
+ROOM = 0.15  # share of the context: with less left the user gets a note
 ENDED = 128  # and the number of the signal that ends a chat
 
 
@@ -169,8 +169,9 @@ def as_json(said: Said) -> str:
 
 
 def notes(talk: Talk, said: Said, before: Room | None = None, more: str = "") -> Iterator[str]:
-    """What there is to know of the context after an answer. before: the room after the answer before. more: the
-    command that goes on with an answer."""
+    """Yield notes on the context after an answer. before: the room after the previous answer. more: the command that
+    continues an answer.
+    """
     room, unread = talk.room, 0 if before is None else before.unread
     first = talk.first_read()
     if said.usage is None or room is None:

@@ -75,7 +75,7 @@ def check_texts(source: Source) -> None:
 
 
 def opened(folder: Path) -> Source:
-    """A source checkpoint that is here, of a family that ssmd knows. Raises BuildFailed, SourceError or FamilyError."""
+    """Open a source checkpoint here whose family ssmd knows. Raises BuildFailed, SourceError or FamilyError."""
     from ssmd.families.registry import family_of
     from ssmd.installed import a_file
     from ssmd.model.source import Source
@@ -88,7 +88,7 @@ def opened(folder: Path) -> Source:
 
 
 def keep_defaults(source: Path, whose: str, artifact: Path, say: Progress) -> None:
-    """Write the sampling defaults of a source, which is called `whose`, beside an artifact that was made of it."""
+    """Write a source's sampling defaults beside an artifact that was made of it. whose: the source's name."""
     from ssmd.model.defaults import GENERATION_CONFIG, of_generation_config, write
     from ssmd.model.source import read_json
 

@@ -12,8 +12,8 @@ from ssmd.model.defaults import OPTIONS, Option
 
 @dataclass(frozen=True)
 class Manner:
-    """Fields of a request, None where the model's default is meant, or the daemon's. Raises ValueError naming the field
-    and its value.
+    """Holds fields of a request; None stands for the model's or the daemon's default. Raises ValueError naming the
+    field and its value.
     """
 
     temperature: float | None = None
@@ -43,7 +43,7 @@ class Manner:
                 raise ValueError(f"{wrong}, expected a time such as 5m, 0, or -1 for ever") from None
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a chat completion's body that a person asked for."""
+        """Return the fields of a chat completion's body that the user set."""
         sent = {name: value for name in NAMES if (value := getattr(self, name)) not in (None, ())}
         if self.keep_alive is not None and re.fullmatch(r"-?[0-9]+", self.keep_alive):
             sent["keep_alive"] = int(self.keep_alive)

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a command's options says who can answer. model: a name or a path; None: the only one there is. yes: it is
-    pulled without a question if it is not installed."""
+    """Holds the options that choose a daemon or a model. model: a name or a path; None: the only one there is. yes:
+    pull it without a question if it is not installed.
+    """
 
     model: str | None
     runtime: str | None
@@ -56,7 +57,7 @@ def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bo
         daemon = Daemon(partial(discovery.find, settings.data_dir), _say_where)
         why = _why_not(daemon, wanted)
         if why == _not_served(wanted) and pulled(wanted.model, settings, yes=wanted.yes):
-            why = _why_not(daemon, wanted)  # it serves what is installed by now, if it serves all
+            why = _why_not(daemon, wanted)  # if it serves all models, it serves a new one too
         if not why:
             model = wanted.named or _only(daemon, session, last)
             _say_where(address)

@@ -129,7 +129,7 @@ def _pull(
                 force=force,
                 whose=str(said["name"]),
             )
-            if artifact is None and (runtime is not None or folder is not None or report):  # one to run was asked for
+            if artifact is None and (runtime is not None or folder is not None or report):  # one to run was wanted
                 way = "" if runtime is None else f" --runtime {runtime}"
                 advice = f"ssmd build {name if folder is None else folder}{way}"
                 fail(f"{why_not}; with PyTorch it can be built: {advice}")
@@ -156,17 +156,17 @@ def _install(
     force: bool = False,
     whose: str = "",
 ) -> tuple[Path | None, str]:
-    """Make the artifact of a source checkpoint: (its folder, ""), or (None, why not) where ssmd has no graph of it.
+    """Make the artifact of a source checkpoint; return (its folder, ""), or (None, reason) if ssmd has no graph of it.
 
-    One that is there is kept, unless `force`. context: the tokens that a conversation can have, else as many as the
-    model has. whose: the source's name, if not `name`.
+    An installed one is kept, unless `force`. context: the tokens that a conversation can have; by default the model's
+    own. whose: the source's name, if not `name`.
     """
     from ssmd.hub.download import check_room
     from ssmd.machine.size import show_size
     from ssmd.refit import catalog
     from ssmd.refit.refit import bounded
 
-    packer, sizes, warned = packer_of(runtime), dict[str, int](), False  # sizes: of files to be written, where known
+    packer, sizes, warned = packer_of(runtime), dict[str, int](), False  # sizes: bytes of files to be written
     make: Callable[[], Artifact]
     if packer is not None:
         out = _folder(settings, name, packer.runtime, packer.device_class, packer.quantizations[0])
@@ -202,7 +202,7 @@ def _folder(settings: Settings, name: str, runtime: str, device_class: str, quan
 
 
 def _context_of(artifact: Path) -> int | None:
-    """The most tokens that an artifact is for; None without an end, or where it cannot be read."""
+    """Return the most tokens of a conversation with an artifact; None if unbounded, or if it cannot be read."""
     from ssmd.model.artifact import ArtifactError, read_manifest
 
     try:
@@ -241,8 +241,10 @@ def _source(
 
 
 def pulled(model: str | None, settings: Settings, *, yes: bool = False, ask: bool = True) -> bool:
-    """Pull a model that is not installed and that ssmd has a graph of, with `yes`, or if `ask` and a person at a
-    terminal agrees; whether that was done. Without either nothing is: the error that follows names the command."""
+    """Pull a missing model that ssmd has a graph of, with `yes`, or if `ask` and the user at a terminal agrees.
+
+    Returns whether it was pulled. If not, the error that follows names the command.
+    """
     from ssmd.hub import hub
     from ssmd.hub.pull import find, nbytes_of
     from ssmd.installed import places
@@ -282,9 +284,11 @@ def _aside(line: str) -> None:
 
 
 def first_model(model: str | None, settings: Settings, *, yes: bool = False, ask: bool = True) -> str | None:
-    """The model to use. SmolLM2 is made on the spot where it is asked for and not installed: for this one name alone
-    weights are fetched unasked. So it is where no model is asked for or installed, and its weights are here. Others
-    are pulled as `pulled` does."""
+    """Return the model to use, and install it if needed.
+
+    A missing SmolLM2 is made at once if it is named: only for this name weights are fetched without asking. It is also
+    made if no model is named or installed and its weights are here. Other models are pulled as `pulled` does.
+    """
     from ssmd.installed import installed, is_for
     from ssmd.model import smollm2
     from ssmd.refit import catalog

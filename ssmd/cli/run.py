@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ssmd.cli.terminal import Typed
     from ssmd.config import Settings
 
-MAX_STDIN_BYTES = 16 << 20  # of a text that is asked about: a context of a million tokens has some 5 MB
-UNATTENDED_S = 20.0  # for which a prompt waits for the first byte of stdin, where no terminal shows that it does
+MAX_STDIN_BYTES = 16 << 20  # limit on stdin: a context of a million tokens has some 5 MB
+UNATTENDED_S = 20.0  # deadline for the first byte of stdin beside a prompt, if stderr is not a terminal
 PENALTY = "Makes the last tokens less likely to come again; 1 does not, 1.1 does a little."
 
 
@@ -27,7 +27,7 @@ def run(
     model: options.Model = None,
     prompt: Annotated[
         str | None,
-        typer.Argument(help="Answer this, after what stdin holds, and exit. Without both: a chat."),
+        typer.Argument(help="Answer this, after the text of stdin, and exit. Without both: a chat."),
     ] = None,
     session: Annotated[
         str | None,
@@ -40,7 +40,7 @@ def run(
     last: Annotated[bool, typer.Option("--continue", "-c", help="Continue the session used last.")] = False,
     system: Annotated[str | None, typer.Option(help="System prompt of a new conversation.", metavar="TEXT")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 always takes the likeliest token. Else the model's, as all of these.")
+        float | None, typer.Option(help="0 always takes the likeliest token. Default: the model's.")
     ] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample among the likeliest tokens of this total probability.")
@@ -113,7 +113,7 @@ def run(
     )
     if not sys.stdin.isatty():
         text = _stdin(asked=prompt is not None)
-        if prompt is not None and text.strip():  # in a `while read` loop it is the rest of the lines
+        if prompt is not None and text.strip():  # in a `while read` loop this is the rest of the loop's lines
             n = len(text.encode())
             amount = show_size(n) if n >= 1000 else f"{n} bytes"
             typer.echo(f"note: the prompt follows {amount} of stdin", err=True)
@@ -151,23 +151,25 @@ def run(
 
 
 def _stdin(*, asked: bool) -> str:
-    """All of stdin. asked: there is a prompt; then a stdin that says nothing is not waited for without end, as it may
-    be one that the caller left open and never writes to. Ends the command for that, for no text, and for too much: a
-    script would take an answer without the input for one with it."""
+    """Return the text of stdin; end the command if it stays silent, is not text, or is too long.
+
+    asked: there is a prompt. Then the wait is bounded, as a caller may leave stdin open and never write to it. The
+    command ends, as a script would take an answer without the input for one with it.
+    """
     held, came = bytearray(), threading.Event()
     ended = threading.Thread(target=_read_stdin, args=(held, came), name="ssmd-stdin", daemon=True)
     ended.start()
     if asked and not came.wait(1):
         if sys.stderr.isatty():
-            typer.echo("waiting for stdin, which the prompt asks about; Ctrl-C ends this", err=True)
+            typer.echo("waiting for stdin, to read it before the prompt; Ctrl-C ends this", err=True)
         elif not came.wait(UNATTENDED_S):
-            said = f"nothing came at stdin in {UNATTENDED_S:.0f} s; for the prompt alone add </dev/null"
-            fail(f"{said}, and for input that takes longer write it to a file first: <FILE", USAGE)
+            said = f"stdin was silent for {UNATTENDED_S:.0f} s; for the prompt alone add </dev/null"
+            fail(f"{said}; if the input takes longer, write it to a file first and add <FILE", USAGE)
     ended.join()
     if len(held) > MAX_STDIN_BYTES:
         fail(f"stdin is longer than {MAX_STDIN_BYTES >> 20} MiB; give a part of it, as with head -c", USAGE)
     if 0 in held:
-        fail("stdin is not text: it has bytes that are zero; convert it first, as with pdftotext or iconv", USAGE)
+        fail("stdin is not text: it has zero bytes; convert it first, as with pdftotext or iconv", USAGE)
     try:
         return held.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -175,7 +177,7 @@ def _stdin(*, asked: bool) -> str:
 
 
 def _read_stdin(held: bytearray, came: threading.Event) -> None:
-    """Read until it ends, or has more than is taken. came: set with the first byte, or the end."""
+    """Read stdin into `held` until it ends or exceeds MAX_STDIN_BYTES. came: set at the first byte, or at the end."""
     with contextlib.suppress(OSError):
         while len(held) <= MAX_STDIN_BYTES and (part := os.read(sys.stdin.fileno(), 1 << 16)):
             held += part

@@ -45,7 +45,7 @@ def serve(
     default: Annotated[
         list[str] | None,
         typer.Option(
-            help="Sampling of requests that say nothing, such as temperature=0.7. May be repeated.",
+            help="Default of a sampling option, such as temperature=0.7. May be repeated.",
             metavar="NAME=VALUE",
         ),
     ] = None,
@@ -58,7 +58,7 @@ def serve(
         bool, typer.Option("--access-log", help="Print a line for each request, without any text of clients.")
     ] = False,
     access_log_format: Annotated[
-        str | None, typer.Option(help="How such a line is written: text or json.", metavar="FORMAT")
+        str | None, typer.Option(help="Format of the access log: text or json.", metavar="FORMAT")
     ] = None,
 ) -> None:
     """Serve MODEL, or every installed model as it is asked for, to OpenAI clients (default http://127.0.0.1:7763/v1).
@@ -98,13 +98,13 @@ def serve(
     )
     server.start_logging(settings.log_level)
     run = f"{_program()} run" + ("" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir.absolute()))}")
-    named = first_model(model, settings, yes=yes, ask=False)  # under `docker run -t` no person is there to answer
-    announce = partial(typer.echo, err=settings.access_log)  # then stdout has the log's lines alone
+    named = first_model(model, settings, yes=yes, ask=False)  # under `docker run -t` no user can answer
+    announce = partial(typer.echo, err=settings.access_log)  # with an access log, stdout has only its lines
     server.serve(settings, named, keep=not no_store, announce=announce, run=run, browse=browse)
 
 
 def _program() -> str:
-    """This program as it is typed in a shell, wherever that stands."""
+    """Return this program's command as a shell in any folder takes it."""
     own = Path(sys.argv[0])
     if own.name == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m ssmd"

@@ -62,7 +62,7 @@ def show(
 
 
 def _sampling(defaults: Mapping[str, Default]) -> str:
-    """The defaults, those of one source together."""
+    """Describe the defaults, grouped by source."""
     by_source: dict[str, list[str]] = {}
     for name, default in defaults.items():
         by_source.setdefault(default.source, []).append(f"{name} {default.value:g}")

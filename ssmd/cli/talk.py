@@ -22,7 +22,7 @@ MODELS = "/v1/models"
 PAGE = 1000  # sessions of a list at a time: as many as the daemon gives
 STORED_S = 5.0  # for which the end of an answer that was stopped is waited for
 _BETWEEN_S = 0.05
-LEAST_TOKENS = 16  # of the context that an answer needs to go on
+LEAST_TOKENS = 16  # tokens left in the context that an answer needs to go on
 
 Message = dict[str, Any]  # as a request has it
 Find = Callable[[], Address | None]
@@ -31,8 +31,9 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Said:
-    """An answer. whole: False if it was stopped. usage: as the daemon tells it, None of one that was stopped. finish:
-    why it ended, as OpenAI has it; "" of one that was stopped."""
+    """An answer. whole: False if it was stopped. usage: the daemon's, None for a stopped answer. finish: OpenAI's
+    finish_reason, "" for a stopped answer.
+    """
 
     text: str
     session: str | None
@@ -44,8 +45,9 @@ class Said:
 
 @dataclass(frozen=True)
 class Room:
-    """The context after an answer, in tokens. unread: the oldest messages after the system prompt that the model was
-    not shown."""
+    """The context after an answer, in tokens. unread: number of the oldest messages, after the system prompt, that
+    were left out.
+    """
 
     context: int
     left: int
@@ -53,7 +55,7 @@ class Room:
 
     @staticmethod
     def of(usage: Mapping[str, Any]) -> Room | None:
-        """None where the model's memory has no end, or the daemon does not say."""
+        """Read the context from a usage; None if it is unbounded or not reported."""
         own = said.of(usage, "ssmd")
         left, used = said.number(own.get("context_left")), (usage.get("prompt_tokens"), usage.get("completion_tokens"))
         if left is None:
@@ -149,8 +151,8 @@ class Talk:
     messages: list[Message] = field(default_factory=list)
     session: str | None = None
     thinking: Callable[[bool], None] = lambda on: None
-    room: Room | None = None  # after the last answer, as far as it is known
-    finish: str = ""  # of the last answer; "" of one that was stopped
+    room: Room | None = None  # after the last answer, if known
+    finish: str = ""  # of the last answer; "" if it was stopped
     _stream: Events | None = None
     _stopped: bool = False
 
@@ -174,32 +176,30 @@ class Talk:
         return self._ask(self.messages[:end], show, beside=self._turns())
 
     def more(self, show: Show) -> Said:
-        """Go on with the last answer, beside that one. Raises as `say`, and DaemonError where it cannot go on."""
+        """Continue the last answer, as a sibling of it. Raises as `say`, and DaemonError if it cannot go on."""
         why = self.ended()
         if why:
             raise DaemonError(why)
         return self._ask(self.messages, show, beside=self._turns())
 
     def ended(self) -> str:
-        """Why the last answer cannot go on, or ""."""
+        """Return why the last answer cannot go on, or ""."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            return "nothing was answered yet"
+            return "there is no answer yet"
         if self.finish not in ("length", ""):
-            return "the last answer came to its end by itself"
+            return "the last answer is complete"
         asked = sum(m["role"] == "user" for m in self.messages[self._unread() :])
         if self.room is not None and self.room.left < LEAST_TOKENS and asked < 2:  # no older ones to leave out
-            return (
-                "the context is full of the last question and its answer; ask for less at a time, or begin a new chat"
-            )
+            return "the last question and its answer fill the context; ask for less at a time, or begin a new chat"
         return ""
 
     def first_read(self) -> Message | None:
-        """The oldest message after the system prompt that the model was shown, if it was not shown all of them."""
+        """Return the oldest message after the system prompt that the model read; None if it read all of them."""
         at = self._unread()
         return self.messages[at] if 0 < at < len(self.messages) else None
 
     def _unread(self) -> int:
-        """Where in the messages those begin that the model was shown; 0 if it was shown all."""
+        """Return the index of the first message that the model read after a cut; 0 if it read all."""
         unread = 0 if self.room is None else self.room.unread
         return unread and unread + (self.system is not None)
 
@@ -249,8 +249,10 @@ class Talk:
         return {turn["id"] for turn in found}
 
     def _ask(self, messages: list[Message], show: Show, beside: Collection[str] = ()) -> Said:
-        """beside: turns that were there before, one of which may say the same. Where the last message is an answer,
-        that goes on."""
+        """Ask for an answer; continue the last message if it is an answer itself.
+
+        beside: turns that were there before, one of which may have the same text.
+        """
         body = {"model": self.model, "messages": messages, "truncation": "auto", **self.manner.fields()}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {} if self.session is None else {"session": self.session}
@@ -294,7 +296,7 @@ class Talk:
         beside: Collection[str],
     ) -> Said:
         """The end of an answer that was stopped. The daemon may have sent more of it than came here: that is shown."""
-        if text == begun:  # nothing said is nothing to continue
+        if text == begun:  # no new text, nothing to continue
             return Said("", self.session, None, False, False)
         stored = self._kept(messages, text, session, beside) if session is not None and self.keep else None
         if stored is not None:

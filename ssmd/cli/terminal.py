@@ -39,8 +39,10 @@ _READS = 8  # of 1 KiB: more than a terminal keeps of what nobody read
 
 
 class Screen:
-    """Where an answer is written as it comes. A terminal gets no character that would steer it, and each line ends
-    between two words; where output goes elsewhere, and on a terminal that wraps by itself, the text is as it came."""
+    """Writes an answer as it comes. A terminal gets no control characters, and each line ends between two words.
+
+    If output goes elsewhere, or to a terminal that wraps by itself, the text is not wrapped.
+    """
 
     def __init__(self) -> None:
         self._wrap = WordWrap(_write, _columns) if modes.draws() else None
@@ -53,7 +55,7 @@ class Screen:
             self._wrap.end()
 
     def show(self, text: str) -> None:
-        """Write what comes next; of a word that has not ended yet the terminal may get it with the next."""
+        """Write the next piece of text; an unfinished word may be held until the next piece."""
         text = text.translate(_CONTROLS) if sys.stdout.isatty() else text
         (_write if self._wrap is None else self._wrap.add)(text)
 
@@ -64,7 +66,7 @@ def _write(text: str) -> None:
 
 
 def _columns() -> int:
-    """The terminal's width now; 0 if it does not say."""
+    """Return the terminal's width now; 0 if it is unknown."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns
     except (OSError, ValueError):
@@ -72,23 +74,22 @@ def _columns() -> int:
 
 
 class WordWrap:
-    """Text that comes in pieces, with a line break in place of the spaces where a word would not fit into its line.
+    """Wraps text that comes in pieces: it breaks the line in place of spaces before a word that would not fit.
 
-    A word is held until it ends, and written at once when it takes more than half a line: addresses and the like are
-    the terminal's to wrap. Between two wide characters a line may end without a space. Lines of fenced code and of
-    tables are left alone.
+    A word is held until it ends. A word of more than half a line, such as an address, is written as it comes, and the
+    terminal wraps it. Between two wide characters a line may end without a space. Fenced code and tables stay.
     """
 
     def __init__(self, write: Callable[[str], None], columns: Callable[[], int]) -> None:
-        """columns: of the terminal, asked for each word, as people resize windows; 0 breaks no line."""
+        """columns: returns the terminal's width, called for each word, as windows are resized; 0 breaks no line."""
         self._write, self._columns = write, columns
         self._out: list[str] = []
-        self._line: list[str] = []  # as it came, to its last character
-        self._table: bool | None = None  # the line is a row of one; None before its first character that is no space
+        self._line: list[str] = []  # characters of the line so far, unwrapped
+        self._table: bool | None = None  # the line is a table's row; None before its first character other than a space
         self._column = 0
         self._spaces = self._word = ""
         self._long = False  # the word is being written as it comes
-        self._fence = ""  # that began the code in which the text is
+        self._fence = ""  # opening fence of the code block that the text is in
 
     def add(self, text: str) -> None:
         """Take the next piece."""
@@ -97,7 +98,7 @@ class WordWrap:
         self._flush()
 
     def end(self) -> None:
-        """Write what is held."""
+        """Write the held word and spaces."""
         self._put_end()
         self._flush()
 
@@ -134,7 +135,7 @@ class WordWrap:
                 self._long = True
 
     def _put_end(self) -> None:
-        """Write the word, and the spaces after it, where these do not begin a line of their own."""
+        """Write the word, and the spaces after it unless they would begin a new line."""
         self._put()
         columns = self._columns()
         if self._fence or not columns or self._column + len(self._spaces) <= columns:
@@ -142,7 +143,7 @@ class WordWrap:
         self._spaces = ""
 
     def _put(self) -> None:
-        """Write the word, in a new line if this one has no room for it."""
+        """Write the word, in a new line if it does not fit into this one."""
         if not self._word:
             return
         columns, width = self._columns(), cell_len(self._word)
@@ -162,13 +163,13 @@ class WordWrap:
 
 
 def _may_part(one: str, next: str) -> bool:
-    """Whether a line may end between two characters that no space is between."""
+    """Return whether a line may end between two adjacent characters, without a space."""
     wide = 2 in (cell_len(one), cell_len(next))
     return wide and cell_len(next) > 0 and one not in _OPEN and next not in _CLOSED
 
 
 def _fence_after(line: str, fence: str) -> str:
-    """The fence of the code that the lines after this one are of, "" outside of code. fence: that before it."""
+    """Return the opening fence of the code block after this line, "" outside of code. fence: the one before it."""
     found = _FENCE.fullmatch(line)
     if found is None:
         return fence

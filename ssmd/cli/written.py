@@ -8,8 +8,9 @@ from ssmd.text.messages import THINK, THINK_END
 
 
 class Written:
-    """One answer. show: takes what is said. thinking: told whether the model thinks, when that changes. begun: what
-    there is of it already, which is not shown again."""
+    """Collects one answer. show: takes its text. thinking: called with whether the model thinks, when that changes.
+    begun: the text that it has already, which is not shown again.
+    """
 
     def __init__(self, show: Callable[[str], None], thinking: Callable[[bool], None], begun: str = "") -> None:
         self._show, self._thinking = show, thinking

@@ -27,7 +27,7 @@ class Home:
     log: LogFile | None = None
     _address: discovery.Address | None = None
     _warned: bool = False
-    _beside: bool = False  # another daemon locked the directory, as this one's lock was removed
+    _beside: bool = False  # another daemon locked the directory after this one's lock was removed
 
     def ready(self, address: discovery.Address, said: str) -> None:
         """Tell commands where the daemon is. A full disk is no reason not to serve: then they do not find it."""
@@ -37,10 +37,7 @@ class Home:
             self.log.note(f"process {os.getpid()}: {said}")
 
     def look(self) -> None:
-        """Make again what another program removed: the lock, and the file that tells commands where the daemon is.
-
-        Costs a look at two names.
-        """
+        """Restore the lock and the daemon's address file if another program removed them. Costs two `stat` calls."""
         if not (self._beside or self.lock.is_in_place()):
             self._lock_again()
         if self._beside:  # the file is the other daemon's

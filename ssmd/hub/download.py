@@ -183,8 +183,10 @@ class _Part:
 
 
 def check_room(missing: int, folder: Path, other: str, what: str = "fetched") -> None:
-    """Check that `missing` bytes fit on the disk of a folder; `other` names another disk, `what` is done with them.
-    Raises NoRoom."""
+    """Check that `missing` bytes fit on the disk of a folder. Raises NoRoom.
+
+    other: names another disk. what: the verb for the message, such as "downloaded".
+    """
     free = shutil.disk_usage(folder).free
     if missing > free:
         raise NoRoom(

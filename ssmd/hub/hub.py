@@ -169,7 +169,7 @@ def request(url: str, start: int = 0, *, accept: str = "*/*") -> Iterator[httpx2
 
 
 def _session(target: httpx2.URL) -> httpx2.Client:
-    """The library's session. Raises HubError where the environment names a proxy that it cannot use."""
+    """Return the library's session. Raises HubError if the environment names a proxy that it cannot use."""
     try:
         return get_session()
     except (ImportError, ValueError, httpx2.InvalidURL) as err:
@@ -187,7 +187,7 @@ def _session(target: httpx2.URL) -> httpx2.Client:
 
 
 def through(url: str) -> str:
-    """The proxy that a request for an address goes through, and the variable that names it, for a message; or ""."""
+    """Return a phrase with the proxy of an address and the variable that names it, for a message; or ""."""
     try:
         found = _proxy(httpx2.URL(url))
     except (httpx2.InvalidURL, ValueError):
@@ -196,14 +196,14 @@ def through(url: str) -> str:
 
 
 def _proxy(url: httpx2.URL) -> tuple[str, str] | None:
-    """The variable and its proxy, by the rules that the library has from urllib: NO_PROXY counts."""
+    """Return the variable and its proxy, by the library's rules from urllib: NO_PROXY counts."""
     if proxy_bypass(url.host):
         return None
     return _named(url.scheme) or _named("all")
 
 
 def _named(scheme: str) -> tuple[str, str] | None:
-    """Of one scheme; small letters count first."""
+    """Return the variable and the proxy of a scheme; the lower-case variable comes first."""
     for variable in (f"{scheme}_proxy", f"{scheme}_proxy".upper()):
         if os.environ.get(variable):
             return variable, os.environ[variable]
@@ -212,7 +212,7 @@ def _named(scheme: str) -> tuple[str, str] | None:
 
 
 def _without_secrets(proxy: str) -> str:
-    """A proxy's address may carry a password."""
+    """Return a proxy's address without its user and password."""
     scheme, there, rest = proxy.rpartition("://")
     return reason(ValueError(f"{scheme}{there}{rest.rpartition('@')[2]}"))
 

@@ -99,7 +99,7 @@ def pull(
 
 
 def nbytes_of(name: str, revision: str) -> int:
-    """What `pull` would fetch of a model, by the hub's list. Raises HubError."""
+    """Return the bytes that `pull` would fetch for a model, by the hub's list. Raises HubError."""
     listing = hub.listing(name, revision)
     _may_be_pulled(listing)
     weights = [WEIGHTS] if WEIGHTS in listing.entries else [n for n in listing.entries if SHARD_NAME.fullmatch(n)]

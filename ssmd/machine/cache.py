@@ -30,8 +30,8 @@ def cache_folder() -> Path:
 
 
 def tunings() -> Path:
-    """The folder of tilings that runtimes measured, a part of what an exact resume needs: with the user's data, as a
-    cache may be emptied.
+    """Return the folder of tilings that runtimes measured. An exact resume needs them, so they are with the user's
+    data: a cache may be emptied.
     """
     return Path(os.environ.get("SSMD_DATA_DIR") or homes.data()) / "tunings"
 

@@ -19,14 +19,14 @@ _PR_SET_PDEATHSIG = 1  # prctl.h
 
 
 def forbid_core_dumps() -> None:
-    """Have a crash of this process, or of one that it starts, write none of its memory to a disk."""
+    """Keep the memory of this process and its children out of core files."""
     if sys.platform == "win32":
         return
     import resource
 
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Linux has no such limit where a program takes the core: then none of its memory is a part of it.
+    # Linux ignores the limit if it pipes the core to a program: this filter leaves all memory out of that core.
     with contextlib.suppress(OSError), open("/proc/self/coredump_filter", "w") as file:
         file.write("0")
 

@@ -55,7 +55,7 @@ def available() -> int | None:
 
 
 def _of_files(stat: Path) -> int:
-    """Return the bytes of a container's pages that hold files: the system takes them back before it refuses memory."""
+    """Return the bytes of a container's file pages: the system reclaims them before it refuses memory."""
     try:
         fields = dict(line.split() for line in stat.read_text().splitlines())
         return int(fields["inactive_file"]) + int(fields["active_file"])

@@ -20,7 +20,7 @@ def nearest(word: str, names: Iterable[str], likeness: float = _OF_A_MODEL) -> s
 
 
 def by_likeness(word: str, names: Iterable[str]) -> list[str]:
-    """All names, those first that a word resembles most."""
+    """Sort names by their likeness to a word, the most similar first."""
     from difflib import SequenceMatcher
 
     likeness = {name: SequenceMatcher(None, _plain(name), _plain(word[:MOST_CHARS])).ratio() for name in names}
@@ -47,8 +47,8 @@ def shown(name: str, most: int = MOST_CHARS) -> str:
 
 
 def json_text(value: object, indent: int | None = None) -> str:
-    """Return a value as JSON that people can read, with everything escaped that would steer a terminal."""
-    text = json.dumps(value, indent=indent, ensure_ascii=False)  # outside of its strings only line ends are unprintable
+    """Return a value as readable JSON, with control and bidirectional characters escaped."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)  # outside of strings only line ends are unprintable
     return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 

@@ -144,7 +144,7 @@ def test_a_stdin_that_never_says_anything_is_an_error(home: Home, tmp_path: Path
         assert process.stdout is not None
         assert process.stderr is not None
         assert (process.wait(60), process.stdout.read()) == (2, "")
-        assert re.fullmatch("error: nothing came at stdin in 0 s; .* </dev/null, .*<FILE\n", process.stderr.read())
+        assert re.fullmatch("error: stdin was silent for 0 s; .* </dev/null; .*<FILE\n", process.stderr.read())
     late = f"until [ -e {tmp_path / 'go'} ]; do sleep 0.1; done; echo It is late."
     with terminal(f"({late}) | $SSMD {run}; echo ended $?", home.env) as one:
         one.until("waiting for stdin.*\n")
@@ -420,7 +420,7 @@ def test_every_command(home: Home) -> None:
 def test_an_answer_that_was_cut_goes_on(home: Home) -> None:
     with home.chat() as chat:
         chat.line("/more")
-        chat.until("error: nothing was answered yet")
+        chat.until("error: there is no answer yet")
         chat.line("Count")
         chat.until(r"\(cut at its longest; /more goes on with it\)\r\n")
         chat.until(STORED)
@@ -443,10 +443,10 @@ def test_an_answer_that_was_cut_goes_on(home: Home) -> None:
 def test_an_answer_that_fills_the_context_cannot_go_on() -> None:
     asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because"}]
     one = Talk(Daemon(lambda: None), "llama", messages=asked, finish="length", room=Room(512, 0, 0))
-    assert one.ended().startswith("the context is full of the last question and its answer")
+    assert one.ended().startswith("the last question and its answer fill the context")
     assert Talk(Daemon(lambda: None), "llama", messages=asked * 2, finish="length", room=one.room).ended() == ""
     one.room, one.finish = Room(512, 100, 0), "stop"
-    assert one.ended() == "the last answer came to its end by itself"
+    assert one.ended() == "the last answer is complete"
 
 
 def test_the_end_of_the_context_is_no_wall(home: Home) -> None:

@@ -109,8 +109,13 @@ def test_a_folder_that_cannot_be_looked_into_is_a_store_error(tmp_path: Path) ->
 @pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be removed there")
 @pytest.mark.parametrize(
     ("happened", "anew"),
-    [("folder removed", False), ("file replaced", False), ("log removed", False)]
-    + [("folder removed", True), ("file replaced", True)],
+    [
+        ("folder removed", False),
+        ("file replaced", False),
+        ("log removed", False),
+        ("folder removed", True),
+        ("file replaced", True),
+    ],
 )
 def test_nothing_is_written_to_a_file_without_its_name(happened: str, anew: bool, tmp_path: Path) -> None:
     """It would be gone at the end. Put back, the same file is written again. anew: no connection is open."""

@@ -8,8 +8,10 @@ from ssmd.machine.services.service import Manager
 
 
 def here(*, system: bool, ask: bool = True) -> Manager:
-    """The manager of this computer. system: of the machine, not of this user. ask: False if it is only to write a
-    definition, which works where no manager runs. Raises ServiceError.
+    """Return this computer's service manager. Raises ServiceError.
+
+    system: the machine's manager, not this user's. ask: False to only write a definition, which needs no running
+    manager.
     """
     if sys.platform == "darwin":
         from ssmd.machine.services.launchd import Launchd

@@ -30,7 +30,7 @@ class Launchd:
 
     @staticmethod
     def here(*, system: bool, ask: bool = True) -> Launchd:
-        """Raises ServiceError. ask: as systemd's."""
+        """Return the manager. Raises ServiceError. ask: as systemd's."""
         user = getattr(os, "getuid", int)()
         if not system:
             home = Path.home()

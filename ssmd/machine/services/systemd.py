@@ -84,7 +84,7 @@ class Systemd:
 
     @staticmethod
     def here(*, system: bool, ask: bool = True) -> Systemd:
-        """Raises ServiceError where no systemd can be asked, unless it need not be: to write a unit takes none."""
+        """Return the manager. Raises ServiceError if `ask` and no systemd answers: to write a unit needs none."""
         if system:
             found = Systemd(Path("/etc/systemd/system") / UNIT, True)
             if ask and sys.platform != "win32" and os.getuid():
