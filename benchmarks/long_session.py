@@ -20,7 +20,8 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,9 @@ def ask(engine: Engine, clock: Clock, messages: list[dict[str, str]], tokens: in
     return text, event
 
 
-def grow(model: Path, folder: Path, turns: int, tokens: int) -> list[dict[str, str]]:
-    """A conversation of so many turns in a store, measured on the way; its messages."""
+@contextmanager
+def started(model: Path, folder: Path) -> Iterator[tuple[Engine, Writer]]:
+    """An engine with a store in a folder."""
     artifact = Artifact.open(model)
     program = get_runtime(artifact.manifest.runtime).load(artifact)
     store = Store.open(folder)
@@ -103,6 +105,14 @@ def grow(model: Path, folder: Path, turns: int, tokens: int) -> list[dict[str, s
     writer = Writer(store, numbers)
     engine = Engine(artifact, program, writer, metrics=numbers.of(artifact.manifest.name))
     engine.start()
+    yield engine, writer
+    engine.shutdown()
+    writer.close()
+    store.close()
+
+
+def grow(engine: Engine, store: Store, turns: int, tokens: int) -> list[dict[str, str]]:
+    """A conversation of so many turns in a store, measured on the way; its messages."""
     clock = Clock()
     clock.watch(engine._planner, "plan", "plan")
     for part in ("whole", "after"):
@@ -128,9 +138,6 @@ def grow(model: Path, folder: Path, turns: int, tokens: int) -> list[dict[str, s
                 f"| {fed} | {done.usage.resume} | {held_mb() - before:.1f} |",
                 flush=True,
             )
-    engine.shutdown()
-    writer.close()
-    store.close()
     return messages
 
 
@@ -168,7 +175,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         data.mkdir(mode=0o700)
-        messages = grow(model, data, asked.turns, asked.tokens)
+        with started(model, data) as (engine, writer):
+            messages = grow(engine, writer.store, asked.turns, asked.tokens)
         over_http(model, data, messages, asked.tokens)
 
 
