@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ssmd.api.fields import HEADER as IGNORED
+from ssmd.api.errors import IGNORED
 from ssmd.api.idempotency import REPLAYED
 from ssmd.engine.deltas import calls_of
-from ssmd.engine.request import Delta, FinishReason, Rejected, Request, TokenLogprob, Usage, label
+from ssmd.engine.request import Delta, FinishReason, Request, TokenLogprob, Usage, label
 from ssmd.engine.shelf import Model
+from ssmd.engine.terms import Rejected
 from ssmd.text.messages import ToolCall
 
 

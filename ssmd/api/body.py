@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 from ssmd.model.strict import Strict, too_many
 from ssmd.sessions.turn import ID_PATTERN
 

@@ -17,7 +17,8 @@ from ssmd.api.front import Front
 from ssmd.api.tools import variables_of
 from ssmd.api.under_way import UnderWay
 from ssmd.engine.host import Host
-from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Rejected, TokenLogprob, Usage
+from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, TokenLogprob, Usage
+from ssmd.engine.terms import Rejected
 
 
 def routes(

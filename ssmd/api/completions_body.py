@@ -11,7 +11,8 @@ from pydantic import Field
 from ssmd.api.body import StrictModel, shown, validate
 from ssmd.api.chat_body import MAX_N, NOT_BUILT, ChatBody, read_chat, to_request
 from ssmd.api.fields import Neutral
-from ssmd.engine.request import Raw, Rejected, Request
+from ssmd.engine.request import Raw, Request
+from ssmd.engine.terms import Rejected
 from ssmd.model.defaults import Defaults
 
 MAX_PROMPTS = 64

@@ -27,9 +27,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ssmd.api.reading import place_of
 from ssmd.api.seldom import TOO_MANY, keep_short
 from ssmd.machine import descriptors, hangup
+from ssmd.machine.hosts import place_of
 from ssmd.machine.privatesocket import process_at
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ssmd.api.body import READ_TIMEOUT_S
 from ssmd.api.upload import LEAST_BYTES
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 
 log = logging.getLogger(__name__)
 MOST = 16

@@ -11,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ssmd.api import access
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 
 ExceptionHandler = Callable[[Request, Exception], Awaitable[Response]]
 MAX_MESSAGE_CHARS = 2000
+IGNORED = "x-ssmd-ignored"  # the header that names fields which were left aside
 INTERNAL = Rejected("the daemon failed on this request; its log says why", status=500, code="internal_error")
 
 

@@ -11,11 +11,10 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from ssmd.api.body import StrictModel
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 
 log = logging.getLogger(__name__)
 Neutral = Mapping[str, tuple[Any, ...]]  # names of fields, each with the values that ask for nothing
-HEADER = "x-ssmd-ignored"
 MOST_NAMED = 32
 MAX_NAME_CHARS = 64
 _MOST_LOGGED = 256  # names; whoever sends more of them is not written down

@@ -32,7 +32,8 @@ from ssmd.engine.host import Host
 from ssmd.engine.hosted import Asker, Lease
 from ssmd.engine.metrics import CANCELLED, STOPPED
 from ssmd.engine.replay import events
-from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Rejected, Request, label
+from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Request, label
+from ssmd.engine.terms import Rejected
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -22,7 +22,8 @@ from starlette.datastructures import Headers
 from ssmd.api.body import shown
 from ssmd.api.delivery import Delivery
 from ssmd.engine.host import Host
-from ssmd.engine.request import Done, Event, Rejected, Request
+from ssmd.engine.request import Done, Event, Request
+from ssmd.engine.terms import Rejected
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.turn import StoreError
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from ssmd.api.grants import Grant, Grants, digest_of
 from ssmd.config import KEY, Settings, SettingsError
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 from ssmd.machine import privatefile
 from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
 
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 256 << 10
 MAX_KEYS = 256
 READ_ONLY = "read-only"
+TICKETS = "/ssmd/v1/tickets"
+REDEEM = f"{TICKETS}/redeem"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CALLER, _LOOK = "ssmd.caller", "ssmd.look"  # in a scope
 

@@ -7,7 +7,7 @@ import re
 from typing import Any, NoReturn
 
 from ssmd.api.body import shown
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 from ssmd.text.messages import ROLES, THINK, THINK_END, Message, Role, ToolCall
 
 MAX_CALLS = 64  # of a message

@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from ssmd.api.delivery import Delivery
 from ssmd.api.keys import caller_of
+from ssmd.machine.hosts import place_of
 from ssmd.machine.processor import give_way
 
 AT_ONCE = 2  # of one client: a long one, and a short one beside it
@@ -57,20 +57,6 @@ def client_of(request: Request) -> str:
     if caller.several:
         return caller.name
     return "" if request.client is None else place_of(request.client.host)
-
-
-def place_of(host: str) -> str:
-    """The address, or the network of an IPv6 address; what is none as it is: a process."""
-    try:
-        address = ip_address(host)
-    except ValueError:  # a process
-        return host
-    if isinstance(address, IPv4Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    link = "" if address.scope_id is None else f"%{address.scope_id}"
-    return f"{IPv6Address(int(address) >> 64 << 64)}/64{link}"
 
 
 class Reading:

@@ -31,11 +31,10 @@ from ssmd.api import access
 from ssmd.api.access import AccessLog
 from ssmd.api.body import shown
 from ssmd.api.errors import HANDLERS, error_response
-from ssmd.api.keys import Caller, Keys, set_caller
-from ssmd.api.tickets import REDEEM
-from ssmd.api.tickets import ROOT as TICKETS
+from ssmd.api.keys import REDEEM, TICKETS, Caller, Keys, set_caller
 from ssmd.config import Settings
-from ssmd.engine.request import Rejected, label
+from ssmd.engine.request import label
+from ssmd.engine.terms import Rejected
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})

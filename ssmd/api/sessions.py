@@ -20,7 +20,7 @@ from ssmd.api.keys import caller_of
 from ssmd.api.reading import Reading, client_of
 from ssmd.api.upload import write_body
 from ssmd.engine.host import Host
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 from ssmd.machine.room import SPARE_BYTES
 from ssmd.sessions.files.packing import States
 from ssmd.sessions.files.sessionfile import SessionFileError

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from ssmd.api.keys import caller_of
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ssmd.api.body import StrictModel, parse_object, shown
 from ssmd.engine.lark import check_lark, held
-from ssmd.engine.request import Grammar, Rejected
+from ssmd.engine.terms import Grammar, Rejected
 from ssmd.text.closed import closed
 
 MAX_CHOICES = 1000

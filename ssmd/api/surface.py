@@ -8,7 +8,19 @@ from typing import Any
 
 from pydantic import BaseModel, create_model
 
-from ssmd.api import chat_body, completions_body, metrics, models, pulls, sessions, shapes, tickets, unserved, words
+from ssmd.api import (
+    chat_body,
+    completions_body,
+    keys,
+    metrics,
+    models,
+    pulls,
+    sessions,
+    shapes,
+    tickets,
+    unserved,
+    words,
+)
 from ssmd.api.body import StrictModel
 from ssmd.api.declared_messages import MESSAGES, TOOLS
 from ssmd.api.fields import Neutral
@@ -230,8 +242,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         bad=_NO_STORE | _BODY,
         body=Taken(sessions.ForkBody, optional=True),
     ),
-    ("POST", tickets.ROOT): Operation("Hand a key's rights on", "tickets", answer=shapes.Ticket),
-    ("POST", tickets.REDEEM): Operation(
+    ("POST", keys.TICKETS): Operation("Hand a key's rights on", "tickets", answer=shapes.Ticket),
+    ("POST", keys.REDEEM): Operation(
         "A key for a ticket", "tickets", answer=shapes.Key, bad=_OPEN | _BODY, body=Taken(tickets.Redeemed), open=True
     ),
 }

@@ -11,11 +11,9 @@ from starlette.routing import Route
 
 from ssmd.api.body import StrictModel, parse_object, read_body, validate
 from ssmd.api.grants import TICKET_S
-from ssmd.api.keys import Keys, caller_of
-from ssmd.engine.request import Rejected
+from ssmd.api.keys import REDEEM, TICKETS, Keys, caller_of
+from ssmd.engine.terms import Rejected
 
-ROOT = "/ssmd/v1/tickets"
-REDEEM = f"{ROOT}/redeem"
 _SECRET = {"cache-control": "no-store"}
 
 
@@ -43,4 +41,4 @@ def routes(keys: Keys) -> list[Route]:
         key, lasts_s = made
         return JSONResponse({"key": key, "expires_in": int(lasts_s)}, headers=_SECRET)
 
-    return [Route(ROOT, make, methods=["POST"]), Route(REDEEM, redeem, methods=["POST"])]
+    return [Route(TICKETS, make, methods=["POST"]), Route(REDEEM, redeem, methods=["POST"])]

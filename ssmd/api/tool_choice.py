@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ssmd.api.body import shown
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 from ssmd.text.calls.tool_choice import ToolChoice
 
 _PARAM = "tool_choice"

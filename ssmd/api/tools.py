@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ssmd.api.body import shown
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 from ssmd.text.template import NOTHING_MORE, OWN, Given
 
 MAX_TOOLS = 128  # as OpenAI has it: more than these no model can tell apart

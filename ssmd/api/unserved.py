@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 
 CODE = "not_supported"
 _CHAT = "ask /v1/chat/completions with the whole conversation in messages; it keeps the session and its state by itself"

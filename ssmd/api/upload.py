@@ -11,7 +11,7 @@ from typing import BinaryIO
 from starlette.requests import Request
 
 from ssmd.api.body import READ_TIMEOUT_S
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 from ssmd.machine.room import SPARE_BYTES, check_room
 from ssmd.machine.size import show_size
 

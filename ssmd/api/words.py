@@ -14,12 +14,13 @@ from starlette.routing import Route
 
 from ssmd.api.body import StrictModel, parse_object, read_body, validate
 from ssmd.api.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
-from ssmd.api.fields import HEADER, Fields
+from ssmd.api.errors import IGNORED
+from ssmd.api.fields import Fields
 from ssmd.api.keys import caller_of
 from ssmd.engine.engine import Engine
 from ssmd.engine.host import Host
-from ssmd.engine.request import Rejected
 from ssmd.engine.shelf import Model
+from ssmd.engine.terms import Rejected
 
 MAX_TOKENS = 250_000
 T = TypeVar("T")
@@ -125,7 +126,7 @@ class _Words:
             found = await asyncio.to_thread(work, lease.engine)
         finally:
             lease.release()
-        return JSONResponse(found, headers={HEADER: ", ".join(ignored)} if ignored else {})
+        return JSONResponse(found, headers={IGNORED: ", ".join(ignored)} if ignored else {})
 
     def _find(self, name: str | None) -> Model:
         """The model of that name; without one the only one there is, or the one that is loaded. Raises Rejected."""

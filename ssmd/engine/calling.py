@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from ssmd.engine.prompt import Prompt
-from ssmd.engine.request import Grammar, Rejected, Request
+from ssmd.engine.request import Request
 from ssmd.engine.schema import check_size
+from ssmd.engine.terms import Grammar, Rejected
 from ssmd.text.answer import AnswerReader
 from ssmd.text.calls.forced import forced
 from ssmd.text.calls.formats import format_of

@@ -21,8 +21,9 @@ from ssmd.engine.persistence import KeepsNothing, Persistence
 from ssmd.engine.prompt import Planner
 from ssmd.engine.queue import Queue
 from ssmd.engine.raw import RawPlanner, echoing
-from ssmd.engine.request import Event, Recalled, Rejected, Request
+from ssmd.engine.request import Event, Recalled, Request
 from ssmd.engine.several import Several
+from ssmd.engine.terms import Rejected
 from ssmd.engine.turns import Turns
 from ssmd.engine.warmup import WarmUp, once
 from ssmd.engine.worker import Worker

@@ -12,7 +12,8 @@ from ssmd.engine.choice import Choice
 from ssmd.engine.grammar import Guide
 from ssmd.engine.metrics import CANCELLED, STOPPED, ModelMetrics
 from ssmd.engine.prompt import Prompt
-from ssmd.engine.request import Delta, Done, Event, FinishReason, Rejected, Request, Resume, Usage, label
+from ssmd.engine.request import Delta, Done, Event, FinishReason, Request, Resume, Usage, label
+from ssmd.engine.terms import Rejected
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.checkpoint import NewCheckpoint
 

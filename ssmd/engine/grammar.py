@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.engine.request import Grammar, Rejected
 from ssmd.engine.schema import check_size, place_of
-from ssmd.engine.warmup import Steps
+from ssmd.engine.terms import Grammar, Rejected, Steps
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from ssmd.engine.hosted import Asker, Hosted, Lease, Waiting, refused
 from ssmd.engine.loader import RETRY_AFTER_S, Loader, Open
 from ssmd.engine.metrics import Live, Metrics
 from ssmd.engine.queue import unavailable
-from ssmd.engine.request import Rejected
 from ssmd.engine.shelf import Model, Shelf
+from ssmd.engine.terms import Rejected
 from ssmd.engine.writer import Writer
 from ssmd.machine import memory
 

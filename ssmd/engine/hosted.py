@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.request import Rejected
 from ssmd.engine.shelf import Model
+from ssmd.engine.terms import Rejected
 
 TIMES_FILES = 2.0  # its files' bytes a model takes, lanes and workspaces with it: 1.8 to 2.0 were measured
 LEAST_BYTES = 32 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from ssmd.engine.request import Rejected
 from ssmd.engine.schema import check_size
+from ssmd.engine.terms import Rejected
 
 MAX_BYTES = 32 << 10
 MAX_RULES = 256  # they are read by recursion, and a stack ends, with the process, at 3,000

@@ -19,8 +19,8 @@ from ssmd.engine.budget import Budget, NoRoom, in_the_way, make_room
 from ssmd.engine.engine import Engine
 from ssmd.engine.hosted import Hosted, Lease, Waiting, refused
 from ssmd.engine.metrics import Metrics, ModelMetrics
-from ssmd.engine.request import Rejected
 from ssmd.engine.shelf import Model, Shelf, unusable
+from ssmd.engine.terms import Rejected
 from ssmd.machine import memory
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,11 @@ from ssmd.engine import replay
 from ssmd.engine.choice import Choice
 from ssmd.engine.generation import Asked, Kept, Restored, Then
 from ssmd.engine.prompt import Planner, Prompt
-from ssmd.engine.request import Done, Rejected, Request
+from ssmd.engine.request import Done, Request
 from ssmd.engine.rerender import Rerenderer
 from ssmd.engine.restore import Restorer, Restoring
-from ssmd.engine.warmup import Steps, run_tokens
+from ssmd.engine.terms import Rejected, Steps
+from ssmd.engine.warmup import run_tokens
 from ssmd.engine.writer import Pending, Writer
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint

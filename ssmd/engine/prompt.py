@@ -14,7 +14,8 @@ import numpy as np
 
 from ssmd.engine import truncation
 from ssmd.engine.rendering import Renderer, Shown
-from ssmd.engine.request import Rejected, Request
+from ssmd.engine.request import Request
+from ssmd.engine.terms import Rejected
 from ssmd.model.artifact import Manifest
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Found, Scope

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ssmd.engine.generation import Generation
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 
 RETRY_AFTER_S = 5  # where nothing is known of the queue's speed
 _MOST_RETRY_AFTER_S = 60

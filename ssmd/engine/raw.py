@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ssmd.engine.prompt import Prompt
-from ssmd.engine.request import Delta, Done, Event, Rejected, Request
+from ssmd.engine.request import Delta, Done, Event, Request
+from ssmd.engine.terms import Rejected
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Found, Scope
 from ssmd.sessions.line import Ids, Line, Passage, as_ids

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 from ssmd.model.artifact import Manifest
 from ssmd.sessions.line import Ids, Line, Passage
 from ssmd.sessions.turn import Settled, Turn

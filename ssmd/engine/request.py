@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.terms import Grammar, Rejected
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.reply import ReplyKey
 from ssmd.text.calls.tool_choice import AUTO, ToolChoice
@@ -17,39 +18,6 @@ Resume = Literal["exact", "portable", "none"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 Raw = str | tuple[int, ...]  # a prompt that no template makes
 LEAST_LOGPROB = -9999.0  # of a token that cannot come, as OpenAI writes it: JSON has no -Infinity
-
-
-class Rejected(Exception):
-    """A request that cannot be run. The API turns it into the matching HTTP error; nothing was changed."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        code: str = "invalid_request_error",
-        param: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
-        self.code = code
-        self.param = param
-        self.retry_after_s = retry_after_s
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """What an answer has to be, as llguidance reads it: Lark or JSON. param: of the request, where it is wrong. parts:
-    what it is made of, to find out which of them is. begun: it is not of the whole answer, but of each call in it,
-    from behind the marker on that it begins with.
-    """
-
-    text: str
-    param: str
-    parts: tuple[Grammar, ...] = ()
-    begun: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 
 MAX_PARTS = 500  # properties of one object, or schemas of one list: the time to read them grows with the square
 MAX_KEYS = 10_000  # of all objects together

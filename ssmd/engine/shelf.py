@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 from ssmd.installed import Installed, ModelError, choose, is_for, read
 from ssmd.machine.spelling import meant, shown
 from ssmd.model import defaults

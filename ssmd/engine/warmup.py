@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 
+from ssmd.engine.terms import Steps
 from ssmd.runtime.protocol import Handle, Program
 
 AFTER_S = 0.1  # how long nobody must have come before the first step; the others follow at once
-Steps = Generator[None]  # work that may be closed after any of its steps
 
 
 class WarmUp:

@@ -16,8 +16,8 @@ from ssmd.engine.generation import Generation
 from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persistence import KeepsNothing, Persistence
 from ssmd.engine.queue import Queue, unavailable
-from ssmd.engine.request import Rejected
 from ssmd.engine.sharing import Open, Shares
+from ssmd.engine.terms import Rejected
 from ssmd.engine.turns import Turns
 from ssmd.engine.warmup import WarmUp
 from ssmd.runtime.protocol import Handle, Logits, Program, StateLost

@@ -18,6 +18,20 @@ def address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
+def place_of(host: str) -> str:
+    """The address, or the network of an IPv6 address; what is none as it is: a process."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a process
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    link = "" if address.scope_id is None else f"%{address.scope_id}"
+    return f"{ipaddress.IPv6Address(int(address) >> 64 << 64)}/64{link}"
+
+
 def is_hostname(name: str) -> bool:
     """Whether a text can be the name of a host."""
     # A dotted number that is no address is a typing error, not a name.

@@ -16,7 +16,7 @@ from api.test_fields import ROWS
 from conftest import ROOT, TinyArtifacts
 from daemon import CHAT, Daemon, chunks, daemon, text_of
 
-from ssmd.api.fields import HEADER
+from ssmd.api.errors import IGNORED
 
 Fields = dict[str, Any]
 FILES = sorted((ROOT / "tests" / "data" / "bodies").glob("*.json"))
@@ -45,7 +45,7 @@ def test_what_a_library_sent_is_done(tiny: Daemon, file: Any) -> None:
         limits = {name: MOST for name in ("max_tokens", "max_completion_tokens") if (body.get(name) or 0) > MOST}
         answer = tiny.served.ask("POST", request["path"], {**body, "model": tiny.model, **limits})
         assert answer.status == 200, (request, answer.body)
-        assert named(answer.headers.get(HEADER)) == {"messages." + name for name in odd(body)} | {
+        assert named(answer.headers.get(IGNORED)) == {"messages." + name for name in odd(body)} | {
             name for name, value in body.items() if value is not None and WHAT.get(name, "ignored") == "ignored"
         }, request
         if request["path"] != CHAT:

@@ -10,7 +10,8 @@ import pytest
 
 from ssmd.api.body import parse_object
 from ssmd.api.chat_body import NOT_BUILT, read_chat, to_request
-from ssmd.engine.request import Rejected, Request
+from ssmd.engine.request import Request
+from ssmd.engine.terms import Rejected
 from ssmd.text.messages import Message
 
 VOCABULARY = 1000

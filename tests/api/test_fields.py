@@ -18,7 +18,8 @@ from openai_client import client_python
 
 from ssmd.api.body import parse_object
 from ssmd.api.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
-from ssmd.api.fields import HEADER, MOST_NAMED, Fields, printable
+from ssmd.api.errors import IGNORED
+from ssmd.api.fields import MOST_NAMED, Fields, printable
 from ssmd.config import Settings
 from ssmd.model.artifact import SpecialTokens
 from ssmd.text.template import ChatTemplate
@@ -98,12 +99,12 @@ def test_a_row_holds(row: Row, tiny: Daemon, strict: Daemon) -> None:
     if row.what in ("ignored", "template"):  # the tiny model's template looks no variable up
         name = f"{row.name}.x" if isinstance(row.example, dict) and row.what == "template" else row.name
         assert answer.json["usage"]["ssmd"]["ignored"] == [name]
-        assert answer.headers[HEADER] == name
+        assert answer.headers[IGNORED] == name
         assert (strictly.status, strictly.error["code"]) == (400, "unknown_parameter")
         assert strictly.error["param"] == name
         return
     assert strictly.status == 200
-    assert HEADER not in answer.headers
+    assert IGNORED not in answer.headers
     assert b'"ignored"' not in answer.body
     if row.what == "alias":
         assert request(**{row.name: row.example}) == request(**{row.target: row.example}) != request()
@@ -127,9 +128,9 @@ def test_options_that_ask_for_nothing_pass(tiny: Daemon) -> None:
     asking_nothing: list[dict[str, Any]] = [{}, {"include_usage": False}, {"include_obfuscation": None}]
     for options in asking_nothing:
         answer = tiny.chat(stream_options=options)
-        assert (answer.status, HEADER in answer.headers) == (200, False)
+        assert (answer.status, IGNORED in answer.headers) == (200, False)
     answer = tiny.chat(stream=True, stream_options={"include_usage": True, "include_obfuscation": True})
-    assert answer.headers[HEADER] == "stream_options.include_obfuscation"
+    assert answer.headers[IGNORED] == "stream_options.include_obfuscation"
     assert b'"ignored":["stream_options.include_obfuscation"]' in answer.body
 
 
@@ -143,7 +144,7 @@ def test_hostile_names_are_printable_and_few(tiny: Daemon, caplog: pytest.LogCap
     assert len(ignored) == MOST_NAMED + 1
     assert ignored[-1] == f"({len(names) - MOST_NAMED} more)"
     assert all(one.isascii() and one.isprintable() and "," not in one and len(one) < 70 for one in ignored)
-    assert answer.headers[HEADER] == ", ".join(ignored)
+    assert answer.headers[IGNORED] == ", ".join(ignored)
     assert 0 < len(caplog.records) <= 256
     before = len(caplog.records)
     tiny.chat(**hostile)
@@ -160,7 +161,7 @@ def test_a_repeated_and_a_followed_answer_say_it_too(artifact: Path, tmp_path: P
         raw = json.dumps({**one.body(), "cache_prompt": True}).encode()
         first, again = (one.served.ask("POST", "/v1/chat/completions", raw, {"idempotency-key": "a"}) for _ in range(2))
         assert again.headers["idempotent-replayed"] == "true"
-        assert first.headers[HEADER] == again.headers[HEADER] == "cache_prompt"
+        assert first.headers[IGNORED] == again.headers[IGNORED] == "cache_prompt"
         assert again.json["usage"]["ssmd"]["ignored"] == ["cache_prompt"]
 
 
@@ -172,8 +173,8 @@ def test_variables_that_the_template_looks_up_are_not_ignored(artifact: Path, tm
         engine._texts = replace(engine._texts, template=template)
         asked: dict[str, Any] = {"enable_thinking": True, "chat_template_kwargs": {"y": 1, "z": None}}
         assert one.chat(**asked).json["usage"]["ssmd"]["ignored"] == ["chat_template_kwargs.y"]
-        assert one.chat(**asked, stream=True).headers[HEADER] == "chat_template_kwargs.y"
-        assert HEADER not in one.chat(enable_thinking=True, reasoning_effort=None).headers
+        assert one.chat(**asked, stream=True).headers[IGNORED] == "chat_template_kwargs.y"
+        assert IGNORED not in one.chat(enable_thinking=True, reasoning_effort=None).headers
 
 
 def test_what_is_read_is_what_was_sent_but_for_what_is_ignored() -> None:

@@ -17,13 +17,12 @@ from starlette.routing import Route
 
 from ssmd.api import stop, tickets
 from ssmd.api.grants import KEY_S, MOST_KEYS, MOST_TICKETS, TICKET_S, Grant, Grants, digest_of
-from ssmd.api.keys import Keys, caller_of
+from ssmd.api.keys import REDEEM, TICKETS, Keys, caller_of
 from ssmd.api.security import Rules, guarded
 from ssmd.config import Settings
 
 ALICE, BOB, SCREEN, TOKEN = "alice-has-this-one", "bob-has-this-one", "screens-look-at-this", "the-daemons-own-token"
 KEYS = f"alice {ALICE}\nbob {BOB}\nbob {SCREEN} read-only\n"
-REDEEM = tickets.REDEEM
 
 
 @contextmanager
@@ -54,7 +53,7 @@ def one(keys: Keys) -> Iterator[Served]:
 
 
 def made(one: Served, key: str | None) -> str:
-    answer = one.ask("POST", tickets.ROOT, headers={} if key is None else bearer(key))
+    answer = one.ask("POST", TICKETS, headers={} if key is None else bearer(key))
     assert (answer.status, answer.json["expires_in"]) == (200, 60), answer.body
     assert answer.headers["cache-control"] == "no-store"
     return str(answer.json["ticket"])
@@ -111,8 +110,8 @@ def test_a_ticket_is_good_once(one: Served) -> None:
 
 
 def test_who_has_no_key_makes_none_and_other_sites_redeem_none(one: Served) -> None:
-    assert one.ask("POST", tickets.ROOT).status == 401
-    assert one.ask("POST", tickets.ROOT, headers=bearer("wrong")).status == 401
+    assert one.ask("POST", TICKETS).status == 401
+    assert one.ask("POST", TICKETS, headers=bearer("wrong")).status == 401
     ticket = made(one, ALICE)
     assert redeemed(one, ticket, origin="http://evil.example").error["code"] == "origin_not_allowed"
     embedded = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
@@ -126,7 +125,7 @@ def test_without_keys_it_works_the_same(tmp_path: Path) -> None:
         assert whoami(one, key_of(one, None))["sees"] is None
         assert whoami(one, key_of(one, TOKEN))["own"] is False
     with guarding(Keys.of(Settings(api_key="one-key-for-all"))) as one:
-        assert one.ask("POST", tickets.ROOT).status == 401
+        assert one.ask("POST", TICKETS).status == 401
         assert whoami(one, key_of(one, "one-key-for-all"))["name"] == ""
 
 

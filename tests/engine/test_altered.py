@@ -21,7 +21,7 @@ from sqlalchemy import LargeBinary, String
 
 from ssmd.engine import writer
 from ssmd.engine.engine import Engine
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.fsck.check import examine

@@ -25,10 +25,11 @@ from ssmd.engine import persistence, sharing
 from ssmd.engine import writer as writer_module
 from ssmd.engine.engine import Engine
 from ssmd.engine.generation import Generation
-from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Rejected, Request, TokenLogprob, Usage
+from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Request, TokenLogprob, Usage
 from ssmd.engine.rerender import Rerenderer
 from ssmd.engine.restore import Restorer
 from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.terms import Rejected
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part
 from ssmd.runtime.protocol import Handle, Program, StateLost, get_runtime

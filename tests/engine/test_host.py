@@ -30,9 +30,9 @@ from ssmd.engine.host import Host
 from ssmd.engine.hosted import Hosted, Lease
 from ssmd.engine.lanes import lane_bytes
 from ssmd.engine.opening import close_host, open_host
-from ssmd.engine.request import Rejected
 from ssmd.engine.sampling_params import SamplingParams
 from ssmd.engine.shelf import Model
+from ssmd.engine.terms import Rejected
 from ssmd.engine.turns import Turns
 from ssmd.installed import Installed, read
 from ssmd.machine import memory

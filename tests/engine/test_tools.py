@@ -24,7 +24,8 @@ from keeping import whole as whole_of
 
 from ssmd.engine.engine import Engine
 from ssmd.engine.prompt import Prompt
-from ssmd.engine.request import Rejected, Request
+from ssmd.engine.request import Request
+from ssmd.engine.terms import Rejected
 from ssmd.model.artifact import Artifact, SpecialTokens
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.store import Store

@@ -11,7 +11,7 @@ from engine.test_engine import SAMPLING, Answer, ask, program_of, user
 from engine.test_rerender import engine_of
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.request import Rejected
+from ssmd.engine.terms import Rejected
 from ssmd.engine.truncation import LEAST_ROOM, TRUNCATED
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program

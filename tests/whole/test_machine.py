@@ -39,8 +39,8 @@ from recording import Recorder, fingerprint
 from sqlalchemy import Connection, select
 
 from ssmd.engine.persistence import Persistence
-from ssmd.engine.request import Rejected
 from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.terms import Rejected
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
 from ssmd.sessions.files.transfer import Local, export_session, import_session
