@@ -23,7 +23,7 @@ from long_session import Clock, ask, started
 from resume import story
 
 from ssmd.config import Settings
-from ssmd.engine.writer import Writer
+from ssmd.engine.persist.writer import Writer
 from ssmd.installed import resolve
 
 WARM = 4  # turns that are not counted

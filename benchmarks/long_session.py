@@ -33,8 +33,8 @@ from ssmd.api.chat_body import read_chat, to_request
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics
+from ssmd.engine.persist.writer import Writer
 from ssmd.engine.request import Delta, Done, Event
-from ssmd.engine.writer import Writer
 from ssmd.installed import resolve
 from ssmd.machine.memory import trim
 from ssmd.model.artifact import Artifact

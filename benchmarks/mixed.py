@@ -36,7 +36,7 @@ from retold import Kind, retold
 from talkers import is_in
 
 from ssmd.config import Settings
-from ssmd.engine.hosted import LEAST_BYTES, TIMES_FILES
+from ssmd.engine.host.loader import LEAST_BYTES, TIMES_FILES
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Turn
 
@@ -184,7 +184,7 @@ class Campaign:
         if "Traceback" in log:
             self.failures.append(f"the daemon's log: {log[log.index('Traceback') - 300 :][:3000]}")
         for line in log.splitlines():
-            said = self.counts["told that it was not stored"] and " ERROR ssmd.engine.condition: " in line
+            said = self.counts["told that it was not stored"] and " ERROR ssmd.engine.persist.writer: " in line
             if " ERROR " in line and not said:
                 self.failures.append(f"the daemon's log: {line}")
 

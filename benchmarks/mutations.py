@@ -65,7 +65,7 @@ MUTATIONS = (
         "authoring/test_authoring.py::test_logits_and_states_are_those_of_transformers[mamba2-uneven]",
     ),
     Mutation(
-        *("engine", "top_k takes one token more", "ssmd/engine/sampling.py"),
+        *("engine", "top_k takes one token more", "ssmd/engine/sampling/sampler.py"),
         *("_largest(rows, maxima, params.top_k)", "_largest(rows, maxima, params.top_k + 1)"),
         "engine/test_sampling.py",
     ),

@@ -32,7 +32,7 @@ from serving import serving
 from ssmd.api.page import Page
 from ssmd.app import create_app
 from ssmd.config import Settings
-from ssmd.engine.opening import close_host, open_host
+from ssmd.engine.host.opening import close_host, open_host
 from ssmd.server import listen
 
 LOADS = 11

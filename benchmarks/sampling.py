@@ -11,9 +11,9 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.engine.dry import Dry
-from ssmd.engine.sampling import Sampler
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling.params import SamplingParams
+from ssmd.engine.sampling.penalties import Dry
+from ssmd.engine.sampling.sampler import Sampler
 
 LIMIT_US = 300.0
 

@@ -25,8 +25,8 @@ from daemon_process import conditions
 from decode import Took
 from prompt_lookup import Prices, Step, price, steps
 
-from ssmd.engine.sampling import Sampler
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling.params import SamplingParams
+from ssmd.engine.sampling.sampler import Sampler
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Logits, Program, get_runtime

@@ -23,11 +23,11 @@ from daemon_process import conditions
 
 from ssmd.api.structured import of_schema
 from ssmd.config import Settings
-from ssmd.engine import grammar
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.request import Delta, Done, Event, Failed, Request
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling import grammar
+from ssmd.engine.sampling.params import SamplingParams
 from ssmd.installed import resolve
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import get_runtime

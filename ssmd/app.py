@@ -30,7 +30,7 @@ from ssmd.api.security import Rules, guarded
 from ssmd.api.under_way import UnderWay
 from ssmd.config import Settings
 from ssmd.daemon.pulls import Pulls
-from ssmd.engine.host import Host
+from ssmd.engine.host.host import Host
 
 STALL_S = 30.0
 

@@ -30,8 +30,8 @@ from ssmd.daemon import discovery
 from ssmd.daemon.discovery import Address
 from ssmd.daemon.home import moved_in
 from ssmd.daemon.logfile import OneLine
-from ssmd.engine.host import Host
-from ssmd.engine.opening import close_host, open_host
+from ssmd.engine.host.host import Host
+from ssmd.engine.host.opening import close_host, open_host
 from ssmd.machine import hosts
 from ssmd.machine.confinement import forbid_core_dumps
 from ssmd.machine.descriptors import raise_limit

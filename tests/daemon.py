@@ -16,8 +16,8 @@ from serving import Answer, Served, serving
 
 from ssmd.app import create_app
 from ssmd.config import Settings
-from ssmd.engine.host import Host
-from ssmd.engine.persistence import Persistence
+from ssmd.engine.host.host import Host
+from ssmd.engine.persist.persistence import Persistence
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
 from ssmd.sessions.store import Store

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.host import Host
+from ssmd.engine.host.host import Host
+from ssmd.engine.host.models import Shelf
 from ssmd.engine.metrics import Metrics
-from ssmd.engine.shelf import Shelf
-from ssmd.engine.writer import Writer
+from ssmd.engine.persist.writer import Writer
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.store import Store

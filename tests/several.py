@@ -22,9 +22,9 @@ from serving import Answer, Served, serving
 from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
-from ssmd.engine.host import Host
-from ssmd.engine.opening import close_host, open_host
-from ssmd.engine.shelf import Model
+from ssmd.engine.host.host import Host
+from ssmd.engine.host.models import Model
+from ssmd.engine.host.opening import close_host, open_host
 
 LLAMA, OTHER, GRANITE = "llama@litert", "llama@openvino", "granite@litert"
 NAMES = {LLAMA: "llama-f32", OTHER: "openvino-llama-f32", GRANITE: "granite-int8"}

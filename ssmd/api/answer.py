@@ -9,9 +9,8 @@ from typing import Any
 
 from ssmd.api.errors import IGNORED
 from ssmd.api.idempotency import REPLAYED
-from ssmd.engine.deltas import calls_of
-from ssmd.engine.request import Delta, FinishReason, Request, TokenLogprob, Usage, label
-from ssmd.engine.shelf import Model
+from ssmd.engine.host.models import Model
+from ssmd.engine.request import Delta, FinishReason, Request, TokenLogprob, Usage, calls_of, label
 from ssmd.engine.terms import Rejected
 from ssmd.text.messages import ToolCall
 

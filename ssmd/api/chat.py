@@ -16,7 +16,7 @@ from ssmd.api.fields import Fields
 from ssmd.api.front import Front
 from ssmd.api.tools import variables_of
 from ssmd.api.under_way import UnderWay
-from ssmd.engine.host import Host
+from ssmd.engine.host.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, TokenLogprob, Usage
 from ssmd.engine.terms import Rejected
 

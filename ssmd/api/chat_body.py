@@ -18,9 +18,9 @@ from ssmd.api.messages import read_messages
 from ssmd.api.structured import Structured, grammar_of
 from ssmd.api.tool_choice import read_tool_choice
 from ssmd.api.tools import read_given
-from ssmd.engine.dry import MAX_BREAKER_CHARS, MAX_BREAKERS, Dry
 from ssmd.engine.request import Request
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling.params import SamplingParams
+from ssmd.engine.sampling.penalties import MAX_BREAKER_CHARS, MAX_BREAKERS, Dry
 from ssmd.engine.terms import Rejected
 from ssmd.machine.duration import MAX_S, parse_duration
 from ssmd.model.defaults import MAX_INT, OPTIONS, Defaults

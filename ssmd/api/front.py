@@ -28,10 +28,10 @@ from ssmd.api.idempotency import Mark, Repeats, in_place_of, read_mark
 from ssmd.api.keys import caller_of
 from ssmd.api.reading import LONG_BYTES, Reading, client_of
 from ssmd.api.under_way import Answering, UnderWay
-from ssmd.engine.host import Host
-from ssmd.engine.hosted import Asker, Lease
+from ssmd.engine.host.host import Host
+from ssmd.engine.host.loader import Asker, Lease
 from ssmd.engine.metrics import CANCELLED, STOPPED
-from ssmd.engine.replay import events
+from ssmd.engine.persist.replay import events
 from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Request, label
 from ssmd.engine.terms import Rejected
 

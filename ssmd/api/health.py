@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from ssmd import __version__
-from ssmd.engine.host import Host
+from ssmd.engine.host.host import Host
 
 # Said to whoever asks, so without a path.
 _ADVICE = {

@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 
 from ssmd.api.body import shown
 from ssmd.api.delivery import Delivery
-from ssmd.engine.host import Host
+from ssmd.engine.host.host import Host
 from ssmd.engine.request import Done, Event, Request
 from ssmd.engine.terms import Rejected
 from ssmd.sessions.reply import Reply, ReplyKey

@@ -22,7 +22,7 @@ from ssmd.api import pulls, sse
 from ssmd.api.body import StrictModel, validate
 from ssmd.api.keys import caller_of, is_in_force
 from ssmd.daemon.pulls import Pulls
-from ssmd.engine.host import DRAINING, Host
+from ssmd.engine.host.host import DRAINING, Host
 from ssmd.engine.prometheus import Exposition
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.store import Store

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from ssmd.api.body import StrictModel, parse_object, read_body, validate
-from ssmd.engine.host import Host
-from ssmd.engine.shelf import Model
+from ssmd.engine.host.host import Host
+from ssmd.engine.host.models import Model
 from ssmd.model.artifact import MANIFEST
 
 ROOT = "/ssmd/v1/models"

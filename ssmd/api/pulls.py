@@ -14,7 +14,7 @@ from starlette.routing import Route
 from ssmd.api.body import StrictModel, parse_object, read_body, shown, validate
 from ssmd.api.runtimes import Runtimes, without_paths
 from ssmd.daemon.pulls import MOST, Pulls, TooManyPulls
-from ssmd.engine.host import Host
+from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejected
 from ssmd.installed import is_for
 from ssmd.machine.spelling import meant

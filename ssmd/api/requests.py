@@ -14,8 +14,7 @@ from ssmd.api import sse
 from ssmd.api.answer import Answer
 from ssmd.api.keys import caller_of
 from ssmd.api.under_way import Answering, UnderWay
-from ssmd.engine.deltas import joined
-from ssmd.engine.request import Done, Failed
+from ssmd.engine.request import Done, Failed, joined
 
 log = logging.getLogger(__name__)
 ROOT = "/ssmd/v1/requests"

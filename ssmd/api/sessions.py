@@ -19,7 +19,7 @@ from ssmd.api.download import Downloads, PassingFile, removed
 from ssmd.api.keys import caller_of
 from ssmd.api.reading import Reading, client_of
 from ssmd.api.upload import write_body
-from ssmd.engine.host import Host
+from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejected
 from ssmd.machine.room import SPARE_BYTES
 from ssmd.sessions.files.packing import States

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ssmd.api.body import StrictModel, parse_object, shown
-from ssmd.engine.lark import check_lark, held
+from ssmd.engine.sampling.grammar import check_lark, held
 from ssmd.engine.terms import Grammar, Rejected
 from ssmd.text.closed import closed
 

@@ -10,9 +10,9 @@ from ssmd.api.answer import Answer, Head
 from ssmd.api.body import shown
 from ssmd.api.delivery import Delivery
 from ssmd.api.errors import INTERNAL
-from ssmd.engine.generation import Generation
+from ssmd.engine.decode.generation import Generation
+from ssmd.engine.decode.several import Several
 from ssmd.engine.request import Delta, Done, Event, Failed, FinishReason, Request, Usage
-from ssmd.engine.several import Several
 from ssmd.engine.terms import Rejected
 from ssmd.sessions.domain import Domain
 

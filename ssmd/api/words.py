@@ -18,8 +18,8 @@ from ssmd.api.errors import IGNORED
 from ssmd.api.fields import Fields
 from ssmd.api.keys import caller_of
 from ssmd.engine.engine import Engine
-from ssmd.engine.host import Host
-from ssmd.engine.shelf import Model
+from ssmd.engine.host.host import Host
+from ssmd.engine.host.models import Model
 from ssmd.engine.terms import Rejected
 
 MAX_TOKENS = 250_000

@@ -21,7 +21,7 @@ from ssmd.api import connections
 from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.daemon.discovery import Address
-from ssmd.engine.opening import close_host, open_host
+from ssmd.engine.host.opening import close_host, open_host
 from ssmd.machine.privatesocket import listen_privately
 from ssmd.machine.progress import shown
 from ssmd.server import FLUSH_S, LINGER_S, SWITCH_S

@@ -1,8 +1,8 @@
 """What serves one program: requests are planned and queued here, and answered by threads.
 
 `Engine.submit` runs in the caller's thread and decides what has to be fed; the worker (worker.py) alone touches the
-program; checkpoints are read in a thread of their own (restore.py), so that other streams go on; the writer (writer.py)
-commits. No asyncio here.
+program; checkpoints are read in a thread of their own (persist/restore.py), so that other streams go on; the writer
+(persist/writer.py) commits. No asyncio here.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ssmd.engine.calling import Calling
-from ssmd.engine.generation import Asked, Generation
-from ssmd.engine.grammar import Grammars
+from ssmd.engine.decode.calling import Calling
+from ssmd.engine.decode.device import Turns
+from ssmd.engine.decode.generation import Asked, Generation
+from ssmd.engine.decode.queue import Queue
+from ssmd.engine.decode.several import Several
+from ssmd.engine.decode.warmup import WarmUp, once
 from ssmd.engine.metrics import ModelMetrics
-from ssmd.engine.persistence import KeepsNothing, Persistence
-from ssmd.engine.prompt import Planner
-from ssmd.engine.queue import Queue
-from ssmd.engine.raw import RawPlanner, echoing
+from ssmd.engine.persist.persistence import KeepsNothing, Persistence
+from ssmd.engine.persist.writer import Writer
+from ssmd.engine.prompt.planner import Planner
+from ssmd.engine.prompt.raw import RawPlanner, echoing
 from ssmd.engine.request import Event, Recalled, Request
-from ssmd.engine.several import Several
+from ssmd.engine.sampling.grammar import Grammars
 from ssmd.engine.terms import Rejected
-from ssmd.engine.turns import Turns
-from ssmd.engine.warmup import WarmUp, once
 from ssmd.engine.worker import Worker
-from ssmd.engine.writer import Writer
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program

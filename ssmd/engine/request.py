@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal
 
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.terms import Grammar, Rejected
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.reply import ReplyKey
 from ssmd.text.calls.tool_choice import AUTO, ToolChoice
-from ssmd.text.messages import Message
+from ssmd.text.messages import Message, ToolCall
 from ssmd.text.template import NOTHING_MORE, Given
 
 Resume = Literal["exact", "portable", "none"]
@@ -162,3 +164,36 @@ Event = Delta | Done | Failed | Recalled
 def label(generation: str, key: str) -> str:
     """What the log calls a request: its generation's id, and the name of the key that it came with, if that has one."""
     return f"{generation} of {key}" if key else generation
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same in as few deltas as tell it, in one choice's order; without log-probabilities."""
+    found = []
+    for _, alike in groupby(deltas, key=_kind):
+        first, *more = alike
+        if first.call is None:
+            text = "".join(delta.text for delta in (first, *more))
+            if text:
+                found.append(Delta(first.index, text, reasoning=first.reasoning))
+            continue
+        arguments = "".join(delta.call.arguments for delta in (first, *more) if delta.call is not None)
+        call = CallDelta(first.call.number, first.call.id, first.call.name, arguments)
+        found.append(Delta(first.index, "", call=call))
+    return found
+
+
+def calls_of(deltas: Sequence[Delta]) -> tuple[ToolCall, ...]:
+    """The calls that deltas of one choice tell of, each as far as it came."""
+    calls: list[tuple[CallDelta, list[str]]] = []
+    for delta in deltas:
+        if delta.call is not None:
+            if delta.call.name:
+                calls.append((delta.call, []))
+            calls[-1][1].append(delta.call.arguments)
+    return tuple(ToolCall(call.id, call.name, "".join(arguments)) for call, arguments in calls)
+
+
+def _kind(delta: Delta) -> tuple[bool, int, bool]:
+    """What joins with its like: a call begins alone, and its arguments follow."""
+    call = delta.call
+    return delta.reasoning, -1 if call is None else call.number, call is not None and bool(call.name)

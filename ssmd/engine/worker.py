@@ -7,19 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 
-from ssmd.engine.answers import Answers
-from ssmd.engine.calling import Calling
-from ssmd.engine.choice import Choice
-from ssmd.engine.feeding import feed, feed_forced, is_read, piece_forced
-from ssmd.engine.generation import Generation
+from ssmd.engine.decode.calling import Calling
+from ssmd.engine.decode.choice import Choice
+from ssmd.engine.decode.device import Turns
+from ssmd.engine.decode.fairness import Open, Shares
+from ssmd.engine.decode.generation import Generation
+from ssmd.engine.decode.queue import Queue, unavailable
+from ssmd.engine.decode.warmup import WarmUp
 from ssmd.engine.metrics import ModelMetrics
-from ssmd.engine.persistence import KeepsNothing, Persistence
-from ssmd.engine.queue import Queue, unavailable
-from ssmd.engine.sharing import Open, Shares
+from ssmd.engine.persist.persistence import KeepsNothing, Persistence
+from ssmd.engine.request import Done, Event, Failed
 from ssmd.engine.terms import Rejected
-from ssmd.engine.turns import Turns
-from ssmd.engine.warmup import WarmUp
+from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Logits, Program, StateLost
 from ssmd.sessions.checkpoint import NewCheckpoint
 from ssmd.text.tokenizer import Tokenizer
@@ -329,3 +330,171 @@ def _why(err: Exception) -> Rejected:
     if isinstance(err, StateLost):
         return Rejected(str(err), status=503, code="device_lost", retry_after_s=1)
     return Rejected(f"generation failed: {err}", status=500, code="generation_failed")
+
+
+class Answers:
+    """Those of one worker, whose thread calls everything here; `_tell` may be called from the writer's.
+
+    running: the admitted requests; one that ends leaves them. told: called when one has been told its end.
+
+    What becomes of the logits that requests get: tokens and deltas, what is kept at an end, and who hears of it.
+    """
+
+    def __init__(
+        self, program: Program, metrics: ModelMetrics, running: list[Generation], told: Callable[[], None]
+    ) -> None:
+        self._program, self._metrics = program, metrics
+        self._running, self._told = running, told
+        self._gaps: list[float] = []  # ms, of this step
+        self._new = 0  # tokens of it
+        self._left: list[Handle] = []  # to be given back once the ends are told: to clear one takes up to 3 ms
+
+    def take(self, g: Generation, choice: Choice, logits: Logits) -> None:
+        """Have a choice draw from logits."""
+        before, times = len(choice.tokens), choice.times
+        known = len(times)
+        deltas = choice.take(logits)
+        self._new += len(choice.tokens) - before
+        self._gaps += [(b - a) * 1e3 for a, b in pairwise(times[max(0, known - 1) :])]
+        if not known and choice.index == 0:
+            g.count_first_token(self._metrics)
+        for delta in deltas:
+            self._send(g, delta)
+        if choice.end is not None:
+            self._close_choice(g, choice)
+
+    def count(self) -> None:
+        """Count the tokens of this step that are not counted yet."""
+        if self._gaps or self._new:
+            self._metrics.tokens(self._gaps, self._new)
+            self._gaps, self._new = [], 0
+
+    def settle(self, g: Generation) -> None:
+        """End a request all of whose choices have ended."""
+        choices = g.progress.choices
+        if len(choices) == g.asked.request.n and all(choice.end is not None for choice in choices):
+            self.finish(g)
+
+    def cancel(self, g: Generation) -> None:
+        """End a request early: what was sent is its answer."""
+        for choice in g.progress.choices:
+            choice.cancel()
+            try:
+                self._close_choice(g, choice)
+            except Exception:
+                log.exception("request %s: its state could not be saved", g.asked.label)
+        self.finish(g)
+
+    def finish(self, g: Generation) -> None:
+        """Out of the running; the client hears the end after the commit."""
+        p = g.progress
+        if g in self._running:
+            self._running.remove(g)
+        g.kept.discard()
+        if p.handle is not None:
+            self._left.append(p.handle)
+            p.handle = None
+        self.count()
+        try:
+            done = Done(g.finish_reasons, g.usage(True, self._program.context, True))
+            g.kept.commit(p.choices, done, partial(self._tell, g))
+        except Exception:
+            log.exception("request %s: its turns could not be kept", g.asked.label)
+            self._tell(g, False, False)
+
+    def give_back(self) -> None:
+        """Release the handles of what has ended. Raises nothing."""
+        while self._left:
+            try:
+                self._program.release(self._left.pop())
+            except Exception:
+                log.exception("a handle could not be released")
+
+    def _send(self, g: Generation, event: Event) -> None:
+        try:
+            g.asked.deliver(event)
+        except Exception:  # the reader is gone: an event loop that was closed, say
+            log.debug("request %s: its reader is gone", g.asked.label)
+            g.cancelled = True
+
+    def _close_choice(self, g: Generation, choice: Choice) -> None:
+        """Keep the state at the end of a choice, whose handle goes back."""
+        if choice.handle is None:
+            return
+        try:
+            g.kept.end(choice)
+        finally:
+            self._left.append(choice.handle)
+            choice.handle = None
+
+    def _tell(self, g: Generation, stored: bool, state_stored: bool) -> None:
+        """Deliver the last event of a request. From the writer's thread, or the worker's when nothing is kept."""
+        usage, error = g.usage(stored, self._program.context, state_stored), g.progress.error
+        g.count_end(self._metrics, usage)
+        self._send(g, Done(g.finish_reasons, usage) if error is None else Failed(error))
+        if stored:
+            g.kept.rerender()
+        self._told()
+
+
+def feed(g: Generation, program: Program, *, others: bool) -> None:
+    """Feed the next piece of a prompt, or none if only its last token is left; begin with its state if it has none.
+
+    A prompt's bits depend on its text alone: pieces end on the grid, and where the system prompt does. `others`:
+    answers are under way, which wait for it. Then several short pieces are fed that together take no longer than a long
+    one. Without others a `wide` program is fed several cells of the grid at once, which changes no bit of its results.
+
+    The last token is fed by a decode step, which gives the logits that every choice starts from; the state before it is
+    kept.
+    """
+    p = g.progress
+    if p.handle is None:
+        _begin(g, program)
+    ids, last, system = g.prompt.ids, len(g.prompt.ids) - 1, g.prompt.system
+    started = time.perf_counter()
+    room = buckets.grid(program.buckets) + buckets.CALL if others else 0.0
+    wide = not others and getattr(program, "wide", False)
+    cost = 0.0  # of all pieces
+    while p.position < last:
+        n = buckets.piece(p.position, system if p.position < system else last, program.buckets, wide=wide)
+        one = buckets.bucket_of(n, program.buckets) + buckets.CALL
+        if cost and cost + one > room:
+            break
+        program.prefill(p.handle, ids.since(p.position)[:n].tolist())
+        p.position += n
+        p.fed += n
+        cost += one
+        g.kept.prefilled(p.handle, p.position)
+    p.prefill_ms += (time.perf_counter() - started) * 1e3
+
+
+def piece_forced(choice: Choice, program: Program) -> int:
+    """Return how many of the tokens that a grammar left no choice of go into the next prefill call; 1: into a step."""
+    at = program.position(choice.handle)
+    return buckets.piece(at, at + len(choice.unfed), program.buckets)
+
+
+def feed_forced(choice: Choice, program: Program) -> Logits | None:
+    """Feed the next piece of what a grammar left no choice of; the logits [vocab] after its last token, None before."""
+    n = piece_forced(choice, program)
+    logits = program.prefill(choice.handle, choice.unfed[:n])
+    return logits if choice.fed(n) else None
+
+
+def is_read(g: Generation) -> bool:
+    """Whether all of a prompt was fed but for its last token."""
+    p = g.progress
+    return p.handle is not None and p.logits is None and p.position == len(g.prompt.ids) - 1
+
+
+def _begin(g: Generation, program: Program) -> None:
+    """The handle to feed: restored from the checkpoint found, or new when there is none that can be read."""
+    p, restored = g.progress, g.kept.restored()
+    if restored is not None:
+        p.prompt = restored.prompt
+    if restored is None or restored.handle is None:
+        p.handle = program.new_state()
+        return
+    p.handle, p.position, p.resume = restored.handle, restored.position, restored.resume
+    assert p.admitted is not None  # who reads was admitted
+    p.restore_ms = (time.perf_counter() - p.admitted) * 1e3

@@ -16,7 +16,7 @@ from serving import Served, serving
 
 from ssmd.app import create_app
 from ssmd.config import Settings
-from ssmd.engine.opening import close_host, open_host
+from ssmd.engine.host.opening import close_host, open_host
 from ssmd.model.defaults import FILE, Default, write
 
 COMPLETIONS = "/v1/completions"

@@ -18,7 +18,7 @@ from engine.test_rerender import TRIMMING, done, endless, engine_of, with_templa
 from keeping import whole as whole_of
 from sqlalchemy import update
 
-from ssmd.engine.sampling import Sampler
+from ssmd.engine.sampling.sampler import Sampler
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program

@@ -21,8 +21,8 @@ from starlette.datastructures import Headers
 from test_server import running
 
 from ssmd.api import idempotency
-from ssmd.engine import writer as writer_module
-from ssmd.engine.persistence import Persistence
+from ssmd.engine.persist import writer as writer_module
+from ssmd.engine.persist.persistence import Persistence
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.rows.schema import reply
 from ssmd.sessions.store import Committed, Store

@@ -16,7 +16,7 @@ from conftest import TinyArtifacts
 from daemon import Daemon, daemon, idle, soon, text_of, whole_text
 from openai_client import command, openai
 
-from ssmd.engine.generation import Generation
+from ssmd.engine.decode.generation import Generation
 from ssmd.runtime.protocol import Handle, Logits
 
 

@@ -20,7 +20,7 @@ from ssmd.api import delivery, front, reading
 from ssmd.api.delivery import Delivery, Gone
 from ssmd.api.keys import Caller, set_caller
 from ssmd.api.reading import AT_ONCE, LONG_BYTES, Reading, client_of
-from ssmd.engine.prompt import Planner
+from ssmd.engine.prompt.planner import Planner
 from ssmd.engine.request import Delta
 from ssmd.sessions.store import Store
 from ssmd.text.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from daemon import soon, text_of
 from keyfile import bearer, written
 from several import LLAMA, NOBODY, Several, little_room, models_folder, several
 
-from ssmd.engine.shelf import Model
+from ssmd.engine.host.models import Model
 
 ROOT = "/ssmd/v1/requests"
 ALICE, BOB, SCREEN = "alice-has-this-one", "bob-has-this-one", "screens-look-at-this"

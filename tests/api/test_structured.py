@@ -18,7 +18,7 @@ from llguidance import LLParserLimits
 from schemas import schemas
 from serving import Answer
 
-from ssmd.engine import grammar
+from ssmd.engine.sampling import grammar
 from ssmd.runtime.protocol import Handle, Logits
 
 CITY: dict[str, Any] = {

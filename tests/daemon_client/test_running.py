@@ -137,7 +137,7 @@ def test_one_that_starts(artifact: Path, tmp_path: Path) -> None:
     """It has the lock and is not to be asked yet; what one before it left does not count, though the number is its."""
     go_on = tmp_path / "go on"
     late = (
-        "import os, time; from ssmd.engine import opening; load = opening.load\n"
+        "import os, time; from ssmd.engine.host import opening; load = opening.load\n"
         "def wait():\n"
         "    print('loading', flush=True)\n"
         f"    while not os.path.exists({str(go_on)!r}): time.sleep(0.02)\n"

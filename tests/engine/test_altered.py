@@ -19,8 +19,8 @@ from engine.test_rerender import engine_of
 from keeping import whole as whole_of
 from sqlalchemy import LargeBinary, String
 
-from ssmd.engine import writer
 from ssmd.engine.engine import Engine
+from ssmd.engine.persist import writer
 from ssmd.engine.terms import Rejected
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program

@@ -20,10 +20,10 @@ from flat_programs import altered
 from schemas import grammar_of
 from sqlalchemy import select
 
-from ssmd.engine import sharing
+from ssmd.engine.decode import fairness
 from ssmd.engine.engine import Engine
 from ssmd.engine.request import Delta
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling.params import SamplingParams
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
 from ssmd.sessions.rows.schema import checkpoint
@@ -64,7 +64,7 @@ def with_long_calls(artifact: Artifact, folder: Path) -> Artifact:
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No client has to wait with its prompts because it read much."""
-    monkeypatch.setattr(sharing, "CREDIT_S", 1e6)
+    monkeypatch.setattr(fairness, "CREDIT_S", 1e6)
 
 
 @contextmanager

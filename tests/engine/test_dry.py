@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from several import models_folder, several
 
-from ssmd.engine.dry import Dry, DryPenalty
-from ssmd.engine.sampling import Sampler
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling.params import SamplingParams
+from ssmd.engine.sampling.penalties import Dry, DryPenalty
+from ssmd.engine.sampling.sampler import Sampler
 from ssmd.model.defaults import EVERYTHING
 from ssmd.text.tokenizer import Tokenizer
 

@@ -21,14 +21,15 @@ from daemon import soon
 from engines import OwnEngine
 from sqlalchemy import func, select, update
 
-from ssmd.engine import persistence, sharing
-from ssmd.engine import writer as writer_module
+from ssmd.engine.decode import fairness
+from ssmd.engine.decode.generation import Generation
 from ssmd.engine.engine import Engine
-from ssmd.engine.generation import Generation
+from ssmd.engine.persist import persistence
+from ssmd.engine.persist import writer as writer_module
+from ssmd.engine.persist.rerender import Rerenderer
+from ssmd.engine.persist.restore import Restorer
 from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Request, TokenLogprob, Usage
-from ssmd.engine.rerender import Rerenderer
-from ssmd.engine.restore import Restorer
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.terms import Rejected
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part
@@ -632,7 +633,7 @@ def test_prompts_without_end_are_read_in_a_part_of_the_time(
     engine: Engine, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch, credit: float
 ) -> None:
     """Also before the credit is spent, by who has more of them waiting. In a time that only calls take."""
-    monkeypatch.setattr(sharing, "CREDIT_S", credit)
+    monkeypatch.setattr(fairness, "CREDIT_S", credit)
     made = steps(engine.program, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: sum(0.02 if name == "prefill" else 0.01 for name, _ in made))
     began, flooded = threading.Event(), threading.Event()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ssmd.engine.filters import Filters
-from ssmd.engine.sampling import Sampler
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling.filters import Filters
+from ssmd.engine.sampling.params import SamplingParams
+from ssmd.engine.sampling.sampler import Sampler
 
 Floats = NDArray[np.float32]
 Probabilities = NDArray[np.float64]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ssmd.engine.sampling import Sampler
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling.params import SamplingParams
+from ssmd.engine.sampling.sampler import Sampler
 
 V = 200
 PROMPT = np.random.default_rng(7).integers(0, V, 90).astype(np.int32)

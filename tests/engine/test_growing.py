@@ -22,12 +22,12 @@ from keeping import grown
 from keeping import whole as whole_of
 from sqlalchemy import delete, event, select, update
 
-from ssmd.engine import writer
 from ssmd.engine.engine import Engine
-from ssmd.engine.persistence import Persistence
-from ssmd.engine.prompt import Prompt
+from ssmd.engine.persist import writer
+from ssmd.engine.persist.persistence import Persistence
+from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import Request
-from ssmd.engine.sampling import Sampler
+from ssmd.engine.sampling.sampler import Sampler
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program

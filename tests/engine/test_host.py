@@ -23,17 +23,16 @@ from engine.test_engine import Asked, answered, ask, user
 from several import GRANITE, LLAMA, OTHER, models_folder
 
 from ssmd.config import Settings
-from ssmd.engine import loader, shelf
-from ssmd.engine.budget import NoRoom, make_room
+from ssmd.engine.decode.device import Turns
 from ssmd.engine.engine import Engine
-from ssmd.engine.host import Host
-from ssmd.engine.hosted import Hosted, Lease
-from ssmd.engine.lanes import lane_bytes
-from ssmd.engine.opening import close_host, open_host
-from ssmd.engine.sampling_params import SamplingParams
-from ssmd.engine.shelf import Model
+from ssmd.engine.host import loader
+from ssmd.engine.host import models as shelf
+from ssmd.engine.host.host import Host
+from ssmd.engine.host.loader import Hosted, Lease, NoRoom, make_room
+from ssmd.engine.host.models import Model
+from ssmd.engine.host.opening import close_host, lane_bytes, open_host
+from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.terms import Rejected
-from ssmd.engine.turns import Turns
 from ssmd.installed import Installed, read
 from ssmd.machine import memory
 from ssmd.runtime.protocol import ProgramError

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from ssmd.engine.lanes import affordable
-from ssmd.engine.sharing import FAIR, Open, Shares
+from ssmd.engine.decode.fairness import FAIR, Open, Shares
+from ssmd.engine.host.opening import affordable
 from ssmd.machine import memory
 from ssmd.model.state import StateSpec, TensorSpec
 
@@ -74,7 +74,7 @@ def test_as_many_spare_lanes_as_there_is_memory_for(lanes: int, spare: int) -> N
 
 
 def test_a_system_that_does_not_tell_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssmd.engine.lanes.available", lambda: None)
+    monkeypatch.setattr("ssmd.engine.host.opening.available", lambda: None)
     assert affordable(SPEC, 2048, 8) == (8, 8)
 
 

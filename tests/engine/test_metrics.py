@@ -12,9 +12,8 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from ssmd.engine.metrics import TBT_BOUNDS_S, Live, Metrics
+from ssmd.engine.metrics import TBT_BOUNDS_S, Live, Metrics, Series
 from ssmd.engine.prometheus import Exposition
-from ssmd.engine.series import Series
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 ROW = {

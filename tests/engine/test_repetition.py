@@ -14,10 +14,10 @@ from engines import OwnEngine
 from numpy.typing import NDArray
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.repetition import Repetition
 from ssmd.engine.request import Delta, Done, Event, Request
-from ssmd.engine.sampling import Sampler
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling.params import SamplingParams
+from ssmd.engine.sampling.penalties import Repetition
+from ssmd.engine.sampling.sampler import Sampler
 from ssmd.model.artifact import Artifact
 from ssmd.model.defaults import EVERYTHING
 from ssmd.runtime.protocol import get_runtime

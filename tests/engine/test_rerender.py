@@ -19,9 +19,9 @@ from forked import DaemonProcess
 from keeping import whole as whole_of
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.persistence import Persistence
-from ssmd.engine.sampling import Sampler
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.persist.persistence import Persistence
+from ssmd.engine.sampling.params import SamplingParams
+from ssmd.engine.sampling.sampler import Sampler
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program

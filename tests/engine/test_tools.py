@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from keeping import whole as whole_of
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.prompt import Prompt
+from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Rejected
 from ssmd.model.artifact import Artifact, SpecialTokens

@@ -11,8 +11,8 @@ from engine.test_engine import SAMPLING, Answer, ask, program_of, user
 from engine.test_rerender import engine_of
 
 from ssmd.engine.engine import Engine
+from ssmd.engine.prompt.planner import LEAST_ROOM, TRUNCATED
 from ssmd.engine.terms import Rejected
-from ssmd.engine.truncation import LEAST_ROOM, TRUNCATED
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.files.transfer import export_session, import_session

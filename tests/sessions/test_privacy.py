@@ -24,7 +24,7 @@ from keeping import Chat, new_store, user
 from serving import Served
 from test_server import environment, running
 
-from ssmd.engine.persistence import Persistence
+from ssmd.engine.persist.persistence import Persistence
 from ssmd.sessions.files import transfer
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.store import Store
@@ -149,7 +149,7 @@ def test_the_daemon_erases_what_a_removal_left_undone(
     artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody asks it for anything any more."""
-    monkeypatch.setattr("ssmd.engine.writer.LOOK_S", 1.0)
+    monkeypatch.setattr("ssmd.engine.persist.writer.LOOK_S", 1.0)
     with daemon(artifact, tmp_path / "data") as one:
         _, session = chat(one.served, one.model, ("user", SECRET))
         reader = sqlite3.connect(tmp_path / "data" / FILE, isolation_level=None)

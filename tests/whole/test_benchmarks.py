@@ -36,7 +36,7 @@ from prompt_lookup import Step, steps
 
 import clients
 import runtimes
-from ssmd.engine.grammar import FORCED_LEAST
+from ssmd.engine.sampling.grammar import FORCED_LEAST
 from ssmd.model import smollm2
 from ssmd_wgpu.device import adapters
 

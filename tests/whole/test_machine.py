@@ -38,8 +38,8 @@ from keeping import _empty_database, grown
 from recording import Recorder, fingerprint
 from sqlalchemy import Connection, select
 
-from ssmd.engine.persistence import Persistence
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.persist.persistence import Persistence
+from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.terms import Rejected
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime

@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 
-from ssmd.engine import replay
-from ssmd.engine.choice import Choice
-from ssmd.engine.generation import Asked, Kept, Restored, Then
-from ssmd.engine.prompt import Planner, Prompt
+from ssmd.engine.decode.choice import Choice
+from ssmd.engine.decode.generation import Asked, Kept, Restored, Then
+from ssmd.engine.decode.warmup import run_tokens
+from ssmd.engine.persist import replay
+from ssmd.engine.persist.rerender import Rerenderer
+from ssmd.engine.persist.restore import Restorer, Restoring
+from ssmd.engine.persist.writer import Pending, Writer
+from ssmd.engine.prompt.planner import Planner, Prompt
 from ssmd.engine.request import Done, Request
-from ssmd.engine.rerender import Rerenderer
-from ssmd.engine.restore import Restorer, Restoring
 from ssmd.engine.terms import Rejected, Steps
-from ssmd.engine.warmup import run_tokens
-from ssmd.engine.writer import Pending, Writer
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint
 from ssmd.sessions.line import Line

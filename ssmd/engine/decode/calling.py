@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from ssmd.engine.prompt import Prompt
+from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import Request
-from ssmd.engine.schema import check_size
+from ssmd.engine.sampling.grammar import check_size
 from ssmd.engine.terms import Grammar, Rejected
 from ssmd.text.answer import AnswerReader
 from ssmd.text.calls.forced import forced

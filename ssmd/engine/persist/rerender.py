@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from ssmd.engine.choice import Choice
-from ssmd.engine.prompt import Planner
-from ssmd.engine.restore import Loaded, Restorer
-from ssmd.engine.writer import Writer
+from ssmd.engine.decode.choice import Choice
+from ssmd.engine.persist.restore import Loaded, Restorer
+from ssmd.engine.persist.writer import Writer
+from ssmd.engine.prompt.planner import Planner
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import Maker, NewCheckpoint

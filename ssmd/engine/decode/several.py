@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ssmd.engine.generation import Asked, Generation
+from ssmd.engine.decode.generation import Asked, Generation
 from ssmd.engine.request import Delta, Done, Event, Failed, FinishReason, Request, Resume
 
 Submit = Callable[[Request, Callable[[Event], None]], Generation]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from ssmd.engine.prompt import Prompt
+from ssmd.engine.prompt.planner import Prompt
 from ssmd.model.state import StateError
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import Found, Scope

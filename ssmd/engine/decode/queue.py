@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ssmd.engine.generation import Generation
+from ssmd.engine.decode.generation import Generation
 from ssmd.engine.terms import Rejected
 
 RETRY_AFTER_S = 5  # where nothing is known of the queue's speed

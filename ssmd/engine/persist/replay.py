@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
-from ssmd.engine.choice import Choice
-from ssmd.engine.deltas import joined
-from ssmd.engine.generation import Asked
-from ssmd.engine.request import LEAST_LOGPROB, CallDelta, Delta, Done, Event, TokenLogprob, Usage
+from ssmd.engine.decode.choice import Choice
+from ssmd.engine.decode.generation import Asked
+from ssmd.engine.request import LEAST_LOGPROB, CallDelta, Delta, Done, Event, TokenLogprob, Usage, joined
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 
 

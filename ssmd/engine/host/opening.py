@@ -10,18 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ssmd.config import Settings
+from ssmd.engine.decode.device import Turns
 from ssmd.engine.engine import Engine
-from ssmd.engine.host import KEEP_ALIVE_S, Host
-from ssmd.engine.lanes import affordable, lane_bytes
+from ssmd.engine.host.host import KEEP_ALIVE_S, Host
+from ssmd.engine.host.models import Model, Shelf
 from ssmd.engine.metrics import Metrics, ModelMetrics
-from ssmd.engine.shelf import Model, Shelf
-from ssmd.engine.turns import Turns
-from ssmd.engine.writer import Writer
+from ssmd.engine.persist.writer import Writer
 from ssmd.installed import places, resolve
+from ssmd.machine.memory import available
 from ssmd.machine.size import show_size
 from ssmd.model.artifact import Artifact, read_manifest
 from ssmd.model.checked import Checked
 from ssmd.model.made import is_made_here
+from ssmd.model.state import StateSpec
 from ssmd.runtime.loading import check_first_load, load
 from ssmd.runtime.protocol import get_runtime
 from ssmd.sessions.store import Store
@@ -30,6 +31,9 @@ from ssmd.text.apart import Texts, opened
 
 log = logging.getLogger(__name__)
 _KEPT_TEXTS = 2  # tokenizers of 20 to 60 MB, which take a tenth of a second and more to read
+TOKENS = 2048  # that a conversation is reckoned with, if the context is no shorter
+SIDES = 2  # of a recurrent state: one is read, the other written
+PART = 0.75  # of the free memory
 
 
 def open_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool = False) -> Host:
@@ -183,3 +187,31 @@ def _within_quota(store: Store) -> None:
         "the quota of %s is exceeded: %d checkpoints of %d sessions were let go, %s; %s are left",
         *(show_size(store.quota), done.checkpoints, len(done.sessions), show_size(done.nbytes), show_size(done.left)),
     )
+
+
+def lane_bytes(spec: StateSpec, context: int | None) -> int:
+    """Bytes of memory that a choice takes while it decodes, with a conversation of TOKENS tokens."""
+    tokens = TOKENS if context is None else min(context, TOKENS)
+    rows = sum(t.nbytes_at(tokens) * 4 // t.numpy_dtype.itemsize + t.nbytes_at(tokens) for t in spec.rows)
+    return SIDES * sum(t.nbytes_at(0) for t in spec.recurrent) + rows  # rows as float32, and as they are stored
+
+
+def affordable(spec: StateSpec, context: int | None, asked: int, free: int | None = None) -> tuple[int, int]:
+    """How many of the choices asked for there is memory for, one at least; says so if they are fewer. And how many
+    spare lanes beside them: as many again, or what memory there is for, one at least.
+
+    `free`: bytes that can still be taken; by default what the system tells.
+    """
+    free = available() if free is None else free
+    if free is None:
+        return asked, asked
+    each = lane_bytes(spec, context)
+    fitting = int(PART * free) // each
+    if fitting >= asked:
+        return asked, max(1, min(asked, fitting - asked))
+    found = max(1, fitting)
+    log.warning(
+        "there is memory for %d choices at the same time, not for %d: %s are free, and one of %d tokens takes %s",
+        *(found, asked, show_size(free), TOKENS if context is None else min(context, TOKENS), show_size(each)),
+    )
+    return found, 1

@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from ssmd.engine.hosted import Asker, Hosted, Lease, Waiting, refused
-from ssmd.engine.loader import RETRY_AFTER_S, Loader, Open
+from ssmd.engine.decode.queue import unavailable
+from ssmd.engine.host.loader import RETRY_AFTER_S, Asker, Hosted, Lease, Loader, Open, Waiting, refused
+from ssmd.engine.host.models import Model, Shelf
 from ssmd.engine.metrics import Live, Metrics
-from ssmd.engine.queue import unavailable
-from ssmd.engine.shelf import Model, Shelf
+from ssmd.engine.persist.writer import Writer
 from ssmd.engine.terms import Rejected
-from ssmd.engine.writer import Writer
 from ssmd.machine import memory
 
 DRAINING = "draining"  # the state of a daemon that comes to its end

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ssmd.engine.choice import Choice
-from ssmd.engine.generation import Generation
+from ssmd.engine.decode.choice import Choice
+from ssmd.engine.decode.generation import Generation
 
 CREDIT_S = 1.0  # for which a client may read prompts beside others' answers at once
 REFILL = 0.03  # of the time: a piece of 64 tokens takes as long as a step for two, so one step in 30 has one in it

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ssmd.engine.choice import Choice
-from ssmd.engine.grammar import Guide
+from ssmd.engine.decode.choice import Choice
 from ssmd.engine.metrics import CANCELLED, STOPPED, ModelMetrics
-from ssmd.engine.prompt import Prompt
+from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import Delta, Done, Event, FinishReason, Request, Resume, Usage, label
+from ssmd.engine.sampling.grammar import Guide
 from ssmd.engine.terms import Rejected
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.checkpoint import NewCheckpoint

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ssmd.engine.dry import MAX_BREAKERS, Dry
-from ssmd.engine.filters import Filters
+from ssmd.engine.sampling.filters import Filters
+from ssmd.engine.sampling.penalties import MAX_BREAKERS, Dry
 from ssmd.model.defaults import EVERYTHING, MAX_INT, OPTIONS, Option
 
 MAX_TOP_LOGPROBS = 20

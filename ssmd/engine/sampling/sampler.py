@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.engine.dry import DryPenalty
-from ssmd.engine.filters import LEAST, Filters, nearness
-from ssmd.engine.frequency import Frequency
-from ssmd.engine.repetition import Repetition
-from ssmd.engine.sampling_params import SamplingParams
+from ssmd.engine.sampling.filters import LEAST, Filters, nearness
+from ssmd.engine.sampling.params import SamplingParams
+from ssmd.engine.sampling.penalties import DryPenalty, Frequency, Repetition
 
 GREEDY_BELOW = 1e-6  # at such a temperature a float32 logit gap is either 0 or decides
 ROWS = 64

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Literal
 
-from ssmd.engine.budget import Budget, NoRoom, in_the_way, make_room
 from ssmd.engine.engine import Engine
-from ssmd.engine.hosted import Hosted, Lease, Waiting, refused
+from ssmd.engine.host.models import Model, Shelf, unusable
 from ssmd.engine.metrics import Metrics, ModelMetrics
-from ssmd.engine.shelf import Model, Shelf, unusable
 from ssmd.engine.terms import Rejected
 from ssmd.machine import memory
+from ssmd.machine.size import show_size
 
 log = logging.getLogger(__name__)
 ROOM_S = 60.0  # for which a model waits until others that answer somebody can go
@@ -29,6 +31,10 @@ RETRY_AFTER_S = 5
 _LOOK_S = 1.0  # how often to look at models that were replaced or removed
 _SOON_S = 0.1
 Open = Callable[[Model, ModelMetrics, Callable[[int], bool]], Engine]
+
+TIMES_FILES = 2.0  # its files' bytes a model takes, lanes and workspaces with it: 1.8 to 2.0 were measured
+LEAST_BYTES = 32 << 20
+Status = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 class Loader:
@@ -335,3 +341,222 @@ class Loader:
     def engines(self) -> list[Engine]:
         """List the engines of what is loaded. From any thread."""
         return [engine for h in tuple(self.hosted.values()) if (engine := h.engine) is not None]
+
+
+class Lease:
+    """A loaded model, which stays so until it is released."""
+
+    def __init__(self, engine: Engine, model: Model, give_back: Callable[[], None]) -> None:
+        self.engine, self.model = engine, model
+        self._give_back: Callable[[], None] | None = give_back
+
+    def release(self) -> None:
+        """Give it back. Idempotent."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
+@dataclass(frozen=True)
+class Asker:
+    """The request that waits for a model. session: the one that it names. owner: the name of its key."""
+
+    id: str
+    session: str | None = None
+    owner: str = ""
+
+
+class Waiting(Future[Lease]):
+    """A lease that is waited for. asker: by whom, if it is for a request."""
+
+    def __init__(self, asker: Asker | None = None) -> None:
+        super().__init__()
+        self.asker = asker
+
+    def row(self, asker: Asker) -> dict[str, Any]:
+        """How far its request is, ready for JSON: as of one that an engine has."""
+        nothing = {"fed": 0, "to_feed": None, "tokens": 0, "ttft_ms": None, "tokens_per_s": None}
+        return {"id": asker.id, "session": asker.session, "phase": "loading", **nothing, "owner": asker.owner}
+
+
+@dataclass(eq=False)
+class Hosted:
+    """A model in a host, which locks. Times: seconds since 1970, but for `wanted_at`, monotonic.
+
+    leases: requests that have it. waiting: those that wait for it. leaving: who comes now waits until it was let go.
+    tried: whether it may be loaded in this process; None while that is found out. keep_alive_s: after the last request,
+    infinite for ever. resident: bytes by which the process grew, its runtime's library with it if that was not there
+    yet. weight: bytes that are the model's alone, as far as was seen; it is no more than what the process has back when
+    it goes. problem: why it could not be loaded.
+    """
+
+    model: Model
+    keep_alive_s: float
+    pinned: bool = False
+    status: Status = "unloaded"
+    engine: Engine | None = None
+    leases: int = 0
+    waiting: deque[Waiting] = field(default_factory=deque)
+    wanted_at: float = 0.0
+    tried: bool | None = False
+    leaving: bool = False
+    problem: str = ""
+    failed_at: float = 0.0
+    loaded_at: float | None = None
+    load_ms: float | None = None
+    last_used: float | None = None
+    idle_until: float | None = None
+    resident: int | None = None
+    weight: int = 0
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.engine is not None
+
+    @property
+    def unloads(self) -> bool:
+        """Whether it is to go because somebody said so, and answers others still."""
+        return self.engine is not None and self.status == "unloading"
+
+    @property
+    def least(self) -> int:
+        """Bytes of memory that it takes by its files."""
+        return max(LEAST_BYTES, int(TIMES_FILES * self.model.found.nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it is reckoned with, by what was seen of it too."""
+        return max(self.least, self.weight)
+
+    @property
+    def busy_bytes(self) -> int:
+        """Bytes of memory that its answers take now beside that."""
+        engine = self.engine
+        return 0 if engine is None else engine.busy_bytes
+
+    def expire(self) -> None:
+        """Say until when it stays, if nobody has it."""
+        free = self.is_loaded and not (self.leases or self.pinned or self.keep_alive_s == math.inf)
+        self.idle_until = time.time() + self.keep_alive_s if free else None
+
+    def fail(self, why: Rejected) -> None:
+        """Tell all who wait for it why they do not get it."""
+        while self.waiting:
+            future = self.waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(why)
+
+    def requests(self) -> list[dict[str, Any]]:
+        """How far each request is that its engine has, or that waits for it to be loaded, ready for JSON."""
+        engine = self.engine
+        rows = [] if engine is None else engine.rows()
+        rows += [one.row(one.asker) for one in tuple(self.waiting) if one.asker is not None and not one.done()]
+        return [{"model": self.model.id, **row} for row in rows]
+
+    def row(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What is known of it, ready for JSON. rows: its `requests`."""
+        found, engine = self.model.found, self.engine
+        m = found.manifest
+        waiting = len(self.waiting) + sum(row["phase"] == "waiting" for row in rows)
+        return {
+            "id": self.model.id,
+            "name": self.model.name,
+            "runtime": "" if m is None else m.runtime,
+            "device": "" if m is None else m.device_class if engine is None else engine.device,
+            "build": "" if m is None else m.build,
+            "lineage": "" if m is None else m.lineage,
+            "quantization": "" if m is None else m.quantization,
+            "context": None if m is None else m.context,
+            "state": self.status,
+            "problem": self.problem or found.problem or None,
+            "pinned": self.pinned,
+            "resident_bytes": self.resident if self.is_loaded else None,
+            "file_bytes": found.nbytes,
+            "loaded_at": self.loaded_at,
+            "load_ms": self.load_ms,
+            "last_used": self.last_used,
+            "idle_until": self.idle_until,
+            "queue": {"waiting": waiting, "running": sum(row["phase"] not in ("waiting", "loading") for row in rows)},
+        }
+
+
+def refused(asked: str, why: str, *, code: str, retry_after_s: int | None = None) -> Rejected:
+    """What who waits for a model is told that is not loaded."""
+    return Rejected(f"model {asked} {why}", status=503, code=code, param="model", retry_after_s=retry_after_s)
+
+
+class Budget:
+    """Bytes of memory that models and answers may take together. nbytes: how many; None: nothing is known of the memory
+    here, and everything fits.
+    """
+
+    def __init__(self, asked: int | None) -> None:
+        """asked: bytes that somebody said; None: as many as the machine has free now, and a model whatever it takes."""
+        self.nbytes = memory.available() if asked is None else asked
+        self._strict = asked is not None
+
+    def fits_answer(self, nbytes: int, loaded: Sequence[Hosted], coming: Sequence[Hosted]) -> bool:
+        """Whether an answer may take so many bytes more. coming: those that wait to be loaded, whose memory is theirs.
+
+        Where nobody said how many there are, an engine knows how many answers the machine has memory for.
+        """
+        wanted = nbytes + sum(one.nbytes for one in coming)
+        if self._strict and self.nbytes is not None:
+            return wanted + _held(loaded) <= self.nbytes
+        free = memory.available() if coming else None
+        return free is None or wanted <= free
+
+    def for_model(self, wanted: Hosted, loaded: Sequence[Hosted]) -> int:
+        """Bytes that there are for a model and those that are loaded, at this moment."""
+        assert self.nbytes is not None
+        free = None if self._strict else memory.available()
+        if free is None:
+            return self.nbytes
+        nbytes = min(self.nbytes, free + _held(loaded))
+        least = wanted.nbytes + sum(one.nbytes for one in loaded if one.pinned)
+        if nbytes < least:
+            sizes = show_size(wanted.nbytes), show_size(nbytes)
+            log.warning("model %s takes about %s of memory, and %s are free", wanted.model.id, *sizes)
+        return max(nbytes, least)
+
+
+class NoRoom(Exception):
+    """A model can never be loaded beside those that stay; the message says why."""
+
+
+def make_room(wanted: Hosted, loaded: Sequence[Hosted], budget: int) -> list[Hosted]:
+    """Those to let go so that there is room for one more, who answer nobody first, of these who were used last last.
+
+    Whether there can be room is decided by files: what was seen depends on how many it answered, and a model that was
+    loaded once would be refused for ever after. Raises NoRoom.
+    """
+    others = [one for one in loaded if one is not wanted]
+    pinned = sum(one.least for one in others if one.pinned)
+    if wanted.least + pinned > budget:
+        beside = f", of which pinned models hold {show_size(pinned)}" if pinned else ""
+        raise NoRoom(
+            f"it takes about {show_size(wanted.least)} of memory, and models may take {show_size(budget)}{beside}; "
+            "raise it with --memory-budget"
+        )
+    over = wanted.nbytes + sum(one.nbytes for one in others) - budget
+    chosen: list[Hosted] = []
+    for one in sorted(others, key=lambda one: (one.leases > 0, one.last_used or 0.0)):
+        if over <= 0:
+            break
+        if not one.pinned:
+            chosen.append(one)
+            over -= one.nbytes
+    return chosen
+
+
+def in_the_way(wanted: Hosted, loaded: Sequence[Hosted], going: Sequence[Hosted], nbytes: int) -> list[str]:
+    """The ids of those whose answers have to end first, all or some of them, when these go and the others stay."""
+    stay = [one for one in loaded if one is not wanted and one not in going]
+    busy = [one.model.id for one in going if one.leases]
+    if wanted.nbytes + _held(stay) > nbytes:
+        busy += [one.model.id for one in stay if one.busy_bytes]
+    return busy
+
+
+def _held(loaded: Sequence[Hosted]) -> int:
+    return sum(one.nbytes + one.busy_bytes for one in loaded)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal
 
-from ssmd.engine.calling import Calling
-from ssmd.engine.grammar import Guide
-from ssmd.engine.prompt import Prompt
+from ssmd.engine.decode.calling import Calling
+from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import CallDelta, Delta, FinishReason, Request, TokenLogprob
-from ssmd.engine.sampling import Sample, Sampler
+from ssmd.engine.sampling.grammar import Guide
+from ssmd.engine.sampling.sampler import Sample, Sampler
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.text.calls.parts import Arguments, Begun, Part, Said, Thought
 from ssmd.text.detokenizer import Detokenizer

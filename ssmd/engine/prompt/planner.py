@@ -12,8 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ssmd.engine import truncation
-from ssmd.engine.rendering import Renderer, Shown
+from ssmd.engine.prompt.rendering import Renderer, Shown
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Rejected
 from ssmd.model.artifact import Manifest
@@ -39,6 +38,9 @@ from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 SYSTEM_CHECKPOINT_TOKENS = 64  # a shorter beginning fits the bucket of what follows it: feeding it again is free
+
+TRUNCATED = 0.6  # of the context that a prompt may take up once its oldest messages were left out
+LEAST_ROOM = 0.05  # of the context that must be left for an answer, or all that it may take
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +217,7 @@ class Planner:
         """How many messages to leave out, at least `cut`, so that there is room for an answer."""
         if not request.truncate or self._context is None:
             return cut
-        return truncation.cut_to_fit(
+        return cut_to_fit(
             request.messages,
             cut,
             len(shown.ids),
@@ -339,3 +341,30 @@ def _unknown(session: str) -> Rejected:
         code="session_not_found",
         param="session",
     )
+
+
+def cut_to_fit(
+    messages: Sequence[Message],
+    cut: int,
+    tokens: int,
+    *,
+    context: int,
+    max_tokens: int,
+    tokens_with: Callable[[int], int],
+) -> int:
+    """How many messages after the system prompt to leave out of a prompt that comes to so many `tokens` without `cut`.
+
+    If that leaves too little room for an answer: so many that it takes up TRUNCATED of the context, and not again at
+    every turn. `cut`, where there is room, or nothing to leave out. tokens_with: of a prompt without so many messages.
+    """
+    if context - tokens >= min(max_tokens, int(context * LEAST_ROOM)):
+        return cut
+    head = system_prompt(messages)
+    # Each a user's message to begin with, and the last of them stays whatever it takes.
+    ends = [i - head for i, m in enumerate(messages) if m.role == "user" and i - head > cut]
+    least, most = 0, len(ends) - 1
+    while least < most:
+        middle = (least + most) // 2
+        fits = tokens_with(ends[middle]) <= context * TRUNCATED
+        least, most = (least, middle) if fits else (middle + 1, most)
+    return ends[least] if ends else cut

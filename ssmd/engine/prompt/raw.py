@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from ssmd.engine.prompt import Prompt
+from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import Delta, Done, Event, Request
 from ssmd.engine.terms import Rejected
 from ssmd.runtime.protocol import Program
