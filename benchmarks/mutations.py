@@ -80,7 +80,7 @@ MUTATIONS = (
         "contract/test_refusals.py::test_more_than_the_context[litert-granite-f32]",
     ),
     Mutation(
-        *("API", "any page on the web may ask", "ssmd/api/security.py"),
+        *("API", "any page on the web may ask", "ssmd/api/http/security.py"),
         *(
             "if not given or (len(given) == 1 and (readable or given[0].lower() == own)):",
             "if not given or len(given) == 1:",

@@ -29,7 +29,7 @@ import talk
 from browser import Window, chromium
 from serving import serving
 
-from ssmd.api.page import Page
+from ssmd.api.own.page import Page
 from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.engine.host.opening import close_host, open_host

@@ -13,9 +13,9 @@ from browser import Window, chromium
 from markdown_spec import counts, examples
 from serving import serving
 
-from ssmd.api.keys import Keys
-from ssmd.api.page import Page
-from ssmd.api.security import Rules, guarded
+from ssmd.api.http.keys import Keys
+from ssmd.api.http.security import Rules, guarded
+from ssmd.api.own.page import Page
 from ssmd.config import Settings
 
 

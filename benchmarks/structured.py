@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 from daemon_process import conditions
 
-from ssmd.api.structured import of_schema
+from ssmd.api.openai.structured import of_schema
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics

@@ -6,28 +6,16 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp
 
-from ssmd.api import (
-    chat,
-    completions,
-    health,
-    metrics,
-    models,
-    openapi,
-    pulls,
-    requests,
-    runtimes,
-    sessions,
-    stop,
-    tickets,
-    unserved,
-    words,
-)
-from ssmd.api.access import AccessLog
-from ssmd.api.keys import Keys
-from ssmd.api.page import Page
-from ssmd.api.runtimes import Runtimes
-from ssmd.api.security import Rules, guarded
-from ssmd.api.under_way import UnderWay
+from ssmd.api import openapi
+from ssmd.api.generate import in_flight
+from ssmd.api.generate.in_flight import UnderWay
+from ssmd.api.http.access import AccessLog
+from ssmd.api.http.keys import Keys
+from ssmd.api.http.security import Rules, guarded
+from ssmd.api.openai import chat, completions, tokenize, unserved
+from ssmd.api.own import metrics, models, pulls, sessions, status, tickets
+from ssmd.api.own.page import Page
+from ssmd.api.own.pulls import Runtimes
 from ssmd.config import Settings
 from ssmd.daemon.pulls import Pulls
 from ssmd.engine.host.host import Host
@@ -56,17 +44,17 @@ def create_app(
         *page.routes(),
         *chat.routes(host, under_way, stall_s, truncate=settings.truncation == "auto", strict=settings.strict),
         *completions.routes(host, under_way, stall_s, strict=settings.strict),
-        *words.routes(host, strict=settings.strict),
+        *tokenize.routes(host, strict=settings.strict),
         *unserved.routes(),
-        *requests.routes(under_way, stall_s),
+        *in_flight.routes(under_way, stall_s),
         *models.routes(host),
-        *health.routes(host),
+        *status.routes(host),
         *metrics.routes(host, store, pulling, stall_s),
-        *runtimes.routes(usable),
+        *pulls.runtime_routes(usable),
         *pulls.routes(host, pulling, usable),
         *sessions.routes(host, store),
         *openapi.routes(),
-        *stop.routes(end),
+        *status.stop_routes(end),
         *tickets.routes(keys),
     ]
     rules = Rules.of(settings, keys, sessions.BODY_LIMITS, page.paths | openapi.PATHS)

@@ -22,9 +22,9 @@ from types import FrameType
 import uvicorn
 
 from ssmd import __version__
-from ssmd.api import connections
-from ssmd.api.access import AccessLog
-from ssmd.api.keys import Keys
+from ssmd.api.http import connections
+from ssmd.api.http.access import AccessLog
+from ssmd.api.http.keys import Keys
 from ssmd.config import Settings
 from ssmd.daemon import discovery
 from ssmd.daemon.discovery import Address

@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from ssmd.api import connections
+from ssmd.api.http import connections
 
 GRACE_S = 2.0
 

@@ -26,7 +26,7 @@ from noted import note_all
 from openai_client import openai
 from serving import Served
 
-from ssmd.api.reading import LONG_BYTES
+from ssmd.api.generate.fair_reading import LONG_BYTES
 from ssmd.daemon.logfile import OneLine
 
 CHAT = "/v1/chat/completions"
@@ -213,7 +213,7 @@ def test_one_signal_ends_it_when_the_model_never_comes_back(artifact: Path, tmp_
 
 @pytest.mark.parametrize("words", ["x", "x" * LONG_BYTES], ids=["short", "long"])
 def test_one_signal_ends_it_when_a_request_is_never_read(artifact: Path, tmp_path: Path, words: str) -> None:
-    lines = "from ssmd.api import front; server.FLUSH_S = server.LINGER_S = 0.5; front.parse_object = stuck"
+    lines = "from ssmd.api.generate import front; server.FLUSH_S = server.LINGER_S = 0.5; front.parse_object = stuck"
     ended = _stuck_at_the_end(artifact, tmp_path, lines, words)
     said = "what was read for requests that are over did not end: stopping without it"
     assert (ended.returncode, said in ended.stderr.splitlines()[-1]) == (0, True), ended.stderr

@@ -17,7 +17,7 @@ import uvicorn
 from pydantic import SecretStr
 
 from ssmd import __version__
-from ssmd.api import connections
+from ssmd.api.http import connections
 from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.daemon.discovery import Address

@@ -16,7 +16,7 @@ from api.test_fields import ROWS
 from conftest import ROOT, TinyArtifacts
 from daemon import CHAT, Daemon, chunks, daemon, text_of
 
-from ssmd.api.errors import IGNORED
+from ssmd.api.http.errors import IGNORED
 
 Fields = dict[str, Any]
 FILES = sorted((ROOT / "tests" / "data" / "bodies").glob("*.json"))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ssmd.api.body import parse_object
-from ssmd.api.chat_body import NOT_BUILT, read_chat, to_request
+from ssmd.api.http.body import parse_object
+from ssmd.api.openai.chat_body import NOT_BUILT, read_chat, to_request
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Rejected
 from ssmd.text.messages import Message

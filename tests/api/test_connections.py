@@ -30,10 +30,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api import connections, delivery
-from ssmd.api.connections import LATE_BYTES, Limits
-from ssmd.api.delivery import Gone
-from ssmd.api.seldom import Seldom
+from ssmd.api.generate import delivery
+from ssmd.api.generate.delivery import Gone
+from ssmd.api.http import connections
+from ssmd.api.http.connections import LATE_BYTES, Limits, Seldom
 from ssmd.engine.request import Delta
 from ssmd.machine.privatesocket import listen_privately
 
@@ -411,7 +411,7 @@ def test_strangers_who_are_refused_fill_no_disk(monkeypatch: pytest.MonkeyPatch)
     seldom = Seldom()
 
     def record(text: str) -> logging.LogRecord:
-        return logging.LogRecord("ssmd.api.security", logging.INFO, "", 0, text, ("GET", "/", "no"), None)
+        return logging.LogRecord("ssmd.api.http.security", logging.INFO, "", 0, text, ("GET", "/", "no"), None)
 
     told = [seldom.filter(record("refused %s %s: %s")) for _ in range(1000)]
     assert told == [True] * 30 + [False] * 970
@@ -423,7 +423,7 @@ def test_strangers_who_are_refused_fill_no_disk(monkeypatch: pytest.MonkeyPatch)
         assert sum(seldom.filter(record(text)) for _ in range(1000)) == 30
     assert not seldom.filter(record("No supported WebSocket library detected. Please use ..."))
     assert all(seldom.filter(record("%s %s: %s")) for _ in range(100))
-    monkeypatch.setattr("ssmd.api.seldom._SELDOM_S", 0.0)
+    monkeypatch.setattr("ssmd.api.http.connections._SELDOM_S", 0.0)
     late = record("refused %s %s: %s")
     assert seldom.filter(late)
     assert late.getMessage() == "refused GET /: no (970 more like it before, not written)"

@@ -18,9 +18,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
 
-from ssmd.api import download, sessions
-from ssmd.api.connections import Limits
-from ssmd.api.download import MOST_OF_ONE, PassingFile, removed
+from ssmd.api.http.connections import Limits
+from ssmd.api.own import sessions
+from ssmd.api.own.sessions import MOST_OF_ONE, PassingFile, removed
 
 LONG_BYTES = 64 << 20  # more than the sockets' buffers hold
 
@@ -50,7 +50,7 @@ def test_an_export_that_is_not_read_or_in_drops_leaves_no_file(tmp_path: Path, r
 
 
 def test_an_export_that_is_read_slowly_but_well_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "LEAST_BYTES", 2 << 20)
+    monkeypatch.setattr(sessions, "LEAST_BYTES", 2 << 20)
     file = tmp_path / "export"
     file.write_bytes(b"." * (size := LONG_BYTES // 2))
 
@@ -81,7 +81,7 @@ def large(artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_few_exports_are_on_their_way_at_a_time(large: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "MOST", MOST_OF_ONE + 1)
+    monkeypatch.setattr(sessions, "MOST", MOST_OF_ONE + 1)
     with contextlib.ExitStack() as stack:
 
         def on_its_way(address: str) -> socket.socket:

@@ -16,10 +16,10 @@ from conftest import ROOT, TinyArtifacts
 from daemon import Daemon, daemon
 from openai_client import client_python
 
-from ssmd.api.body import parse_object
-from ssmd.api.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
-from ssmd.api.errors import IGNORED
-from ssmd.api.fields import MOST_NAMED, Fields, printable
+from ssmd.api.http.body import parse_object
+from ssmd.api.http.errors import IGNORED
+from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
+from ssmd.api.openai.fields import MOST_NAMED, Fields, printable
 from ssmd.config import Settings
 from ssmd.model.artifact import SpecialTokens
 from ssmd.text.template import ChatTemplate
@@ -137,7 +137,7 @@ def test_options_that_ask_for_nothing_pass(tiny: Daemon) -> None:
 def test_hostile_names_are_printable_and_few(tiny: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     names = ["a\r\nx-evil: 1", "é, ü", "\u202e", "x" * 100_000, '"', "", " ", *(f"k{i:05}" for i in range(10_000))]
     hostile: dict[str, Any] = dict.fromkeys(names, 1)
-    with caplog.at_level(logging.INFO, "ssmd.api.fields"):
+    with caplog.at_level(logging.INFO, "ssmd.api.openai.fields"):
         answer = tiny.chat(**hostile)
     assert answer.status == 200, answer.body
     ignored = answer.json["usage"]["ssmd"]["ignored"]

@@ -20,7 +20,7 @@ from sqlalchemy import func, select
 from starlette.datastructures import Headers
 from test_server import running
 
-from ssmd.api import idempotency
+from ssmd.api.generate import idempotency
 from ssmd.engine.persist import writer as writer_module
 from ssmd.engine.persist.persistence import Persistence
 from ssmd.runtime.protocol import Handle, Logits

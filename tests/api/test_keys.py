@@ -20,8 +20,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from test_server import failing, running
 
-from ssmd.api.keys import MAX_FILE_BYTES, MAX_KEYS, Caller, Keys, caller_of, read_keys
-from ssmd.api.security import Rules, guarded
+from ssmd.api.http.keys import MAX_FILE_BYTES, MAX_KEYS, Caller, Keys, caller_of, read_keys
+from ssmd.api.http.security import Rules, guarded
 from ssmd.config import Settings, SettingsError
 from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
 

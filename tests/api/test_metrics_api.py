@@ -15,7 +15,7 @@ from daemon import soon
 from keyfile import bearer, written
 from several import GRANITE, LLAMA, LONG, METRICS, STREAM, Events, Several, little_room, several
 
-from ssmd.api import metrics
+from ssmd.api.own import metrics
 
 PARTS = ("load_ms", "plan_ms", "queue_ms", "restore_ms", "prefill_ms", "shared_ms")
 ALICE, BOB, SCREEN = "alice-has-this-one", "bob-has-this-one", "screens-look-at-this"
@@ -326,7 +326,7 @@ def test_the_first_event_after_a_start_knows_the_store(models: Path) -> None:
 def test_who_does_not_read_is_dropped(
     models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "ssmd.api.metrics")
+    caplog.set_level("INFO", "ssmd.api.own.metrics")
     monkeypatch.setattr(metrics, "PERIOD_S", 0.001)
     with several(models, stall_s=0.3, at=little_room()) as one:
         raw = f"GET {STREAM} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()

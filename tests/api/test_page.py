@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from serving import serving
 
-from ssmd.api.keys import Keys
-from ssmd.api.page import POLICY, ROOT, Page
-from ssmd.api.security import Rules, guarded
+from ssmd.api.http.keys import Keys
+from ssmd.api.http.security import Rules, guarded
+from ssmd.api.own.page import POLICY, ROOT, Page
 from ssmd.config import Settings
 
 WEB = Path(__file__).parents[2] / "clients" / "web"

@@ -16,10 +16,10 @@ from conftest import TinyArtifacts
 from daemon import daemon, request, soon
 from starlette.requests import Request
 
-from ssmd.api import delivery, front, reading
-from ssmd.api.delivery import Delivery, Gone
-from ssmd.api.keys import Caller, set_caller
-from ssmd.api.reading import AT_ONCE, LONG_BYTES, Reading, client_of
+from ssmd.api.generate import delivery, fair_reading, front
+from ssmd.api.generate.delivery import Delivery, Gone
+from ssmd.api.generate.fair_reading import AT_ONCE, LONG_BYTES, Reading, client_of
+from ssmd.api.http.keys import Caller, set_caller
 from ssmd.engine.prompt.planner import Planner
 from ssmd.engine.request import Delta
 from ssmd.sessions.store import Store
@@ -123,8 +123,8 @@ def test_one_that_fails_passes_its_turn_on() -> None:
 
 
 def test_beside_others_answers_reading_has_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "CREDIT_S", 0.02)
-    monkeypatch.setattr(reading, "REFILL", 0.0)
+    monkeypatch.setattr(fair_reading, "CREDIT_S", 0.02)
+    monkeypatch.setattr(fair_reading, "REFILL", 0.0)
     beside = True
 
     def long() -> str:

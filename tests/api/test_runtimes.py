@@ -11,7 +11,7 @@ import pytest
 from serving import Served, serving
 from starlette.applications import Starlette
 
-from ssmd.api import runtimes
+from ssmd.api.own import pulls
 from ssmd.runtime.devices import Found, find
 from ssmd.runtime.protocol import Device
 
@@ -20,7 +20,7 @@ PATH = "/ssmd/v1/runtimes"
 
 @contextmanager
 def served() -> Iterator[Served]:
-    with serving(Starlette(routes=runtimes.routes(runtimes.Runtimes()))) as one:
+    with serving(Starlette(routes=pulls.runtime_routes(pulls.Runtimes()))) as one:
         yield one
 
 
@@ -47,15 +47,15 @@ def test_many_who_ask_at_once_have_one_look(monkeypatch: pytest.MonkeyPatch) -> 
         time.sleep(0.3)
         return []
 
-    monkeypatch.setattr(runtimes, "find", slow)
-    monkeypatch.setattr(runtimes, "KEPT_S", 0.5)
+    monkeypatch.setattr(pulls, "find", slow)
+    monkeypatch.setattr(pulls, "KEPT_S", 0.5)
     with served() as one:
         askers = [threading.Thread(target=one.ask, args=("GET", PATH)) for _ in range(8)]
         for asker in askers:
             asker.start()
         for asker in askers:
             asker.join()
-        assert looks == [runtimes.LIMIT_S]
+        assert looks == [pulls.LIMIT_S]
         time.sleep(0.6)
         one.ask("GET", PATH)
         assert len(looks) == 2
@@ -75,7 +75,7 @@ def test_many_who_ask_at_once_have_one_look(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_no_path_of_the_user_is_told(problem: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Found("one", problem, ()), Found("two", "", (Device("cpu", "a processor", problem),))]
-    monkeypatch.setattr(runtimes, "find", lambda *, limit_s: found)
+    monkeypatch.setattr(pulls, "find", lambda *, limit_s: found)
     with served() as one:
         rows = one.ask("GET", PATH).json["data"]
     assert [row["problem"] for row in rows] == [told, told]

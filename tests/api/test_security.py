@@ -13,10 +13,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ssmd.api import security
-from ssmd.api.body import parse_object, read_body
-from ssmd.api.keys import Keys
-from ssmd.api.security import Rules, guarded
+from ssmd.api.http import security
+from ssmd.api.http.body import parse_object, read_body
+from ssmd.api.http.keys import Keys
+from ssmd.api.http.security import Rules, guarded
 from ssmd.config import Settings
 
 KEY = "correct-horse-battery"

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ssmd.api import stop
-from ssmd.api.keys import Caller, Keys, caller_of
-from ssmd.api.security import Rules, guarded
+from ssmd.api.http.keys import Caller, Keys, caller_of
+from ssmd.api.http.security import Rules, guarded
+from ssmd.api.own import status
 from ssmd.config import Settings
 from ssmd.sessions.domain import EVERYBODY
 
@@ -33,7 +33,7 @@ def app(keys: Keys) -> Iterator[tuple[Served, list[str]]]:
         caller = caller_of(request.scope)
         return JSONResponse({"own": caller.own, "everybody": caller.domain == EVERYBODY})
 
-    routes = [*stop.routes(lambda: stopped.append("now")), Route("/whose", whose, methods=["GET", "POST"])]
+    routes = [*status.stop_routes(lambda: stopped.append("now")), Route("/whose", whose, methods=["GET", "POST"])]
     with serving(guarded(routes, Rules(HOSTS, keys=keys))) as served:
         yield served, stopped
 

@@ -17,10 +17,10 @@ from serving import Answer
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from ssmd.api import unserved
+from ssmd.api.http.security import Security
+from ssmd.api.openai import unserved
 from ssmd.api.openapi import described
-from ssmd.api.security import Security
-from ssmd.api.surface import OPERATIONS, Operation
+from ssmd.api.operations import OPERATIONS, Operation
 from ssmd.app import create_app
 from ssmd.config import Settings
 
@@ -175,7 +175,7 @@ def test_the_page_runs_nothing_and_fetches_nothing(tiny: Daemon) -> None:
 
 
 def test_a_start_does_not_import_what_describes_it() -> None:
-    late = ("fastapi", "ssmd.api.surface", "ssmd.api.shapes", "ssmd.api.reference")
+    late = ("fastapi", "ssmd.api.operations", "ssmd.api.shapes")
     code = f"import sys, ssmd.app, ssmd.server; print([m for m in {late} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "[]"

@@ -15,10 +15,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ssmd.api import stop, tickets
-from ssmd.api.grants import KEY_S, MOST_KEYS, MOST_TICKETS, TICKET_S, Grant, Grants, digest_of
-from ssmd.api.keys import REDEEM, TICKETS, Keys, caller_of
-from ssmd.api.security import Rules, guarded
+from ssmd.api.http.keys import (
+    KEY_S,
+    MOST_KEYS,
+    MOST_TICKETS,
+    REDEEM,
+    TICKET_S,
+    TICKETS,
+    Grant,
+    Grants,
+    Keys,
+    caller_of,
+    digest_of,
+)
+from ssmd.api.http.security import Rules, guarded
+from ssmd.api.own import status, tickets
 from ssmd.config import Settings
 
 ALICE, BOB, SCREEN, TOKEN = "alice-has-this-one", "bob-has-this-one", "screens-look-at-this", "the-daemons-own-token"
@@ -36,7 +47,11 @@ def guarding(keys: Keys) -> Iterator[Served]:
             {"name": caller.name, "sees": sees and [*sees], "read_only": caller.read_only, "own": caller.own}
         )
 
-    routes = [Route("/whoami", whoami, methods=["GET", "POST"]), *tickets.routes(keys), *stop.routes(lambda: None)]
+    routes = [
+        Route("/whoami", whoami, methods=["GET", "POST"]),
+        *tickets.routes(keys),
+        *status.stop_routes(lambda: None),
+    ]
     with serving(guarded(routes, Rules.of(Settings(), keys))) as one:
         yield one
 

@@ -12,7 +12,7 @@ from api.test_chat_body import HELLO, read, refused
 from conftest import TinyArtifacts
 from daemon import Daemon, daemon, quiet
 
-from ssmd.api.messages import read_messages
+from ssmd.api.openai.messages import read_messages
 from ssmd.text.messages import Message, ToolCall
 from ssmd.text.template import NOTHING_MORE, Given
 

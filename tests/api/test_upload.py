@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ssmd.api.security import Rules, guarded
-from ssmd.api.upload import LEAST_BYTES, write_body
+from ssmd.api.http.security import Rules, guarded
+from ssmd.api.own.sessions import LEAST_BYTES, write_body
 from ssmd.machine.room import SPARE_BYTES
 
 HUGE = 1 << 50

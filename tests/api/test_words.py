@@ -13,7 +13,7 @@ from openai_client import openai
 from serving import Answer
 from several import LLAMA, Several
 
-from ssmd.api.unserved import WHY
+from ssmd.api.openai.unserved import WHY
 
 
 @pytest.fixture(scope="module")

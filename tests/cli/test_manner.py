@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ssmd.api.chat_body import read_chat
+from ssmd.api.openai.chat_body import read_chat
 from ssmd.cli.manner import NAMES, Manner
 
 

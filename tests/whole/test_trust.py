@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from test_server import running
 
-from ssmd.api.security import Security
+from ssmd.api.http.security import Security
 from ssmd.app import create_app
 from ssmd.config import Settings
 

@@ -1,0 +1,286 @@
+"""The front under all protocols: from a request's body to the engine, and from its events to one answer or a stream.
+
+A protocol says how its bodies are read (`Read`) and how its answers are written (`Answer`). All the rest is here:
+requests that come again, clients that go away or do not read, and errors before and after the first byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from ssmd.api.generate.answer import Answer, Asking, Head, Read, WholeChoice
+from ssmd.api.generate.delivery import Delivery, Gone, Stopped
+from ssmd.api.generate.fair_reading import LONG_BYTES, Reading, client_of
+from ssmd.api.generate.idempotency import Mark, Repeats, in_place_of, read_mark
+from ssmd.api.generate.in_flight import Answering, UnderWay
+from ssmd.api.http import access, sse
+from ssmd.api.http.body import parse_object, read_body
+from ssmd.api.http.errors import INTERNAL
+from ssmd.api.http.keys import caller_of
+from ssmd.engine.host.host import Host
+from ssmd.engine.host.loader import Asker, Lease
+from ssmd.engine.metrics import CANCELLED, STOPPED
+from ssmd.engine.persist.replay import events
+from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Request, label
+from ssmd.engine.terms import Rejected
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Again = Callable[[], Awaitable[None]]
+First = Callable[[], Awaitable[Event]]  # gives the first event of an answer
+
+
+_MOMENT = 3  # turns of the event loop after which it is known who sent a request and left
+
+
+class Front:
+    """The ASGI app of an endpoint that generates. A reader that takes nothing for `stall_s` seconds is given up."""
+
+    def __init__(self, host: Host, read: Read, under_way: UnderWay, stall_s: float) -> None:
+        self._host, self._under_way = host, under_way
+        self._read = read
+        self._stall_s = stall_s
+        self._repeats = Repeats(host)
+        self._reading = Reading(host.runs_others)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        delivery, head, watcher = Delivery(), None, None
+        ended, key, held = False, caller_of(scope).name, ExitStack()
+        try:
+            http = HttpRequest(scope, receive)
+            raw = await read_body(http)
+            watcher = asyncio.create_task(delivery.watch(receive))
+            asking, head, again = await self._begin(raw, http, delivery, held)
+            head = asking.headed(head)
+            access.note(scope, answer=head.id, model=asking.model.id)
+            first, answer = partial(_first, delivery, again), asking.answer(head)
+            if asking.stream:
+                await self._stream(answer, head, first, delivery, send, at_once=asking.background)
+            else:
+                whole = await _whole(answer, first, delivery)
+                await JSONResponse(whole, headers=head.headers)(scope, receive, send)
+            ended = True
+        except Rejected as err:
+            if head is None:  # else the engine has counted it
+                self._host.metrics.request_failed(err.code, key)
+            raise
+        except Gone:
+            if head is None:
+                self._host.metrics.request_failed(CANCELLED, key)
+            log.info("request %s: the client went away", label("that waited", key) if head is None else head.label)
+        except sse.Stalled:
+            log.warning("request %s: the client has not read for %.0f s, given up", head and head.label, self._stall_s)
+        finally:
+            if delivery.last.done():
+                last = delivery.last.result()
+                if isinstance(last, Done):
+                    access.note(scope, usage=last.usage)
+                elif isinstance(last, Failed):
+                    access.note(scope, code=last.error.code)
+            if head is None:
+                delivery.abandon()  # a thread that still reads the request, as the server ends, shall not go on
+            else:
+                delivery.leave()
+            if watcher is not None:
+                watcher.cancel()
+            if head is not None and not ended:
+                if delivery.background:
+                    delivery.last.add_done_callback(partial(_closed, held.pop_all()))
+                else:
+                    head.cancel()
+            held.close()
+
+    async def _begin(
+        self, raw: bytes, http: HttpRequest, delivery: Delivery, held: ExitStack
+    ) -> tuple[Asking, Head, Again]:
+        """Everything that takes time before the request waits in the engine's queue, or is answered as before. And how
+        it is asked again, if the engine gives it back.
+
+        held: takes the model's lease.
+        """
+        caller, arrived = caller_of(http.scope), time.perf_counter()
+        client = client_of(http)
+
+        async def read(work: Callable[[], T]) -> T:
+            return await self._reading.run(work, client, len(raw), delivery)
+
+        if len(raw) > LONG_BYTES:
+            mark = await asyncio.to_thread(read_mark, http.headers, raw, caller.name)
+        else:
+            mark = read_mark(http.headers, raw, caller.name)
+            for _ in range(_MOMENT):
+                await asyncio.sleep(0)
+        if not mark.repeats:
+            self._check(mark, client)
+        delivery.check()
+        asking = await read(lambda: self._look_at(raw, delivery.check))
+        if asking.background:
+            delivery.go_on()
+        delivery.check()
+        request = replace(asking.request, client=client, domain=caller.domain, arrived=arrived)
+
+        async def engage(answering: Answering, asked: float) -> None:
+            """Have an engine take it in. Raises Rejected and Gone."""
+            nonlocal asking
+            try:
+                lease = None
+                while lease is None:
+                    try:
+                        lease = await self._lend(asking, answering.request, delivery)
+                    except Rejected:
+                        other = await read(lambda: self._look_at(raw, delivery.check))
+                        if other.model is asking.model:
+                            raise
+                        asking, answering.followed = other, other.follow  # the name means another one now
+                held.callback(lease.release)
+                if asking.variables:
+                    engine = lease.engine
+                    asking = await read(lambda: asking.told(engine.knows))
+                    answering.followed = asking.follow
+                mine = replace(answering.request, load_ms=(time.perf_counter() - asked) * 1e3)
+                submit = partial(lease.engine.submit_all, recallable=not asking.background)
+                answering.begin(await read(lambda: submit(mine, delivery, delivery.check)))
+            except Stopped:
+                self._host.metrics.request_failed(STOPPED, caller.name)
+                answering.end_unbegun((time.perf_counter() - asked) * 1e3)
+            except BaseException as err:  # whatever it is: who follows must not wait for this one
+                answering.fail(err if isinstance(err, Rejected) else INTERNAL)
+                raise
+
+        async def submit(request: Request) -> tuple[Asking, Head, Again]:
+            lost = partial(self._host.metrics.request_failed, CANCELLED, caller.name)
+            answering = self._under_way.enter(Answering(request, delivery, asking.follow, lost))
+            asked = time.perf_counter()
+            await engage(answering, asked)
+
+            async def again() -> None:
+                held.close()
+                try:
+                    await engage(answering.recalled(), asked)
+                except Rejected as err:
+                    self._host.metrics.request_failed(err.code, caller.name)
+                    raise
+                except Gone:
+                    lost()
+                    raise
+
+            return asking, answering.head, again
+
+        if not (request.store and self._host.keeps):
+            return await submit(request)
+        attempt, reply = await self._repeats.enter(mark, delivery)
+        if reply is not None and reply.complete:
+            attempt.end()
+            delivery.replay(events(reply))
+            said = reply.answer
+            return asking, Head(said["id"], said["created"], reply.session, caller.name, replayed=True), _never
+        try:
+            delivery.check()
+            begun = await submit(in_place_of(request, mark, reply))
+        except BaseException as err:  # whatever it is: who repeats the request must not wait for this one
+            attempt.end(err if isinstance(err, Rejected) else INTERNAL)
+            raise
+        attempt.follow(delivery, begun[1].id)
+        return begun
+
+    async def _lend(self, asking: Asking, request: Request, delivery: Delivery) -> Lease:
+        """The model that is asked for, once it is loaded. Raises Rejected, and Gone when the client leaves before."""
+        asker = Asker(request.id, request.session, request.domain.owner)
+        future = self._host.lend(asking.model, asking.keep_alive_s, asker)
+        if not future.done():
+            there, loop = asyncio.Event(), asyncio.get_running_loop()
+            future.add_done_callback(lambda _: loop.call_soon_threadsafe(there.set))
+            try:
+                await delivery.unless_gone(there)
+            except BaseException:
+                self._host.give_up(future)
+                raise
+        return future.result()
+
+    def _check(self, mark: Mark, client: str) -> None:
+        """Refuse before it is read what cannot be taken in. Raises Rejected."""
+        try:
+            self._host.check(client)
+        except Rejected:
+            self._repeats.remember_failure(mark.key.digest)
+            raise
+
+    def _look_at(self, raw: bytes, go_on: Callable[[], None]) -> Asking:
+        """Read a body, in a thread: a long conversation has megabytes. Raises Rejected, and what `go_on` raises."""
+        return self._read(parse_object(raw, go_on))
+
+    async def _stream(
+        self, answer: Answer, head: Head, first: First, delivery: Delivery, send: Send, *, at_once: bool
+    ) -> None:
+        """at_once: begin before the first event, so that the client knows how the answer is called that goes on
+        without it.
+        """
+        stream = sse.EventStream(send, self._stall_s)
+        if at_once:
+            await self._open(stream, answer, head)
+        event = await first()
+        if not at_once:
+            if isinstance(event, Failed):  # nothing was sent yet: a plain error response can still say it
+                raise event.error
+            await self._open(stream, answer, head)
+        try:
+            while isinstance(event, Delta):
+                await stream.write(answer.delta(event))
+                event = await delivery.next()
+            if isinstance(event, Failed):
+                await stream.write(answer.failure(event.error))
+            elif isinstance(event, Done):
+                for ending in answer.ending(event.finish_reasons, event.usage):
+                    await stream.write(ending)
+        except (Gone, sse.Stalled):
+            raise
+        except Exception:  # a bug, after the status left: the client must still hear of it
+            log.exception("request %s failed while streaming", head.label)
+            head.cancel()
+            await stream.write(answer.failure(INTERNAL))
+        await stream.close()
+
+    async def _open(self, stream: sse.EventStream, answer: Answer, head: Head) -> None:
+        await stream.open(head.headers)
+        for opening in answer.opening():
+            await stream.write(opening)
+
+
+async def _first(delivery: Delivery, again: Again) -> Event:
+    """The first event of an answer, whose request may have gone to more than one engine until then."""
+    while isinstance(event := await delivery.next(), Recalled):
+        await again()
+    return event
+
+
+async def _never() -> None:
+    """Of an answer that no engine gives."""
+
+
+async def _whole(answer: Answer, first: First, delivery: Delivery) -> Mapping[str, Any]:
+    """The whole answer, once it is complete. Raises Rejected if it broke off."""
+    deltas: dict[int, list[Delta]] = {}
+    event = await first()
+    while isinstance(event, Delta):
+        deltas.setdefault(event.index, []).append(event)
+        event = await delivery.next()
+    if isinstance(event, Failed):
+        raise event.error
+    assert isinstance(event, Done)
+    choices = [WholeChoice.of(deltas.get(i, []), reason) for i, reason in enumerate(event.finish_reasons)]
+    return answer.whole(choices, event.usage)
+
+
+def _closed(held: ExitStack, _: object) -> None:
+    held.close()

@@ -1,0 +1,186 @@
+"""A request that comes again is answered with what it was answered before, and no turn is written twice.
+
+Two ways to know one again. A client names its request with `Idempotency-Key`. The OpenAI SDKs send none, but count
+their retries in `x-stainless-retry-count`: such a retry is the last request with the same body, byte for byte. A first
+attempt is never taken for another one: to ask the same again is to ask for another answer.
+
+While the first attempt runs, the second waits for its end; 409 would be what others answer, but an SDK asks three times
+within seconds and then gives up, and an answer here may take minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from starlette.datastructures import Headers
+
+from ssmd.api.generate.delivery import Delivery
+from ssmd.api.http.body import shown
+from ssmd.engine.host.host import Host
+from ssmd.engine.request import Done, Event, Request
+from ssmd.engine.terms import Rejected
+from ssmd.sessions.reply import Reply, ReplyKey
+from ssmd.sessions.turn import StoreError
+
+HEADER = "Idempotency-Key"
+REPLAYED = "Idempotent-Replayed"
+NAMED_LASTS = timedelta(hours=24)
+RETRY_LASTS = timedelta(minutes=10)
+FAILURE_LASTS_S = 120.0  # as long as the OpenAI SDK lets a server make it wait for its retry
+_NAME = re.compile(r"[\x20-\x7e]{1,255}")
+_RETRY = re.compile(r"[1-9][0-9]{0,3}")
+_RETRIED = frozenset({408, 409, 429})  # and all from 500 on
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a request says of itself. again: it is a retry for sure."""
+
+    key: ReplyKey
+    again: bool
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it may have been answered before."""
+        return self.again or self.key.named
+
+
+def read_mark(headers: Headers, body: bytes, owner: str) -> Mark:
+    """What a request says of itself. owner: the name of its key; of another one the same request is another one.
+
+    Raises Rejected.
+    """
+    names = headers.getlist(HEADER)
+    if len(names) > 1 or any(not _NAME.fullmatch(name) for name in names):
+        raise Rejected(
+            f"{HEADER} must be given once, with 1 to 255 printable ASCII characters (got {shown(', '.join(names))})",
+            code="invalid_value",
+            param=HEADER,
+        )
+    digest = hashlib.sha256(body).digest()
+    domain = hashlib.sha256(owner.encode()).digest()
+    what = b"name " + names[0].encode() if names else b"body " + digest
+    key = hashlib.blake2b(what, digest_size=32, key=domain, person=b"ssmd.reply.1").digest()
+    again = _RETRY.fullmatch(headers.get("x-stainless-retry-count", "")) is not None
+    return Mark(ReplyKey(key, digest, NAMED_LASTS if names else RETRY_LASTS, named=bool(names)), again)
+
+
+class Attempt:
+    """A request under way. `ended` is set when its turn is written, or it is known that none will be."""
+
+    def __init__(self, repeats: Repeats, mark: Mark) -> None:
+        self.mark = mark
+        self.ended = asyncio.Event()
+        self._repeats = repeats
+        self._generation = ""
+
+    def follow(self, delivery: Delivery, generation: str) -> None:
+        """End this attempt when its generation, which has this id, ends."""
+        self._generation = generation
+        delivery.last.add_done_callback(lambda last: self.end(last.result()))
+
+    def end(self, how: Event | Rejected | None = None) -> None:
+        """End this attempt. `how`: the last event, or what it was refused with; None if it was answered with an earlier
+        one's answer.
+        """
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        self._repeats.forget(self)
+        if isinstance(how, Rejected):
+            failed = how.status >= 500 or how.status in _RETRIED
+        else:
+            failed = how is not None and not (isinstance(how, Done) and how.usage.stored)
+        if failed:
+            self._repeats.remember_failure(self.mark.key.digest, self._generation)
+
+
+class Repeats:
+    """The attempts of an endpoint. Used in the event loop only."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._running: dict[bytes, list[Attempt]] = {}
+        # When, and the id of what was generated, if anything was. Each is good for one retry.
+        self._failures: dict[bytes, list[tuple[float, str]]] = {}
+
+    async def enter(self, mark: Mark, delivery: Delivery) -> tuple[Attempt, Reply | None]:
+        """An attempt, which the caller ends, and the reply to what it repeats, if there is one.
+
+        A complete reply is to be given again; one that broke off is to be replaced. Raises Rejected, and Gone when the
+        client leaves while it waits.
+        """
+        key, failed = mark.key, list[str]()
+        if key.named:
+            while running := self._running.get(key.digest):
+                if running[-1].mark.key.body != key.body:
+                    raise _reused()
+                await delivery.unless_gone(running[-1].ended)
+        elif mark.again:
+            failed = self._take_failure(key.digest)
+            if not failed and (running := self._running.get(key.digest)):
+                await delivery.unless_gone(running[-1].ended)
+                failed = self._take_failure(key.digest)
+        attempt = Attempt(self, mark)
+        self._running.setdefault(key.digest, []).append(attempt)
+        if not mark.repeats:
+            return attempt, None
+        try:
+            writer = self._host.writer
+            reply = None if writer is None else await asyncio.to_thread(writer.reply, key)
+            if reply is not None and reply.body != key.body:
+                raise _reused()
+        except StoreError as err:  # not knowing, it must not run: it might be the second time
+            attempt.end()
+            raise Rejected(str(err), status=503, code="store_error", retry_after_s=1) from err
+        except BaseException:
+            attempt.end()
+            raise
+        if reply is not None and reply.complete and failed and reply.answer["id"] not in failed:
+            return attempt, None  # what failed was a later request of the same body, and was not written after all
+        return attempt, reply
+
+    def forget(self, attempt: Attempt) -> None:
+        running = self._running[attempt.mark.key.digest]
+        running.remove(attempt)
+        if not running:
+            del self._running[attempt.mark.key.digest]
+
+    def remember_failure(self, digest: bytes, generation: str = "") -> None:
+        now = time.monotonic()
+        self._failures[digest] = [*self._failures.pop(digest, ()), (now, generation)]  # the last ones stand last
+        while self._failures[first := next(iter(self._failures))][-1][0] < now - FAILURE_LASTS_S:
+            del self._failures[first]
+
+    def _take_failure(self, digest: bytes) -> list[str]:
+        """Take the generation id of a failed attempt that has no retry yet; return [] if there is none.
+
+        A commit that was given up counts as failed.
+        """
+        failures = self._failures.pop(digest, [])
+        fresh = [f for f in failures if f[0] >= time.monotonic() - FAILURE_LASTS_S]
+        if fresh[1:]:
+            self._failures[digest] = fresh[1:]
+        return [generation for _, generation in fresh[:1]]
+
+
+def in_place_of(request: Request, mark: Mark, broken: Reply | None) -> Request:
+    """The request as it is to run: known by its key, in the session of the attempt that it replaces."""
+    if broken is None:
+        return replace(request, key=mark.key)
+    key = replace(mark.key, replaces=broken.turns)
+    return replace(request, key=key, session=request.session or broken.session)
+
+
+def _reused() -> Rejected:
+    return Rejected(
+        f"this {HEADER} came before with another body; a new request needs a new one",
+        status=422,
+        code="idempotency_key_reused",
+        param=HEADER,
+    )

@@ -1,0 +1,213 @@
+"""The answers under way, by their ids, and /ssmd/v1/requests: others than their clients may follow one, and end it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ssmd.api.generate.answer import Answer, Head
+from ssmd.api.generate.delivery import Delivery
+from ssmd.api.http import sse
+from ssmd.api.http.body import shown
+from ssmd.api.http.errors import INTERNAL
+from ssmd.api.http.keys import caller_of
+from ssmd.engine.decode.generation import Generation
+from ssmd.engine.decode.several import Several
+from ssmd.engine.request import Delta, Done, Event, Failed, FinishReason, Request, Usage, joined
+from ssmd.engine.terms import Rejected
+from ssmd.sessions.domain import Domain
+
+_PREFIXES = ("chatcmpl-", "cmpl-")  # of an id as the answer has it
+
+log = logging.getLogger(__name__)
+ROOT = "/ssmd/v1/requests"
+
+
+@dataclass(eq=False)
+class Answering:
+    """One answer, from when it waits for its model until its client is told the end.
+
+    followed: how who follows it is answered. lost: to count it when its client leaves while no engine has it.
+    generation: None until an engine has it.
+    """
+
+    request: Request
+    delivery: Delivery
+    followed: Callable[[Head], Answer]
+    lost: Callable[[], None]
+    generation: Generation | Several | None = None
+    stopped: bool = False
+
+    @property
+    def head(self) -> Head:
+        """What is known of it before its first event."""
+        owner, generation = self.request.domain.owner, self.generation
+        if generation is None:
+            return Head(self.request.id, int(time.time()), self.request.session, owner)
+        asked = generation.asked
+        return Head(asked.id, asked.created, asked.session, owner, cancel=self.cancel)
+
+    @property
+    def deltas(self) -> Sequence[Sequence[Delta]]:
+        """What was sent of each choice so far: the engine's own, which grows meanwhile."""
+        return () if self.generation is None else self.generation.deltas
+
+    @property
+    def end(self) -> Event | None:
+        """Its last event, once it is over."""
+        return self.delivery.last.result() if self.delivery.last.done() else None
+
+    def begin(self, generation: Generation | Several) -> None:
+        """Note that the engine has it."""
+        self.generation = generation
+        if self.stopped:
+            generation.stop()
+        self.delivery.tell_followers()
+
+    def recalled(self) -> Answering:
+        """Note that the engine has it no longer, and had not begun it."""
+        self.generation = None
+        if self.stopped:
+            self.delivery.stop()
+        return self
+
+    def cancel(self) -> None:
+        """End it, as its client is gone."""
+        if self.generation is None:
+            return
+        self.generation.cancel()
+        if self.generation.recalled and not self.delivery.last.done():  # and nobody asks again
+            self.lost()
+            self.fail(INTERNAL)
+
+    def stop(self) -> None:
+        """End it: what was said is its answer, and its client is told so. Idempotent."""
+        self.stopped = True
+        if self.generation is None:
+            self.delivery.stop()
+        else:
+            self.generation.stop()
+
+    def end_unbegun(self, load_ms: float) -> None:
+        """Tell its client that it was stopped before the engine had it."""
+        usage = Usage.of_nothing(self.request.session, load_ms)
+        stop: FinishReason = "stop"
+        self.delivery.put(Done((stop,) * self.request.choices, usage))
+
+    def fail(self, error: Rejected) -> None:
+        """Tell those who follow that the engine never had it."""
+        if not self.delivery.last.done():
+            self.delivery.put(Failed(error))
+
+
+class UnderWay:
+    """All answers under way. In the event loop only."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Answering] = {}
+
+    def enter(self, answering: Answering) -> Answering:
+        """Take one in, until it is over."""
+        id_ = answering.request.id
+        self._answers[id_] = answering
+        answering.delivery.last.add_done_callback(lambda _: self._answers.pop(id_, None))
+        return answering
+
+    def find(self, id_: str, domain: Domain) -> Answering:
+        """The one of that id, if the domain sees it. Raises Rejected."""
+        bare = next((id_.removeprefix(one) for one in _PREFIXES if id_.startswith(one)), id_)
+        found = self._answers.get(bare)
+        if found is None or not domain.has(found.request.domain.owner):
+            raise Rejected(
+                f"no request {shown(id_)} is under way; what was said is in its session, if it was kept",
+                status=404,
+                code="request_not_found",
+            )
+        return found
+
+
+def routes(under_way: UnderWay, stall_s: float) -> list[Route]:
+    async def stop(request: HttpRequest) -> JSONResponse:
+        found = under_way.find(request.path_params["id"], caller_of(request.scope).domain)
+        log.info("request %s: it is stopped", found.head.label)
+        found.stop()
+        return JSONResponse({"id": found.request.id, "object": "request.stopped"}, 202)
+
+    return [
+        Route(ROOT + "/{id}/stream", _Follow(under_way, stall_s), methods=["GET"]),
+        Route(ROOT + "/{id}/stop", stop, methods=["POST"]),
+    ]
+
+
+class _Follow:
+    """The ASGI app of an answer's second stream. It reads the deltas that the engine keeps anyway: nothing waits for
+    who follows, and who is slow gets more of it at a time.
+    """
+
+    def __init__(self, under_way: UnderWay, stall_s: float) -> None:
+        self._under_way, self._stall_s = under_way, stall_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._under_way.find(scope["path_params"]["id"], caller_of(scope).domain)
+        stream = sse.EventStream(send, self._stall_s)
+        if scope["method"] == "HEAD":
+            await stream.open(found.head.headers)
+            await stream.close()
+            return
+        with found.delivery.followed() as news:
+            left = asyncio.create_task(_departure(receive, news))
+            try:
+                while found.generation is None and found.end is None and not left.done():
+                    news.clear()
+                    await news.wait()
+                if found.generation is None and isinstance(failed := found.end, Failed):
+                    raise failed.error
+                if left.done():
+                    return
+                await stream.open(found.head.headers)
+                await _follow(found, found.followed(found.head), stream, news, left)
+                await stream.close()
+            except sse.Stalled:
+                log.info("request %s: who follows it has not read for %.0f s", found.head.label, self._stall_s)
+            finally:
+                left.cancel()
+
+
+async def _follow(
+    found: Answering, answer: Answer, stream: sse.EventStream, news: asyncio.Event, left: asyncio.Task[None]
+) -> None:
+    """Write what there is and what comes, to the end. Raises Stalled."""
+    for opening in answer.opening():
+        await stream.write(opening)
+    told = [0] * found.request.choices  # deltas of each choice
+    while not left.done():
+        news.clear()
+        end = found.end  # before the rest: of what is over nothing comes later
+        for i, deltas in enumerate(found.deltas):
+            new = deltas[told[i] :]
+            told[i] += len(new)
+            for delta in joined(new):
+                await stream.write(answer.delta(delta))
+        if isinstance(end, Done):
+            for ending in answer.ending(end.finish_reasons, end.usage):
+                await stream.write(ending)
+            return
+        if isinstance(end, Failed):
+            await stream.write(answer.failure(end.error))
+            return
+        await news.wait()
+
+
+async def _departure(receive: Receive, news: asyncio.Event) -> None:
+    """Wait until the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    news.set()

@@ -1,0 +1,68 @@
+"""Error responses in OpenAI's shape: {"error": {message, type, param, code}}, so that SDKs raise what they should."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ssmd.api.http import access
+from ssmd.engine.terms import Rejected
+
+ExceptionHandler = Callable[[Request, Exception], Awaitable[Response]]
+MAX_MESSAGE_CHARS = 2000
+IGNORED = "x-ssmd-ignored"  # the header that names fields which were left aside
+INTERNAL = Rejected("the daemon failed on this request; its log says why", status=500, code="internal_error")
+
+
+def error_body(error: Rejected) -> dict[str, Any]:
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    message = error.message
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[:MAX_MESSAGE_CHARS] + "…"
+    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def error_response(error: Rejected, headers: Mapping[str, str] | None = None) -> Response:
+    """SDKs retry every 5xx by themselves; one that says no time to come back is told to be permanent."""
+    extra = dict(headers or {})
+    if error.retry_after_s is not None:
+        extra["retry-after"] = str(error.retry_after_s)
+    elif error.status >= 500:
+        extra["x-should-retry"] = "false"
+    body = json.dumps(error_body(error), ensure_ascii=False).encode("utf-8", "replace")
+    return Response(body, error.status, extra, "application/json")
+
+
+async def _rejected(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, Rejected)
+    access.note(request.scope, code=exc.code)
+    return error_response(exc)
+
+
+async def _http_exception(request: Request, exc: Exception) -> Response:
+    """What the router raises: no such path, no such method."""
+    assert isinstance(exc, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    if exc.status_code == 404:
+        error = Rejected(f"there is nothing at {what}", status=404, code="not_found")
+    elif exc.status_code == 405:
+        allowed = (exc.headers or {}).get("Allow", "")
+        error = Rejected(f"{what} is not possible; allowed: {allowed}", status=405, code="method_not_allowed")
+    else:
+        error = Rejected(f"{what}: {exc.detail}", status=exc.status_code, code="http_error")
+    access.note(request.scope, code=error.code)
+    return error_response(error, exc.headers)
+
+
+async def _crash(request: Request, exc: Exception) -> Response:
+    """A bug: the server logs the traceback, the client learns no more than that."""
+    access.note(request.scope, code=INTERNAL.code)
+    return error_response(INTERNAL)
+
+
+HANDLERS: Mapping[Any, ExceptionHandler] = {Rejected: _rejected, HTTPException: _http_exception, Exception: _crash}

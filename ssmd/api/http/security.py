@@ -1,0 +1,328 @@
+"""Who may ask, and how much: Host and Origin lists, the API keys, the body limit, and a request id on every answer.
+
+Pure ASGI, outside of everything else, so that nothing is routed, parsed or read before it was allowed.
+
+- Host: a web page can make its own name point to 127.0.0.1 (DNS rebinding); its requests then carry that name. Only
+  the names allowed are answered.
+- Origin: a web page can post to 127.0.0.1 without being able to read the answer. Only the daemon's own origin and
+  the allowed ones are served, and only the allowed ones may read (CORS). An image or a link of a page carries no
+  Origin; browsers say then that the page is another one (Sec-Fetch-Site).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ssmd.api.http import access
+from ssmd.api.http.access import AccessLog
+from ssmd.api.http.body import shown
+from ssmd.api.http.errors import HANDLERS, error_response
+from ssmd.api.http.keys import REDEEM, TICKETS, Caller, Keys, set_caller
+from ssmd.config import Settings
+from ssmd.engine.request import label
+from ssmd.engine.terms import Rejected
+
+log = logging.getLogger(__name__)
+OPEN_PATHS = frozenset({"/health"})
+KEYLESS_PATHS = OPEN_PATHS | {REDEEM}  # for which no key is needed
+PREFLIGHT_MAX_AGE_S = 600
+DRAIN_S = 2.0
+FREE_BYTES = 64 << 10
+RETRY_AFTER_S = 5
+# On every answer: nothing is anything else than its content-type says, and no other site's page may embed it.
+_ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
+_EXPOSED = b"x-request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after"
+_READING = ("GET", "HEAD")
+_ENDING = Rejected("the server is shutting down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is let in. `hosts` as a Host header writes them, lower case, without port; "*" in `hosts` or `origins`
+    allows any.
+
+    `body_limits`: bytes, for the paths that differ from `max_body_bytes`, and whose bodies are not held in memory.
+    `bodies_bytes`: for the bodies of all requests under way together, where they are longer than FREE_BYTES.
+    `open_paths`: that need no key.
+    """
+
+    hosts: frozenset[str]
+    origins: frozenset[str] = frozenset()
+    keys: Keys = field(default_factory=Keys)
+    max_body_bytes: int = 32 << 20
+    body_limits: Mapping[str, int] = field(default_factory=dict)
+    bodies_bytes: int = 256 << 20
+    open_paths: frozenset[str] = OPEN_PATHS
+
+    @staticmethod
+    def of(
+        settings: Settings,
+        keys: Keys,
+        body_limits: Mapping[str, int] | None = None,
+        open_paths: frozenset[str] = frozenset(),
+    ) -> Rules:
+        return Rules(
+            hosts=frozenset(settings.allowed_hosts),
+            origins=frozenset(settings.allowed_origins),
+            keys=keys,
+            max_body_bytes=settings.max_body_bytes,
+            bodies_bytes=max(256 << 20, 2 * settings.max_body_bytes),
+            body_limits=body_limits or {},
+            open_paths=OPEN_PATHS | open_paths,
+        )
+
+
+def guarded(routes: Sequence[Route], rules: Rules, log: AccessLog | None = None) -> ASGIApp:
+    """Return the app of `routes`, with every error in OpenAI's shape, behind the guard. log: gets a line a request."""
+    app = Starlette(routes=routes, exception_handlers=dict(HANDLERS))
+    app.router.redirect_slashes = False
+    guard = Security(app, rules)
+    return guard if log is None else _Logged(log, guard, routes)
+
+
+class _Logged:
+    def __init__(self, log: AccessLog, guard: Security, routes: Sequence[Route]) -> None:
+        self._log, self._guard, self._routes = log, guard, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._log.answer(self._guard, self._routes, scope, receive, send)
+        else:
+            await self._guard(scope, receive, send)
+
+
+class Security:
+    def __init__(self, app: ASGIApp, rules: Rules) -> None:
+        self._app = app
+        self._rules = rules
+        self._bodies = _Bodies(rules.bodies_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:  # nothing here speaks WebSocket
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        origin = headers.get("origin", "")
+        readable = origin != "" and not self._rules.origins.isdisjoint({origin, "*"})  # by a script of that origin
+        identity: list[tuple[bytes, bytes]] = [(b"x-request-id", f"req_{secrets.token_hex(12)}".encode()), *_ALWAYS]
+        if readable:
+            identity += [
+                (b"access-control-allow-origin", origin.encode("latin-1")),
+                (
+                    b"access-control-expose-headers",
+                    b"x-request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after",
+                ),
+                (b"vary", b"origin"),
+            ]
+
+        intake = _Intake(receive, headers, None if scope["path"] in self._rules.body_limits else self._bodies)
+
+        begun = False
+
+        async def send_identified(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                # What was not read of a body must not be taken for the next request, nor be waited for.
+                end = [] if intake.whole else [(b"connection", b"close")]
+                message["headers"] = [*message.get("headers", ()), *identity, *end]
+            elif not intake.whole and not message.get("more_body", False):
+                # A client that is still sending would see a reset, and not the answer, if the connection ended now.
+                await send({**message, "more_body": True})
+                await intake.drain()
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
+            await send(message)
+
+        where = scope["path"]
+        try:
+            self._check_host(headers)
+            self._check_origin(scope, headers, readable)
+            if readable and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+                await _preflight(headers)(scope, receive, send_identified)
+                return
+            keyless = where in KEYLESS_PATHS or where in self._rules.open_paths
+            look = Caller if keyless else partial(self._rules.keys.caller, headers.get("authorization", ""))
+            caller = look()
+            where = label(where, caller.name)
+            set_caller(scope, caller, look)
+            _check_method(scope, caller)
+            intake.limit = self._body_limit(scope["path"], headers)
+        except Rejected as err:
+            challenge = {"www-authenticate": "Bearer"} if err.status == 401 else {}
+            access.note(scope, code=err.code)
+            log.info("refused %s %s: %s", scope["method"], where, err.message)
+            await error_response(err, challenge)(scope, receive, send_identified)
+            return
+        try:
+            await self._app(scope, intake.receive, send_identified)
+        except ClientDisconnect:
+            log.info("%s %s: the client went away before it had sent all", scope["method"], where)
+        except asyncio.CancelledError:  # the server ends, and has waited
+            log.info("%s %s: not done when the server ended", scope["method"], where)
+            if not begun:
+                intake.whole = True  # nothing more is waited for
+                access.note(scope, code=_ENDING.code)
+                await error_response(_ENDING)(scope, receive, send_identified)
+        finally:
+            intake.forget()
+
+    def _check_host(self, headers: Headers) -> None:
+        given = headers.getlist("host")
+        name = _host_name(given[0]) if len(given) == 1 else None
+        if name is not None and (name in self._rules.hosts or "*" in self._rules.hosts):
+            return
+        raise Rejected(
+            f"Host {shown(', '.join(given))} is not allowed; add it to SSMD_ALLOWED_HOSTS if it is this machine's name",
+            status=403,
+            code="host_not_allowed",
+        )
+
+    def _check_origin(self, scope: Scope, headers: Headers, readable: bool) -> None:
+        given = headers.getlist("origin")
+        own = f"{scope['scheme']}://{headers.get('host', '')}".lower()
+        if not given:
+            self._check_site(scope["path"], headers)
+            return
+        if len(given) == 1 and (readable or given[0].lower() == own):
+            return
+        raise Rejected(
+            f"Origin {shown(', '.join(given))} is not allowed; add it to SSMD_ALLOWED_ORIGINS if that page may ask",
+            status=403,
+            code="origin_not_allowed",
+        )
+
+    def _check_site(self, path: str, headers: Headers) -> None:
+        """Refuse what a page of another origin makes a browser fetch. To follow a link to an open path is allowed."""
+        followed = path in self._rules.open_paths and headers.get("sec-fetch-mode") == "navigate"
+        if headers.get("sec-fetch-site", "none") in ("none", "same-origin") or followed:
+            return
+        raise Rejected(
+            "a page of another site made the browser ask; add its origin to SSMD_ALLOWED_ORIGINS if its scripts may",
+            status=403,
+            code="origin_not_allowed",
+        )
+
+    def _body_limit(self, path: str, headers: Headers) -> int:
+        limit = self._rules.body_limits.get(path, self._rules.max_body_bytes)
+        declared = headers.get("content-length", "0")
+        if not re.fullmatch(r"[0-9]{1,18}", declared):
+            raise Rejected(f"content-length {shown(declared)} is no size", code="invalid_content_length")
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy in front may believe the other
+            raise Rejected("content-length and transfer-encoding exclude each other", code="invalid_content_length")
+        if int(declared) > limit:
+            raise _too_large(limit)
+        return limit
+
+
+@dataclass
+class _Bodies:
+    """Bytes of all requests under way. A client that declares much and sends little takes nothing from others."""
+
+    most: int
+    held: int = 0
+
+
+class _Intake:
+    """A request's body on its way in, counted: its declared length may be missing (chunked)."""
+
+    def __init__(self, receive: Receive, headers: Headers, bodies: _Bodies | None) -> None:
+        self._receive = receive
+        self._bodies = bodies
+        self._held = 0
+        self._seen = 0
+        self._asks_first = "expect" in headers
+        self.limit = 0
+        self.whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._seen += len(message.get("body", b""))
+            if self._seen > self.limit:
+                raise _too_large(self.limit)
+            self._hold()
+            self.whole = not message.get("more_body", False)
+        return message
+
+    def _hold(self) -> None:
+        if self._bodies is None:
+            return
+        more = max(0, self._seen - FREE_BYTES) - self._held
+        if self._bodies.held + more > self._bodies.most:
+            raise Rejected(
+                f"the bodies of the requests under way are {self._bodies.most} bytes together; try again later",
+                status=503,
+                code="bodies_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._bodies.held += more
+        self._held += more
+
+    def forget(self) -> None:
+        """Make room for other bodies: the request has its answer."""
+        if self._bodies is not None:
+            self._bodies.held, self._held = self._bodies.held - self._held, 0
+
+    async def drain(self) -> None:
+        """Read what still comes, for a moment, and forget it."""
+        if self._asks_first:  # it sends nothing before it is told to
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while not self.whole:
+                    message = await self._receive()
+                    self.whole = message["type"] != "http.request" or not message.get("more_body", False)
+
+
+def _check_method(scope: Scope, caller: Caller) -> None:
+    if caller.read_only and scope["method"] not in _READING and scope["path"] != TICKETS:
+        raise Rejected(
+            f"the key {caller.name} is read-only: {' and '.join(_READING)} are all that it may",
+            status=403,
+            code="read_only_key",
+        )
+
+
+def _too_large(limit: int) -> Rejected:
+    return Rejected(
+        f"the request body is larger than the {limit} bytes allowed (SSMD_MAX_BODY_BYTES)",
+        status=413,
+        code="body_too_large",
+    )
+
+
+def _host_name(host: str) -> str | None:
+    """Host without its port, lower case; None when it is no host."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253}))(?::[0-9]{1,5})?", host)
+    return None if match is None else (f"[{match[1]}]" if match[1] else match[2].rstrip(".")).lower()
+
+
+def _preflight(headers: Headers) -> Response:
+    asked = headers.get("access-control-request-headers", "")
+    allowed = {
+        "access-control-allow-methods": "GET, POST, PATCH, DELETE",
+        "access-control-max-age": str(PREFLIGHT_MAX_AGE_S),
+    }
+    if _HEADER_NAMES.fullmatch(asked):
+        allowed["access-control-allow-headers"] = asked
+    return Response(status_code=204, headers=allowed)

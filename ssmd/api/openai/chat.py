@@ -1,0 +1,159 @@
+"""/v1/chat/completions: how OpenAI's chat is read and written, as a whole answer or a stream of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from starlette.routing import Route
+
+from ssmd.api.generate.answer import Answer, Asking, Head, WholeChoice, own_usage
+from ssmd.api.generate.front import Front
+from ssmd.api.generate.in_flight import UnderWay
+from ssmd.api.http import sse
+from ssmd.api.http.errors import error_body
+from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
+from ssmd.api.openai.fields import Fields
+from ssmd.api.openai.tools import variables_of
+from ssmd.engine.host.host import Host
+from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, TokenLogprob, Usage
+from ssmd.engine.terms import Rejected
+
+
+def routes(
+    host: Host, under_way: UnderWay, stall_s: float, *, truncate: bool = False, strict: bool = False
+) -> list[Route]:
+    """The endpoint, for `app.create_app`. truncate: as the setting `truncation` has it. strict: the setting."""
+    fields = Fields(ChatBody.model_fields, NOT_BUILT, strict=strict)
+    front = Front(host, partial(_read, host, fields, truncate), under_way, stall_s)
+    return [Route("/v1/chat/completions", front, methods=["POST"])]
+
+
+def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -> Asking:
+    """What a body asks for. Raises Rejected."""
+    fields, ignored = sorting.sort(fields)
+    body = read_chat(fields)
+    model = host.shelf.find(body.model)
+    unread: set[str] = set()
+    request = to_request(body, model.manifest.vocabulary, model.defaults, truncate=truncate, unread=unread)
+    ignored = (*ignored, *sorting.named(unread))
+    name = model.id if "@" in body.model else model.name
+    written = partial(ChatAnswer, name, model.manifest.build, request.n)
+    return Asking(
+        model,
+        request,
+        stream=bool(body.stream),
+        answer=partial(written, stream=bool(body.stream), include_usage=body.include_usage),
+        followed=partial(written, stream=True, include_usage=True),
+        keep_alive_s=body.keep_alive,
+        background=bool(body.background),
+        ignored=ignored,
+        variables=variables_of(vars(body)),
+        named=sorting.named,
+    )
+
+
+class ChatAnswer(Answer):
+    """A `chat.completion`, or its `chat.completion.chunk`s."""
+
+    def __init__(self, model: str, build: str, choices: int, head: Head, *, stream: bool, include_usage: bool) -> None:
+        """model: as the client calls it."""
+        self._choices, self._include_usage, self._ignored = choices, include_usage, head.ignored
+        self._envelope: dict[str, Any] = {
+            "id": f"chatcmpl-{head.id}",
+            "object": "chat.completion.chunk" if stream else "chat.completion",
+            "created": head.created,
+            "model": model,
+            "system_fingerprint": f"fp_{build[:12]}",
+        }
+        if stream and include_usage:
+            self._envelope["usage"] = None
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+        written = [
+            {
+                "index": i,
+                "message": _message(choice),
+                "logprobs": _logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for i, choice in enumerate(choices)
+        ]
+        return {**self._envelope, "choices": written, "usage": _usage(usage, self._ignored)}
+
+    def opening(self) -> Iterator[bytes]:
+        for i in range(self._choices):
+            yield self._chunk(i, {"role": "assistant", "content": "", "refusal": None})
+
+    def delta(self, delta: Delta) -> bytes:
+        return self._chunk(delta.index, _delta(delta), logprobs=delta.logprobs)
+
+    def ending(self, finish_reasons: Sequence[FinishReason], usage: Usage) -> Iterator[bytes]:
+        for i, reason in enumerate(finish_reasons):
+            yield self._chunk(i, {}, finish_reason=reason)
+        if self._include_usage:
+            yield sse.encode({**self._envelope, "choices": [], "usage": _usage(usage, self._ignored)})
+        yield sse.DONE
+
+    def failure(self, error: Rejected) -> bytes:
+        return sse.encode(error_body(error))
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: Sequence[TokenLogprob] = (),
+        finish_reason: FinishReason | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": _logprobs(logprobs), "finish_reason": finish_reason}
+        return sse.encode({**self._envelope, "choices": [choice]})
+
+
+def _message(choice: WholeChoice) -> dict[str, Any]:
+    """An assistant's message. Beside calls a content that is empty is null, as OpenAI has it."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    return message
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    call = delta.call
+    if call is None:
+        return {"reasoning_content" if delta.reasoning else "content": delta.text}
+    function = {"name": call.name, "arguments": call.arguments} if call.name else {"arguments": call.arguments}
+    begins = {"id": call.id, "type": "function"} if call.name else {}
+    return {"tool_calls": [{"index": call.number, **begins, "function": function}]}
+
+
+def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    return {"content": [_logprob(entry) for entry in entries], "refusal": None} if entries else None
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    return {
+        **_token(entry.token, entry.utf8, entry.logprob),
+        "top_logprobs": [_token(token, utf8, logprob) for token, utf8, logprob in entry.top],
+    }
+
+
+def _token(token: str, utf8: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": max(float(logprob), LEAST_LOGPROB), "bytes": list(utf8)}
+
+
+def _usage(usage: Usage, ignored: Sequence[str]) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "ssmd": own_usage(usage, ignored),
+    }

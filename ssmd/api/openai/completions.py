@@ -1,0 +1,290 @@
+"""/v1/completions: a prompt as it is, without a template and without a session, as OpenAI had it before chat."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.routing import Route
+
+from ssmd.api.generate.answer import Answer, Asking, Head, WholeChoice, own_usage
+from ssmd.api.generate.front import Front
+from ssmd.api.generate.in_flight import UnderWay
+from ssmd.api.http import sse
+from ssmd.api.http.body import StrictModel, shown, validate
+from ssmd.api.http.errors import error_body
+from ssmd.api.openai.chat_body import MAX_N, NOT_BUILT, ChatBody, read_chat, to_request
+from ssmd.api.openai.fields import Fields, Neutral
+from ssmd.engine.host.host import Host
+from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Raw, Request, TokenLogprob, Usage
+from ssmd.engine.terms import Rejected
+from ssmd.model.defaults import Defaults
+
+PATH = "/v1/completions"
+
+MAX_PROMPTS = 64
+MAX_CHOICES = 128  # of all prompts together
+DEFAULT_TOKENS = 16  # as OpenAI has it
+# Of chat alone. What would change an answer is refused here, each with the values that ask for nothing:
+_REFUSED_HERE: Neutral = {
+    "audio": (None,),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "messages": (None,),
+    "modalities": (None, ["text"]),
+    "session": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_logprobs": (None,),
+    "truncation": (None, "disabled"),
+}
+# and what tells a template, or of reasoning, is as unknown as any other name.
+_UNKNOWN_HERE = frozenset(
+    (
+        *("add_generation_prompt", "chat_template", "chat_template_kwargs", "documents", "enable_thinking"),
+        *("include_reasoning", "parallel_tool_calls", "reasoning", "reasoning_effort"),
+        *("reasoning_budget_tokens", "thinking_budget", "thinking_token_budget"),
+    )
+)
+_WORD = [{"role": "user", "content": "x"}]  # for who reads the fields of chat, which has messages
+
+
+def routes(host: Host, under_way: UnderWay, stall_s: float, *, strict: bool = False) -> list[Route]:
+    """The endpoint, for `app.create_app`. strict: the setting."""
+    front = Front(host, partial(_read, host, Fields(FIELDS, REFUSED, strict=strict)), under_way, stall_s)
+    return [Route(PATH, front, methods=["POST"])]
+
+
+def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> Asking:
+    """What a body asks for. Raises Rejected."""
+    fields, ignored = sorting.sort(fields)
+    own, shared = read_completion(fields)
+    model = host.shelf.find(shared.model)
+    request = to_raw_request(own, shared, model.manifest.vocabulary, model.defaults)
+    name = model.id if "@" in shared.model else model.name
+    written = partial(CompletionAnswer, name, model.manifest.build, announced=bool(shared.background))
+    return Asking(
+        model,
+        request,
+        stream=bool(shared.stream),
+        answer=partial(written, stream=bool(shared.stream), include_usage=shared.include_usage),
+        followed=partial(written, stream=True, include_usage=True),
+        keep_alive_s=shared.keep_alive,
+        background=bool(shared.background),
+        ignored=ignored,
+    )
+
+
+class CompletionAnswer(Answer):
+    """A `text_completion`, whole or in pieces that look the same."""
+
+    def __init__(
+        self, model: str, build: str, head: Head, *, stream: bool, include_usage: bool, announced: bool = False
+    ) -> None:
+        """model: as the client calls it. announced: a stream says how the answer is called before its first word."""
+        self._include_usage, self._ignored, self._announced = include_usage, head.ignored, announced
+        self._envelope: dict[str, Any] = {
+            "id": f"cmpl-{head.id}",
+            "object": "text_completion",
+            "created": head.created,
+            "model": model,
+            "system_fingerprint": f"fp_{build[:12]}",
+        }
+        if stream and include_usage:
+            self._envelope["usage"] = None
+        self._offsets: dict[int, _Offset] = {}  # of each choice
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+        written = [
+            {
+                "index": i,
+                "text": choice.text,
+                "logprobs": self._logprobs(i, choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for i, choice in enumerate(choices)
+        ]
+        return {**self._envelope, "choices": written, "usage": self._usage(usage)}
+
+    def opening(self) -> Iterator[bytes]:
+        if self._announced:
+            yield sse.encode({**self._envelope, "choices": []})
+
+    def delta(self, delta: Delta) -> bytes:
+        return self._chunk(delta.index, delta.text, self._logprobs(delta.index, delta.logprobs), None)
+
+    def ending(self, finish_reasons: Sequence[FinishReason], usage: Usage) -> Iterator[bytes]:
+        for i, reason in enumerate(finish_reasons):
+            yield self._chunk(i, "", None, reason)
+        if self._include_usage:
+            yield sse.encode({**self._envelope, "choices": [], "usage": self._usage(usage)})
+        yield sse.DONE
+
+    def failure(self, error: Rejected) -> bytes:
+        return sse.encode(error_body(error))
+
+    def _chunk(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: FinishReason | None) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return sse.encode({**self._envelope, "choices": [choice]})
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """The old shape, of four lists. Tokens are by their names; the one that came is among the likeliest."""
+        if not entries:
+            return None
+        offset = self._offsets.setdefault(index, _Offset())
+        return {
+            "tokens": [_name(entry.token, entry.utf8) for entry in entries],
+            "token_logprobs": [_bounded(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                {_name(token, utf8): _bounded(p) for token, utf8, p in entry.top}
+                | {_name(entry.token, entry.utf8): _bounded(entry.logprob)}
+                for entry in entries
+            ],
+            "text_offset": [offset.past(entry.utf8) for entry in entries],
+        }
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "ssmd": own_usage(usage, self._ignored),
+        }
+
+
+class _Offset:
+    """Where in a choice's text each of its tokens begins, in characters."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at = 0
+
+    def past(self, utf8: bytes) -> int:
+        """Where the next token begins, of these bytes."""
+        at = self._at
+        self._at += len(self._utf8.decode(utf8))
+        return at
+
+
+def _name(token: str, utf8: bytes) -> str:
+    """A token as a name: a part of a character by its bytes, as OpenAI writes it, for many look alike as text."""
+    return token if "\ufffd" not in token else "bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8)
+
+
+def _bounded(logprob: float) -> float:
+    return max(float(logprob), LEAST_LOGPROB)
+
+
+class PromptBody(StrictModel):
+    """What a completion has and a chat has not."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+
+
+_OF_CHAT = _REFUSED_HERE.keys() | _UNKNOWN_HERE
+FIELDS = {
+    **{name: field for name, field in ChatBody.model_fields.items() if name not in _OF_CHAT},
+    **PromptBody.model_fields,
+}
+REFUSED: Neutral = {
+    **{name: values for name, values in NOT_BUILT.items() if name not in _OF_CHAT | FIELDS.keys()},
+    **_REFUSED_HERE,
+}
+
+
+def read_completion(fields: dict[str, Any]) -> tuple[PromptBody, ChatBody]:
+    """Read the fields of a completion request. Raises Rejected naming the parameter that is wrong or not built."""
+    for name, value in fields.items():
+        if name in _UNKNOWN_HERE:
+            raise Rejected(f"there is no parameter {name!r} here", code="unknown_parameter", param=name)
+        if name in _REFUSED_HERE and value not in _REFUSED_HERE[name]:
+            raise Rejected(
+                f"parameter {name!r} is not supported here (got {shown(value)}); leave it out",
+                code="unsupported_parameter",
+                param=name,
+            )
+    own = validate(PromptBody, {name: value for name, value in fields.items() if name in PromptBody.model_fields})
+    rest = {k: v for k, v in fields.items() if k not in PromptBody.model_fields and k not in _REFUSED_HERE}
+    return own, read_chat({**rest, "messages": _WORD})
+
+
+def to_raw_request(
+    own: PromptBody, shared: ChatBody, vocabulary: int, defaults: Defaults = MappingProxyType({})
+) -> Request:
+    """Return the request to the engine. `vocabulary`: number of token ids. `defaults`: the model's. Raises Rejected."""
+    request = to_request(shared, vocabulary, defaults)
+    if own.echo and own.logprobs is not None:
+        raise Rejected(
+            "logprobs of the prompt's own tokens are not supported: leave echo or logprobs out",
+            code="unsupported_parameter",
+            param="logprobs",
+        )
+    if own.best_of is not None and own.best_of != request.n:
+        raise Rejected(
+            f"best_of ({own.best_of}) other than n ({request.n}) is not supported; leave it out",
+            code="unsupported_parameter",
+            param="best_of",
+        )
+    first, *more = _prompts(own.prompt, vocabulary)
+    said = (shared.max_tokens, shared.max_completion_tokens, shared.n_predict) != (None, None, None)
+    limited = said or "max_tokens" in defaults
+    raw = replace(
+        request,
+        messages=(),
+        raw=first,
+        more=tuple(more),
+        echo=bool(own.echo),
+        max_tokens=request.max_tokens if limited else DEFAULT_TOKENS,
+        sampling=replace(request.sampling, logprobs=own.logprobs is not None, top_logprobs=own.logprobs or 0),
+    )
+    if raw.choices > MAX_CHOICES:
+        raise Rejected(
+            f"{1 + len(more)} prompts of {raw.n} choices are more than {MAX_CHOICES}", code="invalid_value", param="n"
+        )
+    return raw
+
+
+def _prompts(value: Any, vocabulary: int) -> list[Raw]:
+    """One prompt or several: each a text, or ids."""
+    if value is None:
+        raise Rejected("prompt is required", code="missing_required_parameter", param="prompt")
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _wrong("prompt", "a string, a list of strings, of token ids, or of lists of token ids", value)
+    if type(value[0]) is int:
+        return [_ids(value, "prompt", vocabulary)]
+    if len(value) > MAX_PROMPTS:
+        raise _wrong("prompt", f"at most {MAX_PROMPTS} prompts", value)
+    found: list[Raw] = []
+    for i, one in enumerate(value):
+        if isinstance(one, list):
+            found.append(_ids(one, f"prompt[{i}]", vocabulary))
+        elif isinstance(one, str) and isinstance(value[0], str):
+            found.append(one)
+        else:
+            raise _wrong(f"prompt[{i}]", f"{'a string' if isinstance(value[0], str) else 'a list of token ids'}", one)
+    return found
+
+
+def _ids(value: list[Any], where: str, vocabulary: int) -> tuple[int, ...]:
+    if not value:
+        raise _wrong(where, "at least one token id", value)
+    for i, one in enumerate(value):
+        if type(one) is not int or not 0 <= one < vocabulary:
+            raise _wrong(f"{where}[{i}]", f"a token id from 0 to {vocabulary - 1}", one)
+    return tuple(value)
+
+
+def _wrong(where: str, what: str, value: Any) -> Rejected:
+    return Rejected(f"{where}: expected {what} (got {shown(value)})", code="invalid_value", param=where)

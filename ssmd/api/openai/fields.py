@@ -1,0 +1,147 @@
+"""Fields that ssmd has not: what changes the answer is left to be refused, all else is left aside, and named."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from ssmd.api.http.body import StrictModel
+from ssmd.engine.terms import Rejected
+
+log = logging.getLogger(__name__)
+Neutral = Mapping[str, tuple[Any, ...]]  # names of fields, each with the values that ask for nothing
+MOST_NAMED = 32
+MAX_NAME_CHARS = 64
+_MOST_LOGGED = 256  # names; whoever sends more of them is not written down
+# Objects whose fields are sorted too; in the others, which say what the answer has to be, a strange one is refused.
+_OPTIONS = frozenset({"stream_options"})
+_ODD = re.compile(r"[^A-Za-z0-9_.:/@$+-]")
+
+# What other servers have and ssmd has not, and what changes the answer's shape or meaning. llama.cpp's server:
+LLAMA_CPP: Neutral = {
+    "adaptive_target": (None, -1),
+    "dynatemp_range": (None, 0),
+    "grammar_lazy": (None, False),
+    "lora": (None, []),
+    "mirostat": (None, 0),
+    "n_cmpl": (None, 1),
+    "n_indent": (None, 0),
+    "n_probs": (None, 0),
+    "parse_tool_calls": (None, True),
+    "post_sampling_probs": (None, False),
+    "reasoning_format": (None, "auto", "deepseek"),
+    "response_fields": (None, []),
+    "return_tokens": (None, False),
+    "samplers": (None, []),
+    "t_max_predict_ms": (None, -1, 0),
+    "top_n_sigma": (None, -1, 0),
+}
+# vLLM's:
+VLLM: Neutral = {
+    "add_generation_prompt": (None, True),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "echo": (None, False),
+    "ignore_eos": (None, False),
+    "include_reasoning": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "logits_processors": (None, []),
+    "logprob_token_ids": (None, []),
+    "min_tokens": (None, 0),
+    "prompt_logprobs": (None,),
+    "repetition_detection": (None,),
+    "return_prompt_text": (None, False),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "skip_special_tokens": (None, True),
+    "stop_token_ids": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "watermarking": (None, False),
+}
+# Ollama's:
+OLLAMA: Neutral = {
+    "format": (None, ""),
+}
+OTHERS: Neutral = {**LLAMA_CPP, **VLLM, **OLLAMA}
+
+
+class Fields:
+    """Sorts the fields of an endpoint's bodies. strict: nothing is left aside but what asks for nothing."""
+
+    def __init__(self, read: Mapping[str, FieldInfo], refused: Neutral, *, strict: bool = False) -> None:
+        """read: the fields of its model. refused: what is not built and changes the answer; the endpoint refuses it by
+        name.
+        """
+        self._nested = {name: nested for name in _OPTIONS & read.keys() if (nested := _nested(read[name].annotation))}
+        self._known, self._refused, self._strict = read.keys() | refused.keys(), refused, strict
+        self._logged: set[str] = set()
+        self._lock = threading.Lock()
+
+    def sort(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """What of a body is to be read, and the names of what is ignored of it. Raises Rejected."""
+        kept: dict[str, Any] = {}
+        ignored: list[str] = []
+        for name, value in fields.items():
+            if name in self._nested and isinstance(value, dict):
+                kept[name] = self._within(name, value, ignored)
+            elif name in self._known:
+                if name not in self._refused or value not in self._refused[name]:
+                    kept[name] = value
+            elif value is not None:
+                if self._strict:
+                    kept[name] = value
+                else:
+                    ignored.append(name)
+        return kept, self.named(ignored)
+
+    def _within(self, name: str, value: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+        kept = {}
+        for inner, given in value.items():
+            if inner in self._nested[name].model_fields or (self._strict and given is not None):
+                kept[inner] = given
+            elif given is not None:
+                ignored.append(f"{name}.{inner}")
+        return kept
+
+    def named(self, ignored: Collection[str]) -> tuple[str, ...]:
+        """The names as an answer has them. Raises Rejected if nothing may be ignored."""
+        if not ignored:
+            return ()
+        if self._strict:
+            name = printable(min(ignored))
+            raise Rejected(f"there is no parameter {name!r} here", code="unknown_parameter", param=name)
+        names = sorted({printable(name) for name in ignored})
+        for name in self._unlogged(names):
+            log.info("a client sends the field %s, which is ignored (SSMD_STRICT=1 refuses it)", name)
+        more = len(names) - MOST_NAMED
+        return tuple(names) if more <= 0 else (*names[:MOST_NAMED], f"({more} more)")
+
+    def _unlogged(self, names: Collection[str]) -> Iterator[str]:
+        for name in names:
+            with self._lock:
+                new = name not in self._logged and len(self._logged) < _MOST_LOGGED
+                if new:
+                    self._logged.add(name)
+            if new:
+                yield name
+
+
+def printable(name: str) -> str:
+    """A client's name of a field as a header, a log and a list may have it: printable ASCII, no comma, not long."""
+    safe = _ODD.sub(lambda odd: f"\\x{ord(odd[0]):x}", name[:MAX_NAME_CHARS])
+    return safe if safe == name else f"{safe[:MAX_NAME_CHARS]}..."
+
+
+def _nested(annotation: Any) -> type[StrictModel] | None:
+    """The model of a field that is an object, if it is one."""
+    options = getattr(annotation, "__args__", (annotation,))
+    return next((one for one in options if isinstance(one, type) and issubclass(one, StrictModel)), None)

@@ -1,0 +1,232 @@
+"""A client's `messages` list, checked and brought to the normal form of ssmd.text.messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+from ssmd.api.http.body import shown
+from ssmd.engine.terms import Rejected
+from ssmd.text.messages import ROLES, THINK, THINK_END, Message, Role, ToolCall
+
+MAX_CALLS = 64  # of a message
+MAX_IGNORED = 64  # names that are told
+MAX_CALL_CHARS = 256  # of a call's name, and of its id
+_KNOWN: dict[str, Role] = {role: role for role in ROLES if role != "tool"}
+_FIELDS = {"role", "content", "name"}
+_ASSISTANT_FIELDS = {"reasoning_content", "reasoning", "tool_calls", "function_call", "refusal"}
+_TOOL_FIELDS = {"tool_call_id"}
+# What else a message may hold is for others' books and is left alone; but here is something for the model to read.
+_CONTENT = {"audio", "attachments", "file", "files", "image", "images", "image_url", "input_audio", "video", "videos"}
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+# No character from which a special token's text could be made: templates render names as they are.
+_NAME = re.compile(r"[\w-]{1,64}")
+_FUNCTION = re.compile(r"[\w.-]{1,64}")
+
+
+def read_messages(value: Any, ignored: set[str] | None = None) -> tuple[Message, ...]:
+    """Read the messages of a request. Raises Rejected whose param says where, like messages[2].content[0].
+
+    ignored: takes the names of what they hold that nothing is made of, like messages.cache_control.
+    """
+    if not isinstance(value, list):
+        _wrong("messages", "must be a list of messages", value)
+    if not value:
+        _wrong("messages", "must hold at least one message", value)
+    reader = _Reader(set() if ignored is None else ignored)
+    messages = tuple([_plain(entry) or reader.message(entry, f"messages[{i}]") for i, entry in enumerate(value)])
+    if messages[-1].tool_calls:
+        where = f"messages[{len(messages) - 1}].tool_calls"
+        what = f"{where}: an answer that calls tools cannot be continued; send the results of the calls after it"
+        raise Rejected(what, code="invalid_value", param=where)
+    return messages
+
+
+def _plain(entry: Any) -> Message | None:
+    """A message of a role and a text, which most of a long conversation are; None if it has to be looked at."""
+    if type(entry) is dict and len(entry) == 2:
+        role, content = entry.get("role"), entry.get("content")
+        if type(role) is str and role in _KNOWN and type(content) is str:
+            return Message(_KNOWN[role], content)
+    return None
+
+
+class _Reader:
+    """Reads messages one after the other. ignored: as of read_messages."""
+
+    def __init__(self, ignored: set[str]) -> None:
+        self._ignored = ignored
+        self._calls: dict[str, str] = {}  # the names of those so far, by id
+
+    def message(self, entry: Any, where: str) -> Message:
+        if not isinstance(entry, dict):
+            _wrong(where, "must be an object with role and content", entry)
+        if "role" not in entry:
+            raise Rejected(f"{where}.role is required", code="missing_required_parameter", param=f"{where}.role")
+        if entry["role"] in ("tool", "function"):
+            self._look_at_the_rest(entry, _FIELDS | _TOOL_FIELDS, where)
+            return self._result(entry, where)
+        role = _role(entry["role"], f"{where}.role")
+        self._look_at_the_rest(entry, _FIELDS | _ASSISTANT_FIELDS if role == "assistant" else _FIELDS, where)
+        name = _name(entry, f"{where}.name")
+        if role != "assistant":
+            for key in ("tool_calls", "function_call", "tool_call_id"):
+                if entry.get(key) not in _NOTHING:
+                    _wrong(f"{where}.{key}", f"cannot be of a message of role {role!r}", entry[key])
+            return Message(role, self._content(entry.get("content"), role, f"{where}.content"), name)
+        refusal = _refusal(entry, where)
+        content = self._content(entry.get("content"), role, f"{where}.content") or refusal
+        for key in ("reasoning_content", "reasoning"):
+            content = _with_reasoning(entry.get(key), content, f"{where}.{key}")
+        return Message(role, content, name, self._made(entry, where))
+
+    def _look_at_the_rest(self, entry: dict[str, Any], known: set[str], where: str) -> None:
+        """Refuse what is content and cannot be shown to the model, and note what else is left alone."""
+        for key, value in entry.items():
+            if key in known or value in _NOTHING:
+                continue
+            if key in _CONTENT:
+                _not_built(f"{where}.{key}")
+            self._leave("messages", key)
+
+    def _leave(self, of: str, key: str) -> None:
+        if len(self._ignored) < MAX_IGNORED:
+            self._ignored.add(f"{of}.{shown(key)[1:-1]}")
+
+    def _made(self, entry: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
+        """The calls of an assistant's message."""
+        listed, old = entry.get("tool_calls"), entry.get("function_call")
+        if listed is None:
+            listed = []
+        if not isinstance(listed, list):
+            _wrong(f"{where}.tool_calls", "must be a list of calls", listed)
+        if len(listed) > MAX_CALLS:
+            what = f"{where}.tool_calls has {len(listed)} calls, at most {MAX_CALLS} are possible"
+            raise Rejected(what, code="invalid_value", param=f"{where}.tool_calls")
+        if not listed and old is not None:
+            calls = [_function(f"call_{len(self._calls)}", old, f"{where}.function_call")]
+        else:
+            calls = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(listed)]
+        if len({call.id for call in calls}) < len(calls):
+            _wrong(f"{where}.tool_calls", "must have an id of its own for each call", [call.id for call in calls])
+        self._calls |= {call.id: call.name for call in calls}
+        return tuple(calls)
+
+    def _result(self, entry: dict[str, Any], where: str) -> Message:
+        """The result of a call; of a function, as calls once were named, it is the last one of that name."""
+        content = self._content(entry.get("content"), "tool", f"{where}.content")
+        name = _name(entry, f"{where}.name", _FUNCTION)
+        if entry["role"] == "function":
+            of = next((id_ for id_ in reversed(self._calls) if self._calls[id_] == name), None)
+            if of is None:
+                _wrong(f"{where}.name", "must be the function of a function_call before it", entry.get("name"))
+            return Message("tool", content, name, tool_call_id=of)
+        of = entry.get("tool_call_id")
+        if of is None:
+            at = f"{where}.tool_call_id"
+            raise Rejected(f"{at} is required for role 'tool'", code="missing_required_parameter", param=at)
+        if not isinstance(of, str) or of not in self._calls:
+            _wrong(f"{where}.tool_call_id", "must be the id of one of the tool_calls in a message before it", of)
+        return Message("tool", content, name, tool_call_id=of)
+
+    def _content(self, content: Any, role: Role, where: str) -> str:
+        if content is None:
+            if role in ("assistant", "tool"):
+                return ""
+            raise Rejected(f"{where} is required for role {role!r}", code="missing_required_parameter", param=where)
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list) or not (content or role in ("assistant", "tool")):
+            _wrong(where, "must be a string or a list of text parts", content)
+        return "".join(self._part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+    def _part(self, part: Any, where: str) -> str:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            _wrong(where, 'must be an object like {"type": "text", "text": "…"}', part)
+        kind = part["type"]
+        if kind not in ("text", "refusal"):
+            _not_built(where, f"content of type {shown(kind)}")
+        for key, value in part.items():
+            if key not in ("type", kind) and value not in _NOTHING:
+                self._leave("messages.content", key)
+        text = part.get(kind)
+        if not isinstance(text, str):
+            _wrong(f"{where}.{kind}", "must be a string", text)
+        return text
+
+
+def _call(call: Any, where: str) -> ToolCall:
+    if not isinstance(call, dict):
+        _wrong(where, "must be an object with id, type and function", call)
+    if call.get("type", "function") != "function":
+        _not_built(f"{where}.type", f"a call of type {shown(call['type'])}")
+    return _function(_short(call.get("id"), f"{where}.id"), call.get("function"), f"{where}.function")
+
+
+def _function(id_: str, function: Any, where: str) -> ToolCall:
+    if not isinstance(function, dict):
+        _wrong(where, "must be an object with name and arguments", function)
+    name, arguments = _short(function.get("name"), f"{where}.name"), function.get("arguments")
+    if arguments is None:
+        arguments = ""
+    elif isinstance(arguments, dict):  # as Ollama has it
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not isinstance(arguments, str):  # what is no JSON is an answer that was cut, and is told as it is
+        _wrong(f"{where}.arguments", "must be a string, JSON in it", arguments)
+    return ToolCall(id_, name, arguments)
+
+
+def _short(text: Any, where: str) -> str:
+    if text is None:
+        raise Rejected(f"{where} is required", code="missing_required_parameter", param=where)
+    if not isinstance(text, str) or not 1 <= len(text) <= MAX_CALL_CHARS:
+        _wrong(where, f"must be a string of 1 to {MAX_CALL_CHARS} characters", text)
+    return text
+
+
+def _refusal(entry: dict[str, Any], where: str) -> str:
+    """What an assistant said that refused to answer: it has no content then."""
+    refusal = entry.get("refusal")
+    if not isinstance(refusal, str | None):
+        _wrong(f"{where}.refusal", "must be a string", refusal)
+    return refusal or ""
+
+
+def _with_reasoning(reasoning: Any, content: str, where: str) -> str:
+    """Reasoning that a client keeps apart goes back to where the model wrote it: templates find it there."""
+    if reasoning is None or reasoning == "":
+        return content
+    if not isinstance(reasoning, str):
+        _wrong(where, "must be a string", reasoning)
+    if THINK_END in reasoning:
+        _wrong(where, f"must not hold {THINK_END}", reasoning)
+    if THINK_END in content:
+        if Message("assistant", content).reasoning != reasoning.strip():
+            _wrong(where, "differs from the reasoning that the message has already; send it once", reasoning)
+        return content
+    return f"{THINK}\n{reasoning.strip()}\n{THINK_END}\n\n{content}"
+
+
+def _role(role: Any, where: str) -> Role:
+    for known in _KNOWN.values():
+        if role == known:
+            return known
+    _wrong(where, f"must be one of {', '.join(ROLES)}", role)
+
+
+def _name(entry: dict[str, Any], where: str, pattern: re.Pattern[str] = _NAME) -> str | None:
+    name = entry.get("name")
+    if name is None:
+        return None
+    if not isinstance(name, str) or not pattern.fullmatch(name):
+        _wrong(where, "must be 1 to 64 letters, digits, _ or -", name)
+    return name
+
+
+def _wrong(param: str, what: str, value: Any) -> NoReturn:
+    raise Rejected(f"{param} {what} (got {shown(value)})", code="invalid_value", param=param)
+
+
+def _not_built(param: str, what: str | None = None) -> NoReturn:
+    raise Rejected(f"{param}: {what or 'this'} is not supported", code="unsupported_parameter", param=param)

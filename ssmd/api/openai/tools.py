@@ -1,0 +1,142 @@
+"""A client's `tools` and template variables, checked: what a request tells the chat template beside its messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from ssmd.api.http.body import shown
+from ssmd.engine.terms import Rejected
+from ssmd.text.calls.tool_choice import ToolChoice
+from ssmd.text.template import NOTHING_MORE, OWN, Given
+
+MAX_TOOLS = 128  # as OpenAI has it: more than these no model can tell apart
+MAX_VARIABLES = 64
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_NO_ARGUMENTS = {"type": "object", "properties": {}}  # what leaving the parameters out means
+# Names of one thing each for the template, as other servers have them on top.
+ALIASES = ("enable_thinking", "reasoning_effort")
+
+_PARAM = "tool_choice"
+
+
+def read_given(fields: Mapping[str, Any]) -> Given:
+    """Read what of a request's fields the chat template is given. Raises Rejected whose param says where."""
+    tools = _tools(fields.get("tools"), "tools")
+    functions = fields.get("functions")
+    if functions and tools:
+        _wrong("functions", "is the old name of tools; send one of them", functions)
+    if functions is not None and not tools:  # the old name, and without the envelope
+        listed = functions if isinstance(functions, list) else _wrong("functions", "must be a list", functions)
+        tools = _tools([{"function": function} for function in listed], "functions")
+    variables = _variables(fields)
+    return Given(tools, variables) if tools or variables else NOTHING_MORE
+
+
+def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        _wrong(where, "must be a list of tools", value)
+    if len(value) > MAX_TOOLS:
+        what = f"{where} has {len(value)} tools, at most {MAX_TOOLS} are possible"
+        raise Rejected(what, code="invalid_value", param=where)
+    tools = tuple(_tool(tool, f"{where}[{i}]") for i, tool in enumerate(value))
+    named: dict[str, Any] = {}
+    for i, tool in enumerate(tools):
+        if named.setdefault(tool["function"]["name"], tool) != tool:  # whose schema would a call be valid by
+            at = f"{where}[{i}].function.name"
+            _wrong(at, "is the name of another tool", tool["function"]["name"])
+    return tools
+
+
+def _tool(tool: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(tool, dict):
+        _wrong(where, "must be an object with type and function", tool)
+    kind = tool.get("type", "function")
+    if kind != "function":
+        what = f"{where}.type: tools of type {shown(kind)} are not supported, functions are"
+        raise Rejected(what, code="unsupported_parameter", param=f"{where}.type")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        _wrong(f"{where}.function", "must be an object with name, description and parameters", function)
+    name = function.get("name")
+    if name is None:
+        at = f"{where}.function.name"
+        raise Rejected(f"{at} is required", code="missing_required_parameter", param=at)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        _wrong(f"{where}.function.name", "must be 1 to 64 letters, digits, _, . or -", name)
+    known = {key: value for key, value in function.items() if value is not None}
+    if not isinstance(known.get("description", ""), str):
+        _wrong(f"{where}.function.description", "must be a string", known["description"])
+    if not isinstance(known.setdefault("parameters", dict(_NO_ARGUMENTS)), dict):
+        _wrong(f"{where}.function.parameters", "must be a JSON schema, an object", known["parameters"])
+    if not isinstance(known.get("strict", False), bool):
+        _wrong(f"{where}.function.strict", "must be true or false", known["strict"])
+    return {"type": "function", "function": known}
+
+
+def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables, those of `chat_template_kwargs` before what else says the same."""
+    given = fields.get("chat_template_kwargs")
+    where = "chat_template_kwargs"
+    if given is None:
+        given = {}
+    if not isinstance(given, dict):
+        _wrong(where, "must be an object", given)
+    if len(given) > MAX_VARIABLES:
+        what = f"{where} has {len(given)} names, at most {MAX_VARIABLES} are possible"
+        raise Rejected(what, code="invalid_value", param=where)
+    for name in given:
+        if name in OWN or not _VARIABLE.fullmatch(name):
+            param = f"{where}.{shown(name)[1:-1]}"
+            raise Rejected(f"{param} is no name for a variable of the chat template", code="invalid_value", param=param)
+    if not isinstance(thinks := fields.get("enable_thinking"), bool | None):
+        _wrong("enable_thinking", "must be true or false", thinks)
+    if not isinstance(effort := fields.get("reasoning_effort"), str | None):
+        _wrong("reasoning_effort", "must be a string", effort)
+    return {name: value for name in ALIASES if (value := fields.get(name)) is not None} | given
+
+
+def variables_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The fields of a request, as errors name them, that are a variable of the chat template, and its name."""
+    given = fields.get("chat_template_kwargs") or {}
+    plain = {name: name for name in ALIASES if fields.get(name) is not None}
+    return plain | {f"chat_template_kwargs.{name}": name for name, value in given.items() if value is not None}
+
+
+def _wrong(param: str, what: str, value: Any) -> NoReturn:
+    raise Rejected(f"{param} {what} (got {shown(value)})", code="invalid_value", param=param)
+
+
+def read_tool_choice(value: Any, parallel: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    """What is said of the tools that are given. Raises Rejected."""
+    if parallel is not None and not isinstance(parallel, bool):
+        _wrong_choice(f"parallel_tool_calls must be true or false (got {shown(parallel)})", "parallel_tool_calls")
+    several = parallel is not False
+    if value is None or value == "auto" or value == "none":
+        return ToolChoice("none" if value == "none" else "auto", None, several)
+    if not tools:
+        _wrong_choice(f"{_PARAM} asks for a call, but there are no tools", _PARAM)
+    if value == "required":
+        return ToolChoice("required", None, several)
+    return ToolChoice("required", _named(value, tools), parallel=False)
+
+
+def _named(value: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The tool that has to be called."""
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or value.get("type", "function") != "function":
+        about = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
+        _wrong_choice(f"{_PARAM} {about} (got {shown(value)})", _PARAM)
+    name = function.get("name")
+    known = [tool["function"]["name"] for tool in tools]
+    if name not in known:
+        _wrong_choice(f"{_PARAM} names {shown(name)}, which is not among the tools", f"{_PARAM}.function.name")
+    return str(name)
+
+
+def _wrong_choice(message: str, param: str) -> NoReturn:
+    raise Rejected(message, code="invalid_value", param=param)

@@ -1,0 +1,223 @@
+"""/metrics for Prometheus and /ssmd/v1/metrics, the same in JSON for screens; docs/metrics.md has the fields."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ssmd import __version__
+from ssmd.api.http import sse
+from ssmd.api.http.body import StrictModel, validate
+from ssmd.api.http.keys import caller_of, is_in_force
+from ssmd.api.own import pulls
+from ssmd.daemon.pulls import Pulls
+from ssmd.engine.host.host import DRAINING, Host
+from ssmd.engine.prometheus import Exposition
+from ssmd.sessions.domain import Domain
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError
+
+log = logging.getLogger(__name__)
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+PERIOD_S = 0.25  # between two events of the stream, for who does not ask for fewer
+MOST_S = 60.0  # that one may ask for
+AGED_S = 10.0  # after which percentiles have changed though nothing came
+
+
+def routes(host: Host, store: Store | None, pulling: Pulls, stall_s: float) -> list[Route]:
+    exposition, started_at, counted_at = Exposition(host.metrics), time.time(), -math.inf
+
+    def snapshot() -> dict[str, Any]:
+        process = {"version": __version__, "pid": os.getpid(), "started_at": round(started_at, 3)}
+        return process | host.metrics.snapshot() | {"pulls": pulls.rows(pulling)}
+
+    async def refresh() -> None:
+        nonlocal counted_at
+        if store is None:
+            return
+        with contextlib.suppress(StoreError):  # numbers are wanted most where something is wrong
+            host.metrics.stored_bytes(await asyncio.to_thread(store.bytes_stored), store.quota)
+            if time.monotonic() - counted_at >= AGED_S:
+                counted_at = time.monotonic()
+                host.metrics.stored_sessions(*await asyncio.to_thread(store.count))
+
+    async def prometheus(request: Request) -> Response:
+        await refresh()
+        return Response(await asyncio.to_thread(exposition.text), media_type=PROMETHEUS)
+
+    async def shown(request: Request) -> JSONResponse:
+        await refresh()
+        return JSONResponse(_seen_by(caller_of(request.scope).domain, await asyncio.to_thread(snapshot)))
+
+    def pulse() -> tuple[object, object]:
+        state, all_else = host.pulse()
+        return state, (all_else, pulling.changes)
+
+    return [
+        Route("/metrics", prometheus),
+        Route("/ssmd/v1/metrics", shown),
+        Route(
+            "/ssmd/v1/metrics/stream",
+            _Stream(pulse, snapshot, refresh, stall_s),
+            methods=["GET"],
+        ),
+    ]
+
+
+def _seen_by(domain: Domain, snapshot: dict[str, Any]) -> dict[str, Any]:
+    """Of requests of others nothing is told but that they run."""
+    hidden = {"id": None, "session": None}
+
+    def seen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        told = [row if domain.has(row["owner"]) else row | hidden for row in rows]
+        return [{k: v for k, v in row.items() if k != "owner"} for row in told]
+
+    return {**snapshot, "running": seen(snapshot["running"]), "recent": seen(snapshot["recent"])}
+
+
+class _Pace(StrictModel):
+    """Query parameters: seconds between two events that tell of one state."""
+
+    model_config = ConfigDict(strict=False)  # they are text
+    interval: Annotated[float, Field(ge=PERIOD_S, le=MOST_S)] = PERIOD_S
+
+
+class _Listener:
+    """One who reads the stream. event: the last one made for it, until it is taken. last: none comes after it.
+
+    due_s: of the monotonic clock, from when on the next one may come though the state is the same. number: of the
+    snapshot that it was told last.
+    """
+
+    def __init__(self, domain: Domain, interval_s: float) -> None:
+        self.domain = domain
+        self.interval_s = interval_s
+        self.due_s = -math.inf
+        self.number = 0
+        self.event = b""
+        self.last = False
+        self.news = asyncio.Event()
+
+
+class _Stream:
+    """The ASGI app of the stream: one snapshot for all who listen, and none while nothing changes.
+
+    pulse: what is another one when the snapshot may be, and first, when its state may be. refresh: brings up to date
+    what that has from the store.
+    """
+
+    def __init__(
+        self,
+        pulse: Callable[[], tuple[object, object]],
+        snapshot: Callable[[], dict[str, Any]],
+        refresh: Callable[[], Awaitable[None]],
+        stall_s: float,
+    ) -> None:
+        self._pulse, self._snapshot, self._refresh, self._stall_s = pulse, snapshot, refresh, stall_s
+        self._listeners: set[_Listener] = set()
+        self._pump: asyncio.Task[None] | None = None
+        self._making = asyncio.Lock()
+        self._seen: tuple[object, object] = (None, None)
+        self._made = -math.inf
+        self._number = 0  # of snapshots that told something new
+        self._last: dict[str, Any] = {}
+        self._encoded: dict[Domain, bytes] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pace = validate(_Pace, dict(Request(scope).query_params))
+        stream = sse.EventStream(send, self._stall_s)
+        await stream.open({})
+        if scope["method"] == "HEAD":
+            await stream.close()
+            return
+        mine = _Listener(caller_of(scope).domain, pace.interval)
+        leaving = asyncio.create_task(_departure(receive, mine))
+        self._listeners.add(mine)
+        try:
+            await self._show(mine)
+            pump = self._pumping()
+            while not (leaving.done() or pump.done()):
+                mine.news.clear()
+                if not mine.event:
+                    await mine.news.wait()
+                    continue
+                event, mine.event, last = mine.event, b"", mine.last
+                if not is_in_force(scope):  # the key was taken back
+                    break
+                await stream.write(event)
+                if last:
+                    break
+                await asyncio.sleep(PERIOD_S)
+            await stream.close()
+        except sse.Stalled:
+            log.info("one who listens to the metrics has not read for %.0f s, given up", self._stall_s)
+        finally:
+            leaving.cancel()
+            self._listeners.discard(mine)
+
+    def _pumping(self) -> asyncio.Task[None]:
+        """The task that looks for what is new; one that failed ends the streams of those who wait for it."""
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run())
+            self._pump.add_done_callback(self._wake)
+        return self._pump
+
+    def _wake(self, _: asyncio.Task[None]) -> None:
+        for one in self._listeners:
+            one.news.set()
+
+    async def _run(self) -> None:
+        while self._listeners:
+            await asyncio.sleep(PERIOD_S)
+            await self._show()
+
+    async def _show(self, new: _Listener | None = None) -> None:
+        """Make an event if anything is new to one who is due; all are when the state is another one. Who is new gets
+        one in any case."""
+        async with self._making:
+            pulse, now = self._pulse(), time.monotonic()
+            changed = pulse[0] != self._seen[0]
+            due = [one for one in self._listeners if changed or now >= one.due_s]
+            age = now - self._made
+            if due and age >= PERIOD_S and (age >= AGED_S or pulse != self._seen):
+                if age >= AGED_S:
+                    await self._refresh()
+                before, self._last = self._last, await asyncio.to_thread(self._snapshot)
+                self._seen, self._made = pulse, time.monotonic()
+                if not _alike(before, self._last):
+                    self._number += 1
+                    self._encoded = {}
+            self._hand_out({one for one in due if one is new or one.number != self._number})
+
+    def _hand_out(self, listeners: Iterable[_Listener]) -> None:
+        for one in listeners:
+            if one.domain not in self._encoded:
+                self._encoded[one.domain] = sse.encode(_seen_by(one.domain, self._last))
+            one.event, one.last = self._encoded[one.domain], self._last["state"] == DRAINING
+            one.number, one.due_s = self._number, time.monotonic() + one.interval_s - PERIOD_S / 2
+            one.news.set()
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two snapshots tell the same, but for the process' memory, which is never still."""
+    memory: dict[str, Any] = {"memory": None}
+    return one | memory == other | memory
+
+
+async def _departure(receive: Receive, one: _Listener) -> None:
+    """Wait until the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    one.news.set()

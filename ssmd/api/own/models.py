@@ -1,0 +1,127 @@
+"""/v1/models: what this daemon serves; and /ssmd/v1/models: what of that is loaded, loading it, letting it go."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from ssmd.api.http.body import StrictModel, parse_object, read_body, validate
+from ssmd.engine.host.host import Host
+from ssmd.engine.host.models import Model
+from ssmd.model.artifact import MANIFEST
+
+ROOT = "/ssmd/v1/models"
+
+
+class Changes(StrictModel):
+    """What of a model can be set."""
+
+    pinned: bool
+
+
+def routes(host: Host) -> list[Route]:
+    models = _Models(host)
+    return [
+        Route("/v1/models", models.listing),
+        Route("/v1/models/{model:path}", models.one),
+        Route(ROOT, models.rows),
+        Route(ROOT + "/{model}", models.change, methods=["PATCH"]),
+        Route(ROOT + "/{model}/load", models.load, methods=["POST"]),
+        Route(ROOT + "/{model}/unload", models.unload, methods=["POST"]),
+    ]
+
+
+class _Models:
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    async def listing(self, request: Request) -> JSONResponse:
+        """A model for each name, which stands for the fastest usable runtime, and each of several runtimes."""
+        return JSONResponse({"object": "list", "data": await asyncio.to_thread(self._listed)})
+
+    async def one(self, request: Request) -> JSONResponse:
+        asked = request.path_params["model"]
+        model = await asyncio.to_thread(self._host.shelf.find, asked)
+        return JSONResponse(_entry(model.id if "@" in asked else model.name, model))
+
+    async def rows(self, request: Request) -> JSONResponse:
+        live = await asyncio.to_thread(self._host.live)
+        return JSONResponse({"object": "list", "data": list(live.models), "memory": live.memory})
+
+    async def change(self, request: Request) -> JSONResponse:
+        model = await self._find(request)
+        changes = validate(Changes, parse_object(await read_body(request)))
+        self._host.pin(model, changes.pinned)
+        return JSONResponse(self._host.row(model))
+
+    async def load(self, request: Request) -> JSONResponse:
+        """Load a model and answer when it is loaded. Raises Rejected with the reason why it is not."""
+        model = await self._find(request)
+        future = self._host.load(model)
+        try:
+            lease = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._host.give_up(future)
+            raise
+        lease.release()
+        return JSONResponse(self._host.row(model))
+
+    async def unload(self, request: Request) -> JSONResponse:
+        """Let a model go once it answers nobody; the answer comes at once."""
+        model = await self._find(request)
+        self._host.unload(model)
+        return JSONResponse(self._host.row(model))
+
+    async def _find(self, request: Request) -> Model:
+        return await asyncio.to_thread(self._host.shelf.find, request.path_params["model"])
+
+    def _listed(self) -> list[dict[str, Any]]:
+        shelf = self._host.shelf
+        usable = [model for model in shelf.models() if model.found.manifest is not None]
+        entries = []
+        for name in sorted({model.name for model in usable}):
+            mine = [model for model in usable if model.name == name]
+            first = shelf.preferred(name)
+            entries.append(_entry(name, first or mine[0]))
+            if len(mine) > 1:
+                entries += [_entry(model.id, model) for model in mine]
+        return entries
+
+
+def _entry(id_: str, model: Model) -> dict[str, Any]:
+    manifest = model.manifest
+    try:
+        created = int((model.path / MANIFEST).stat().st_mtime)
+    except OSError:  # removed just now
+        created = 0
+    return {
+        "id": id_,
+        "object": "model",
+        "created": created,
+        "owned_by": "ssmd",
+        **_context(manifest.context, manifest.vocabulary),
+        "ssmd": {
+            "family": manifest.family,
+            "runtime": manifest.runtime,
+            "device_class": manifest.device_class,
+            "quantization": manifest.quantization,
+            "context": manifest.context,
+            "buckets": list(manifest.buckets),
+            "vocabulary": manifest.vocabulary,
+            "lineage": manifest.lineage,
+            "build": manifest.build,
+            "defaults": {name: asdict(default) for name, default in model.defaults.items()},
+        },
+    }
+
+
+def _context(tokens: int | None, vocabulary: int) -> dict[str, Any]:
+    """A model's context by the names that clients look for, of OpenRouter, vLLM, llama.cpp; {} if it has no end."""
+    if tokens is None:
+        return {}
+    return {"context_length": tokens, "max_model_len": tokens, "meta": {"n_ctx": tokens, "n_vocab": vocabulary}}

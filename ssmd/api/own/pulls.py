@@ -1,0 +1,222 @@
+"""/ssmd/v1/pulls, /ssmd/v1/catalog and /ssmd/v1/runtimes: the models that ssmd knows by name, pulling one while the
+daemon runs, and which runtimes and devices can be used here, as `ssmd doctor` finds out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from ssmd.api.http.body import StrictModel, parse_object, read_body, shown, validate
+from ssmd.daemon.pulls import MOST, Pulls, TooManyPulls
+from ssmd.engine.host.host import Host
+from ssmd.engine.terms import Rejected
+from ssmd.installed import is_for
+from ssmd.machine.spelling import meant
+from ssmd.refit import catalog
+from ssmd.refit.graphfile import StrippedGraph
+from ssmd.runtime.devices import Found, find
+from ssmd.runtime.protocol import runtime_names
+
+ROOT = "/ssmd/v1/pulls"
+RETRY_AFTER_S = 30
+PACKS = "wgpu"  # takes the weights of any model as they are
+_UNITS = {"npu": "openvino"}
+# Base models: they continue a text, were not made to answer, and have no chat template.
+_BASE = frozenset({"mamba-130m", "mamba2-130m"})
+# The purpose of each model, from its own card.
+_ABOUT = {
+    "falcon-h1-0.5b-instruct": "chat, several languages",
+    "granite-4.0-h-1b": "chat, tools, long texts; several languages",
+    "granite-4.0-h-350m": "chat, tools, long texts; several languages",
+    "lfm2-350m": "chat, facts from texts; several languages",
+    "mamba-130m": "English",
+    "mamba2-130m": "English",
+    "qwen3-0.6b": "chat with reasoning, tools; many languages",
+    "smollm2": "chat and short texts in English; quick on any machine",
+}
+
+KEPT_S = 60.0
+LIMIT_S = 20.0  # a client waits for 30
+# Folders of this computer's user are nobody else's business; those of the system's devices tell what is missing.
+_ROOT = r"(?<![\w/:.])(?!/(?:dev|proc|sys)/)(?:/|~/|[A-Za-z]:[\\/])"
+_PATH = re.compile(rf"(?<='){_ROOT}[^']+(?=')|(?<=\"){_ROOT}[^\"]+(?=\")|{_ROOT}[^\s'\"`,;:()]+")
+
+
+class Wanted(StrictModel):
+    model: Annotated[str, Field(min_length=1, max_length=200)]
+    runtime: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+
+
+def routes(host: Host, pulls: Pulls, runtimes: Runtimes) -> list[Route]:
+    async def listing(request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": rows(pulls)})
+
+    async def begin(request: Request) -> JSONResponse:
+        wanted = validate(Wanted, parse_object(await read_body(request)))
+        await asyncio.to_thread(_check, wanted)
+        try:
+            row = pulls.begin(wanted.model, wanted.runtime)
+        except TooManyPulls:
+            raise Rejected(
+                f"{MOST} models wait to be pulled already; try again later",
+                status=503,
+                code="pulls_full",
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
+        return JSONResponse(_told(row), 202)
+
+    async def cancel(request: Request) -> JSONResponse:
+        id_ = request.path_params["id"]
+        row = pulls.cancel(id_)
+        if row is None:
+            raise Rejected(f"there is no pull {shown(id_)}", status=404, code="pull_not_found")
+        return JSONResponse(_told(row))
+
+    async def known(request: Request) -> JSONResponse:
+        found = await runtimes.found()
+        return JSONResponse({"object": "list", "data": await asyncio.to_thread(_catalog, host, found)})
+
+    return [
+        Route(ROOT, listing, methods=["GET"]),
+        Route(ROOT, begin, methods=["POST"]),
+        Route(ROOT + "/{id}", cancel, methods=["DELETE"]),
+        Route("/ssmd/v1/catalog", known, methods=["GET"]),
+    ]
+
+
+def rows(pulls: Pulls) -> list[dict[str, Any]]:
+    """What is known of each pull, without the paths of this computer's user."""
+    return [_told(row) for row in pulls.rows()]
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"error": None if row["error"] is None else without_paths(row["error"])}
+
+
+def _check(wanted: Wanted) -> None:
+    """Check that this is a model that ssmd knows, and a runtime that it can be made for. Raises Rejected."""
+    names = catalog.names()
+    if wanted.model not in names:
+        hint = meant(wanted.model, names)
+        raise Rejected(
+            f"model {shown(wanted.model)} cannot be pulled here; {hint}those that can: {', '.join(names)}",
+            code="invalid_value",
+            param="model",
+        )
+    possible = _runtimes_of(wanted.model)
+    if wanted.runtime is not None and wanted.runtime not in possible:
+        raise Rejected(
+            f"runtime {shown(wanted.runtime)}: {wanted.model} can be pulled for {', '.join(possible)}",
+            code="invalid_value",
+            param="runtime",
+        )
+
+
+def _runtimes_of(name: str) -> list[str]:
+    """The runtimes that `ssmd pull` makes a model of this name for."""
+    made = [runtime for runtime in catalog.CLASSES if name in catalog.names(runtime)]
+    return [*made, *([PACKS] if PACKS in runtime_names() else [])]
+
+
+def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each model, as this computer can use it. found: the rows of its runtimes."""
+    there = [(model.name, model.found.manifest) for model in host.shelf.models()]
+    entries = []
+    for name in catalog.names():
+        family, origin = _about(name)
+        mine = [manifest for other, manifest in there if other == name and manifest is not None]
+        made = []
+        for runtime in _runtimes_of(name):
+            device = catalog.CLASSES.get(runtime, (runtime, ""))[1]
+            problem = _problem(_UNITS.get(runtime, runtime), device, found)
+            here = any(is_for(m, runtime) and (m.device_class == "npu") == (device == "npu") for m in mine)
+            row = {"runtime": runtime, "installed": here, "usable": problem is None, "problem": problem}
+            made.append(row | {"bytes": _bytes(name, runtime)})
+        about = {"about": _ABOUT.get(name), "base": name in _BASE}
+        entries.append({"name": name, "family": family, "origin": origin, **about, "runtimes": made})
+    return entries
+
+
+@cache
+def _bytes(name: str, runtime: str) -> int | None:
+    """Return the bytes of a model's graph and weights on disk for a runtime; None if no graph has them."""
+    made_for = "-".join(catalog.CLASSES.get(runtime, (runtime, "")))
+    found = list(catalog.SHIPPED.glob(f"{name}@{made_for}-*{catalog.SUFFIX}"))
+    return sum(file.size for file in StrippedGraph.open(found[0]).header.files) if found else None
+
+
+@cache
+def _about(name: str) -> tuple[str, str]:
+    """(family, name on the hub) of a model, which stand in its graph."""
+    header = StrippedGraph.open(next(catalog.SHIPPED.glob(f"{name}@*{catalog.SUFFIX}"))).header
+    return header.family, header.origin
+
+
+def _problem(runtime: str, device: str, found: list[dict[str, Any]]) -> str | None:
+    """Why a runtime cannot be used on a device here ("": on any), or None."""
+    row = next((row for row in found if row["name"] == runtime), None)
+    if row is None:
+        return f"runtime {runtime} is not installed"
+    if not device or row["problem"]:
+        return str(row["problem"]) if row["problem"] else None
+    one = next((one for one in row["devices"] if one["name"] == device), None)
+    if one is None:
+        return f"runtime {runtime} has no device {device}"
+    return None if one["problem"] is None else str(one["problem"])
+
+
+def runtime_routes(runtimes: Runtimes) -> list[Route]:
+    async def answer(request: Request) -> JSONResponse:
+        found = await runtimes.found()
+        return JSONResponse({"object": "list", "looked_at": runtimes.looked_at, "data": found})
+
+    return [Route("/ssmd/v1/runtimes", answer)]
+
+
+class Runtimes:
+    """What was found last. Who asks while somebody looks waits for what that finds.
+
+    looked_at: when, in seconds since 1970.
+    """
+
+    def __init__(self) -> None:
+        self._looking = asyncio.Lock()
+        self._found: list[dict[str, Any]] = []
+        self.looked_at = 0.0
+        self._fresh_until = 0.0  # by the monotonic clock
+
+    async def found(self) -> list[dict[str, Any]]:
+        """What can be used here, a minute old at most."""
+        async with self._looking:
+            if time.monotonic() >= self._fresh_until:
+                found = await asyncio.to_thread(find, limit_s=LIMIT_S)
+                self._found, self.looked_at = [_fields(one) for one in found], time.time()
+                self._fresh_until = time.monotonic() + KEPT_S
+        return self._found
+
+
+def _fields(found: Found) -> dict[str, Any]:
+    devices = [
+        {"name": d.name, "description": d.description, "usable": not d.why_not, "problem": without_paths(d.why_not)}
+        for d in found.devices
+    ]
+    return {
+        "name": found.name,
+        "usable": bool(found.usable),
+        "problem": without_paths(found.why_not),
+        "devices": devices,
+    }
+
+
+def without_paths(problem: str) -> str | None:
+    """A reason without the paths in it, None for none."""
+    return _PATH.sub("…", problem) or None

@@ -1,0 +1,43 @@
+"""/ssmd/v1/tickets: rights handed on without showing a key: a ticket is made with it, and redeemed by another, once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from ssmd.api.http.body import StrictModel, parse_object, read_body, validate
+from ssmd.api.http.keys import REDEEM, TICKET_S, TICKETS, Keys, caller_of
+from ssmd.engine.terms import Rejected
+
+_SECRET = {"cache-control": "no-store"}
+
+
+class Redeemed(StrictModel):
+    ticket: Annotated[str, Field(min_length=1, max_length=200)]
+
+
+def routes(keys: Keys) -> list[Route]:
+    """The two endpoints. keys: those that are asked for, to which a redeemed ticket adds one."""
+
+    async def make(request: Request) -> JSONResponse:
+        ticket = keys.ticket(caller_of(request.scope))
+        return JSONResponse({"ticket": ticket, "expires_in": int(TICKET_S)}, headers=_SECRET)
+
+    async def redeem(request: Request) -> JSONResponse:
+        asked = validate(Redeemed, parse_object(await read_body(request)))
+        made = keys.redeem(asked.ticket)
+        if made is None:
+            raise Rejected(
+                f"this ticket is none, was redeemed already, or is older than {TICKET_S:.0f} s; make another",
+                status=403,
+                code="invalid_ticket",
+                param="ticket",
+            )
+        key, lasts_s = made
+        return JSONResponse({"key": key, "expires_in": int(lasts_s)}, headers=_SECRET)
+
+    return [Route(TICKETS, make, methods=["POST"]), Route(REDEEM, redeem, methods=["POST"])]
