@@ -15,27 +15,23 @@ from ssmd.cli import (
     build,
     completion,
     config,
+    daemon,
     doctor,
     graph,
-    logs,
     options,
-    ps,
     pull,
     rm,
     run,
     serve,
     service,
     session,
-    session_keep,
     session_move,
     session_tree,
     show,
-    stop,
     tray,
     verify,
 )
-from ssmd.cli import list as listing
-from ssmd.cli.failure import plain_errors
+from ssmd.cli.output import plain_errors
 
 app = typer.Typer(
     name="ssmd",
@@ -48,13 +44,13 @@ app = typer.Typer(
 )
 app.command("serve", short_help="Serve models to OpenAI clients.")(serve.serve)
 app.command("run")(run.run)
-app.command("ps")(ps.ps)
-app.command("stop")(stop.stop)
-app.command("logs")(logs.logs)
+app.command("ps")(daemon.ps)
+app.command("stop")(daemon.stop)
+app.command("logs")(daemon.logs)
 app.command("tray", short_help="Show the daemon in the desktop's tray.")(tray.tray)
 app.command("build")(build.build)
 app.command("pull", short_help="Fetch a model and make it ready to run.")(pull.pull)
-app.command("list", short_help="List the models installed here.")(listing.list_models)
+app.command("list", short_help="List the models installed here.")(show.list_models)
 app.command("show", short_help="Show what an artifact is made of.")(show.show)
 app.command("rm")(rm.remove)
 app.command("verify", short_help="Replay an artifact's golden values.")(verify.verify)
@@ -67,7 +63,7 @@ session.app.command("tree")(session_tree.tree)
 session.app.command("fork")(session_tree.fork)
 session.app.command("export")(session_move.export)
 session.app.command("import")(session_move.import_)
-session_keep.add_to(session.app)
+session.add_to(session.app)
 app.add_typer(session.app, name="session")
 app.add_typer(graph.app, name="graph", short_help="Stripped graphs: models without their weights.")
 app.add_typer(config.app, name="config")

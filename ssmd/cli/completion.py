@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from ssmd.cli.failure import fail
+from ssmd.cli.output import fail
 
 SHELLS = ("bash", "zsh", "fish", "powershell")
 VARIABLE = "_SSMD_COMPLETE"

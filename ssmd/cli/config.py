@@ -10,7 +10,7 @@ import typer
 
 from ssmd import __version__
 from ssmd.cli import options
-from ssmd.cli.failure import USAGE, fail
+from ssmd.cli.output import USAGE, fail
 from ssmd.machine.duration import show_duration
 from ssmd.machine.spelling import did_you_mean, shown
 

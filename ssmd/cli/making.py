@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ssmd.cli.failure import INTERRUPTED
+from ssmd.cli.output import INTERRUPTED
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Converter, Packer

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.failure import USAGE, fail
 from ssmd.cli.making import (
     check_texts,
     costs,
@@ -29,13 +32,16 @@ from ssmd.cli.making import (
     smollm2_here,
     smollm2_source,
 )
-from ssmd.cli.reporting import reporting
+from ssmd.cli.output import USAGE, fail
 
 if TYPE_CHECKING:
     from ssmd.config import Settings
     from ssmd.machine.progress import Progress
     from ssmd.model.artifact import Artifact
     from ssmd.model.source import Source
+
+EACH_S = 0.2  # between two lines of one stage
+_BEHIND_OTHERS = 15  # on the scale of nice
 
 
 def pull(
@@ -330,3 +336,63 @@ def _some_runtime(wanted: str, device: str | None = None) -> bool:
         return True
     get_runtime(catalog.CLASSES.get(names[0], (names[0], ""))[0])
     return False
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+    """Tell of all that is done inside: {"stage", "done", "total", "unit"}, null where it is not known.
+
+    Such a process gives way to others, and ends as by Ctrl-C when the daemon closes its stdin, or is gone.
+    """
+    from ssmd.machine.processor import behind_others
+    from ssmd.machine.progress import reported
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a daemon in the background may have it ignored
+    behind_others(_BEHIND_OTHERS)
+    news = _News(os.dup(1))  # a descriptor of its own: a stage keeps back what is written to stdout
+    threading.Thread(target=news.write_on, daemon=True).start()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    with reported(news.tell):
+        yield
+
+
+class _News:
+    """What was told last, until it is written."""
+
+    def __init__(self, out: int) -> None:
+        self._out = out
+        self._lock = threading.Lock()
+        self._stage, self._line = "", b""
+
+    def tell(self, stage: str, done: int, total: int, unit: str) -> None:
+        """Take in how much of a stage is done; a new stage is written at once."""
+        known = {"done": done if total else None, "total": total or None, "unit": unit or None}
+        with self._lock:
+            new, self._stage = stage != self._stage, stage
+            self._line = json.dumps({"stage": stage, **known}).encode() + b"\n"
+            if new:
+                self._write()
+
+    def write_on(self) -> None:
+        """Write what is new, now and then, for ever."""
+        while True:
+            time.sleep(EACH_S)
+            with self._lock:
+                self._write()
+
+    def _write(self) -> None:
+        line, self._line = self._line, b""
+        with contextlib.suppress(OSError):  # the daemon is gone: so is this process in a moment
+            os.write(self._out, line)
+
+
+def _end_with_stdin() -> None:
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    if sys.platform == "win32":
+        import _thread
+
+        _thread.interrupt_main()
+    else:
+        os.kill(os.getpid(), signal.SIGINT)

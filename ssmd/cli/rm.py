@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import completion, options
-from ssmd.cli.failure import fail
+from ssmd.cli.output import fail
 
 if TYPE_CHECKING:
     from ssmd.installed import Installed
@@ -108,8 +108,7 @@ def _remove(folder: Path) -> None:
 
 def _tell_of_daemon(data_dir: Path, found: Sequence[Installed]) -> None:
     """Say if the running daemon has one of them loaded. That it cannot be asked is no reason not to remove."""
-    from ssmd.cli.ps import METRICS
-    from ssmd.cli.running import reached
+    from ssmd.cli.daemon import METRICS, reached
     from ssmd.daemon.discovery import DaemonError
 
     try:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import completion, options
-from ssmd.cli.failure import INTERRUPTED, USAGE, fail
+from ssmd.cli.output import INTERRUPTED, USAGE, fail
 
 if TYPE_CHECKING:
-    from ssmd.cli.talk import Talk
-    from ssmd.cli.terminal import Typed
+    from ssmd.cli.chat.talk import Talk
+    from ssmd.cli.chat.terminal import Typed
     from ssmd.config import Settings
 
 MAX_STDIN_BYTES = 16 << 20  # limit on stdin: a context of a million tokens has some 5 MB
@@ -74,12 +74,12 @@ def run(
     If a daemon runs on the data directory it answers. Else, and with --device, --threads, --models-dir or a path, the
     model is loaded here.
     """
-    from ssmd.cli.chat import as_json as object_of
-    from ssmd.cli.chat import ended_by_signals, interruptible, notes, stats_line
-    from ssmd.cli.manner import Manner
-    from ssmd.cli.peer import Wanted, reached
-    from ssmd.cli.talk import Talk
-    from ssmd.cli.terminal import Screen, show_thinking
+    from ssmd.cli.chat.loop import as_json as object_of
+    from ssmd.cli.chat.loop import ended_by_signals, interruptible, notes, stats_line
+    from ssmd.cli.chat.options import Manner
+    from ssmd.cli.chat.peer import Wanted, reached
+    from ssmd.cli.chat.talk import Talk
+    from ssmd.cli.chat.terminal import Screen, show_thinking
     from ssmd.config import Settings
     from ssmd.machine.size import show_size
 
@@ -194,9 +194,8 @@ def _check_utf8(what: str, text: str | None) -> None:
 
 
 def _chat(talk: Talk, settings: Settings, stats: bool, as_json: bool) -> None:
-    from ssmd.cli import terminal
-    from ssmd.cli.chat import Chat
-    from ssmd.cli.chat_commands import COMMANDS
+    from ssmd.cli.chat import terminal
+    from ssmd.cli.chat.loop import COMMANDS, Chat
     from ssmd.machine import modes
 
     with contextlib.ExitStack() as held:

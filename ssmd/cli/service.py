@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.failure import fail
+from ssmd.cli.output import fail
 
 if TYPE_CHECKING:
     from ssmd.machine.services.service import Definition, Manager
@@ -108,7 +108,7 @@ def stop(system: System = False) -> None:
     """Stop the service, until it is started or the machine is. What it answers has 10 s to come to its end."""
     manager = _installed(system)
     if sys.platform == "win32":
-        from ssmd.cli.stop import stop as end
+        from ssmd.cli.daemon import stop as end
 
         end(data_dir=manager.data_dir())
     manager.stop()
@@ -124,7 +124,7 @@ def logs(
     manager = _installed(system)
     command = manager.log(lines, follow=follow)
     if command is None:
-        from ssmd.cli.logs import logs as own
+        from ssmd.cli.daemon import logs as own
 
         own(follow=follow, lines=lines, data_dir=manager.data_dir())
     elif code := subprocess.run(command, check=False).returncode:

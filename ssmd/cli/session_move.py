@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import completion, options
-from ssmd.cli.failure import USAGE, fail
+from ssmd.cli.output import USAGE, fail
 from ssmd.cli.session import _size, open_store
 
 if TYPE_CHECKING:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ssmd.cli import options
 from ssmd.cli.session import Id, _summary, _turn, open_store, plain
-from ssmd.cli.turn_tree import Node, drawn, said_by, short_ids, whole_id
 from ssmd.machine.spelling import json_text
+
+if TYPE_CHECKING:
+    from ssmd.text.messages import Message
+
+_WORDS = 40  # characters of each text that are shown
+_SHORT_ID = 13  # as turn_0123abcd
 
 
 def tree(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
@@ -52,3 +59,91 @@ def fork(
         return
     many = "turn" if made.turns == 1 else "turns"
     typer.echo(f"{made.id}: {made.turns} {many}, begins at {made.base}")
+
+
+class AmbiguousTurn(ValueError):
+    """Several turns begin so; the message names some."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A turn: the messages that it asked, what was answered, and how that ended."""
+
+    id: str
+    parent: str | None
+    asked: tuple[Mapping[str, Any], ...]
+    answer: str
+    finish: str
+    complete: bool
+
+
+def drawn(nodes: Sequence[Node], head: str, kept: Collection[str] = ()) -> Iterator[str]:
+    """How many there are, then a line for each. A star marks the head, + those in `kept`."""
+    short = short_ids([one.id for one in nodes])
+    parents = {one.parent for one in nodes}
+    branches = sum(one.id not in parents for one in nodes)
+    many = "branch" if branches == 1 else "branches"
+    yield f"{len(nodes)} {'turn' if len(nodes) == 1 else 'turns'}, {branches} {many}"
+    for rails, one in _railed(nodes):
+        marks = ("*" if one.id == head else "-") + ("+" if one.id in kept else " ")
+        yield f"{rails}{marks} {short[one.id]}  {_said(one)}"
+
+
+def said_by(answer: Message) -> str:
+    """What an assistant said, and what it calls with what."""
+    calls = [f"calls {call.name}({call.arguments})" for call in answer.tool_calls]
+    return " ".join([*([answer.said] if answer.said else []), *calls])
+
+
+def _railed(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
+    """Each turn with what stands before it. A conversation goes straight down; its branches are moved to the right."""
+    children: dict[str | None, list[Node]] = {}
+    for node in nodes:
+        children.setdefault(node.parent, []).append(node)
+    waiting: list[tuple[str, str, Node]] = []  # rails of its own line, of those below, turn
+
+    def put(above: str | None, rails: str) -> None:
+        below = children.get(above, [])
+        for i, node in reversed(list(enumerate(below))):
+            if len(below) == 1:
+                waiting.append((rails, rails, node))
+            else:
+                last = i == len(below) - 1
+                waiting.append((rails + ("`-" if last else "|-"), rails + ("  " if last else "| "), node))
+
+    put(None, "")
+    while waiting:
+        own, rails, node = waiting.pop()
+        yield own, node
+        put(node.id, rails)
+
+
+def _said(node: Node) -> str:
+    asked = f"{plain(node.asked[-1]['role'])}: {words(node.asked[-1]['content'])}" if node.asked else "(no message)"
+    more = f" (and {len(node.asked) - 1} before)" if len(node.asked) > 1 else ""
+    end = node.finish if node.complete else f"{node.finish}, incomplete"
+    return f"{asked}{more}  assistant: {words(node.answer)}  [{end}]"
+
+
+def words(text: str) -> str:
+    """How a text begins, in one line."""
+    line = plain(" ".join(text.split()))
+    return line if len(line) <= _WORDS else line[: _WORDS - 3].rstrip() + "..."
+
+
+def short_ids(ids: Sequence[str]) -> dict[str, str]:
+    """Shorten each id to as much of it as tells it from the others."""
+    length = _SHORT_ID
+    while len({i[:length] for i in ids}) < len(ids):
+        length += 1
+    return {i: i[:length] for i in ids}
+
+
+def whole_id(beginning: str, ids: Sequence[str]) -> str:
+    """The id that begins so, or what was given: the store says what is wrong with it. Raises AmbiguousTurn."""
+    fitting = [i for i in ids if i.startswith(beginning)]
+    if len(fitting) > 1 and beginning not in ids:
+        raise AmbiguousTurn(
+            f"{len(fitting)} turns begin with {beginning!r}: {', '.join(fitting[:3])}; give more of the id"
+        )
+    return fitting[0] if len(fitting) == 1 else beginning

@@ -1,4 +1,4 @@
-"""`ssmd show`: what an artifact is."""
+"""`ssmd show|list`: what an artifact is, and which models are installed here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ssmd.cli import options
+from ssmd.cli import options, output
 
 if TYPE_CHECKING:
     from ssmd.model.defaults import Default
@@ -79,3 +79,48 @@ def _quality(quality: dict[str, dict[str, float]]) -> dict[str, str]:
         "perplexity": f"{text['perplexity']:.4g} on {text['tokens']:.0f} tokens, {text['perplexity_f32']:.4g} in f32; "
         f"KL {text['kl']:.3g}",
     }
+
+
+def list_models(models_dir: options.ModelsDir = None, as_json: options.Json = False) -> None:
+    """List the models installed here, broken ones with the reason."""
+    from ssmd.config import Settings
+    from ssmd.installed import installed
+
+    folder = Settings(models_dir=models_dir).models_dir
+    found = installed(folder)
+    if as_json:
+        described = [
+            {
+                "name": one.name,
+                "path": str(one.path),
+                "bytes": one.nbytes,
+                "problem": one.problem or None,
+                **(
+                    {}
+                    if one.manifest is None
+                    else {
+                        "family": one.manifest.family,
+                        "runtime": one.manifest.runtime,
+                        "device_class": one.manifest.device_class,
+                        "quantization": one.manifest.quantization,
+                        "context": one.manifest.context,
+                        "lineage": one.manifest.lineage,
+                        "build": one.manifest.build,
+                    }
+                ),
+            }
+            for one in found
+        ]
+        typer.echo(json.dumps(described, indent=1))
+        return
+    if not found:
+        typer.echo(f"no model is installed in {folder}; a first one comes with: ssmd pull smollm2", err=True)
+        return
+    rows = [("name", "runtime", "device", "quantization", "context", "size", "")]
+    for one in found:
+        m = one.manifest
+        what = ("?",) * 4 if m is None else (m.runtime, m.device_class, m.quantization, str(m.context or "unbounded"))
+        problem = f"broken: {one.problem}" if one.problem else ""
+        rows.append((one.name, *what, f"{one.nbytes / 1e6:.1f} MB", problem))
+    for line in output.lines(rows):
+        typer.echo(line)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.failure import fail
+from ssmd.cli.output import fail
 
 _PROBE = "from PySide6.QtWidgets import QApplication; QApplication([])"
 _PROBE_S = 30.0

@@ -1,6 +1,6 @@
 """Models that are pulled while a daemon runs: each by `ssmd pull` in a process of its own, one after the other.
 
-That process ends with the daemon, however that ends: it is at its stdin (ssmd/cli/reporting.py).
+That process ends with the daemon, however that ends: it is at its stdin (ssmd/cli/pull.py).
 """
 
 from __future__ import annotations

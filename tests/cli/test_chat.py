@@ -23,7 +23,7 @@ from conftest import TinyArtifacts
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, PASTE, PASTED, UP, Terminal, terminal
 from test_server import running
 
-from ssmd.cli.talk import Daemon, Room, Talk
+from ssmd.cli.chat.talk import Daemon, Room, Talk
 
 
 @pytest.fixture(scope="module")
@@ -567,7 +567,7 @@ def _child_of(process: int) -> int:
 
 
 def test_an_answer_does_not_steer_the_terminal() -> None:
-    from ssmd.cli import terminal as module
+    from ssmd.cli.chat import terminal as module
 
     text = "".join(map(chr, range(0xA0))).translate(module._CONTROLS)
     assert {c for c in text if not c.isprintable()} == {"\n", "\t"}

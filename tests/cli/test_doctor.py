@@ -14,7 +14,7 @@ import pytest
 from test_server import environment
 
 from ssmd import __version__
-from ssmd.cli.doctor_report import lines
+from ssmd.cli.doctor import lines
 from ssmd.daemon.discovery import Address, announce
 from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.store import Store

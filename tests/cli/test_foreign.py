@@ -17,8 +17,8 @@ from starlette.routing import Route
 from terminal import terminal
 from test_server import environment
 
-from ssmd.cli.chat import stats_line
-from ssmd.cli.talk import Said, conversation
+from ssmd.cli.chat.loop import stats_line
+from ssmd.cli.chat.talk import Said, conversation
 from ssmd.daemon.answers import SESSIONS, fits
 
 BAD = "\x1b]0;x\x07\n\u202eerror: \x9b2J"

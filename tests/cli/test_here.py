@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import TinyArtifacts
 
-from ssmd.cli.here import serving_here
+from ssmd.cli.chat.here import serving_here
 from ssmd.config import Settings
 from ssmd.daemon.client import Client
 from ssmd.daemon.discovery import DaemonError

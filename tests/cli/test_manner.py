@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ssmd.api.openai.chat_body import read_chat
-from ssmd.cli.manner import NAMES, Manner
+from ssmd.cli.chat.options import NAMES, Manner
 
 
 def test_options_left_out_are_not_sent() -> None:

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from test_server import environment
 
 from ssmd import __version__
-from ssmd.cli.ps import _told
+from ssmd.cli.daemon import _told
 from ssmd.daemon.discovery import Address
 
 SERIES: dict[str, Any] = {"last": None, "p50": None, "p95": None, "n": 0, "recent": []}

@@ -16,8 +16,8 @@ from conftest import TinyArtifacts
 from terminal import CTRL_C, CTRL_D, UP, plain, terminal
 from test_server import running
 
-from ssmd.cli.history import Kept
-from ssmd.cli.terminal import WordWrap
+from ssmd.cli.chat.history import Kept
+from ssmd.cli.chat.terminal import WordWrap
 
 CTRL_Z = "\x1a"
 SHELL = "exec sh -i"  # job control; many leave the modes of the terminal as they find them
@@ -247,7 +247,9 @@ def test_a_window_that_is_resized_breaks_the_next_words() -> None:
 
 def test_text_is_wrapped_on_a_terminal_that_draws_alone(tmp_path: Path) -> None:
     script, text = tmp_path / "script.py", "a few words, and more"
-    script.write_text(f"from ssmd.cli.terminal import Screen\nwith Screen() as s:\n    s.show({text!r})\nprint()\n")
+    script.write_text(
+        f"from ssmd.cli.chat.terminal import Screen\nwith Screen() as s:\n    s.show({text!r})\nprint()\n"
+    )
     python = f"{sys.executable} {script}"
     with terminal(f"stty cols 12; {python}; {python} | cat; TERM=dumb {python}", dict(os.environ)) as shell:
         lines = shell.until("(?s)more.*more.*more\r\n").splitlines()

@@ -9,8 +9,8 @@ from conftest import TinyArtifacts
 from daemon import Daemon, daemon
 from saying import Saying
 
-from ssmd.cli import talk
-from ssmd.cli.written import Written
+from ssmd.cli.chat import talk
+from ssmd.cli.chat.talk import Written
 from ssmd.daemon.discovery import Address
 
 

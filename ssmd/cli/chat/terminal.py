@@ -229,7 +229,7 @@ class Prompt:
         from prompt_toolkit.output import create_output
         from prompt_toolkit.output.vt100 import Vt100_Output
 
-        from ssmd.cli.history import Kept
+        from ssmd.cli.chat.history import Kept
 
         output = create_output()
         if isinstance(output, Vt100_Output):

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from ssmd.cli.manner import Manner
-from ssmd.cli.written import Written
+from ssmd.cli.chat.options import Manner
 from ssmd.daemon import answers, said
 from ssmd.daemon.answers import Shape
 from ssmd.daemon.client import Client, Events
@@ -351,3 +350,44 @@ def _read(event: Mapping[str, Any], parts: Written, usage: Mapping[str, Any] | N
         parts.think(said.text(delta, "reasoning_content"))
         parts.say(said.text(delta, "content"))
     return said.of(event, "usage") or usage
+
+
+class Written:
+    """Collects one answer. show: takes its text. thinking: called with whether the model thinks, when that changes.
+    begun: the text that it has already, which is not shown again.
+    """
+
+    def __init__(self, show: Callable[[str], None], thinking: Callable[[bool], None], begun: str = "") -> None:
+        self._show, self._thinking = show, thinking
+        self._parts = [begun] if begun else []
+        self._thinks = THINK in begun and THINK_END not in begun
+        self._told = False
+
+    @property
+    def text(self) -> str:
+        """All of it, the reasoning in <think>…</think>, as messages have it."""
+        return "".join(self._parts)
+
+    def think(self, text: str) -> None:
+        """Take in reasoning."""
+        if text:
+            self._parts.append(text if self._thinks else f"{THINK}\n{text}")
+            self._thinks = True
+            self._tell(True)
+
+    def say(self, text: str) -> None:
+        """Take in what is said."""
+        if text:
+            self._tell(False)
+            self._parts.append(f"\n{THINK_END}\n\n{text}" if self._thinks else text)
+            self._thinks = False
+            self._show(text)
+
+    def pause(self) -> None:
+        """Nothing more comes for now."""
+        self._tell(False)
+
+    def _tell(self, on: bool) -> None:
+        if on != self._told:
+            self._told = on
+            self._thinking(on)

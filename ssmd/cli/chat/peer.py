@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ssmd import __version__
-from ssmd.cli.talk import Daemon
+from ssmd.cli.chat.talk import Daemon
 from ssmd.daemon import discovery
 from ssmd.daemon.discovery import Address, DaemonError
 
@@ -69,7 +69,7 @@ def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bo
         typer.echo(f"{who} uses {settings.data_dir} and answers nobody: the model is loaded here, beside it", err=True)
     elif sys.stderr.isatty():
         typer.echo("no daemon runs: the model is loaded here", err=True)
-    from ssmd.cli.here import serving_here
+    from ssmd.cli.chat.here import serving_here
     from ssmd.server import start_logging
 
     start_logging(settings.log_level)

@@ -1,10 +1,10 @@
-"""How a command fails: one line on stderr saying what was wrong and what to do; exit codes are in docs/commands.md."""
+"""What commands print: rows of text, and one line on stderr where one fails; exit codes are in docs/commands.md."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -37,3 +37,10 @@ def fail(message: str, code: int = FAILED) -> NoReturn:
     """End the command with one line, whoever wrote what stands in it."""
     typer.echo(f"error: {shown(' '.join(message.splitlines()), MOST_CHARS)}", err=True)
     sys.exit(code)
+
+
+def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Each row as a line; every column is as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
