@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the revisions on the connection that ssmd.sessions.rows.migrate hands over."""
+"""Alembic's entry: runs the revisions on the connection that ssmd.sessions.rows.opening hands over."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NAMED = {r"openvino|npu": "ssmd_openvino", "wgpu": "ssmd_wgpu", "coreml|evaluate
 BUILDERS = ("ssmd.build.", "ssmd.authoring.", "ssmd.families.")
 READ_BY = {  # files that a module reads; of several places the first counts
     "ssmd/refit/graphs/": "ssmd.refit.catalog",
-    "migrations/": "ssmd.sessions.rows.migrate",  # modules of its own among them, which Alembic finds by their place
+    "migrations/": "ssmd.sessions.rows.opening",  # modules of its own among them, which Alembic finds by their place
     "runtimes/ssmd_wgpu/": "ssmd_wgpu.device",
     "tests/data/artifacts/": "kept",
     "tests/client/": "openai_client",

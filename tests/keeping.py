@@ -16,10 +16,9 @@ import numpy as np
 from ssmd.model.state import State, StateSpec, TensorSpec
 from ssmd.sessions.checkpoint import Found, NewCheckpoint, Scope
 from ssmd.sessions.line import Ids, Line, Passage
+from ssmd.sessions.rows.blobs import Encoded, encode
 from ssmd.sessions.rows.database import FILE
-from ssmd.sessions.rows.echoes import Echoed
-from ssmd.sessions.rows.encoded import Encoded, encode
-from ssmd.sessions.rows.snapshot import Snapshot
+from ssmd.sessions.rows.snapshot import Echoed, Snapshot
 from ssmd.sessions.store import Committed, Store
 from ssmd.sessions.turn import NewTurn, SessionInfo
 from ssmd.text.messages import Message

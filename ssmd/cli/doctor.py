@@ -172,7 +172,7 @@ def _data_problem(settings: Settings) -> str | None:
 def _stored(data_dir: Path) -> tuple[int | None, str | None]:
     """Bytes of the checkpoints that are stored, None where an older ssmd stored them; and what is wrong with the store,
     which is only read."""
-    from ssmd.sessions.rows import database, holding, migrate
+    from ssmd.sessions.rows import database, holding, opening
     from ssmd.sessions.turn import StoreError
 
     file = data_dir / database.FILE
@@ -182,7 +182,7 @@ def _stored(data_dir: Path) -> tuple[int | None, str | None]:
         engine = database.open_database(data_dir, busy_ms=BUSY_MS)
         try:
             with database.reading(engine, file) as connection:
-                ready = migrate.current(connection) == migrate.HEAD
+                ready = opening.current(connection) == opening.HEAD
                 return holding.stored_bytes(connection) if ready else None, None
         finally:
             engine.dispose()

@@ -18,27 +18,13 @@ from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import (
-    collecting,
-    commits,
-    damage,
-    database,
-    erasure,
-    holding,
-    loose,
-    opening,
-    retention,
-    room,
-    search,
-    tree,
-)
+from ssmd.sessions.rows import commits, database, disk_space, erasure, holding, opening, retention, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
-from ssmd.sessions.rows.blobs import joined
+from ssmd.sessions.rows.blobs import Encoded, joined
 from ssmd.sessions.rows.checkpoints import Placed
-from ssmd.sessions.rows.encoded import Encoded
-from ssmd.sessions.rows.faults import DiskFull, disk_full
+from ssmd.sessions.rows.database import DiskFull, disk_full
 from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, Turn
@@ -85,7 +71,7 @@ class Store:
         self.quota = quota
         self.file = file
         self.domain = EVERYBODY
-        self.room = room.Room(engine, file)
+        self.room = disk_space.Room(engine, file)
 
     @staticmethod
     def open(data_dir: Path, *, busy_ms: int = 2000, quota: int | None = None) -> Store:
@@ -225,7 +211,7 @@ class Store:
         share of the quota. Returns how many. used: one that was just gone on from. keep: as for `sweep`.
         """
         with database.writing(self._engine, self.file) as connection:
-            gone = loose.bound(connection, self.quota, used, keep)
+            gone = checkpoint_rows.bound(connection, self.quota, used, keep)
             if gone:
                 erasure.owe(connection)
         return gone
@@ -233,7 +219,7 @@ class Store:
     def drop_damaged(self, checkpoint_id: int, spec: StateSpec) -> int:
         """Remove a checkpoint that cannot be read, and all that stand on what is damaged of it. Returns how many."""
         with database.writing(self._engine, self.file) as connection:
-            return damage.drop(connection, checkpoint_id, spec)
+            return commits.drop(connection, checkpoint_id, spec)
 
     def rewrite(self, turn_id: str, ids: Line, text: Passage, checkpoint: Encoded) -> Placed | None:
         """Give a turn the ids and the text that later requests render for it, and the state after them.
@@ -322,15 +308,17 @@ class Store:
             session_rows.rename_session(connection, session_id, self.domain, title)
             return self.session_in(connection, session_id)
 
-    def search(self, text: str, limit: int, after: str | None = None, *, within_s: float = math.inf) -> search.Found:
-        """Find the sessions that have all words of a text, as search.find does. Raises UnknownSession."""
-        return search.find(self.reading, self.domain, text, limit, after, within_s)
+    def search(
+        self, text: str, limit: int, after: str | None = None, *, within_s: float = math.inf
+    ) -> session_rows.Found:
+        """Find the sessions that have all words of a text, as `find` among the rows does. Raises UnknownSession."""
+        return session_rows.find(self.reading, self.domain, text, limit, after, within_s)
 
     def collect(self, quota: int | None = None, *, dry_run: bool = False) -> retention.Collected:
         """Let checkpoints go until those left take at most `quota` bytes (default: the store's own), and give the
         space back to the disk. Pinned sessions keep theirs, even above the quota. dry_run: only say what would go."""
         limit = self.quota if quota is None else quota
-        return collecting.collect(self._engine, self.file, self.room, limit, dry_run=dry_run)
+        return commits.collect(self._engine, self.file, self.room, limit, dry_run=dry_run)
 
     def turns(self, session_id: str) -> list[Turn]:
         """The tree of a session: all its turns, parents before their children. Raises UnknownSession."""
@@ -391,7 +379,7 @@ class Store:
 
         Whether sessions are left to be counted.
         """
-        return collecting.settle(self._engine, self.file, self.room)
+        return commits.settle(self._engine, self.file, self.room)
 
     def move_log(self) -> None:
         """Move what was committed from the log into the file, and no more."""

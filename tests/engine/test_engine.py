@@ -35,7 +35,7 @@ from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part
 from ssmd.runtime.protocol import Handle, Program, StateLost, get_runtime
 from ssmd.sessions.fsck.repair import check
-from ssmd.sessions.rows import collecting
+from ssmd.sessions.rows import commits
 from ssmd.sessions.rows.checkpoints import Placed
 from ssmd.sessions.rows.schema import checkpoint, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
@@ -373,7 +373,7 @@ def test_what_could_not_be_written_ahead_comes_with_its_turn(
 
 def test_all_sizes_are_counted_when_nobody_comes(engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an upgrade, where none is known."""
-    monkeypatch.setattr(collecting, "_COUNTED_WHEN_IDLE", 2)
+    monkeypatch.setattr(commits, "_COUNTED_WHEN_IDLE", 2)
     monkeypatch.setattr(writer_module, "IDLE_S", 0.05)
     for i in range(5):
         ask(engine, user(f"Hello {i}"))

@@ -217,7 +217,7 @@ def test_a_turn_that_was_continued_is_not_rewritten(loaded: tuple[Artifact, Prog
             before = raw.execute("SELECT * FROM turn ORDER BY seq").fetchall()
         raw.close()
         from ssmd.sessions.checkpoint import NewCheckpoint
-        from ssmd.sessions.rows.encoded import encode
+        from ssmd.sessions.rows.blobs import encode
 
         state = loaded[1].new_state()
         loaded[1].prefill(state, [5, 6, 7])

@@ -19,8 +19,8 @@ from keeping import Chat, assert_same, new_store, state_of
 
 from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.fsck.repair import check
-from ssmd.sessions.rows import room
-from ssmd.sessions.rows.faults import DiskFull
+from ssmd.sessions.rows import disk_space
+from ssmd.sessions.rows.database import DiskFull
 from ssmd.sessions.store import Store
 
 WIDE = StateSpec((TensorSpec("ssm_0", "ssm", 0, (100, 2500)),))  # 1 MB for each checkpoint
@@ -67,9 +67,9 @@ def talk(store: Store, session: str, turns: int) -> Chat:
     return chat
 
 
-@pytest.mark.parametrize("low", [room.LOW_BYTES, 0], ids=["the log is short", "all is in the log"])
+@pytest.mark.parametrize("low", [disk_space.LOW_BYTES, 0], ids=["the log is short", "all is in the log"])
 def test_words_are_kept_and_removing_gives_room(disk: Path, low: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LOW_BYTES", low)
+    monkeypatch.setattr(disk_space, "LOW_BYTES", low)
     data = disk / "data"
     store = new_store(data)
     assert store.room.reserve()
@@ -99,7 +99,7 @@ def test_words_are_kept_and_removing_gives_room(disk: Path, low: int, monkeypatc
 
     (disk / "filler").unlink()
     assert store.room.restock()
-    assert (data / room.FILE).stat().st_size == room.RESERVE_BYTES
+    assert (data / disk_space.FILE).stat().st_size == disk_space.RESERVE_BYTES
     done = chat.say("after", last, "and now", "all is well")
     assert done.full is None
     number, ids = chat.ends["after"]
@@ -125,7 +125,7 @@ def test_words_leave_what_removing_needs(disk: Path) -> None:
         last, kept = f"more{kept}", kept + 1
     fill(disk)
     assert kept > 20
-    assert (data / room.FILE).stat().st_size == room.FOR_REMOVAL
+    assert (data / disk_space.FILE).stat().st_size == disk_space.FOR_REMOVAL
     assert [t.id for t in store.path(last)][-1] == last, "what was said to be kept is"
     assert ssmd(data, "rm", "s1").returncode == 0
     assert free(disk) > 4_000_000
@@ -161,7 +161,7 @@ def test_a_daemon_goes_on_and_is_killed(disk: Path, artifacts: TinyArtifacts) ->
         assert say("Is there room?")["resume"] == "exact"
         assert daemon.get("/health")[1]["status"] == "ok"
         assert daemon.chat(said[:-1], max_tokens=8).usage["prompt_tokens_details"]["cached_tokens"] > 100
-    assert (data / room.FILE).stat().st_size == room.RESERVE_BYTES
+    assert (data / disk_space.FILE).stat().st_size == disk_space.RESERVE_BYTES
     assert not check(data).damages
 
 

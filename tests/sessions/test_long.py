@@ -28,7 +28,7 @@ from keeping import (
 from ssmd.sessions.checkpoint import NewCheckpoint, Scope
 from ssmd.sessions.files.transfer import Local, export_session, import_session
 from ssmd.sessions.line import NOTHING, SILENCE
-from ssmd.sessions.rows.encoded import Encoded, encode
+from ssmd.sessions.rows.blobs import Encoded, encode
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, conversation
 

@@ -21,7 +21,7 @@ from sqlalchemy import event
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import NOTHING, SILENCE
 from ssmd.sessions.match import Chain, Echo, continues
-from ssmd.sessions.rows.echoes import read_echoed
+from ssmd.sessions.rows.snapshot import read_echoed
 from ssmd.sessions.rows.turns import to_micros
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import UnknownSession

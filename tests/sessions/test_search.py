@@ -12,7 +12,7 @@ from keeping import Chat, user
 
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.files.transfer import export_session, import_session
-from ssmd.sessions.rows import search
+from ssmd.sessions.rows import sessions
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, UnknownSession
@@ -96,7 +96,7 @@ def test_it_goes_on_where_it_ended(store: Store) -> None:
 
 
 def test_a_search_that_takes_too_long_says_where_it_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "TURNS_AT_ONCE", 20)
+    monkeypatch.setattr(sessions, "TURNS_AT_ONCE", 20)
     for i in range(6):
         chat = Chat(store, f"s{i}")
         parent = None

@@ -42,8 +42,8 @@ from ssmd.sessions.checkpoint import NewCheckpoint, Scope
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage, anchor, anchors
 from ssmd.sessions.match import Chain
 from ssmd.sessions.rows import blobs as blobs_module
+from ssmd.sessions.rows.blobs import encode
 from ssmd.sessions.rows.database import FILE
-from ssmd.sessions.rows.encoded import encode
 from ssmd.sessions.rows.schema import checkpoint, metadata, piece, segment
 from ssmd.sessions.store import Patience, Store
 from ssmd.sessions.turn import NewTurn, Removed, SessionInfo, StoreError, UnknownSession

@@ -29,7 +29,7 @@ from ssmd.machine.size import show_size
 from ssmd.sessions.files.packing import States
 from ssmd.sessions.files.sessionfile import SessionFileError
 from ssmd.sessions.files.transfer import Local, export_session, import_session
-from ssmd.sessions.rows.search import words_of
+from ssmd.sessions.rows.sessions import words_of
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Session, StoreError, Turn, UnknownSession, UnknownTurn, check_id, title_problem
 

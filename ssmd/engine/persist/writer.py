@@ -16,8 +16,8 @@ from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
-from ssmd.sessions.rows.encoded import Encoded, encode
-from ssmd.sessions.rows.faults import DiskFull, Locked
+from ssmd.sessions.rows.blobs import Encoded, encode
+from ssmd.sessions.rows.database import DiskFull, Locked
 from ssmd.sessions.store import Committed, Patience, Store
 from ssmd.sessions.turn import NewTurn, Removed, SessionInfo, StoreError
 from ssmd.text.messages import Message

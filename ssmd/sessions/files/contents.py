@@ -21,7 +21,7 @@ from ssmd.sessions.files.document import (
 from ssmd.sessions.files.sessionfile import SessionFileReader
 from ssmd.sessions.files.turns import moment_of, read_turns
 from ssmd.sessions.line import NOTHING, Line
-from ssmd.sessions.rows.encoded import Encoded, encode
+from ssmd.sessions.rows.blobs import Encoded, encode
 from ssmd.sessions.turn import NewTurn
 
 MAX_STATE_FACTOR = 4  # bytes of all states, each with the rows that it cannot share, over the size of the file; and

@@ -13,7 +13,7 @@ from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import NewCheckpoint, Scope
 from ssmd.sessions.files.contents import Mark
 from ssmd.sessions.line import Ids, Line
-from ssmd.sessions.rows.encoded import Encoded, encode
+from ssmd.sessions.rows.blobs import Encoded, encode
 from ssmd.sessions.turn import NewTurn
 from ssmd.text.tokenizer import Tokenizer
 

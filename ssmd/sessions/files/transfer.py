@@ -19,7 +19,7 @@ from ssmd.sessions.files.packing import Exported, States, pack
 from ssmd.sessions.files.rereading import Rereader
 from ssmd.sessions.files.sessionfile import SessionFileError, SessionFileReader, open_session_file
 from ssmd.sessions.line import NOTHING, SILENCE
-from ssmd.sessions.rows.encoded import Encoded
+from ssmd.sessions.rows.blobs import Encoded
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo
 

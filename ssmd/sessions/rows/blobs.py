@@ -4,7 +4,7 @@ Recurrent data is all conv and ssm tensors in the order of the spec, flattened a
 token in the order of `StateSpec.row_columns`. Encodings (docs/state-layout.md):
 
     raw/float16, raw/float32    little-endian values as they are; KV rows [rows, tensors x kv_heads x head_dim]
-    float16, float32            written by the first version: codec.py; KV rows [tensor, kv_heads, rows, head_dim]
+    float16, float32            written by the first version: `unpack`; KV rows [tensor, kv_heads, rows, head_dim]
 
 Compression gave 0.85 to 0.87 of the size and cost more time than all the rest of a restore: docs/decisions.md.
 """
@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import xxhash
+import zstandard
 from numpy.typing import NDArray
 
 from ssmd.model.state import DTYPES, Part, State, StateError, StateSpec, TensorSpec
-from ssmd.sessions.rows import codec
+from ssmd.sessions.checkpoint import KINDS, CheckpointKind, NewCheckpoint, Scope, prefix_keys
+from ssmd.sessions.line import anchor
 
 BLOB_BYTES = 1 << 20  # of one row of the database: read, verified and taken in while it is in the processor's cache
 SEGMENT_ROWS = 128  # at least, up to 4 times as many bytes: fewer are scattered over a runtime's caches too slowly
@@ -170,7 +173,7 @@ def _values(blob: Blob, count: int) -> Array:
             raise StateError(f"{len(blob.data)} bytes are not {count} values of {name}")
         return np.frombuffer(blob.data, dtype)
     out = np.empty(count, dtype)
-    codec.unpack(bytes(blob.data), out)
+    unpack(bytes(blob.data), out)
     return out
 
 
@@ -238,3 +241,154 @@ def joined(parts: Iterator[Part], spec: StateSpec, position: int) -> State:
             else:
                 tensors[name] = array
     return State(position, 0, tensors | {name: np.concatenate(found, axis=1) for name, found in rows.items()})
+
+
+class CodecError(ValueError):
+    """Packed bytes are damaged or are not what they were declared to be."""
+
+
+def planes(packed: bytes, count: int, itemsize: int) -> list[NDArray[np.uint8]]:
+    """The byte planes, [count] each, of `count` packed values. Raises CodecError; allocates no more than expected.
+
+    Of `planes-zstd/1`, the codec of the first version's numbers: read, not written any more. The bytes of an array are
+    split into planes (a float32 array of n values: all lowest bytes, ..., all highest), each a zstd frame or, where
+    that is not smaller, as it is.
+
+        packed = length of each plane as stored (u32 little-endian, one for each), then the planes
+        a plane stored in n bytes is the plane itself, in fewer a zstd frame of it
+    """
+    table = 4 * itemsize
+    if len(packed) < table:
+        raise CodecError(f"{len(packed)} bytes are too few for the table of planes")
+    lengths = struct.unpack_from(f"<{itemsize}I", packed)
+    if table + sum(lengths) != len(packed):
+        raise CodecError(f"planes of {lengths} bytes do not make {len(packed)} bytes")
+    decompressor = zstandard.ZstdDecompressor()
+    view, at, found = memoryview(packed), table, []
+    for length in lengths:
+        stored = view[at : at + length]
+        at += length
+        plane = stored if length == count else _decompress(decompressor, stored, count)
+        found.append(np.frombuffer(plane, np.uint8))
+    return found
+
+
+def _decompress(decompressor: zstandard.ZstdDecompressor, frame: memoryview, count: int) -> bytes:
+    try:
+        # The declared size is checked before anything of that size is allocated: a frame may lie.
+        declared = zstandard.get_frame_parameters(frame).content_size
+        if declared != count:
+            raise CodecError(f"a frame declares {declared} bytes, {count} are expected")
+        plane = decompressor.decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as err:
+        raise CodecError(f"zstd: {err}") from err
+    if len(plane) != count:
+        raise CodecError(f"a frame holds {len(plane)} bytes, {count} are expected")
+    return plane
+
+
+def join(parts: list[NDArray[np.uint8]], out: NDArray[Any]) -> None:
+    """Write planes into `out`, whose last axis is contiguous; the planes count as in `out`'s C order."""
+    octets = out.view(np.uint8)  # [..., d * itemsize]
+    for i, plane in enumerate(parts):
+        octets[..., i :: len(parts)] = plane.reshape(out.shape)
+
+
+def unpack(packed: bytes, out: NDArray[Any]) -> None:
+    """Unpack into a whole array or a slice of one (last axis contiguous). Raises CodecError."""
+    join(planes(packed, out.size, out.dtype.itemsize), out)
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A checkpoint ready to be written. `parent` is an id, the key of one on its way, or None."""
+
+    scope: Scope
+    producer: str
+    kind: CheckpointKind
+    spec: StateSpec
+    position: int
+    key: bytes
+    anchor: bytes
+    parent: int | bytes | None
+    since: int  # KV rows from here on
+    parent_key: bytes | None  # what the parent's key must be, as it holds the rows below `since`
+    origin: str | None
+    turn: str | None
+    owner: str
+    pieces: tuple[Blob, ...]
+    segments: tuple[Blob, ...]
+
+    @property
+    def recurrent_nbytes(self) -> int:
+        return sum(len(b.data) for b in self.pieces)
+
+    @property
+    def rows_nbytes(self) -> int:
+        return sum(len(b.data) for b in self.segments)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that committing it adds to the store."""
+        return self.recurrent_nbytes + self.rows_nbytes
+
+    @property
+    def has_data(self) -> bool:
+        return all(b.data for b in (*self.pieces, *self.segments))
+
+    def without_data(self) -> Encoded:
+        """Drop the data once it is stored; what linking the checkpoint takes stays."""
+
+        def emptied(blobs: tuple[Blob, ...]) -> tuple[Blob, ...]:
+            return tuple(replace(b, data=b"") for b in blobs)
+
+        return replace(self, pieces=emptied(self.pieces), segments=emptied(self.segments))
+
+
+def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: StateSpec) -> Encoded:
+    """Prepare and hash everything that committing `checkpoint` needs.
+
+    It touches no database, and may run on any thread as soon as the state was saved. Raises StateError if the state is
+    not one of `spec` at this position, or not finite; ValueError if ids and position disagree.
+    """
+    state, parent = checkpoint.state, checkpoint.parent
+    ids = checkpoint.ids
+    if checkpoint.kind not in KINDS:
+        raise ValueError(f"checkpoint kind {checkpoint.kind!r}, expected one of {KINDS}")
+    if not 1 <= state.position == len(ids):
+        raise ValueError(f"a checkpoint at position {state.position} needs that many ids, not {len(ids)}")
+    if scope.layout != spec.digest():
+        raise StateError(f"scope of layout {scope.layout} does not belong to a state of layout {spec.digest()}")
+    if spec.rows and (parent is None) != (state.since == 0):
+        raise StateError(f"a state with rows from {state.since} on needs {'a' if state.since else 'no'} parent")
+    if isinstance(parent, NewCheckpoint) and spec.rows and parent.state.position != state.since:
+        raise StateError(f"rows start at {state.since}, the parent ends at {parent.state.position}")
+    state.check(spec)
+    mark = anchor(state.position)
+    anchor_key, key = prefix_keys(scope.layout, scope.lineage, ids, [mark, state.position])
+    above: int | bytes | None = None
+    parent_key = None
+    if isinstance(parent, NewCheckpoint):
+        (above,) = prefix_keys(scope.layout, scope.lineage, parent.ids, [parent.state.position])
+    else:
+        above = parent
+    if spec.rows and parent is not None:
+        (parent_key,) = prefix_keys(scope.layout, scope.lineage, ids, [state.since])
+    pieces, segments = cut(state, spec)
+    return Encoded(
+        scope=scope,
+        producer=producer,
+        kind=checkpoint.kind,
+        spec=spec,
+        position=state.position,
+        key=key,
+        anchor=anchor_key,
+        parent=above,
+        since=state.since if spec.rows else 0,
+        parent_key=parent_key,
+        origin=checkpoint.origin,
+        turn=checkpoint.turn,
+        owner=checkpoint.owner,
+        pieces=pieces,
+        segments=segments,
+    )

@@ -13,17 +13,28 @@ from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Found, Scope, digest, prefix_keys
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, anchors
-from ssmd.sessions.rows.blobs import dtype_of
-from ssmd.sessions.rows.encoded import Encoded
+from ssmd.sessions.rows.blobs import Encoded, dtype_of
 from ssmd.sessions.rows.holding import add_stored_bytes
 from ssmd.sessions.rows.parts import segments_of
-from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, layout, piece, segment, turn_checkpoint
+from ssmd.sessions.rows.schema import by, checkpoint, checkpoint_segment, layout, piece, seen, segment, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
-from ssmd.sessions.rows.seen import by, seen
 from ssmd.sessions.rows.turns import as_they_are
 from ssmd.sessions.turn import StoreError
 
 _BATCH = 500  # keys in one statement
+
+SHARE = 8  # of the quota they have one part in so many
+_UNBOUNDED = 1 << 30  # bytes, where there is no quota
+
+
+# Built once: putting a statement together takes longer than running it.
+_c = checkpoint.c
+_LINKS = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint == _c.id)
+_LOOSE = (
+    select(_c.id, _c.recurrent_nbytes, _c.rows_nbytes)
+    .where(~_LINKS.exists())
+    .order_by(_c.last_used_at.desc(), _c.id.desc())
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,6 @@ class Placed:
     why_not: str = ""
 
 
-# Built once: putting a statement together takes longer than running it.
-_c = checkpoint.c
 _NEAR = (
     select(_c.position)
     .where(
@@ -338,3 +347,19 @@ def sweep(connection: Connection, candidates: Collection[int]) -> None:
             freed += connection.scalars(select(func.coalesce(func.sum(segment.c.nbytes), 0)).where(*unused)).one()
             connection.execute(delete(segment).where(*unused))
         add_stored_bytes(connection, -freed)
+
+
+def bound(connection: Connection, quota: int | None, used: int | None, keep: Collection[int]) -> int:
+    """Remove those used longest ago, as far as all take more than their share; how many. used: one that just was.
+
+    keep: ids of those whose turn may still come.
+    """
+    if used is not None:
+        connection.execute(_USED, {"number": used, "now": time.time_ns() // 1000})
+    most, nbytes, gone = _UNBOUNDED if quota is None else quota // SHARE, 0, list[int]()
+    for number, recurrent, rows in connection.execute(_LOOSE).all():
+        nbytes += recurrent + rows
+        if nbytes > most and number not in keep:
+            gone.append(number)
+    sweep(connection, gone)
+    return len(gone)

@@ -6,22 +6,34 @@ StoreErrors, on which the transaction is to be given up.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Engine, delete, select
 
+from ssmd.machine.progress import tell
+from ssmd.model.state import StateSpec
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import erasure, growth, holding, replies, retention, sessions, turns
-from ssmd.sessions.rows.checkpoints import Placed
-from ssmd.sessions.rows.encoded import Encoded
+from ssmd.sessions.rows import database, erasure, growth, holding, replies, retention, sessions, turns
+from ssmd.sessions.rows.blobs import Encoded, is_genuine
+from ssmd.sessions.rows.checkpoints import Placed, sweep
+from ssmd.sessions.rows.database import DiskFull
+from ssmd.sessions.rows.disk_space import Room
+from ssmd.sessions.rows.holding import batches, count_again
+from ssmd.sessions.rows.parts import DamagedState, read_parts, segments_of
+from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, turn, turn_checkpoint
+from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
 from ssmd.text.messages import Message
 
 _LEAST_TEXT_BYTES = 1 << 30
+
+_COUNTED_WHEN_IDLE = 100  # sessions; some milliseconds each
 
 
 def check(session: SessionInfo, new: Sequence[NewTurn], checkpoints: Sequence[Encoded]) -> None:
@@ -130,3 +142,96 @@ def _bound_text(connection: Connection, quota: int | None) -> None:
         raise StoreError(
             f"what was said takes {nbytes} of {bound} bytes; remove sessions with `ssmd session rm`, or raise the quota"
         )
+
+
+def drop(connection: Connection, checkpoint_id: int, spec: StateSpec) -> int:
+    """Remove a checkpoint that cannot be read, and those that list KV rows of it that were altered. Returns how many.
+
+    It is read once more first: what was a slip of the memory harms nothing.
+    """
+    if _is_sound(connection, checkpoint_id, spec):
+        return 0
+    listed, altered = [], []
+    columns = (segment.c.id, segment.c.checksum, segment.c.data)
+    with contextlib.closing(connection.execute(segments_of(checkpoint_id, *columns))) as rows:
+        for row in rows:
+            listed.append(row.id)
+            if not isinstance(row.data, bytes) or not is_genuine(row.data, row.checksum):
+                altered.append(row.id)
+    c = checkpoint_segment.c
+    listing = select(checkpoint.c.id).join(checkpoint_segment, c.checkpoint == checkpoint.c.id)
+    doomed = {checkpoint_id}
+    for some in batches(altered):
+        doomed.update(connection.scalars(listing.where(c.segment.in_(some))))
+    sharing = set(doomed)
+    for some in batches(listed):
+        sharing.update(connection.scalars(listing.where(c.segment.in_(some))))
+    sessions: set[str] = set()
+    link = turn_checkpoint.c
+    for some in batches(sorted(sharing)):
+        linked = select(turn.c.session).join(turn_checkpoint, link.turn == turn.c.id).where(link.checkpoint.in_(some))
+        sessions.update(connection.scalars(linked.distinct()))
+    for some in batches(sorted(doomed)):
+        connection.execute(delete(turn_checkpoint).where(link.checkpoint.in_(some)))
+    sweep(connection, doomed)
+    count_again(connection, sessions)
+    return len(doomed)
+
+
+def _is_sound(connection: Connection, checkpoint_id: int, spec: StateSpec) -> bool:
+    """Whether it can be read. Raises StoreError if it is not there any more."""
+    try:
+        _, parts = read_parts(connection, checkpoint_id, spec)
+        with contextlib.closing(parts):
+            for _ in parts:
+                pass
+    except DamagedState:
+        return False
+    return True
+
+
+def collect(engine: Engine, file: Path, room: Room, limit: int | None, *, dry_run: bool) -> retention.Collected:
+    """Let checkpoints go until those left take at most `limit` bytes. dry_run: only say what would go."""
+    done = retention.Collected(quota=limit)
+    with database.reading(engine, file) as connection:
+        above = 0 if limit is None or dry_run else holding.stored_bytes(connection) - limit
+    while True:
+        tell(done.nbytes, above)
+        try:
+            with database.writing(engine, file) as connection:
+                more = retention.collect(connection, limit, dry_run=dry_run)
+        except DiskFull:
+            if dry_run:
+                raise
+            more = room.removing(lambda connection: retention.collect(connection, limit, dry_run=False))
+        done = done.and_then(more)
+        if dry_run:
+            return done
+        if not more.nbytes:
+            break
+        # In parts, so that the log stays small, and a daemon gets its turn.
+        _give_back(engine, file, room)
+    _give_back(engine, file, room)
+    room.restock()
+    return done
+
+
+def settle(engine: Engine, file: Path, room: Room) -> bool:
+    """Count some of the sessions whose sizes sharing changed, and settle the log. Whether more are to be counted."""
+    with database.reading(engine, file) as connection:
+        unknown = select(session_table.c.id).where(session_table.c.own_nbytes.is_(None)).limit(1)
+        some = connection.execute(unknown).first() is not None
+    counted = 0
+    if some:
+        with database.writing(engine, file) as connection:
+            counted = holding.count_sizes(connection, at_most=_COUNTED_WHEN_IDLE)
+    room.for_words(lambda: database.settle(engine, file, idle=True))  # which lets the file grow
+    return counted == _COUNTED_WHEN_IDLE
+
+
+def _give_back(engine: Engine, file: Path, room: Room) -> None:
+    try:
+        database.give_back(engine, file)
+    except DiskFull:
+        room.give_up(0)
+        database.shrink(engine, file)

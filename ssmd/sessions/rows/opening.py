@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine, inspect, text
 
 from ssmd.machine import lockfile
-from ssmd.sessions.rows import database, migrate, room
-from ssmd.sessions.rows.faults import DiskFull
+from ssmd.sessions.rows import database, disk_space
+from ssmd.sessions.rows.database import DiskFull
 from ssmd.sessions.turn import StoreError
+
+HEAD = "0011"  # the newest revision; a test compares it with the files
 
 
 def open_store(data_dir: Path, *, busy_ms: int) -> tuple[Engine, Path]:
@@ -21,7 +23,7 @@ def open_store(data_dir: Path, *, busy_ms: int) -> tuple[Engine, Path]:
     try:
         return _open(data_dir, busy_ms)
     except DiskFull:  # the log's index takes 32 kB
-        if not room.cut(data_dir, room.FOR_REMOVAL) and not room.cut(data_dir, 0):
+        if not disk_space.cut(data_dir, disk_space.FOR_REMOVAL) and not disk_space.cut(data_dir, 0):
             raise
         return _open(data_dir, busy_ms)
 
@@ -31,12 +33,12 @@ def _open(data_dir: Path, busy_ms: int) -> tuple[Engine, Path]:
     engine = database.open_database(data_dir, busy_ms=busy_ms)
     try:
         with database.reading(engine, file) as connection:
-            revision = migrate.current(connection)
-        if revision != migrate.HEAD:
+            revision = current(connection)
+        if revision != HEAD:
             if revision is not None:
                 _check_unused(data_dir, file)
             with database.migrating(engine, file) as connection:
-                migrate.upgrade(connection, file)
+                upgrade(connection, file)
     except BaseException:
         engine.dispose()
         raise
@@ -55,3 +57,41 @@ def _check_unused(data_dir: Path, file: Path) -> None:
             f"{file} is of an older ssmd, whose daemon{process} still runs; nothing was changed: end that daemon "
             "first, with `ssmd stop`"
         )
+
+
+def migrations_dir() -> Path:
+    """Where the revisions are: inside the package when it was installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    for folder in (package / "migrations", package.parent / "migrations"):
+        if (folder / "env.py").is_file():
+            return folder
+    raise StoreError(f"the database revisions are missing from {package / 'migrations'}; install ssmd again")
+
+
+def current(connection: Connection) -> str | None:
+    """Read the database's revision, None if it has no tables yet."""
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    revision: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    return revision
+
+
+def upgrade(connection: Connection, file: Path) -> None:
+    """Bring the tables to HEAD inside the caller's transaction. Raises StoreError on a revision that is not known."""
+    revision = current(connection)
+    if revision == HEAD:
+        return
+    from alembic import command  # 0.2 s to import, and only needed when something is to be done
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(migrations_dir()).replace("%", "%%"))
+    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    if revision is not None and revision not in known:
+        raise StoreError(
+            f"{file} was written by a newer ssmd (revision {revision!r}; this one knows up to {HEAD}); "
+            "nothing was changed: install the newer version, or use another data directory"
+        )
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

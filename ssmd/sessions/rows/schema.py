@@ -7,6 +7,8 @@ text holds a NUL, which not every database takes.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -21,8 +23,12 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    bindparam,
+    or_,
     text,
 )
+
+from ssmd.sessions.domain import Domain
 
 metadata = MetaData(
     naming_convention={
@@ -187,3 +193,14 @@ total = Table(
     Column("name", String(16), primary_key=True),  # 'checkpoints': bytes of all pieces and segments; 'turns'
     Column("nbytes", BigInteger, nullable=False),
 )
+
+
+def seen(owner: Any) -> Any:
+    """The condition that a row with this column is seen; `by` gives a statement its values."""
+    return or_(bindparam("everybody", type_=Boolean), owner.in_(bindparam("owners", expanding=True)))
+
+
+def by(domain: Domain) -> dict[str, Any]:
+    """Values of the condition."""
+    everybody = domain.sees is None
+    return {"everybody": everybody, "owners": ("",) if everybody else domain.sees}  # of an empty list is a query made

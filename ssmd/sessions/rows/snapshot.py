@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, bindparam, literal, select
 
 from ssmd.sessions.checkpoint import Found, Scope
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line
-from ssmd.sessions.rows import echoes, lines, sessions, turns
-from ssmd.sessions.rows.echoes import Echoed
-from ssmd.sessions.turn import SessionInfo, StoreError, Turn
+from ssmd.sessions.match import Echo, continues
+from ssmd.sessions.rows import sessions, turns
+from ssmd.sessions.rows.checkpoints import find
+from ssmd.sessions.rows.schema import by, seen
+from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.schema import turn as turn_table
+from ssmd.sessions.rows.turns import as_they_are, is_unicode, read_path, read_turn, turn_of
+from ssmd.sessions.turn import SessionInfo, StoreError, Turn, UnknownSession
 from ssmd.text.messages import Message
+
+_MOST = 4096  # turns read at once
+_t = turn_table.c
+
+_MAX_TRIED = 64  # stored conversations that are compared with a request
+_MAX_FORKS = 1000  # that have its beginning from elsewhere, those used last
+_FEW, _MANY = 8, 500  # answers looked up at once, the last ones first: mostly the very last is the one
+_LONG = re.compile("[0-9]{16}")
 
 
 class Snapshot:
@@ -33,7 +49,7 @@ class Snapshot:
         """
         if session is not None:
             sessions.session_row(self._connection, session, self._domain)
-        return echoes.read_echoed(self._connection, messages, session, self._domain)
+        return read_echoed(self._connection, messages, session, self._domain)
 
     def info(self, session_id: str) -> SessionInfo:
         """What a session is, without its sizes, which may have to be counted. Raises UnknownSession."""
@@ -43,7 +59,7 @@ class Snapshot:
         self, messages: Sequence[Message], turn: Turn
     ) -> tuple[Turn | None, int, Mapping[str, Sequence[Message]]]:
         """What a request says of an altered turn that it echoes: as echoes.read_heard."""
-        return echoes.read_heard(self._connection, messages, turn)
+        return read_heard(self._connection, messages, turn)
 
     def first(self, turn: Turn) -> Message:
         """The first message of a turn's conversation. Raises StoreError if it cannot be read."""
@@ -84,11 +100,226 @@ class Snapshot:
         came with it. skip: ids of checkpoints to pass over, as those that could not be loaded. Raises StoreError if
         stored ids that are needed were altered.
         """
-        return lines.resume(self._connection, scope, ids, stem, session, self._domain, skip)
+        return resume(self._connection, scope, ids, stem, session, self._domain, skip)
 
     def reach(self, ids: Line, stem: str | None, position: int) -> tuple[Line, str | None]:
         """The same line with its ids from `position` on at hand, and the turn at which those begin, as by `resume`.
 
         Raises StoreError if stored ids that are needed were altered.
         """
-        return lines.reach(self._connection, ids, stem, position)
+        return reach(self._connection, ids, stem, position)
+
+
+def _stems() -> Any:
+    """A turn and those that it grew from, at most `:most`, the deepest first."""
+    first = select(_t.id, _t.stem, literal(1).label("n")).where(_t.id == bindparam("turn"))
+    walk = first.cte("stems", recursive=True)
+    walk = walk.union_all(
+        select(_t.id, _t.stem, walk.c.n + 1).where(_t.id == walk.c.stem, walk.c.n < bindparam("most"))
+    )
+    return select(turn_table).join(walk, walk.c.id == _t.id).order_by(walk.c.n)
+
+
+_STEMS = _stems()
+
+
+def resume(
+    connection: Connection,
+    scope: Scope,
+    ids: Line,
+    stem: str | None,
+    session: str | None,
+    domain: Domain,
+    skip: Collection[int],
+) -> tuple[Found | None, Line, str | None]:
+    """(checkpoint, line, stem): the deepest checkpoint for a prompt, with all ids at hand that are to be fed after it.
+
+    stem: the turn whose ids end where those at hand begin; None at the beginning. Of what is stored only that is read
+    which is to be fed. Without a checkpoint all ids are at hand. Raises StoreError if some of them were altered.
+    """
+    most = 1
+    while True:
+        found = find(connection, scope, ids, session, domain, skip)
+        if found is not None or stem is None:
+            return found, ids, stem
+        ids, stem = _before(connection, ids, stem, most)
+        most = min(4 * most, _MOST)
+
+
+def reach(connection: Connection, ids: Line, stem: str | None, position: int) -> tuple[Line, str | None]:
+    """(line, stem): the line with its ids from `position` on at hand; stem as in `resume`. Raises StoreError."""
+    most = 1
+    while stem is not None and ids.start > position:
+        ids, stem = _before(connection, ids, stem, most)
+        most = min(4 * most, _MOST)
+    return ids, stem
+
+
+def _before(connection: Connection, ids: Line, stem: str, most: int) -> tuple[Line, str | None]:
+    """The line with more ids at hand: those of its stem, and of up to `most` turns in all; and the stem before."""
+    with as_they_are(connection):
+        rows = connection.execute(_STEMS, {"turn": stem, "most": most}).all()
+    turns = [turn_of(row) for row in rows]
+    if not turns:
+        raise StoreError(f"there is no turn {stem!r} any more")
+    start, before = ids.start, ids.before
+    for turn in turns:
+        if not turn.sound or len(turn.ids) != start or turn.ids.hash(start) != before:
+            raise StoreError(f"the tokens of turn {turn.id!r} are not those that were written")
+        start, before = turn.ids.start, turn.ids.before
+    return ids.after([turn.ids for turn in reversed(turns)]), turns[-1].stem
+
+
+@dataclass(frozen=True)
+class Echoed:
+    """A stored turn that a request continues. length: of its conversation, in messages.
+
+    stored: those messages, None if the request says them as they were said.
+    """
+
+    session: str
+    turn: str
+    length: int
+    stored: tuple[Message, ...] | None
+
+
+def _queries() -> tuple[Any, Any]:
+    """Turns by `:chains`, the best first: of their owners; and those of `:turns` that forks began with."""
+    t, s = turn_table.c, session_table.c
+    columns = select(t.id, t.seq, t.depth, t.root, t.length, t.chain, t.whole, s.id.label("session"), s.last_used_at)
+    columns = columns.add_columns((s.head == t.id).label("is_head"), (s.imported != "").label("imported"))
+    mine = seen(s.owner)
+    chains: Any = bindparam("chains", expanding=True)
+    order = (t.length.desc(), s.imported != "", s.last_used_at.desc(), (s.head == t.id).desc(), t.seq.desc())
+    owned = columns.join(session_table, s.id == t.session).where(t.chain.in_(chains), seen(t.owner), mine)
+    owned = owned.order_by(*order).limit(_MAX_TRIED)
+
+    roots: Any = bindparam("roots", expanding=True)
+    turns: Any = bindparam("turns", expanding=True)
+    begun = select(s.id, s.base).where(s.root.in_(roots), mine)
+    forks = begun.order_by(s.last_used_at.desc()).limit(_MAX_FORKS).subquery()
+    ends = select(forks.c.base, t.id, t.parent, t.depth).join(forks, t.id == forks.c.base).distinct()
+    walk = ends.cte("walk", recursive=True)  # once for all forks that begin at one turn, as far as need be
+    walk = walk.union_all(
+        select(walk.c.base, t.id, t.parent, t.depth).where(t.id == walk.c.parent, walk.c.depth > bindparam("least"))
+    )
+    inherited = columns.select_from(walk).join(turn_table, t.id == walk.c.id).join(forks, forks.c.base == walk.c.base)
+    inherited = inherited.join(session_table, s.id == forks.c.id).where(t.id.in_(turns))
+    return owned, inherited
+
+
+_OWNED, _INHERITED = _queries()  # built once: putting a statement together takes longer than running it
+_OF_ONE = _OWNED.where(session_table.c.id == bindparam("session"))
+_ANYWHERE = select(turn_table.c.id, turn_table.c.depth, turn_table.c.root).where(
+    turn_table.c.chain.in_(bindparam("chains", expanding=True))
+)
+
+
+def read_echoed(
+    connection: Connection, messages: Sequence[Message], session: str | None, domain: Domain
+) -> Echoed | None:
+    """The stored conversation that a request continues, of those that the domain sees; with a `session` only one of
+    that session's.
+    """
+    echo = Echo.of(messages)
+    places = {chain.said: i for i, chain in enumerate(echo.chains)}
+    for chains in _batches([chain.said for chain in echo.chains]):
+        rows = [
+            row
+            for row in _rows(connection, chains, session, domain)
+            if is_unicode(row.id)
+            and is_unicode(row.session)
+            and row.chain in places  # in the row, not in the index alone
+        ]
+        # Of equal chains only a few differ from the echo, in reasoning that it changed.
+        rows.sort(key=lambda r: (places[r.chain], not r.imported, _time(r), r.is_head, r.seq), reverse=True)
+        for row in _verbatim_first(connection, rows, messages[: echo.lengths[places[rows[0].chain]]] if rows else ()):
+            length = echo.lengths[places[row.chain]]
+            if echo.chains[places[row.chain]].whole == row.whole:
+                return Echoed(row.session, row.id, length, None)
+            path = read_path(connection, row.id)
+            stored = tuple(m for turn in path for m in turn.conversation)
+            if len(stored) != length or not all(turn.sound for turn in path):  # the chain says that the words are so
+                return Echoed(row.session, row.id, length, tuple(messages[:length]))
+            if continues(messages, stored):
+                return Echoed(row.session, row.id, length, stored)
+    return None
+
+
+def _verbatim_first(connection: Connection, rows: list[Any], said: Sequence[Message]) -> list[Any]:
+    """Rows with those first whose calls have the very arguments of the echo, of the ones that are first by their chain.
+
+    Numbers of more digits than a double holds may have one chain though they differ.
+    """
+    alike = list(dict.fromkeys(row.id for row in rows if row.chain == rows[0].chain))
+    asked = [call.arguments for m in said for call in m.tool_calls]
+    if len(alike) < 2 or not any(map(_LONG.search, asked)):
+        return rows
+    for name in alike[:_FEW]:
+        stored = [c.arguments for turn in read_path(connection, name) for m in turn.conversation for c in m.tool_calls]
+        if stored == asked:
+            return sorted(rows, key=lambda row: row.id != name)
+    return rows
+
+
+def read_heard(
+    connection: Connection, messages: Sequence[Message], turn: Turn
+) -> tuple[Turn | None, int, dict[str, Sequence[Message]]]:
+    """(turn, length, heard): what a request that echoes an altered turn says of it, and of those above it that are so.
+
+    heard: their messages by their ids, those above first. If it cannot be told which are whose, the turn is the first
+    sound one above, and nothing is heard; None if it is not one that the request echoes. length: messages of the turn's
+    conversation.
+    """
+    echo = Echo.of(messages)
+    lengths = {chain.said: length for chain, length in zip(echo.chains, echo.lengths, strict=True)}
+    altered: dict[str, int] = {}
+    at: Turn | None = turn
+    while at is not None and (not at.sound or lengths.get(at.chain.said) != at.length):
+        if at.sound or at.id in altered:  # what is said to stand above it does not
+            return None, 0, {}
+        altered[at.id] = lengths.get(at.chain.said, -1)
+        try:
+            at = None if at.parent is None else read_turn(connection, at.parent)
+        except UnknownSession:
+            return None, 0, {}
+    end = first = 0 if at is None else at.length
+    heard: dict[str, Sequence[Message]] = {}
+    for name in reversed(altered):
+        if altered[name] <= end:
+            return at, first, {}
+        heard[name] = messages[end : altered[name]]
+        end = altered[name]
+    return turn, end, heard
+
+
+def _batches(chains: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """The last ones first."""
+    end, most = len(chains), _FEW
+    while end > 0:
+        yield list(chains[max(0, end - most) : end])
+        end, most = end - most, _MANY
+
+
+def _rows(connection: Connection, chains: list[bytes], session: str | None, domain: Domain) -> list[Any]:
+    with as_they_are(connection):
+        given: dict[str, Any] = {"chains": chains} | by(domain)
+        if session is None:
+            owned = list(connection.execute(_OWNED, given))
+            found: Sequence[Any] = owned
+        else:
+            owned = list(connection.execute(_OF_ONE, given | {"session": session}))
+            found = connection.execute(_ANYWHERE, {"chains": chains}).all()
+        if not found:
+            return owned
+        given = by(domain) | {
+            "turns": [r.id for r in found],
+            "roots": list({r.root for r in found if is_unicode(r.root)}),
+        }
+        given["least"] = min(r.depth if isinstance(r.depth, int) else 0 for r in found)
+        inherited = connection.execute(_INHERITED, given).all()
+    return owned + [row for row in inherited if session in (None, row.session)]
+
+
+def _time(row: Any) -> int:
+    return row.last_used_at if isinstance(row.last_used_at, int) else 0

@@ -11,7 +11,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssmd.sessions.rows.codec import CodecError, planes, unpack
+from ssmd.sessions.rows.blobs import CodecError, planes, unpack
 
 
 def pack(values: np.ndarray[Any, Any]) -> bytes:

@@ -18,7 +18,7 @@ from alembic.script import ScriptDirectory
 from keeping import Chat
 from standing import held_elsewhere
 
-from ssmd.sessions.rows import migrate
+from ssmd.sessions.rows import opening
 from ssmd.sessions.rows.database import APPLICATION_ID, FILE, PAGE_BYTES
 from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.rows.schema import metadata
@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[3]
 
 def test_head_is_the_newest_revision() -> None:
     config = Config()
-    config.set_main_option("script_location", str(migrate.migrations_dir()))
-    assert ScriptDirectory.from_config(config).get_heads() == [migrate.HEAD]
+    config.set_main_option("script_location", str(opening.migrations_dir()))
+    assert ScriptDirectory.from_config(config).get_heads() == [opening.HEAD]
 
 
 def test_revisions_make_the_tables_of_the_schema(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_revisions_make_the_tables_of_the_schema(tmp_path: Path) -> None:
     with store.reading() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, metadata) == []
-        assert migrate.current(connection) == migrate.HEAD
+        assert opening.current(connection) == opening.HEAD
     store.close()
     # Alembic does not compare these.
     with sqlite3.connect(tmp_path / FILE) as raw:
@@ -88,7 +88,7 @@ def test_a_migration_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     text = (ROOT / "migrations" / "versions" / "0001_sessions.py").read_text()
     (broken / "versions" / "0001_sessions.py").write_text(f"{text}    op.execute('NO SUCH STATEMENT')\n")
     with monkeypatch.context() as patch:
-        patch.setattr(migrate, "migrations_dir", lambda: broken)
+        patch.setattr(opening, "migrations_dir", lambda: broken)
         with pytest.raises(StoreError, match="syntax error"):
             Store.open(tmp_path / "data")
     raw = sqlite3.connect(tmp_path / "data" / FILE)
@@ -159,8 +159,8 @@ def test_the_wheel_carries_the_revisions(wheel: Path, tmp_path: Path) -> None:
     """From an unpacked wheel, away from the checkout, a store is made and migrated."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     program = (
-        "import pathlib, ssmd; from ssmd.sessions import store; from ssmd.sessions.rows import migrate; "
-        "store.Store.open(pathlib.Path('data')).close(); print(migrate.migrations_dir())"
+        "import pathlib, ssmd; from ssmd.sessions import store; from ssmd.sessions.rows import opening; "
+        "store.Store.open(pathlib.Path('data')).close(); print(opening.migrations_dir())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -21,7 +21,7 @@ from keeping import FED, HYBRID, LINEAGE, START, Chat, assert_same, echo_of, fin
 
 from ssmd.sessions.fsck.repair import check, repair
 from ssmd.sessions.line import as_ids
-from ssmd.sessions.rows import database, migrate
+from ssmd.sessions.rows import database, opening
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.turns import to_micros
 from ssmd.sessions.store import Store
@@ -38,7 +38,7 @@ def old_database(folder: Path) -> sqlite3.Connection:
     engine = database.open_database(folder, busy_ms=1000)
     with database.migrating(engine, folder / FILE) as connection:
         config = Config()
-        config.set_main_option("script_location", str(migrate.migrations_dir()))
+        config.set_main_option("script_location", str(opening.migrations_dir()))
         config.attributes["connection"] = connection
         command.upgrade(config, "0007")
     engine.dispose()

@@ -21,8 +21,8 @@ from sqlalchemy import event, func, select
 from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.holding import read_holding
+from ssmd.sessions.rows.retention import ages, kept_when_thin, thinned
 from ssmd.sessions.rows.schema import checkpoint, piece, segment
-from ssmd.sessions.rows.thinning import ages, kept_when_thin, thinned
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, UnknownSession
 
