@@ -87,6 +87,8 @@ def run(
         fail(f"{'--continue' if last else '--session'} needs the store, --no-store leaves it out", USAGE)
     if last and session is not None:
         fail("--continue and --session name two sessions; leave one out", USAGE)
+    if model is not None and prompt is None and len(model.split()) > 1 and not os.path.lexists(model):
+        model, prompt = None, model  # no model's name has spaces: `ssmd run -c "And then?"`
     if model is not None and os.sep not in model:  # a path is what the system says
         _check_utf8("the model's name", model)
     for what, given in (("the prompt", prompt), ("--system", system), ("--session", session)):

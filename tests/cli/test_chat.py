@@ -174,10 +174,11 @@ def test_sessions_are_continued_by_id_by_its_beginning_and_as_the_last(either: H
     again = json.loads(either.ssmd("run", "llama", "Two", "--session", first["session"][:18], *asked)[0])
     assert again["session"] == first["session"]
     assert again["usage"]["ssmd"]["resume"] == "exact"
-    third = json.loads(either.ssmd("run", "llama", "Three", "-c", *asked)[0])
-    assert third["session"] == first["session"]
-    assert either.said()[-1] == ("assistant", third["text"])
-    assert either.asked() == ["One", "Two", "Three"]
+    for question in (("llama", "Three"), ("And four?",)):  # words with spaces are no model's name
+        later = json.loads(either.ssmd("run", *question, "-c", *asked)[0])
+        assert later["session"] == first["session"]
+        assert either.said()[-1] == ("assistant", later["text"])
+    assert either.asked() == ["One", "Two", "Three", "And four?"]
     several = commands.ssmd("run", "llama", "x", "--session", "ses_", env=either.env)
     assert several.returncode == 1
     assert "sessions begin with 'ses_'" in several.stderr
