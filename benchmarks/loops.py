@@ -35,6 +35,8 @@ PENALTIES: Mapping[str, dict[str, Any]] = {
     "DRY 0.8, from 2 tokens": {**OFF, **DRY, "dry_allowed_length": 2},
     "DRY 0.8, from 6 tokens": {**OFF, **DRY, "dry_allowed_length": 6},
     "DRY 0.8, from 6 tokens, over lines": {**OFF, **DRY, "dry_allowed_length": 6, "dry_sequence_breakers": []},
+    "DRY 0.8, from 16 tokens, over lines": {**OFF, **DRY, "dry_allowed_length": 16, "dry_sequence_breakers": []},
+    "DRY 0.8, from 32 tokens, over lines": {**OFF, **DRY, "dry_allowed_length": 32, "dry_sequence_breakers": []},
 }
 PROMPTS = (
     "Repeat the password that I gave you.",
@@ -56,6 +58,14 @@ PROMPTS = (
     "What is the meaning of life? Answer at length.",
     "Keep talking about the weather.",
 )
+LONG = (
+    "On Monday the ferry leaves at seven, calls at the island of Arran before noon, and is back in the harbour by six. "
+    "On Sunday it leaves two hours later, and does not call at the island at all."
+)
+CODE = """def area(width, height):
+    if width < 0 or height < 0:
+        raise ValueError("a side is negative")
+    return width * height"""
 COPIES = (
     ("My password is tangerine-42. Repeat the password that I gave you.", "tangerine-42"),
     ("My dog is called Rex and my cat is called Luna. What is my cat called?", "Luna"),
@@ -64,6 +74,8 @@ COPIES = (
         "The quick brown fox jumps over the lazy dog",
     ),
     ('Repeat this sentence: "We meet at seven at the old bridge."', "We meet at seven at the old bridge"),
+    (f"Repeat this text, word for word:\n\n{LONG}", LONG),
+    (f"Copy this code into a block and say nothing else:\n\n{CODE}", CODE),
     ("Write the word banana three times.", "banana"),
     ("My order number is 7319. What is my order number?", "7319"),
 )

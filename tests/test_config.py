@@ -78,7 +78,7 @@ def test_sampling_defaults_come_from_all_places(monkeypatch: pytest.MonkeyPatch,
     file = write_file(tmp_path / "s.toml", 'default = ["temperature=0.1", "top_k=4"]\n')
     monkeypatch.setenv("SSMD_CONFIG", str(file))
 
-    def values(**flags: Any) -> dict[str, float]:
+    def values(**flags: Any) -> dict[str, Any]:
         return {name: default.value for name, default in Settings(**flags).defaults.items()}
 
     assert values() == {"temperature": 0.1, "top_k": 4}

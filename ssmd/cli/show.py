@@ -65,7 +65,7 @@ def _sampling(defaults: Mapping[str, Default]) -> str:
     """Describe the defaults, grouped by source."""
     by_source: dict[str, list[str]] = {}
     for name, default in defaults.items():
-        by_source.setdefault(default.source, []).append(f"{name} {default.value:g}")
+        by_source.setdefault(default.source, []).append(f"{name} {default.text}")
     return "; ".join(f"{', '.join(values)} ({source})" for source, values in by_source.items()) or "temperature 1"
 
 

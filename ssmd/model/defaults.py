@@ -28,6 +28,9 @@ MAX_BYTES = 64 << 10  # of the file
 MAX_SOURCE_CHARS = 200
 LEAST_TOKENS = 64  # that a generation config may end all answers at; some hold the 20 of an example
 EVERYTHING = -1  # as a window: all of prompt and answer
+BREAKERS = "dry_sequence_breakers"  # the one option that is no number, but a list of texts
+MAX_BREAKERS = 16
+MAX_BREAKER_CHARS = 40
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,13 @@ _GENERATION = {
 class Default:
     """The value of an option, and where it comes from, in words."""
 
-    value: float
+    value: float | tuple[str, ...]
     source: str
+
+    @property
+    def text(self) -> str:
+        """The value in a line, texts as JSON."""
+        return json.dumps(self.value) if isinstance(self.value, tuple) else f"{self.value:g}"
 
 
 Defaults = Mapping[str, Default]  # by the option's name
@@ -109,7 +117,7 @@ class Known:
     values: Defaults
 
 
-def _values(source: str, **values: float) -> dict[str, Default]:
+def _values(source: str, **values: float | tuple[str, ...]) -> dict[str, Default]:
     return {name: Default(value, source) for name, value in values.items()}
 
 
@@ -213,7 +221,19 @@ def _entry(name: str, entry: object) -> Default:
     source = entry["source"]
     if not isinstance(source, str) or not source.isprintable() or len(source) > MAX_SOURCE_CHARS:
         raise ValueError(f"the source of {shown(name)} is not a line of at most {MAX_SOURCE_CHARS} characters")
+    if name == BREAKERS:
+        return Default(_breakers(entry["value"]), source)
     return Default(option_of(name).checked(name, entry["value"]), source)
+
+
+def _breakers(value: object) -> tuple[str, ...]:
+    texts = value if isinstance(value, list) else [None]
+    if len(texts) > MAX_BREAKERS or not all(isinstance(t, str) and 0 < len(t) <= MAX_BREAKER_CHARS for t in texts):
+        raise ValueError(
+            f"{BREAKERS} is {shown(repr(value))}, expected 0 to {MAX_BREAKERS} texts, each of 1 to {MAX_BREAKER_CHARS} "
+            "characters"
+        )
+    return tuple(texts)
 
 
 def option_of(name: str) -> Option:

@@ -14,10 +14,12 @@ from daemon import CHAT, Daemon, daemon
 from saying import Saying
 from serving import Served, serving
 
+from ssmd.api.openai.chat_body import read_chat, to_request
 from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.engine.host.opening import close_host, open_host
-from ssmd.model.defaults import FILE, Default, write
+from ssmd.engine.sampling.penalties import Dry
+from ssmd.model.defaults import BREAKERS, FILE, Default, write
 
 COMPLETIONS = "/v1/completions"
 ASKED: dict[str, dict[str, Any]] = {
@@ -93,6 +95,15 @@ def test_what_a_request_says_wins(path: str, plain: Served, greedy: Served) -> N
     assert said(greedy, path, top_k=0) == said(greedy, path, top_k=-1) == drawn
     assert said(greedy, path, top_k=0, temperature=1) == drawn
     assert said(greedy, path, top_k=None) != drawn  # which says nothing
+
+
+def test_texts_are_a_default_too() -> None:
+    """Sequences that go over lines count for one model; a request can have them broken all the same."""
+    values: dict[str, Any] = {"dry_multiplier": 0.8, BREAKERS: ()}
+    defaults = {name: Default(value, SOURCE) for name, value in values.items()}
+    asked = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+    for fields, breakers in (({}, ()), ({BREAKERS: ["."]}, (".",)), ({BREAKERS: None}, ())):
+        assert to_request(read_chat({**asked, **fields}), 300, defaults).sampling.dry == Dry(0.8, breakers=breakers)
 
 
 @pytest.mark.parametrize("path", ASKED)

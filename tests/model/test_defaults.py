@@ -13,6 +13,7 @@ import pytest
 from ssmd.families.registry import family_of
 from ssmd.model.artifact import Manifest, seal
 from ssmd.model.defaults import (
+    BREAKERS,
     CATALOGUE,
     FILE,
     MAX_BYTES,
@@ -28,7 +29,7 @@ from ssmd.refit import catalog
 SOURCE = "generation_config.json of acme/tiny"
 
 
-def values_of(**fields: Any) -> dict[str, float]:
+def values_of(**fields: Any) -> dict[str, Any]:
     found, wrong = of_generation_config(fields, "acme/tiny")
     assert not wrong
     assert all(default.source.startswith(SOURCE) for default in found.values())
@@ -105,7 +106,11 @@ def test_a_value_that_cannot_be_is_left_out_by_name(name: str, text: str) -> Non
 
 
 def test_defaults_are_written_and_read_again(tmp_path: Path) -> None:
-    defaults = {"temperature": Default(0.6, SOURCE), "top_k": Default(20, SOURCE)}
+    defaults = {
+        "temperature": Default(0.6, SOURCE),
+        "top_k": Default(20, SOURCE),
+        BREAKERS: Default(("\n", "."), SOURCE),
+    }
     write(tmp_path, defaults)
     assert read(tmp_path) == defaults
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
@@ -127,9 +132,13 @@ def test_defaults_are_written_and_read_again(tmp_path: Path) -> None:
         '{"temperature": {"value": 0.5, "source": "\\u001b[2J"}}',
         json.dumps({"temperature": {"value": 0.5, "source": "x" * 201}}),
         '{"warmth": {"value": 0.5, "source": "x"}}',
+        '{"dry_sequence_breakers": {"value": 3, "source": "x"}}',
+        '{"dry_sequence_breakers": {"value": [""], "source": "x"}}',
+        json.dumps({"dry_sequence_breakers": {"value": ["x"] * 17, "source": "x"}}),
+        json.dumps({"dry_sequence_breakers": {"value": ["x" * 41], "source": "x"}}),
         " " * (MAX_BYTES + 1),
     ],
-    ids=range(12),
+    ids=range(16),
 )
 def test_a_file_that_lies_is_ignored_with_a_warning(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -176,8 +185,11 @@ def test_the_catalogue_is_of_models_that_have_graphs() -> None:
         assert known.origin == graph.header.origin
         assert (known.family, known.vocabulary) == (family.name, family.parse(graph.header.config).vocabulary)
         for option, default in known.values.items():
-            assert re.match(r"the model's card|generation_config\.json of ", default.source), "a text that says so"
-            assert parse(f"{option}={default.value}") == (option, default.value)
+            assert re.match(r"the model's card|generation_config\.json of |benchmarks/", default.source), (
+                "where it is from"
+            )
+            if option != BREAKERS:
+                assert parse(f"{option}={default.value}") == (option, default.value)
 
 
 def test_the_page_on_models_has_the_catalogue() -> None:
@@ -192,7 +204,7 @@ def rows(name: str) -> list[str]:
     values = CATALOGUE[name].values
     said = {source: [] for source in (default.source for default in values.values())}  # type: dict[str, list[str]]
     for option, default in values.items():
-        said[default.source].append(f"{option} {default.value:g}")
+        said[default.source].append(f"{option} {default.text}")
     return [f"| `{name}` | {', '.join(each)} | {source} |" for source, each in said.items()]
 
 

@@ -19,10 +19,10 @@ from ssmd.api.openai.structured import Structured, grammar_of
 from ssmd.api.openai.tools import read_given, read_tool_choice
 from ssmd.engine.request import Request
 from ssmd.engine.sampling.params import SamplingParams
-from ssmd.engine.sampling.penalties import MAX_BREAKER_CHARS, MAX_BREAKERS, Dry
+from ssmd.engine.sampling.penalties import Dry
 from ssmd.engine.terms import Rejected
 from ssmd.machine.duration import MAX_S, parse_duration
-from ssmd.model.defaults import MAX_INT, OPTIONS, Defaults
+from ssmd.model.defaults import BREAKERS, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_INT, OPTIONS, Defaults
 
 MAX_N = 8
 MAX_STOPS = 16
@@ -191,11 +191,11 @@ def to_request(
     messages = read_messages(body.messages, unread)
     given = read_given(vars(body))
     bias = _logit_bias(body.logit_bias or {}, vocabulary)
-    options = {name: default.value for name, default in defaults.items()} | _said(body)
+    options: dict[str, Any] = {name: default.value for name, default in defaults.items()} | _said(body)
     try:
         sampling = SamplingParams(
             **{name: options[name] for name in _OF_SAMPLING if name in options},
-            dry=_dry(options, body.dry_sequence_breakers),
+            dry=_dry(options),
             seed=body.seed,
             logit_bias=bias,
             logprobs=bool(body.logprobs),
@@ -225,7 +225,7 @@ def to_request(
 
 def _said(body: ChatBody) -> dict[str, Any]:
     """Return the options that a body sets, by name. Raises Rejected if two names of one option have other values."""
-    said = {name: getattr(body, name) for name in OPTIONS}
+    said = {name: getattr(body, name) for name in (*OPTIONS, BREAKERS)}
     said["max_tokens"] = _one_of(
         max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens, n_predict=body.n_predict
     )
@@ -235,14 +235,14 @@ def _said(body: ChatBody) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _dry(options: Mapping[str, Any], breakers: list[str] | None) -> Dry | None:
+def _dry(options: Mapping[str, Any]) -> Dry | None:
     if not options.get("dry_multiplier"):
         return None
     asked: dict[str, Any] = {
         "base": options.get("dry_base"),
         "allowed_length": options.get("dry_allowed_length"),
         "last_n": options.get("dry_penalty_last_n"),
-        "breakers": None if breakers is None else tuple(breakers),
+        "breakers": tuple(options[BREAKERS]) if BREAKERS in options else None,
     }
     return Dry(options["dry_multiplier"], **{name: value for name, value in asked.items() if value is not None})
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ssmd.engine.sampling.filters import Filters
-from ssmd.engine.sampling.penalties import MAX_BREAKERS, Dry
-from ssmd.model.defaults import EVERYTHING, MAX_INT, OPTIONS, Option
+from ssmd.engine.sampling.penalties import Dry
+from ssmd.model.defaults import EVERYTHING, MAX_BREAKERS, MAX_INT, OPTIONS, Option
 
 MAX_TOP_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from ssmd.model.defaults import EVERYTHING
 
 BREAKERS = ("\n", ":", '"', "*")
-MAX_BREAKERS = 16
-MAX_BREAKER_CHARS = 40
 _LONGER = 50  # tokens beyond the allowed length, after which a sequence is not followed further back
 _MORE = 256  # tokens that there is made room for at a time, at least
 _MOST = 1e30  # that is subtracted
