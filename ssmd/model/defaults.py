@@ -127,7 +127,16 @@ CATALOGUE: Mapping[str, Known] = {
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "llama",
         49152,
-        _values(_CARD, temperature=0.2, top_p=0.9),
+        {
+            **_values(_CARD, temperature=0.2, top_p=0.9),
+            **_values(
+                "benchmarks/loops.py: against answers that go in circles",
+                dry_multiplier=0.8,
+                dry_allowed_length=16,
+                dry_penalty_last_n=512,
+                dry_sequence_breakers=(),
+            ),
+        },
     ),
     "lfm2-350m": Known(
         "LiquidAI/LFM2-350M",
