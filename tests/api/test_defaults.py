@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import TinyArtifacts
 from daemon import CHAT, Daemon, daemon
@@ -18,7 +19,7 @@ from ssmd.api.openai.chat_body import read_chat, to_request
 from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.engine.host.opening import close_host, open_host
-from ssmd.engine.sampling.penalties import Dry
+from ssmd.engine.sampling.penalties import Dry, DryPenalty
 from ssmd.model.defaults import BREAKERS, FILE, Default, write
 
 COMPLETIONS = "/v1/completions"
@@ -103,7 +104,28 @@ def test_texts_are_a_default_too() -> None:
     defaults = {name: Default(value, SOURCE) for name, value in values.items()}
     asked = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
     for fields, breakers in (({}, ()), ({BREAKERS: ["."]}, (".",)), ({BREAKERS: None}, ())):
-        assert to_request(read_chat({**asked, **fields}), 300, defaults).sampling.dry == Dry(0.8, breakers=breakers)
+        dry = to_request(read_chat({**asked, **fields}), 300, defaults).sampling.dry
+        assert dry == Dry(0.8, breakers=breakers, prompt=False)
+
+
+def test_a_models_dry_penalty_spares_copies_of_the_prompt() -> None:
+    """It counts the answer alone. One that a request asks for counts the prompt too, as in llama.cpp."""
+    prompt = np.arange(20, dtype=np.int32)
+    defaults = {"dry_multiplier": Default(0.8, SOURCE), BREAKERS: Default((), SOURCE)}
+    asked = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+    for fields, penalized in (({}, False), ({"dry_multiplier": 0.8}, True)):
+        dry = to_request(read_chat({**asked, **fields}), 300, defaults).sampling.dry
+        assert dry is not None
+        penalty, logits = DryPenalty(dry, (), prompt), np.zeros(300, np.float32)
+        for token in range(10):
+            penalty.add(token)
+        penalty.penalize(logits)
+        assert (logits[10] < 0) == penalized
+        for token in (*range(10), 0):  # the answer goes round
+            penalty.add(token)
+        logits[:] = 0
+        penalty.penalize(logits)
+        assert logits[1] < 0
 
 
 @pytest.mark.parametrize("path", ASKED)

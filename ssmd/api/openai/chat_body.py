@@ -195,7 +195,7 @@ def to_request(
     try:
         sampling = SamplingParams(
             **{name: options[name] for name in _OF_SAMPLING if name in options},
-            dry=_dry(options),
+            dry=_dry(options, prompt=body.dry_multiplier is not None),
             seed=body.seed,
             logit_bias=bias,
             logprobs=bool(body.logprobs),
@@ -235,7 +235,8 @@ def _said(body: ChatBody) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _dry(options: Mapping[str, Any]) -> Dry | None:
+def _dry(options: Mapping[str, Any], *, prompt: bool) -> Dry | None:
+    """Return the penalty. prompt: False for a model's default, which must not spoil a copy of the prompt."""
     if not options.get("dry_multiplier"):
         return None
     asked: dict[str, Any] = {
@@ -243,6 +244,7 @@ def _dry(options: Mapping[str, Any]) -> Dry | None:
         "allowed_length": options.get("dry_allowed_length"),
         "last_n": options.get("dry_penalty_last_n"),
         "breakers": tuple(options[BREAKERS]) if BREAKERS in options else None,
+        "prompt": prompt,
     }
     return Dry(options["dry_multiplier"], **{name: value for name, value in asked.items() if value is not None})
 

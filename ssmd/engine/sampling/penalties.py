@@ -23,7 +23,7 @@ _MORE_IDS = 64  # ids that there is made room for at a time, at least
 @dataclass(frozen=True)
 class Dry:
     """multiplier 0 is off. last_n: tokens of prompt and answer that are looked at, 0 none, -1 all. breakers: texts; a
-    token that holds one of them is one.
+    token that holds one of them is one. prompt: False looks at the answer alone.
     """
 
     multiplier: float
@@ -31,6 +31,7 @@ class Dry:
     allowed_length: int = 2
     last_n: int = EVERYTHING
     breakers: tuple[str, ...] = BREAKERS
+    prompt: bool = True
 
 
 class DryPenalty:
@@ -45,6 +46,7 @@ class DryPenalty:
         """breakers: ids. before: a prompt's ids [n], the last `last_n` at least."""
         self._dry, self._breakers = dry, frozenset(breakers)
         self._longest = dry.allowed_length + _LONGER
+        before = before if dry.prompt else before[:0]
         ids = before if dry.last_n == EVERYTHING else before[-dry.last_n :]
         self._count = ids.size
         self._ids = np.concatenate([ids.astype(np.intp), np.empty(_MORE, np.intp)])
