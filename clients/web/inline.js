@@ -235,7 +235,7 @@ class Line {
     }
     if (end - from > LONGEST_FORMULA[open]) return false;
     const formula = text.slice(from, end).trim();
-    if (!/[\p{L}\p{N}]/u.test(formula) || (open === "$" && (MONEY.test(formula) || formula.includes("`")))) return false;
+    if (!/[\p{L}\p{N}]/u.test(formula) || (open === "$" && (MONEY.test(formula) || /`|(?<!\\)\$/.test(formula)))) return false;
     this.#at = end + close.length;
     this.#add({type: "formula", text: formula, source: text.slice(at, this.#at), display: open === "\\[" || open === "$$"});
     return true;

@@ -223,13 +223,17 @@ def test_formulas_are_drawn_or_left_as_they_are(window: Window) -> None:
         r"it costs $5, or $10; \(\unheard{x}\)",
         "1. so\n   $$\n   \\sum_{i=1}^n i\n   $$",
         r"`\(a\)` and \\(b\\)",
+        r"from $5 to $10, a change of $\frac{5}{5}$",
+        r"Costs $5 and $6 today; \(a^2\) and $x_1$.",
     ]
-    drawn, block, left, listed, code = window.page.evaluate(FORMULAS, texts)
+    drawn, block, left, listed, code, *prices = window.page.evaluate(FORMULAS, texts)
     assert drawn == [[[True, None, "a2"], [True, None, "x1"], [True, "block", "n2k"]], "a2 and x1, n2k"]
     assert [(one[0], one[1]) for one in block[0]] == [(True, "block")]
     assert left == [[], r"it costs $5, or $10; \(\unheard{x}\)"]
     assert listed[0] == [[True, "block", "∑i=1ni"]]
     assert code == [[], r"\(a\) and \(b\)"]
+    assert prices[0] == [[[True, None, "55"]], "from $5 to $10, a change of 55"]
+    assert prices[1] == [[[True, None, "a2"], [True, None, "x1"]], "Costs $5 and $6 today; a2 and x1."]
 
 
 def test_formulas_named_like_methods_stay_as_written(window: Window) -> None:
