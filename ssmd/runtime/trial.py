@@ -112,14 +112,18 @@ def _off(report: Report) -> str:
 
 
 def run_all(program: Program, tiers: Iterable[int]) -> None:
-    """Run every signature once: golden values need few of the buckets, the least of the tiers, and one stream. Where
-    one model serves all tiers, it runs with the least and the largest."""
-    below = (0, *tuple(tiers)[:-1])  # each of the tiers
+    """Run every signature once: golden values need few of the buckets, the least of the tiers, and one stream.
+
+    If one model serves all tiers, every length runs with the least tier. With the largest only a step and the least
+    bucket do: 256 tokens there take ten times as long as all else.
+    """
+    lengths = (1, *program.buckets)
+    below = [(at, lengths) for at in (0, *tuple(tiers)[:-1])]  # each of the tiers
     if getattr(program, "any_capacity", False):
-        below = (*below[:1], *below[1:][-1:])
+        below = [*below[:1], *((at, lengths[:2]) for at, _ in below[1:][-1:])]
     prepare(program)
-    for tier_below in below:
-        for length in (1, *program.buckets):
+    for tier_below, those in below:
+        for length in those:
             position = max(0, tier_below + 1 - length)  # the first after which there are more tokens than that has
             zeros = {t.name: np.zeros(t.shape_at(position), t.numpy_dtype) for t in program.spec.tensors}
             handle = program.restore(State(position, 0, zeros))

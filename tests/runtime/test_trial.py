@@ -123,5 +123,5 @@ def test_what_is_opened_later_is_opened_in_a_trial(
     monkeypatch.setattr(program, "prefill", noted)
     run_all(program, (64, 256, 512))
     assert program.batches._tried == lanes
-    assert calls == [(0, 16), (0, 64), (241, 16), (193, 64)], "with the least capacity and with the largest"
+    assert calls == [(0, 16), (0, 64), (241, 16)], "with the least capacity, and the least bucket with the largest"
     program.close()
