@@ -82,6 +82,7 @@ def run(
     from ssmd.cli.chat.terminal import Screen, show_thinking
     from ssmd.config import Settings
     from ssmd.machine.size import show_size
+    from ssmd.machine.spelling import shown
 
     if no_store and (session is not None or last):
         fail(f"{'--continue' if last else '--session'} needs the store, --no-store leaves it out", USAGE)
@@ -121,7 +122,8 @@ def run(
             typer.echo(f"note: the prompt follows {amount} of stdin", err=True)
         prompt = "\n\n".join(part for part in (text.rstrip("\r\n"), prompt or "") if part.strip())
         if not prompt:
-            fail("stdin is empty; give a prompt: ssmd run MODEL PROMPT", USAGE)
+            taken = "" if model is None else f" ({shown(model)!r} was taken for the model)"
+            fail(f"stdin is empty; give a prompt{taken}: ssmd run MODEL PROMPT", USAGE)
     wanted = Wanted(model, runtime, device, threads, models_dir, keep=not no_store, yes=yes)
     with ended_by_signals(), reached(wanted, settings, session, last=last) as (daemon, named):
         talk = Talk(daemon, named, manner, keep=not no_store, thinking=show_thinking)

@@ -83,7 +83,7 @@ def test_no_store_keeps_nothing(either: Home) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("run llama <&-", "stdin is empty; give a prompt: ssmd run MODEL PROMPT"),
+        ("run llama <&-", "stdin is empty; give a prompt ('llama' was taken for the model): ssmd run MODEL PROMPT"),
         ("run llama ''", "the prompt is empty; "),
         ("run llama ' '", "the prompt is empty; "),
         ('run llama "$BAD"', "the prompt is not UTF-8"),
