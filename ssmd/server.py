@@ -41,13 +41,13 @@ from ssmd.machine.signals import on_hangup, waking
 from ssmd.machine.size import show_size
 
 log = logging.getLogger(__name__)
-SWITCH_S = 0.0005  # for which one thread may keep the others, of which one decodes, from running
-LOOK_S = 1  # between two looks at whether commands still find the daemon, while somebody is connected
-ALONE_S = 60 if os.name == "posix" else LOOK_S  # while nobody is: every look wakes the machine
+SWITCH_S = 0.0005  # longest time that one thread may keep another, such as the decoding one, from running
+LOOK_S = 1  # time between two checks that commands still find the daemon, while a client is connected
+ALONE_S = 60 if os.name == "posix" else LOOK_S  # the same while no client is: every check wakes the machine
 GRACE_S = 10.0
-STUCK_S = 10.0  # for which, after that, a step of the model may go on
+STUCK_S = 10.0  # after GRACE_S: longest time that a step of the model may still take
 FLUSH_S = 5
-LINGER_S = 5.0  # for which, after that, threads may go on that read what was asked, or write an export
+LINGER_S = 5.0  # after FLUSH_S: longest time that threads may still read requests, or write an export
 
 
 class ServerError(RuntimeError):
@@ -55,7 +55,7 @@ class ServerError(RuntimeError):
 
 
 def listen(settings: Settings) -> tuple[list[socket.socket], str]:
-    """Sockets that listen, and how clients name their place. Raises ServerError."""
+    """Return listening sockets, and their place as clients name it. Raises ServerError."""
     if settings.socket is not None:
         try:
             return [listen_privately(settings.socket, connections.BACKLOG)], f"the socket {settings.socket}"
@@ -132,7 +132,7 @@ def serve(
         if keep:
             settings.prepare()
             home = leaving.enter_context(moved_in(settings.data_dir))
-        sockets, place = listen(settings)  # after the log is there: nobody may see stderr
+        sockets, place = listen(settings)  # after the log file is open, as stderr may be unread
         threading.Thread(target=import_module, args=("ssmd.app",), name="ssmd-app", daemon=True).start()
         host = open_host(settings, model, keep=keep, lazy=True)
     except BaseException:
@@ -141,7 +141,7 @@ def serve(
             one.close()
         raise
 
-    from ssmd.app import create_app  # which the thread has read while the model was
+    from ssmd.app import create_app  # the thread above has imported it meanwhile
 
     async def look() -> None:
         if home is not None:
@@ -157,14 +157,14 @@ def serve(
         proxy_headers=False,
         server_header=False,
         timeout_graceful_shutdown=FLUSH_S,
-        timeout_notify=0,  # whenever it looks whether to end
+        timeout_notify=0,  # at each tick of the main loop
         ws="none",
     )
     connections.limit(config, connections.Limits.here(), first=lambda: server.awake())
 
     def ready() -> None:
         gc.enable()
-        gc.freeze()  # what is there by now stays: to look through all of it takes 70 ms, during which no token comes
+        gc.freeze()  # all objects so far stay; collecting them takes 70 ms, and stops decoding
         host.ready()
         said = f"ssmd {__version__} serves {_served(host, model)} at {place}"
         url = discovery.url_of(sockets) if settings.socket is None else None
@@ -186,7 +186,7 @@ def serve(
 
 
 def _served(host: Host, model: str | None) -> str:
-    """What the daemon says that it serves: the one model that was named, or all, and how many at the same time."""
+    """Return the startup line's list of models: the named one, or all of them with the memory budget."""
     there = host.shelf.models()
     if model is not None and len(there) == 1 and (m := there[0].found.manifest) is not None:
         return f"{there[0].name} ({m.runtime}, {m.device_class}, {m.quantization})"
@@ -196,9 +196,9 @@ def _served(host: Host, model: str | None) -> str:
 
 
 def _ways(host: Host, settings: Settings, url: str | None, run: str | None) -> list[tuple[str, str]]:
-    """Where people meet the daemon, and what they open or type there.
+    """Return the ways to reach the daemon: pairs of a place and the URL or command to use there.
 
-    url: of the daemon, None if it listens at a socket. run: as `serve` takes it; None: no command finds the daemon.
+    url: the daemon's; None if it listens at a socket. run: as `serve` takes it; None: no command finds the daemon.
     """
     ways = [] if url is None else [("in a browser:", f"{url}/")]
     there = [model for model in host.shelf.models() if model.found.manifest is not None and not model.found.problem]
@@ -212,18 +212,18 @@ def _ways(host: Host, settings: Settings, url: str | None, run: str | None) -> l
 
 
 def _reachable(host: str) -> str:
-    """The name, as a URL has it, by which other machines reach what listens at `host`. No packet is sent."""
+    """Return the host name or address in a URL by which other machines reach `host`. Sends no packet."""
     if not _everywhere(host):
         return hosts.bracketed(host)
     family, outside = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as one:
-        one.connect((outside, 9))  # of a datagram's socket: it asks the system for the route alone
+        one.connect((outside, 9))  # on a datagram socket this only looks up the route
         return hosts.bracketed(one.getsockname()[0])
     return socket.gethostname()
 
 
 def _open_page(url: str) -> None:
-    """Open the page in the user's browser, which BROWSER names; a browser that is none is no reason not to serve."""
+    """Open the page in the user's browser. Log a warning if there is none; the daemon serves all the same."""
     import webbrowser
 
     try:
@@ -235,7 +235,7 @@ def _open_page(url: str) -> None:
 
 
 def _reread_on_hangup(keys: Keys) -> None:
-    """Read the keys again whenever SIGHUP comes; in a thread, as a signal may come in the middle of a log line."""
+    """Read the keys again at each SIGHUP, in a thread: the signal may come in the middle of a log call."""
     on_hangup(lambda: threading.Thread(target=keys.reread, name="ssmd-keys", daemon=True).start())
 
 
@@ -250,7 +250,7 @@ def start_logging(level: str) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Goes on answering (503 for new requests) while the running ones come to their end; a second signal ends all."""
+    """Drains at a signal: running requests finish, new ones get 503. A second signal ends the process at once."""
 
     def __init__(self, config: uvicorn.Config, host: Host, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -261,8 +261,10 @@ class _Server(uvicorn.Server):
         self._wake: Callable[[], object] = lambda: None
 
     async def main_loop(self) -> None:
-        """Look around once in LOOK_S while somebody is connected, seldom while nobody is, and when woken; uvicorn's own
-        wakes an idle machine ten times a second."""
+        """Tick every LOOK_S while a client is connected, every ALONE_S while none is, and when woken.
+
+        uvicorn's own loop wakes an idle machine ten times a second.
+        """
         loop = asyncio.get_running_loop()
         self._wake = partial(loop.call_soon_threadsafe, self._woken.set)
         with waking(loop):
@@ -272,7 +274,7 @@ class _Server(uvicorn.Server):
                     await asyncio.wait_for(self._woken.wait(), LOOK_S if self.server_state.connections else ALONE_S)
 
     def awake(self) -> None:
-        """Look around again, as somebody came; their answer is dated now, not at the last look."""
+        """Tick at once, as a first client connected. Date its answer now, not at the last tick."""
         now = formatdate(usegmt=True).encode()
         self.server_state.default_headers = [(b"date", now), *self.config.encoded_headers]
         self._woken.set()
@@ -291,7 +293,7 @@ class _Server(uvicorn.Server):
         self.drain()
 
     def drain(self) -> None:
-        """Let what runs come to its end, and end then. To ask again changes nothing."""
+        """Let running requests finish, then end the server. Idempotent."""
         if not self._draining:
             self._draining = True
             threading.Thread(target=self._drain, name="ssmd-shutdown", daemon=True).start()
@@ -313,13 +315,13 @@ class _Server(uvicorn.Server):
             self._wake()
 
     def _give_up(self) -> None:
-        """End a process whose model does not come back: no thread can end it, and the store survives a kill."""
+        """Kill this process if its model hangs in a step. No thread can stop it, and the store survives a kill."""
         if self._host.working:
             log.error("the model did not come back from a step within %.0f s: stopping without it", GRACE_S + STUCK_S)
             os._exit(1)
 
 
 def _stop_without_threads() -> None:
-    """End a process that answers nobody any more and waits for threads, which nothing ends. The store survives it."""
+    """Kill this process if, after its last answer, threads still run that nothing can stop. The store survives it."""
     log.warning("what was read for requests that are over did not end: stopping without it")
     os._exit(0)

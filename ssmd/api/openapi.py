@@ -1,6 +1,6 @@
-"""/openapi.json and /docs: the declared surface, put together by FastAPI at the first request for it.
+"""/openapi.json and /docs: the description of the API, built by FastAPI at the first request for it.
 
-FastAPI answers nothing here: to import it takes 0.2 s of a start, and no token passes it.
+FastAPI serves no request: importing it takes 0.2 s, so the import waits for that first request.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _json() -> type[Response]:
 
 
 def _nothing() -> None:
-    """What FastAPI takes for the endpoint."""
+    """Stand in for the endpoint in FastAPI's app."""
 
 
 def _name(shape: type[Any]) -> str:

@@ -24,7 +24,7 @@ METRICS = "/ssmd/v1/metrics"
 _WAITING = ("waiting", "loading")  # phases of requests that the queue counts as waiting
 
 _LOOK_S = 0.05
-_LOOKS = 100  # for a model that answers nobody
+_LOOKS = 100  # most looks for an idle model to be unloaded
 _FOLLOW_S = 0.25
 
 
@@ -44,7 +44,7 @@ def ps(data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
 
 
 def _told(found: Mapping[str, Any], address: Address) -> list[str]:
-    """What people read. A daemon of another version may say less, or something else: what is missing is not shown."""
+    """Return the lines of `ssmd ps`. Fields that a daemon of another version does not send are left out."""
     from ssmd.cli.output import lines
     from ssmd.cli.session import plain
 
@@ -180,8 +180,9 @@ def logs(
 
 
 def reached(data_dir: Path) -> Client | None:
-    """A client of the daemon on a data directory; None if none runs. Raises DaemonError if one does that cannot be
-    asked. One of another version is asked all the same, and a line says so.
+    """Return a client of the daemon on a data directory; None if none runs.
+
+    Raises DaemonError for a daemon that does not answer. For one of another version, prints a note to stderr.
     """
     from ssmd.daemon.client import Client
     from ssmd.daemon.discovery import DaemonError, find, running
@@ -191,14 +192,15 @@ def reached(data_dir: Path) -> Client | None:
         if (process := running(data_dir)) is None:
             return None
         who, end = (f"process {process}", f"; or end it: kill {process}") if process else ("a process", "")
-        raise DaemonError(f"{who} uses {data_dir} and answers nobody: it starts, ends, or repairs; try again soon{end}")
+        state = "does not answer yet (it starts, stops or repairs)"
+        raise DaemonError(f"{who} uses {data_dir} and {state}; try again in a few seconds{end}")
     if found.version != __version__:
         typer.echo(f"note: the daemon is ssmd {found.version}, this command {__version__}", err=True)
     return Client(found)
 
 
 def needed(data_dir: Path) -> Client:
-    """A client of the daemon on a data directory. Raises DaemonError if none can be asked."""
+    """Return a client of the daemon on a data directory. Raises DaemonError if none runs or answers."""
     from ssmd.daemon.discovery import DaemonError
 
     client = reached(data_dir)

@@ -48,13 +48,13 @@ def remove(
     _tell_of_daemon(settings.data_dir, found)
     if not yes:
         if not sys.stdin.isatty():
-            fail("nothing is removed unasked: say --yes", 2)
+            fail("refusing to remove without confirmation; pass --yes", 2)
         typer.confirm("Remove this?", abort=True, err=True)
     for one in found:
         _remove(one.path)
         if one.manifest is not None:
             forget(one.manifest.build)
-    with suppress(OSError):  # something else is in it
+    with suppress(OSError):  # the folder is not empty
         (settings.models_dir / model).rmdir()
     if as_json:
         typer.echo(json.dumps({"removed": [str(one.path) for one in found], "bytes": sum(sizes)}))
@@ -63,7 +63,7 @@ def remove(
 
 
 def _found(model: str, models_dir: Path, runtime: str | None) -> Sequence[Installed]:
-    """The artifacts to remove, one at least. Raises ModelError."""
+    """Return the artifacts to remove, at least one. Raises ModelError."""
     from ssmd.installed import ModelError, named
     from ssmd.model.artifact import MANIFEST
 

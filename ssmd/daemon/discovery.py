@@ -1,7 +1,7 @@
-"""Where a running daemon is found: `daemon.json` beside the lock in its data directory, for this user's commands.
+"""Discovery of a running daemon: `daemon.json` beside the lock in its data directory, for this user's commands.
 
-Whether a daemon runs is decided by the lock alone, which the system takes back however a process ends. The file is
-believed only if its process is the one that holds the lock, and if nobody else can have read or written it.
+Only the lock decides if a daemon runs: the system releases it however the process ends. The file is trusted only if
+its process holds the lock, and if no other user can have read or written it.
 """
 
 from __future__ import annotations
@@ -44,29 +44,26 @@ class DaemonError(ValueError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a daemon answers, and as whom. url: as http://127.0.0.1:7763; None if it listens at a socket.
+    """The address of a running daemon, and its identity."""
 
-    started_at: seconds since 1970. token: proves to it that a command is of the user whose daemon it is.
-    """
-
-    url: str | None
+    url: str | None  # as http://127.0.0.1:7763; None if it listens at a socket
     socket: Path | None
     pid: int
     version: str
-    started_at: float
-    token: str = field(repr=False)
+    started_at: float  # seconds since 1970
+    token: str = field(repr=False)  # proves that a command belongs to the user who started the daemon
 
     @property
     def place(self) -> str:
-        """How people name where it is."""
+        """The daemon's place as messages name it."""
         return self.url if self.url is not None else f"the socket {self.socket}"
 
 
 def announce(data_dir: Path, address: Address) -> None:
-    """Write down where the daemon is. Only the holder of the directory's lock may. Raises OSError."""
+    """Write the daemon's address to its file. Only the holder of the directory's lock may. Raises OSError."""
     written = {**asdict(address), "socket": None if address.socket is None else str(address.socket)}
     new = data_dir / _NEW
-    with contextlib.suppress(FileNotFoundError):  # of one that was killed
+    with contextlib.suppress(FileNotFoundError):  # left by a daemon that was killed
         new.unlink()
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | privatefile.PLAIN, 0o600)
     try:
@@ -80,13 +77,13 @@ def announce(data_dir: Path, address: Address) -> None:
 
 
 def withdraw(data_dir: Path) -> None:
-    """Take away what `announce` wrote, or one before that was killed. Only the holder of the lock may."""
-    with contextlib.suppress(OSError):  # what is left is not believed
+    """Remove the file of `announce`, or of a killed daemon before. Only the holder of the lock may."""
+    with contextlib.suppress(OSError):  # a file that stays is not trusted
         (data_dir / FILE).unlink()
 
 
 def url_of(sockets: Iterable[socket.socket]) -> str | None:
-    """The URL by which this computer reaches a daemon that listens at these sockets, at loopback where it does."""
+    """Return the URL of a daemon that listens at these sockets, for clients here; loopback is preferred."""
     found: dict[bool, str] = {}
     for one in sockets:
         host, port = one.getsockname()[:2]
@@ -96,9 +93,9 @@ def url_of(sockets: Iterable[socket.socket]) -> str | None:
 
 
 def running(data_dir: Path) -> int | None:
-    """The process that uses the directory, a daemon or a repair; 0 if it has not said which; None if there is none.
+    """Return the id of the process that uses the directory, a daemon or a repair; 0 if unknown; None if there is none.
 
-    Raises DaemonError if the directory cannot be looked at.
+    Raises DaemonError if the directory is another user's, or cannot be read.
     """
     try:
         found = data_dir.stat()
@@ -115,7 +112,7 @@ def check_alone(data_dir: Path) -> None:
     """Check that no daemon runs on a directory. Raises DaemonError that says where it is."""
     try:
         process, found = running(data_dir), find(data_dir)
-    except DaemonError:  # a directory, or a lock, that cannot be used says so when it is to be
+    except DaemonError:  # an unusable directory or lock raises its own error when it is used
         return
     if process is not None:
         number = f" (process {process})" if process else ""
@@ -124,7 +121,7 @@ def check_alone(data_dir: Path) -> None:
 
 
 def find(data_dir: Path) -> Address | None:
-    """The daemon that runs on a data directory; None if none does, or it does not say where it is (yet).
+    """Return the address of the daemon on a data directory; None if none runs, or its file is not there (yet).
 
     Raises DaemonError for a directory of another user, and for a file that a running daemon cannot have written.
     """
@@ -145,7 +142,7 @@ def find(data_dir: Path) -> Address | None:
 
 
 def _read(text: bytes) -> Address:
-    """Raises ValueError, which quotes nothing of the text, and RecursionError."""
+    """Parse the file's text. Raises ValueError, which quotes nothing of the text, and RecursionError."""
     if len(text) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES} bytes")
     try:
@@ -157,7 +154,7 @@ def _read(text: bytes) -> Address:
         raise ValueError(f"it does not name {', '.join(names)}")
     url, path, pid, version, started_at, token = (values[name] for name in names)
     if type(pid) is not int or pid <= 0:
-        raise ValueError("its pid is none")
+        raise ValueError("its `pid` is not a positive number")
     if not isinstance(version, str) or not _VERSION.fullmatch(version):
         raise ValueError("its version is none")
     if type(started_at) not in (int, float) or not 0 <= started_at < _NEVER:
@@ -174,7 +171,7 @@ def _read(text: bytes) -> Address:
 
 
 def _is_here(url: str) -> bool:
-    """Whether what is sent to an http URL stays in this computer."""
+    """Return True if a request to this http URL stays on this computer."""
     found = _URL.fullmatch(url)
     if found is None or not 0 < int(found[3]) < 1 << 16:
         return False
@@ -192,7 +189,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_own(host: str) -> bool:
-    """Whether an address is one of this computer's: only there something can be bound to it."""
+    """Return True if an address belongs to this computer: only then a socket can be bound to it."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as one:

@@ -1,7 +1,7 @@
-"""A process of our own for work on a stranger's bytes: it is asked over pipes, bounds itself (confinement.py), is
-killed when a job takes too long, and started anew for the next.
+"""Child processes for work on untrusted bytes. A child gets jobs over pipes and limits itself (confinement.py).
 
-A message is a JSON object and bytes, each of a bounded length: nothing that a child says is ever executed.
+It is killed when a job takes too long, and started again for the next job. A message is a JSON object and bytes, each
+of a limited length. Nothing in a child's messages is executed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ssmd.machine.size import show_size
 log = logging.getLogger(__name__)
 MAX_HEAD = 64 << 10
 MAX_BODY = 1 << 32
-PATIENCE = 6  # times a job's processor time: a busy machine takes longer
-AT_ONCE_S = 0.1  # of a job: who is killed before has hardly begun it
-ENDING_S = 1.0  # until a process that answers no more has ended by itself, and says why
-_LENGTHS = struct.Struct("<IQ")  # of the JSON, of the bytes
-_FROM_OUTSIDE = (-signal.SIGTERM, -9)  # what ends a process that did nothing
+PATIENCE = 6  # limit of a job's wall time, as a multiple of its processor time: a busy machine takes longer
+AT_ONCE_S = 0.1  # a child that is killed within this time is assumed not to have started the job
+ENDING_S = 1.0  # longest wait for the exit code of a child that stopped answering
+_LENGTHS = struct.Struct("<IQ")  # lengths in bytes of the JSON and of the body
+_FROM_OUTSIDE = (-signal.SIGTERM, -9)  # exit codes of a child that something outside killed
 _ENVIRONMENT = ("LANG", "LC_ALL", "TZ", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR", "TEMP")
 _BOOT = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -40,11 +40,11 @@ _BOOT = (
 
 
 class ChildError(RuntimeError):
-    """A child did not do a job: it took too much, crashed, or was ended. The message says which."""
+    """A child failed to do a job: it exceeded a limit, crashed, or was ended. The message says which."""
 
 
 class _NotTaken(ChildError):
-    """A child was ended before it did anything for a job: another one may try."""
+    """A child was ended before it started a job, so that another child may try it."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,21 @@ class Packet:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """What runs a module as this process would, but for what the environment could change of Python."""
+    """Return the command that runs a module with this process's Python and path, isolated from the environment."""
     path = [entry or os.getcwd() for entry in sys.path]
     return [sys.executable, "-I", "-c", _BOOT, json.dumps(path), module, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """What a child is told of this process's environment: no keys, no tokens, and no threads for libraries."""
+    """Return a child's environment: a few harmless variables, no secrets, and one thread for libraries."""
     told = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return told | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def kill_with_children(process: subprocess.Popen[bytes]) -> None:
-    """End a process that began a session of its own, with those that it started.
+    """Kill a process that began a session of its own, and the processes in that session.
 
-    On Windows these see that it is gone.
+    On Windows only the process itself is killed; its children see that it is gone.
     """
     with contextlib.suppress(OSError):
         if sys.platform == "win32":
@@ -86,7 +86,7 @@ def send(stream: IO[bytes], message: Packet) -> None:
 
 
 def receive(stream: IO[bytes], *, most: int, most_head: int = MAX_HEAD) -> Packet | None:
-    """Read a message whose bytes are `most` at most; None where the stream ends. Raises ValueError on anything else."""
+    """Read a message with a body of at most `most` bytes; None at the stream's end. Raises ValueError if invalid."""
     lengths = stream.read(_LENGTHS.size)
     if len(lengths) < _LENGTHS.size:
         return None
@@ -103,10 +103,10 @@ def receive(stream: IO[bytes], *, most: int, most_head: int = MAX_HEAD) -> Packe
 
 
 class Child:
-    """Runs `module` and asks it, one job after the other, in the order in which they come. Used from many threads.
+    """Runs `module` in a child, and gives it jobs one after the other, in their order. Used from many threads.
 
-    `opening`: the job that it does first whenever it is started, and the processor time for that; `memory`: bytes. An
-    answer to it with an `error`, or later with other fields than the first had, ends the child and is a job's error.
+    memory: bytes. opening: the first job of each child. opening_s: its limit of processor time. An answer to the
+    opening job with an `error` ends the child. So does one that differs from the first child's; it fails the next job.
     """
 
     def __init__(self, module: str, memory: int, opening: Packet, opening_s: float) -> None:
@@ -115,19 +115,22 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._opened: Mapping[str, Any] | None = None
         self._closed = False
-        # One thread asks, so jobs take turns; and it starts the child, which ends with the thread that started it.
+        # One thread gives the jobs, so they take turns. It also starts the child, which ends with that thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-child")
 
     def open(self) -> Packet:
-        """Start it; what it answers to the opening job. Raises ChildError."""
+        """Start the child and return its answer to the opening job. Raises ChildError."""
         return self._in_turn(self._open)
 
     def ask(self, job: Packet, seconds: float) -> Packet:
-        """What it answers to a job of so much processor time at most. Raises ChildError: the next job has another."""
+        """Return the child's answer to a job. seconds: limit of processor time.
+
+        Raises ChildError; the next job gets a new child.
+        """
         return self._in_turn(lambda: self._asked(job, seconds))
 
     def close(self) -> None:
-        """End it at once, whatever it does; who waits for it gets an error."""
+        """Kill the child at once. Callers that wait for it get ChildError."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -149,7 +152,7 @@ class Child:
             raise ChildError("it was ended") from err
         return job.result()
 
-    # In the thread that asks.
+    # The methods below run in that one thread.
 
     def _open(self) -> Packet:
         if self._closed:
@@ -231,7 +234,7 @@ class Child:
             self._ended(self._process, 0, late=False)
 
     def _ended(self, process: subprocess.Popen[bytes], seconds: float, late: bool) -> str:
-        """Why there is no answer. The process is gone after this."""
+        """Kill the process, wait for its end, and return the reason why it did not answer."""
         process.kill()
         for stream in (process.stdin, process.stdout):
             assert stream is not None

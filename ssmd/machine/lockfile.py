@@ -1,4 +1,4 @@
-"""A file that one process holds locked, until it lets go or ends, however it ends; the file names it."""
+"""A lock file: one process holds it until it releases it or ends. The file contains its process id."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from ssmd.machine.privatefile import NOFOLLOW
 
 LOCK_FILE = "daemon.lock"  # of a data directory
-TRIES = 25  # of who takes it, or looks at it: whoever looks holds it for a moment
+TRIES = 25  # most tries to take the lock, or to look at it; a process that looks holds it for a moment
 _BETWEEN_S = 0.01
-_LOCKED_BYTE = 1 << 20  # on Windows what is locked cannot be read: away from the text
+_LOCKED_BYTE = 1 << 20  # offset behind the text: Windows does not allow reading locked bytes
 
 
 def lock(descriptor: int) -> bool:
-    """Lock an open file for this process. False if another one holds it, for longer than a look takes."""
+    """Lock an open file for this process. Returns False if another process keeps holding it."""
     for left in reversed(range(TRIES)):
         if _lock(descriptor):
             return True
@@ -27,14 +27,14 @@ def lock(descriptor: int) -> bool:
 
 
 def named(descriptor: int) -> int:
-    """The process that wrote its number into an open lock file; 0 if none did, or something else stands there."""
+    """Return the process id that an open lock file contains; 0 if it contains no number."""
     os.lseek(descriptor, 0, os.SEEK_SET)
     text = os.read(descriptor, 20).split(b"\n")[0]
     return int(text) if text.isdigit() else 0
 
 
 def holder(file: Path) -> int | None:
-    """The process that holds a lock file, 0 if it has not said which it is; None if nobody does. Raises OSError."""
+    """Return the id of the process that holds a lock file; 0 if unknown; None if it is free. Raises OSError."""
     try:
         descriptor = os.open(file, os.O_RDONLY | NOFOLLOW)
     except FileNotFoundError:
@@ -42,7 +42,7 @@ def holder(file: Path) -> int | None:
     try:
         return None if _free(descriptor) else named(descriptor)
     finally:
-        os.close(descriptor)  # which lets go of it, too
+        os.close(descriptor)  # also releases the lock
 
 
 if sys.platform == "win32":
@@ -61,7 +61,7 @@ if sys.platform == "win32":
         return True
 
     def _free(descriptor: int) -> bool:
-        """Nothing can be shared here: two that look at it at once could each take the other for the holder."""
+        """Lock exclusively, with retries: Windows' lock is not shared, so two looks could collide."""
         return lock(descriptor)
 
 else:

@@ -1,4 +1,4 @@
-"""The modes of the terminal that a chat is held in: as before at its end, and while Ctrl-Z has stopped it."""
+"""The modes of a chat's terminal. They are restored at its end, and while Ctrl-Z has stopped it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ _PASTES, _NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste: pasted li
 
 
 def draws() -> bool:
-    """Whether stdout is a terminal that a prompt can be drawn on: the shell of Emacs is none."""
+    """Return True if stdout is a terminal on which a prompt can be drawn; the shell of Emacs is not."""
     return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[Callable[[], None]]:
-    """Keep what is typed for the next prompt, unechoed, whenever no prompt is there.
+    """Keep typed text for the next prompt, unechoed, while no prompt is shown.
 
-    What is yielded sets the modes again: who goes on in the background, and is fetched from there, hears of neither.
+    Yields a function that sets the modes again. It is needed as a process that continues in the background, and later
+    comes back to the foreground, gets no signal.
     """
-    if sys.platform == "win32":  # whose console echoes nothing that nobody reads
+    if sys.platform == "win32":  # its console echoes only text that a program reads
         yield lambda: None
         return
     import termios
@@ -38,7 +39,7 @@ def quiet() -> Iterator[Callable[[], None]]:
 
     def put(modes: list[Any], escape: str = "") -> None:
         with contextlib.suppress(OSError, termios.error):  # the terminal is gone
-            if os.tcgetpgrp(descriptor) == os.getpgrp():  # who sets another's is stopped
+            if os.tcgetpgrp(descriptor) == os.getpgrp():  # a background process that sets the modes is stopped
                 termios.tcsetattr(descriptor, termios.TCSANOW, modes)
                 _write(escape)
 

@@ -1,4 +1,4 @@
-"""Files that hold secrets, or are believed: whether anybody else can read them, or say what stands in them."""
+"""Files that hold secrets or are trusted: checks that no other user can read or write them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-# Windows follows no link of whoever may not make one, waits for no pipe in a folder, and would change ends of lines.
+# On Windows: creating links needs a right, folders contain no pipes, and O_BINARY keeps line ends unchanged.
 PLAIN = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 NOLINK = PLAIN | getattr(os, "O_NOFOLLOW", 0)
 NOWAIT = PLAIN | getattr(os, "O_NONBLOCK", 0)
@@ -14,23 +14,23 @@ NOFOLLOW = NOLINK | NOWAIT
 
 
 def owned(found: os.stat_result) -> bool:
-    """Whether the file belongs to this user; on Windows whoever may open it."""
+    """Return True if the file belongs to this user; on Windows always."""
     return not hasattr(os, "getuid") or found.st_uid == os.getuid()
 
 
 def close_to_others(descriptor: int) -> None:
-    """Leave an open file to this user alone; on Windows its folder says who may read it."""
+    """Set an open file's mode so that only this user may open it; on Windows its folder's rights apply."""
     if hasattr(os, "fchmod"):
         os.fchmod(descriptor, 0o600)
 
 
 def others_write(found: os.stat_result) -> bool:
-    """Whether every user of this computer can write the file."""
+    """Return True if every user of this computer can write the file; on Windows False."""
     return hasattr(os, "getuid") and bool(found.st_mode & stat.S_IWOTH)
 
 
 def others_read(found: os.stat_result) -> bool:
-    """Whether somebody else can read the file: not root, and not the group through which it is read here."""
+    """Return True if other users can read the file. Root does not count, nor the group of another user's file."""
     if not hasattr(os, "getuid"):
         return False
     others = stat.S_IROTH | (stat.S_IRGRP if found.st_uid == os.getuid() else 0)

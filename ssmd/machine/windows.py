@@ -1,4 +1,4 @@
-"""What Windows alone tells or does, asked of its own libraries: memory, and who may open what lies in a folder."""
+"""Calls of Windows' own libraries: memory, short paths, and the access rights of files and folders."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 import sys
 from pathlib import Path
 
-# Full access for the owner, administrators and the system, to the folder and what is made in it; nothing comes from the
-# folder above. It is what Python's os.mkdir makes of mode 0o700 from 3.12.4 on.
+# Full access for the owner, administrators and the system, to the folder and all that is made in it. Nothing is
+# inherited from the folder above. Python's os.mkdir makes the same of mode 0o700 from 3.12.4 on.
 _PRIVATE = "D:P(A;OICI;FA;;;OW)(A;OICI;FA;;;BA)(A;OICI;FA;;;SY)"
-# Everyone, who is not named, guests, users, who logged on, who sits there, who comes over the network.
+# SIDs of Everyone, Anonymous, Guests, Users, Authenticated, Interactive, Network.
 _OTHERS = re.compile(r"\(A;[^)]*;(WD|AN|BG|BU|AU|IU|NU)\)")
 _DACL, _PROTECTED, _REVISION = 0x4, 0x80000000, 1  # winnt.h, sddl.h
 
@@ -43,16 +43,16 @@ if sys.platform == "win32":
     _kernel.GetShortPathNameW.argtypes = (wintypes.LPCWSTR, wintypes.LPWSTR, wintypes.DWORD)
 
     def memory_free() -> int | None:
-        """Bytes of memory that no process has taken."""
+        """Return the bytes of free physical memory; None if the call fails."""
         found = _Memory(length=ctypes.sizeof(_Memory))
         return int(found.free) if _kernel.GlobalMemoryStatusEx(ctypes.byref(found)) else None
 
     def resident() -> int | None:
-        """Bytes of this process in memory now."""
+        """Return the bytes of this process in memory now; None if the call fails."""
         return _process("resident")
 
     def most_resident() -> int | None:
-        """The most bytes of this process that were ever in memory."""
+        """Return the most bytes of this process that were ever in memory; None if the call fails."""
         return _process("peak")
 
     def _process(field: str) -> int | None:
@@ -61,7 +61,7 @@ if sys.platform == "win32":
         return int(getattr(found, field)) if told else None
 
     def short_name(path: Path) -> str:
-        """A path by its short names (8.3), where there are such; it has to exist. Raises OSError."""
+        """Return an existing path by its short names (8.3), where it has them. Raises OSError."""
         size = _kernel.GetShortPathNameW(str(path), None, 0)
         _done(size)
         name = ctypes.create_unicode_buffer(size)
@@ -69,7 +69,7 @@ if sys.platform == "win32":
         return name.value
 
     def make_private(folder: Path) -> None:
-        """Leave a folder, and what is made in it from now on, to its owner. Raises OSError where that is not done."""
+        """Set a folder's rights to _PRIVATE; what is made in it later inherits them. Raises OSError."""
         descriptor = ctypes.c_void_p()
         text = ctypes.c_wchar_p(_PRIVATE)
         _done(
@@ -84,7 +84,7 @@ if sys.platform == "win32":
             _kernel.LocalFree(descriptor)
 
     def others_open(path: Path) -> bool:
-        """Whether other users of this computer may open a file or folder. Raises OSError."""
+        """Return True if other users of this computer may open a file or folder. Raises OSError."""
         name, needed = ctypes.c_wchar_p(str(path)), wintypes.DWORD()
         _advapi.GetFileSecurityW(name, _DACL, None, 0, ctypes.byref(needed))
         descriptor = ctypes.create_string_buffer(needed.value)

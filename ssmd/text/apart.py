@@ -1,8 +1,8 @@
-"""A stranger's chat template and tokenizer at work in a process of their own, with what they say bounded and checked.
+"""Untrusted chat templates and tokenizers, run in a child process. Their output is limited and checked.
 
-A template is a program, and a tokenizer.json holds regular expressions and replacements that can be one. Whatever they
-do, one request fails for it. In this process stands only what no text can make costly: tokens to bytes, and where a
-text is cut and marked.
+A template is a program, and the regular expressions and replacements of a tokenizer.json can amount to one. Whatever
+they do, only one request fails. This process keeps only operations that no text can make costly: converting tokens to
+bytes, and cutting and marking texts.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ OPEN_S = 30.0
 RENDER_S = 15.0  # more than the meter allows (text/jinja/meter.py)
 TEXT = "A river does not remember the rain that filled it: 17 gulls, one late train.\n"
 READ_S = 10.0  # a piece of 32,768 characters takes 0.05 s, a whole one of 524,288 some seconds
-_MOST_STOPS = 4096  # more would be no head of a message to the child; models have up to five
+_MOST_STOPS = 4096  # most stop tokens that fit the head of a message to the child; models have up to five
 
 
 @dataclass(frozen=True)
 class Texts:
-    """An artifact's template and tokenizer. close: ends what they work in, at once."""
+    """An artifact's template and tokenizer. close: kills their child process, if they have one."""
 
     template: Template
     tokenizer: Tokenizer
@@ -57,7 +57,7 @@ class Texts:
 
 
 def opened(artifact: Artifact, *, apart: bool) -> Texts:
-    """An artifact's template and tokenizer; `apart`: in a process of their own, for they may be a stranger's.
+    """Open an artifact's template and tokenizer. apart: in a child process, as they may be untrusted.
 
     Raises TemplateError or TokenizerError.
     """
@@ -69,7 +69,7 @@ def opened(artifact: Artifact, *, apart: bool) -> Texts:
 
 
 def _source(path: Path) -> str:
-    """A template's text. Raises TemplateError; one that is far too large is not read."""
+    """Read a template's source, of at most MAX_SOURCE characters. Raises TemplateError."""
     try:
         with path.open(encoding="utf-8") as file:
             source = file.read(MAX_SOURCE + 1)
@@ -81,14 +81,14 @@ def _source(path: Path) -> str:
 
 
 def open_texts(path: Path, stop_tokens: Sequence[int], source: str, special: SpecialTokens) -> Texts:
-    """A tokenizer.json and a template's source, opened in a child. Raises TemplateError or TokenizerError."""
+    """Open a tokenizer.json and a template's source in a child. Raises TemplateError or TokenizerError."""
     if len(source) > MAX_SOURCE:
         raise TemplateError(f"the chat template has {len(source)} characters, at most {MAX_SOURCE} are allowed")
     if len(stop_tokens) > _MOST_STOPS:
         raise TokenizerError(f"{len(stop_tokens)} tokens end an answer, at most {_MOST_STOPS} are allowed")
     nonce = secrets.token_hex(12)
     opening: dict[str, Any] = {"do": "open", "tokenizer": str(path.absolute()), "stop_tokens": list(stop_tokens)}
-    # Whenever it is opened anew the file has to be the one that is read here.
+    # The hash makes sure that each new child opens the same file as this process.
     sha256 = hashlib.sha256(tokenizer_bytes(path)).hexdigest()
     opening |= {"sha256": sha256, "nonce": nonce, "special": special.model_dump()}
     child = Child(MODULE, MEMORY, Packet(opening, encoded(source)), OPEN_S)
@@ -106,8 +106,10 @@ def open_texts(path: Path, stop_tokens: Sequence[int], source: str, special: Spe
 
 
 def check(path: Path, stop_tokens: Sequence[int], source: str, special: SpecialTokens) -> None:
-    """Check that a stranger's tokenizer.json and template can be opened, and a text read. Raises TemplateError or
-    TokenizerError."""
+    """Check that an untrusted tokenizer.json and template open, and that a text can be tokenised.
+
+    Raises TemplateError or TokenizerError.
+    """
     texts = open_texts(path, stop_tokens, source, special)
     try:
         texts.tokenizer.encode(TEXT)
@@ -116,13 +118,13 @@ def check(path: Path, stop_tokens: Sequence[int], source: str, special: SpecialT
 
 
 class TextReader:
-    """Reads texts with the tokenizer of a child."""
+    """Tokenises texts in a child."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
 
     def __call__(self, text: str) -> NDArray[np.int32]:
-        """The ids of a marked text. Raises TokenizerError."""
+        """Return the token ids of a marked text. Raises TokenizerError."""
         try:
             body = _checked(self._child.ask(Packet({"do": "read"}, encoded(text)), READ_S)).body
         except ChildError as err:
@@ -136,7 +138,7 @@ class TextReader:
 
 
 class TemplateApart:
-    """Renders with the template of a child: the texts are those of ChatTemplate. Thread-safe."""
+    """Renders a template in a child, with the same results as ChatTemplate. Thread-safe."""
 
     def __init__(self, source: str, child: Child) -> None:
         self.source = source
@@ -144,7 +146,7 @@ class TemplateApart:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names that it looks up, as ChatTemplate.variables has them. Raises TemplateError."""
+        """The names that the template looks up, as ChatTemplate.variables. Raises TemplateError."""
         try:
             found = json_of(_checked(self._child.ask(Packet({"do": "variables"}), RENDER_S)).body)
         except (ChildError, ValueError) as err:
@@ -158,7 +160,7 @@ class TemplateApart:
         return _text(self._asked({"do": "render", "generate": generate}, messages, now, given))
 
     def render_settled(self, messages: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE) -> Rendered:
-        """Render, and tell what stays, as ChatTemplate.render_settled does."""
+        """Render, and return which part is settled, as ChatTemplate.render_settled does."""
         rendered = _rendered(self._asked({"do": "settled"}, messages, now, given), len(messages))
         if rendered is None:
             raise TemplateError("the chat template says nothing")
@@ -167,7 +169,7 @@ class TemplateApart:
     def render_after(
         self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE
     ) -> Rendered | None:
-        """Render from a message on, as ChatTemplate.render_after does; a process that was ended is a TemplateError."""
+        """Render from a message on, as ChatTemplate.render_after does. Raises TemplateError if the child ends."""
         asked = {"do": "after", "skipped": skipped}
         return _rendered(self._asked(asked, [first, *tail], now, given), skipped + len(tail))
 
@@ -181,22 +183,22 @@ class TemplateApart:
 
 
 def encoded(text: str) -> bytes:
-    """A text as bytes; halves of surrogate pairs too, which are refused where they are read."""
+    """Encode a text as UTF-8. Lone surrogates are encoded too; the reader refuses them."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def decoded(data: bytes) -> str:
-    """The text of `encoded`. Raises ValueError."""
+    """Decode the bytes of `encoded`. Raises ValueError."""
     return data.decode("utf-8", "surrogatepass")
 
 
 def json_of(data: bytes) -> Any:
-    """What a body says as JSON. Raises ValueError."""
+    """Parse a body as JSON. Raises ValueError."""
     return json.loads(decoded(data))
 
 
 def _checked(answer: Packet) -> Packet:
-    """An answer that is no error. Raises ChildError, TemplateError or TokenizerError."""
+    """Return a child's answer. Raises the error that it reports: ChildError, TemplateError or TokenizerError."""
     if "error" not in answer.head:
         return answer
     said = str(answer.head.get("said"))
@@ -204,7 +206,7 @@ def _checked(answer: Packet) -> Packet:
 
 
 def _text(answer: Packet) -> str:
-    """The text of an answer. Raises TemplateError."""
+    """Return the text of a child's answer. Raises TemplateError."""
     try:
         return decoded(answer.body)
     except UnicodeDecodeError as err:

@@ -629,7 +629,8 @@ def test_a_daemon_that_cannot_be_found_is_told_of(models: Path, tmp_path: Path) 
         file = home.data / "daemon.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "pid": 1}))
         told = home.ssmd("run", "llama", "Hello", "--max-tokens", "2")[1]
-    assert told.startswith(f"process {process.pid} uses {home.data} and answers nobody: the model is loaded here")
+    state = "does not answer yet (it starts, stops or repairs)"
+    assert told.startswith(f"process {process.pid} uses {home.data} and {state}; the model is loaded here")
 
 
 def test_where_no_socket_can_be_a_port_with_a_token_serves(models: Path, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_one_that_starts(artifact: Path, tmp_path: Path) -> None:
             for command in ("ps", "stop"):
                 said = ssmd(tmp_path, command)
                 assert said.returncode == 1
-                assert f"process {pid} uses {data} and answers nobody: it starts" in said.stderr
+                assert f"process {pid} uses {data} and does not answer yet (it starts, stops or" in said.stderr
             assert f"(process {pid}) uses {data}: it is starting" in failing(tmp_path, str(artifact))
             go_on.touch()
             assert " serves " in process.stdout.readline()

@@ -1,4 +1,4 @@
-"""What a protocol has to say: how one of its bodies is read, and how an answer is written, whole or as events."""
+"""The interface of a protocol: reading a request's body, and writing its answer, whole or as events."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ from ssmd.text.messages import ToolCall
 
 @dataclass(frozen=True)
 class Head:
-    """What is known of an answer before its first event. created: seconds since 1970. key: the name of its key.
-    ignored: fields of its request, as Fields names them.
-    """
+    """The facts of an answer that are known before its first event."""
 
     id: str
-    created: int
+    created: int  # seconds since 1970
     session: str | None
-    key: str = ""
+    key: str = ""  # name of the API key
     replayed: bool = False
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # ignored fields of the request, as Fields names them
     cancel: Callable[[], None] = lambda: None
 
     @property
     def label(self) -> str:
-        """What the log calls it."""
+        """The answer's name in the log."""
         return label(self.id, self.key)
 
     @property
     def headers(self) -> dict[str, str]:
-        """What ssmd says of the answer in its header, in any protocol."""
+        """ssmd's own response headers, the same in any protocol."""
         session = {} if self.session is None else {"x-ssmd-session": self.session}
         ignored = {IGNORED: ", ".join(self.ignored)} if self.ignored else {}
         return session | ignored | ({REPLAYED: "true"} if self.replayed else {})
@@ -44,7 +42,7 @@ class Head:
 
 @dataclass(frozen=True)
 class WholeChoice:
-    """One of the n answers, from its first word to its end. logprobs: none unless they were asked for."""
+    """One of the n choices, complete. logprobs: empty unless the request asked for them."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...]
@@ -54,7 +52,7 @@ class WholeChoice:
 
     @staticmethod
     def of(deltas: Sequence[Delta], finish_reason: FinishReason) -> WholeChoice:
-        """What the deltas of a choice come to."""
+        """Join the deltas of a choice."""
         said = "".join(delta.text for delta in deltas if not delta.reasoning)
         thought = "".join(delta.text for delta in deltas if delta.reasoning)
         logprobs = tuple(entry for delta in deltas for entry in delta.logprobs)
@@ -62,7 +60,7 @@ class WholeChoice:
 
 
 class Answer(ABC):
-    """How one request is answered in its protocol: as one object, or as the events of a stream, each as bytes."""
+    """Writes the answer to one request in its protocol: as one object, or as a stream's events, each as bytes."""
 
     @abstractmethod
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Mapping[str, Any]:
@@ -87,42 +85,38 @@ class Answer(ABC):
 
 @dataclass(frozen=True)
 class Asking:
-    """A body that was read. stream: answer by events. answer: how, once the head is known. followed: the same for who
-    follows it. keep_alive_s: how long the model is to stay, None: as it does. background: go on when the client leaves.
-    ignored: fields of it, as Fields names them. variables: fields that are one for the chat template, and how it is
-    called there. named: how more that is ignored is named; raises Rejected where nothing may be.
-    """
+    """A request's body after it was read."""
 
     model: Model
     request: Request
-    stream: bool
-    answer: Callable[[Head], Answer]
-    followed: Callable[[Head], Answer]
-    keep_alive_s: float | None = None
-    background: bool = False
-    ignored: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
-    named: Callable[[Collection[str]], tuple[str, ...]] = tuple
+    stream: bool  # answer as events
+    answer: Callable[[Head], Answer]  # builds the answer for the client
+    followed: Callable[[Head], Answer]  # builds the answer for a follower
+    keep_alive_s: float | None = None  # how long the model stays loaded; None: as configured
+    background: bool = False  # go on when the client leaves
+    ignored: tuple[str, ...] = ()  # ignored fields of the body, as Fields names them
+    variables: Mapping[str, str] = field(default_factory=dict)  # by field, the chat template's variable that it sets
+    named: Callable[[Collection[str]], tuple[str, ...]] = tuple  # names ignored fields; raises Rejected if strict
 
     def told(self, known: Callable[[str], bool]) -> Asking:
-        """The same, which names as ignored what its model's template does not know. Raises Rejected."""
+        """Return a copy that also lists as ignored the fields that the template does not know. Raises Rejected."""
         unknown = [name for name, variable in self.variables.items() if not known(variable)]
         return replace(self, ignored=(*self.ignored, *self.named(unknown)), variables={})
 
     def headed(self, head: Head) -> Head:
-        """A head that says what of the body is ignored."""
+        """Return the head with the ignored fields of this body."""
         return replace(head, ignored=self.ignored)
 
     def follow(self, head: Head) -> Answer:
-        """How who follows it is answered, who is told that too."""
+        """Build the answer for a follower, with the ignored fields in its head."""
         return self.followed(self.headed(head))
 
 
-Read = Callable[[dict[str, Any]], Asking]  # of a protocol: takes a body's fields; in a thread; raises Rejected
+Read = Callable[[dict[str, Any]], Asking]  # reads a body's fields in one protocol; runs in a thread; raises Rejected
 
 
 def own_usage(usage: Usage, ignored: Sequence[str] = ()) -> dict[str, Any]:
-    """What ssmd says of an answer beyond the counts of tokens, in any protocol; times in ms."""
+    """Return ssmd's own usage fields, the same in any protocol, beyond the token counts. Times in ms."""
     return {
         "session": usage.session,
         "resume": usage.resume,

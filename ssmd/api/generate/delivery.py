@@ -16,11 +16,11 @@ MOST_WAITING = 10_000  # events, of a few kilobytes each with log probabilities
 
 
 class Gone(Exception):
-    """The client went away; nobody reads the answer any more."""
+    """The client went away and does not read the answer any more."""
 
 
 class Stopped(Exception):
-    """The answer was ended, for its client, before the engine had it."""
+    """The answer was stopped before the engine had its request."""
 
 
 class Delivery:
@@ -39,8 +39,9 @@ class Delivery:
         self.last: asyncio.Future[Event] = self._loop.create_future()  # Done or Failed, whether it is read or not
 
     def __call__(self, event: Event) -> None:
-        """Hand an event to the event loop. Raises Gone for text that nobody takes, and RuntimeError when the loop is
-        closed already.
+        """Hand an event to the event loop.
+
+        Raises Gone for text if MOST_WAITING events wait for the client, and RuntimeError if the loop is closed.
         """
         if self._events.qsize() >= MOST_WAITING and isinstance(event, Delta):
             log.warning("a client reads so slowly that %d events wait for it: it is given up", MOST_WAITING)
@@ -69,7 +70,7 @@ class Delivery:
 
     @contextmanager
     def followed(self) -> Iterator[asyncio.Event]:
-        """What is set, while this lasts, at each event and when the engine has the request."""
+        """Yield an asyncio event that is set at each event, and by `tell_followers`, until the context ends."""
         news = asyncio.Event()
         self._followers.add(news)
         try:
@@ -78,7 +79,7 @@ class Delivery:
             self._followers.discard(news)
 
     def tell_followers(self) -> None:
-        """Have those who follow look for what is new."""
+        """Wake the followers, so that they look for news."""
         for news in self._followers:
             news.set()
 
@@ -89,9 +90,7 @@ class Delivery:
         self.leave()
 
     def leave(self) -> None:
-        """The client waits no longer: what is done for the request elsewhere ends at its next `check`, unless it goes
-        on in the background.
-        """
+        """Note that the client left. Work on its request ends at its next `check`, unless it is in the background."""
         self._gone = True
         while not self._events.empty():
             self._events.get_nowait()
@@ -106,17 +105,17 @@ class Delivery:
             self._interrupted.clear()
 
     def abandon(self) -> None:
-        """Nobody waits, whatever was asked: the server ends."""
+        """Give the answer up even if it is in the background, as the server ends."""
         self.background = False
         self.leave()
 
     def stop(self) -> None:
-        """End what is done for the request before the engine has it."""
+        """Stop the work on the request before the engine has it."""
         self._stopped = True
         self._interrupted.set()
 
     def check(self) -> None:
-        """Check that the answer is wanted still. Raises Gone and Stopped."""
+        """Check that the answer is still wanted. Raises Gone and Stopped."""
         if self._stopped:
             raise Stopped
         if self._gone and not self.background:

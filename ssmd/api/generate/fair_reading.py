@@ -1,7 +1,7 @@
-"""Requests are read before they wait in the engine's queue: parsed, rendered, tokenised, in threads. So is the store.
+"""Fair reading: threads parse, render and tokenise requests before the engine's queue. Store requests run there too.
 
-All of that takes the processor from answers under way. So one client has few requests read at once, the others of it
-wait their turn; and beside other clients' answers its reading has a part of the time only, once it has had its fill.
+All of that takes processor time from running answers. So only AT_ONCE requests of one client are read at the same time;
+its others wait. A client without credit waits for more while other clients' answers run.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from ssmd.api.http.keys import caller_of
 from ssmd.machine.hosts import place_of
 from ssmd.machine.processor import give_way
 
-AT_ONCE = 2  # of one client: a long one, and a short one beside it
-CREDIT_S = 1.0  # of processor time for which a client is not held back
-REFILL = 0.05  # of the time
-LOOP_S = 0.002  # that a request takes of the event loop, at least: its connection, its head, its answer
-LONG_BYTES = 64 << 10  # bodies that take long enough for others to notice
-LONG_AT_ONCE = 4
+AT_ONCE = 2  # most readings of one client at the same time: a long one, and a short one beside it
+CREDIT_S = 1.0  # most credit of a client, in seconds of processor time
+REFILL = 0.05  # credit gained per second
+LOOP_S = 0.002  # least event loop time that a request costs: its connection, its head, its answer
+LONG_BYTES = 64 << 10  # bodies above this take long enough to delay others
+LONG_AT_ONCE = 4  # threads for long bodies
 _LOOK_S = 0.02
 T = TypeVar("T")
 
 
 @dataclass
 class _Client:
-    """running: readings under way. waiting: those that wait for their turn. left: seconds of credit, at a time."""
+    """A client's readings and its credit."""
 
-    running: int = 0
-    waiting: deque[asyncio.Event] = field(default_factory=deque)
-    left: float = CREDIT_S
+    running: int = 0  # readings under way
+    waiting: deque[asyncio.Event] = field(default_factory=deque)  # readings that wait for their turn
+    left: float = CREDIT_S  # credit at the time `at`, in seconds of processor time
     at: float = field(default_factory=time.monotonic)
 
     def credit(self) -> float:
@@ -48,10 +48,10 @@ class _Client:
 
 
 def client_of(request: Request) -> str:
-    """Who asks, among those who take turns: the key's name where there are several, else where the request comes from.
+    """Return the client that a request counts for: its key's name if there are several names, else its place.
 
-    That is the address, or the network of an IPv6 address, of which one computer may have all; at a socket without
-    addresses the process.
+    The place is the IPv4 address, or the network of an IPv6 address, as one computer may have all addresses of it. At a
+    Unix socket it is the process.
     """
     caller = caller_of(request.scope)
     if caller.several:
@@ -60,10 +60,10 @@ def client_of(request: Request) -> str:
 
 
 class Reading:
-    """Runs the reading of requests. In the event loop only.
+    """Runs the reading of requests. Used in the event loop only.
 
-    beside: whether answers of other clients than this one are under way. threads: of its own, for what is not long;
-    0: those that all have.
+    beside: returns True if answers of clients other than this one run. threads: size of an own pool for short bodies;
+    0 uses asyncio's.
     """
 
     def __init__(self, beside: Callable[[str], bool], threads: int = 0) -> None:
@@ -73,8 +73,9 @@ class Reading:
         self._patient = ThreadPoolExecutor(LONG_AT_ONCE, "ssmd-reading", initializer=give_way)
 
     async def run(self, work: Callable[[], T], client: str, nbytes: int = 0, delivery: Delivery | None = None) -> T:
-        """Do a piece of a client's reading, of a body so long, when it is its turn. Raises what it raises, and Gone
-        when the client leaves before, as `delivery` tells.
+        """Run `work` in a thread when it is the client's turn, and charge its time. nbytes: length of the body.
+
+        Raises what `work` raises. With a `delivery`, raises Gone if the client leaves before, and Stopped.
         """
         async with self._turn(client, delivery) as mine:
             executor = self._patient if nbytes > LONG_BYTES else self._short
@@ -112,7 +113,7 @@ class Reading:
             self._next(client, mine)
 
     def _next(self, client: str, mine: _Client) -> None:
-        """Hand a turn that is over to the one who waits longest."""
+        """Hand a finished turn to the client's longest waiting reading."""
         if mine.waiting:
             mine.waiting.popleft().set()
             return
@@ -124,7 +125,7 @@ class Reading:
 
 
 def _timed(work: Callable[[], T]) -> tuple[T | BaseException, float]:
-    """What came of a piece of work, and the processor time it took, in seconds."""
+    """Return the result or the error of `work`, and its processor time in seconds."""
     began = time.thread_time()
     try:
         return work(), time.thread_time() - began

@@ -154,7 +154,7 @@ class Front:
             except Stopped:
                 self._host.metrics.request_failed(STOPPED, caller.name)
                 answering.end_unbegun((time.perf_counter() - asked) * 1e3)
-            except BaseException as err:  # whatever it is: who follows must not wait for this one
+            except BaseException as err:  # of any kind: followers must not wait for this answer
                 answering.fail(err if isinstance(err, Rejected) else INTERNAL)
                 raise
 
@@ -188,14 +188,17 @@ class Front:
         try:
             delivery.check()
             begun = await submit(in_place_of(request, mark, reply))
-        except BaseException as err:  # whatever it is: who repeats the request must not wait for this one
+        except BaseException as err:  # of any kind: a retry must not wait for this attempt
             attempt.end(err if isinstance(err, Rejected) else INTERNAL)
             raise
         attempt.follow(delivery, begun[1].id)
         return begun
 
     async def _lend(self, asking: Asking, request: Request, delivery: Delivery) -> Lease:
-        """The model that is asked for, once it is loaded. Raises Rejected, and Gone when the client leaves before."""
+        """Return a lease of the request's model, once it is loaded.
+
+        Raises Rejected, Stopped, and Gone if the client leaves before.
+        """
         asker = Asker(request.id, request.session, request.domain.owner)
         future = self._host.lend(asking.model, asking.keep_alive_s, asker)
         if not future.done():
@@ -209,7 +212,7 @@ class Front:
         return future.result()
 
     def _check(self, mark: Mark, client: str) -> None:
-        """Refuse before it is read what cannot be taken in. Raises Rejected."""
+        """Refuse a request before its body is parsed if the host cannot take it. Raises Rejected."""
         try:
             self._host.check(client)
         except Rejected:
@@ -223,7 +226,9 @@ class Front:
     async def _stream(
         self, answer: Answer, head: Head, first: First, delivery: Delivery, send: Send, *, at_once: bool
     ) -> None:
-        """at_once: begin before the first event, so that the client knows how the answer is called that goes on
+        """Send an answer as events.
+
+        at_once: send the headers before the first event. The client then knows the id of an answer that goes on
         without it.
         """
         stream = sse.EventStream(send, self._stall_s)
@@ -258,18 +263,18 @@ class Front:
 
 
 async def _first(delivery: Delivery, again: Again) -> Event:
-    """The first event of an answer, whose request may have gone to more than one engine until then."""
+    """Return an answer's first event. Its request is submitted again whenever an engine recalls it."""
     while isinstance(event := await delivery.next(), Recalled):
         await again()
     return event
 
 
 async def _never() -> None:
-    """Of an answer that no engine gives."""
+    """Stand in for `again` where an answer is replayed: no engine can recall it."""
 
 
 async def _whole(answer: Answer, first: First, delivery: Delivery) -> Mapping[str, Any]:
-    """The whole answer, once it is complete. Raises Rejected if it broke off."""
+    """Return the whole answer, once it is complete. Raises Rejected if it broke off."""
     deltas: dict[int, list[Delta]] = {}
     event = await first()
     while isinstance(event, Delta):

@@ -1,11 +1,11 @@
-"""A request that comes again is answered with what it was answered before, and no turn is written twice.
+"""Idempotent requests: a repeated request gets the earlier answer, and no turn is written twice.
 
-Two ways to know one again. A client names its request with `Idempotency-Key`. The OpenAI SDKs send none, but count
-their retries in `x-stainless-retry-count`: such a retry is the last request with the same body, byte for byte. A first
-attempt is never taken for another one: to ask the same again is to ask for another answer.
+A repeat is recognised in two ways. A client can name its request with `Idempotency-Key`. The OpenAI SDKs send no such
+header, but count their retries in `x-stainless-retry-count`. Such a retry repeats the last request with the same body,
+byte for byte. A request without either header is never a repeat: its client wants another answer.
 
-While the first attempt runs, the second waits for its end; 409 would be what others answer, but an SDK asks three times
-within seconds and then gives up, and an answer here may take minutes.
+While the first attempt runs, the second waits for its end. Other servers answer 409, but an SDK retries within seconds
+and then gives up, and an answer here may take minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADER = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"
 NAMED_LASTS = timedelta(hours=24)
 RETRY_LASTS = timedelta(minutes=10)
-FAILURE_LASTS_S = 120.0  # as long as the OpenAI SDK lets a server make it wait for its retry
+FAILURE_LASTS_S = 120.0  # the longest that the OpenAI SDK lets a server delay its retry
 _NAME = re.compile(r"[\x20-\x7e]{1,255}")
 _RETRY = re.compile(r"[1-9][0-9]{0,3}")
 _RETRIED = frozenset({408, 409, 429})  # and all from 500 on
@@ -39,21 +39,21 @@ _RETRIED = frozenset({408, 409, 429})  # and all from 500 on
 
 @dataclass(frozen=True)
 class Mark:
-    """What a request says of itself. again: it is a retry for sure."""
+    """The identity of a request, by which a repeat is recognised."""
 
     key: ReplyKey
-    again: bool
+    again: bool  # the SDK says that this is a retry
 
     @property
     def repeats(self) -> bool:
-        """Whether it may have been answered before."""
+        """True if the request may have been answered before."""
         return self.again or self.key.named
 
 
 def read_mark(headers: Headers, body: bytes, owner: str) -> Mark:
-    """What a request says of itself. owner: the name of its key; of another one the same request is another one.
+    """Return a request's mark. Raises Rejected.
 
-    Raises Rejected.
+    owner: name of the API key; the same request of another owner gets another mark.
     """
     names = headers.getlist(HEADER)
     if len(names) > 1 or any(not _NAME.fullmatch(name) for name in names):
@@ -71,7 +71,7 @@ def read_mark(headers: Headers, body: bytes, owner: str) -> Mark:
 
 
 class Attempt:
-    """A request under way. `ended` is set when its turn is written, or it is known that none will be."""
+    """A request under way. `ended` is set when its turn is written, or certain not to be written."""
 
     def __init__(self, repeats: Repeats, mark: Mark) -> None:
         self.mark = mark
@@ -80,14 +80,12 @@ class Attempt:
         self._generation = ""
 
     def follow(self, delivery: Delivery, generation: str) -> None:
-        """End this attempt when its generation, which has this id, ends."""
+        """End this attempt when its generation ends. generation: its id."""
         self._generation = generation
         delivery.last.add_done_callback(lambda last: self.end(last.result()))
 
     def end(self, how: Event | Rejected | None = None) -> None:
-        """End this attempt. `how`: the last event, or what it was refused with; None if it was answered with an earlier
-        one's answer.
-        """
+        """End this attempt. `how`: its last event or its refusal; None if it was answered from an earlier attempt."""
         if self.ended.is_set():
             return
         self.ended.set()
@@ -106,7 +104,7 @@ class Repeats:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._running: dict[bytes, list[Attempt]] = {}
-        # When, and the id of what was generated, if anything was. Each is good for one retry.
+        # (time, id of the generation or ""). Each allows one retry.
         self._failures: dict[bytes, list[tuple[float, str]]] = {}
 
     async def enter(self, mark: Mark, delivery: Delivery) -> tuple[Attempt, Reply | None]:

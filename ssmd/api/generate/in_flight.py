@@ -1,4 +1,4 @@
-"""The answers under way, by their ids, and /ssmd/v1/requests: others than their clients may follow one, and end it."""
+"""The answers under way, by id, and /ssmd/v1/requests, where any allowed client may follow or stop one."""
 
 from __future__ import annotations
 
@@ -33,22 +33,18 @@ ROOT = "/ssmd/v1/requests"
 
 @dataclass(eq=False)
 class Answering:
-    """One answer, from when it waits for its model until its client is told the end.
-
-    followed: how who follows it is answered. lost: to count it when its client leaves while no engine has it.
-    generation: None until an engine has it.
-    """
+    """One answer, from when its request waits for a model until its last event."""
 
     request: Request
     delivery: Delivery
-    followed: Callable[[Head], Answer]
-    lost: Callable[[], None]
-    generation: Generation | Several | None = None
+    followed: Callable[[Head], Answer]  # builds the answer for a follower
+    lost: Callable[[], None]  # counts it if its client leaves while no engine has it
+    generation: Generation | Several | None = None  # None until an engine has it
     stopped: bool = False
 
     @property
     def head(self) -> Head:
-        """What is known of it before its first event."""
+        """The head of its response, as known now."""
         owner, generation = self.request.domain.owner, self.generation
         if generation is None:
             return Head(self.request.id, int(time.time()), self.request.session, owner)
@@ -57,7 +53,7 @@ class Answering:
 
     @property
     def deltas(self) -> Sequence[Sequence[Delta]]:
-        """What was sent of each choice so far: the engine's own, which grows meanwhile."""
+        """The deltas of each choice so far: the engine's own lists, which grow meanwhile."""
         return () if self.generation is None else self.generation.deltas
 
     @property
@@ -73,7 +69,7 @@ class Answering:
         self.delivery.tell_followers()
 
     def recalled(self) -> Answering:
-        """Note that the engine has it no longer, and had not begun it."""
+        """Note that the engine gave it back unbegun."""
         self.generation = None
         if self.stopped:
             self.delivery.stop()
@@ -84,12 +80,12 @@ class Answering:
         if self.generation is None:
             return
         self.generation.cancel()
-        if self.generation.recalled and not self.delivery.last.done():  # and nobody asks again
+        if self.generation.recalled and not self.delivery.last.done():  # and it is not submitted again
             self.lost()
             self.fail(INTERNAL)
 
     def stop(self) -> None:
-        """End it: what was said is its answer, and its client is told so. Idempotent."""
+        """Stop it: the text so far is its answer, which its client gets. Idempotent."""
         self.stopped = True
         if self.generation is None:
             self.delivery.stop()
@@ -97,13 +93,13 @@ class Answering:
             self.generation.stop()
 
     def end_unbegun(self, load_ms: float) -> None:
-        """Tell its client that it was stopped before the engine had it."""
+        """Deliver an empty answer that was stopped before the engine had it. load_ms: time waited for the model."""
         usage = Usage.of_nothing(self.request.session, load_ms)
         stop: FinishReason = "stop"
         self.delivery.put(Done((stop,) * self.request.choices, usage))
 
     def fail(self, error: Rejected) -> None:
-        """Tell those who follow that the engine never had it."""
+        """Deliver an error as its last event, unless it has one: the engine never had it."""
         if not self.delivery.last.done():
             self.delivery.put(Failed(error))
 

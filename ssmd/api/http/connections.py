@@ -1,15 +1,15 @@
-"""Connections: how long one may say nothing, and how many there may be. `Seldom` keeps what is logged of them short.
+"""Limits on connections: how long one may be idle, and how many may be open. `Seldom` rate-limits their log lines.
 
-uvicorn's own deadline begins when a first answer was sent. Here a connection is *idle* from its first moment until a
-request's head is whole, and again from the end of the answer. An idle one has a deadline, and goes first when there
-are too many; then one whose body is still awaited, of the client that has most of these. What is answered is not
-touched.
+uvicorn's own deadline begins only after the first answer. Here a connection is *idle* from its first moment until a
+request's head is complete, and again from the end of the answer. An idle connection has a deadline. Where there are
+too many connections, an idle one is closed first, then a pending upload of the client with the most pending uploads.
+A connection whose request is being answered is not closed.
 
-Bytes cost the event loop little, what they are parted into costs much: heads may have so many lines, and of a body in
-tiny pieces only some are looked at before others have their turn.
+The event loop pays for parts, not for bytes. So a request's head has a limit of lines, and a body in tiny pieces is
+parsed a few pieces at a time, with other connections served in between.
 
-A client that goes away is seen by reading alone. So reading goes on while a request is answered; what comes meanwhile
-is kept for the next request, and whoever sends more than a little of it is let go.
+Only reading shows that a client closed its connection. So the daemon reads on while it answers a request, and keeps
+the bytes for the next request. A client that sends more than LATE_BYTES of them is disconnected.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ssmd.machine.hosts import place_of
 from ssmd.machine.privatesocket import process_at
 
 log = logging.getLogger(__name__)
-HEAD_S = 10.0  # for a request's head: from the connection's first moment, later from the head's first byte
-IDLE_S = 65  # between two requests; clients keep theirs for 5 to 60 s, and should be the ones who let go
-STALL_S = 40.0  # for an answer of which nothing is read; a stream gives up before that, and says so in the log
+HEAD_S = 10.0  # deadline for a request's head: from the connection's first moment, later from the head's first byte
+IDLE_S = 65  # deadline between two requests; longer than clients' own 5 to 60 s, so that the client closes first
+STALL_S = 40.0  # deadline for a client that reads nothing of its answer; a stream gives up before, and logs it
 MOST = 4096
-EVENTS = 64  # of one connection, before others have their turn
-REST_S = 0.001  # and then; who only asks for the next turn hardly lets go of the interpreter, and no model decodes
-LATE_BYTES = 64 << 10  # that may come after a request before its answer has ended: the next request, of who is in haste
-MOST_LINES = 256  # of a head, and of what may follow a body
-AT_ONCE = 4  # that are taken in before others are served again
-BACKLOG = 512  # that wait in the system meanwhile
+EVENTS = 64  # most events parsed for one connection in its turn
+REST_S = 0.001  # pause after such a turn; without it the loop would hardly release the interpreter to decoding threads
+LATE_BYTES = 64 << 10  # most bytes a client may send ahead (its next request) before its answer has ended
+MOST_LINES = 256  # most lines of a head, and of the trailer behind a body
+AT_ONCE = 4  # most connections accepted before the open ones are served again
+BACKLOG = 512  # most connections that wait in the system to be accepted
 _SPARE = 64
 _LINES = re.compile(rb"(?:(?!\r?\n)[^\n]*\n){%d}" % (MOST_LINES + 1))
 
@@ -53,11 +53,11 @@ _LOGGERS = (
     *("ssmd.api.http.connections", "ssmd.api.http.security", "ssmd.api.generate.front"),
     *("ssmd.api.generate.delivery", "ssmd.api.generate.in_flight", "ssmd.api.own.sessions"),
 )
-_BY_STRANGERS = {  # how often a minute each of these is written
+_BY_STRANGERS = {  # messages that any client can cause: how often a minute each is logged
     "socket.accept() out of system resource": 1,
     "Invalid HTTP request": 1,
     "Unsupported upgrade": 1,
-    "No supported WebSocket library": 0,  # said with the one before; there is nothing to install
+    "No supported WebSocket library": 0,  # logged together with the one before; there is nothing to install
     "ASGI callable returned without": 1,  # who does not read is given up in the midst of an answer
     TOO_MANY: 1,
     "refused ": 30,
@@ -100,13 +100,13 @@ def limit(config: Config, limits: Limits, first: Callable[[], None] = lambda: No
 
 
 def hold(listening: Iterable[socket.socket]) -> None:
-    """Let those that come faster than they are taken in wait in the system; when the server listens already."""
+    """Set the system's backlog of sockets that listen already: connections wait there until they are accepted."""
     for one in listening:
         one.listen(BACKLOG)
 
 
 class _Lines(ReceiveBuffer):
-    """What came and was not looked at yet. Each line of a head costs as much as thousands of its bytes."""
+    """The bytes received and not parsed yet. Limits a head's lines: one costs as much as thousands of bytes."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         if _LINES.match(self._data):
@@ -115,7 +115,7 @@ class _Lines(ReceiveBuffer):
 
 
 class _Parser(h11.Connection):
-    """A connection's requests. left: how many more events there are in this turn; then it is as if no more had come."""
+    """Parses a connection's requests. left: events left in this turn; at 0 the parser acts as if no bytes were left."""
 
     left = 0
 
@@ -130,16 +130,16 @@ class _Parser(h11.Connection):
         if self.their_state is h11.MUST_CLOSE:  # it said that this request is its last one
             return h11.NEED_DATA
         event = super().next_event()
-        return h11.NEED_DATA if event is h11.PAUSED else event  # uvicorn would read no more, and see nobody leave
+        return h11.NEED_DATA if event is h11.PAUSED else event  # at PAUSED uvicorn would miss a disconnect
 
     @property
     def waiting(self) -> int:
-        """Bytes that came and were not looked at yet."""
+        """The number of bytes received and not parsed yet."""
         return len(self._receive_buffer)
 
 
 class _Flow(FlowControl):
-    """Reads from a connection while neither uvicorn has enough nor `held` says that there is something to look at."""
+    """Reads from a connection unless uvicorn has paused it or `held` says that received bytes are still unparsed."""
 
     held = False
 
@@ -162,8 +162,8 @@ class _Flow(FlowControl):
 
 class _Connection(H11Protocol):
     limits: Limits
-    idle: dict[_Connection, None]  # of this server, the one that is idle for longest first
-    awaited: dict[str, dict[_Connection, None]]  # by client those whose bodies are to come, the longest first
+    idle: dict[_Connection, None]  # this server's idle connections, the longest idle first
+    awaited: dict[str, dict[_Connection, None]]  # by client, the connections with a pending upload, the oldest first
     first: Callable[[], None]
     conn: _Parser
     flow: _Flow
@@ -179,7 +179,7 @@ class _Connection(H11Protocol):
             self.first()
         self.conn, self.flow = _Parser(), _Flow(transport)
         process = process_at(transport.get_extra_info("socket"))
-        if process is not None:  # clients are told apart by where they are: here there are no addresses
+        if process is not None:  # a Unix socket's clients have no addresses: use the process
             self.client = (f"process.{process}", 0)
         self._place = "" if self.client is None else place_of(self.client[0])
         if len(self.connections) > self.limits.most and not self._make_room():
@@ -195,7 +195,7 @@ class _Connection(H11Protocol):
         self._head, self._reading = _cancelled(self._head), _cancelled(self._reading)
 
     def data_received(self, data: bytes) -> None:
-        # It would be seen before there is an answer.
+        # Drop a request whose client has hung up already, before work on it begins.
         if data.startswith(b"POST ") and hangup.has_hung_up(self.transport.get_extra_info("socket")):
             self.transport.abort()
             return
@@ -205,7 +205,7 @@ class _Connection(H11Protocol):
         self._watch_head()
 
     def handle_events(self) -> None:
-        """Look at what came; where that is many events, at some of them now and at the rest after others' turns."""
+        """Parse at most EVENTS of the received events now, and the rest after other connections had their turn."""
         self.conn.left = EVENTS
         super().handle_events()
         more = self.conn.left == 0
@@ -236,8 +236,10 @@ class _Connection(H11Protocol):
         self._watch_reader()
 
     def _make_room(self) -> bool:
-        """Close the connection that is idle for longest, if one is, not one whose answer is still on its way; else of
-        the client with most bodies to come, if these are more than of who comes now, the one awaited longest.
+        """Close one connection to make room for this new one. Returns False if none may be closed.
+
+        The longest idle connection goes first, unless bytes of its answer are still unsent. If none is idle, the oldest
+        pending upload of the client with the most goes, if it has at least two more than the new client.
         """
         for one in self.idle:
             if one.transport.get_write_buffer_size() == 0:
@@ -253,7 +255,7 @@ class _Connection(H11Protocol):
         return True
 
     def _await_body(self, awaited: bool) -> None:
-        """Note whether something is to come of the body of a request."""
+        """Note whether a part of the request's body is still to come."""
         mine = self.awaited.setdefault(self._place, {})
         if awaited:
             mine.setdefault(self)
@@ -275,13 +277,13 @@ class _Connection(H11Protocol):
             self._head = self.loop.call_later(self.limits.head_s, self.timeout_keep_alive_handler)
 
     def _watch_reader(self) -> None:
-        """Begin anew to wait for a sign that the client reads, if there is something to read."""
+        """Restart the deadline by which the client must have read something, if unsent bytes are left."""
         self._reading = _cancelled(self._reading)
         if size := self.transport.get_write_buffer_size():
             self._reading = self.loop.call_later(self.limits.stall_s, self._read_since, size)
 
     def _read_since(self, before: int) -> None:
-        # Nothing is added to what waits while writing is paused or the connection is closing.
+        # While writing is paused or the connection closes, the buffer does not grow.
         stuck = self.flow.write_paused or self.transport.is_closing()
         if stuck and self.transport.get_write_buffer_size() >= before:
             self.transport.abort()
@@ -296,7 +298,7 @@ def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
 
 
 def keep_short() -> None:
-    """Keep the log of what strangers cause short."""
+    """Rate-limit the log lines that any client can cause."""
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(one, Seldom) for one in logger.filters):
@@ -304,11 +306,11 @@ def keep_short() -> None:
 
 
 class Seldom(logging.Filter):
-    """Lets messages that strangers can cause through a few times a minute, and then tells how many there were more."""
+    """Passes the messages of _BY_STRANGERS a few times a minute, and then adds the number of those left out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[str, tuple[float, int]] = {}  # since when, and how often
+        self._seen: dict[str, tuple[float, int]] = {}  # by message: (start of its minute, times seen in it)
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = next((start for start in _BY_STRANGERS if str(record.msg).startswith(start)), None)

@@ -1,10 +1,10 @@
-"""The API keys: one without a name, or those of a file, a line each; who asks is known by the key that came.
+"""The API keys: one without a name, or those of a file, one a line. The key of a request identifies its caller.
 
-Beside them the daemon's own token counts, which it makes anew at every start and writes down for its user's commands
-(ssmd/daemon/discovery.py). Whoever has it sees all sessions, and alone may stop the daemon.
+The daemon's own token is accepted too. The daemon makes it anew at every start and stores it for its user's commands
+(ssmd/daemon/discovery.py). A caller with that token sees all sessions, and only such a caller may stop the daemon.
 
-Of a key nothing is held but its hash. It is compared with all of them, each in constant time: neither how long a wrong
-one is nor which it resembles shows in the time that the answer takes.
+Only hashes of keys are held. A request's key is compared with all of them, each in constant time. So the response time
+reveals neither the length of a wrong key nor which key it resembles.
 """
 
 from __future__ import annotations
@@ -39,23 +39,20 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CALLER, _LOOK = "ssmd.caller", "ssmd.look"  # in a scope
 
 TICKET_S, KEY_S = 60.0, 43_200.0
-MOST_TICKETS, MOST_KEYS = 64, 256  # of one key: of more the oldest goes
+MOST_TICKETS, MOST_KEYS = 64, 256  # most of one key; beyond that the oldest is dropped
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks. domain: what of the store is there for that. several: there are keys of other names.
+    """The caller of a request, as its key identifies it."""
 
-    own: it is a command of the user whose daemon this is. by: the digest of the key that this came with, or that what
-    came was made with; b"" where none is asked for. until: when what came ends, by the clock of the grants.
-    """
-
-    domain: Domain = NOBODY
-    several: bool = False
+    domain: Domain = NOBODY  # the part of the store that it can read and write
+    several: bool = False  # keys of other names exist
     read_only: bool = False
-    own: bool = False
+    own: bool = False  # it sent the daemon's own token: a command of the user who started the daemon
+    # The digest of its key, or of the key that made its granted key; b"" where the daemon has no keys.
     by: bytes = field(default=b"", repr=False, compare=False)
-    until: float = field(default=math.inf, compare=False)
+    until: float = field(default=math.inf, compare=False)  # when its granted key expires, by the clock of the grants
 
     @property
     def name(self) -> str:
@@ -65,7 +62,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class Key:
-    """A key, by the hash of what clients send. read_only: nothing may be changed or generated with it."""
+    """A key, held as the hash of the text that clients send. read_only: it allows no change and no generation."""
 
     name: str
     digest: bytes
@@ -73,15 +70,15 @@ class Key:
 
 
 class Keys:
-    """The keys in force. Used from any thread; none at all: everybody may ask.
+    """The keys in force. Used from any thread. Without keys every client is allowed.
 
-    A name is a trust domain: it has sessions of its own. The first one also has what is nobody's.
+    A name is a trust domain with sessions of its own. The first name also has the sessions without an owner.
     """
 
     def __init__(
         self, keys: Sequence[Key] = (), file: Path | None = None, *, share: bool = False, token: str | None = None
     ) -> None:
-        """file: what `reread` reads. share: all names see all sessions. token: the daemon's own."""
+        """file: the keys file that `reread` reads. share: all names see all sessions. token: the daemon's own."""
         self._keys = tuple(keys)
         self._file = file
         self._share = share
@@ -91,7 +88,7 @@ class Keys:
 
     @staticmethod
     def of(settings: Settings, token: str | None = None) -> Keys:
-        """The keys that the settings name, and the daemon's own token. Raises SettingsError."""
+        """Return the keys that the settings name, and the daemon's own token. Raises SettingsError."""
         if settings.api_keys_file is not None:
             keys = read_keys(settings.api_keys_file)
             return Keys(keys, settings.api_keys_file, share=settings.share_sessions, token=token)
@@ -100,10 +97,10 @@ class Keys:
         return Keys([Key("", digest_of(settings.api_key.get_secret_value()))], token=token)
 
     def reread(self) -> None:
-        """Take the keys that stand in the file now; if it cannot be read, those of before stay."""
+        """Read the keys file again. If it is invalid or unreadable, log it and keep the present keys."""
         if self._file is None:
             return
-        with self._lock:  # of two the later one reads later
+        with self._lock:  # of two calls, the later one also reads later
             try:
                 self._keys = read_keys(self._file)
             except SettingsError as err:
@@ -113,7 +110,7 @@ class Keys:
         log.info("%d API keys of %d names are in force", len(self._keys), names)
 
     def caller(self, authorization: str) -> Caller:
-        """Who asks with this header. Raises Rejected."""
+        """Return the caller that an Authorization header identifies. Raises Rejected."""
         keys = self._keys
         scheme, _, given = authorization.partition(" ")
         digest, found = digest_of(given.strip()), None
@@ -133,17 +130,17 @@ class Keys:
         return self._of(found, keys)
 
     def ticket(self, caller: Caller) -> str:
-        """A ticket for the rights of who asks, but for that to stop the daemon."""
+        """Make a ticket for the caller's rights, except the right to stop the daemon."""
         return self._grants.ticket(caller.by, caller.until)
 
     def redeem(self, ticket: str) -> tuple[str, float] | None:
-        """(key, seconds for which it is good) for a ticket; None if it is none, or the key that made it is gone."""
+        """Redeem a ticket: (key, seconds it lasts). None if the ticket is invalid, or its maker's key is revoked."""
         return self._grants.redeem(ticket, lambda grant: self._granted(grant) is not None)
 
     def _granted(self, grant: Grant) -> Caller | None:
-        """Who asks with a key that a ticket gave: the one whose key made that, if it is in force still."""
+        """Return the caller of a granted key: that of the key behind it; None if that is not in force any more."""
         keys = self._keys
-        if not grant.by:  # none was asked for
+        if not grant.by:  # made while the daemon had no keys
             return None if keys else Caller(EVERYBODY, until=grant.until)
         if grant.by == self._token:
             return Caller(EVERYBODY, by=grant.by, until=grant.until)
@@ -155,19 +152,19 @@ class Keys:
         return Caller(self._domain(found.name, keys[0].name), several, found.read_only, by=found.digest)
 
     def _domain(self, name: str, first: str) -> Domain:
-        """What a name sees, and what it writes."""
-        if not name:  # the one key that has none
+        """Return the domain of a key's name. first: the name of the first key."""
+        if not name:  # the only key, which has no name
             return EVERYBODY
         return Domain(name, None if self._share else (name, "") if name == first else (name,))
 
 
 def set_caller(scope: Any, caller: Caller, look: Callable[[], Caller]) -> None:
-    """Note in an ASGI scope who asks. look: finds that out anew, or raises Rejected."""
+    """Note the caller in an ASGI scope. look: identifies the caller again, or raises Rejected."""
     scope[_CALLER], scope[_LOOK] = caller, look
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
-    """Who asks, as the guard found out: of a request, or its ASGI scope."""
+    """Return the caller that the guard noted in a request or its ASGI scope."""
     found = scope[_CALLER]
     assert isinstance(found, Caller)
     return found
@@ -180,7 +177,7 @@ def name_of(scope: Mapping[str, Any]) -> str:
 
 
 def is_in_force(scope: Mapping[str, Any]) -> bool:
-    """Whether the key that came with a request is still good, and for the same."""
+    """Return True if a request's key is still valid and identifies the same caller."""
     try:
         return bool(scope[_LOOK]() == scope[_CALLER])
     except Rejected:
@@ -188,7 +185,7 @@ def is_in_force(scope: Mapping[str, Any]) -> bool:
 
 
 def read_keys(file: Path) -> tuple[Key, ...]:
-    """The keys in a file, in its order. Raises SettingsError; it names lines, and quotes none."""
+    """Return a file's keys in its order. Raises SettingsError, which names lines but quotes none."""
     keys: dict[bytes, Key] = {}
     for number, line in enumerate(_read(file).split("\n"), 1):
         fields = line.split()
@@ -211,7 +208,7 @@ def read_keys(file: Path) -> tuple[Key, ...]:
 
 
 def _read(file: Path) -> str:
-    """The text of a file that nobody else can read or change. Raises SettingsError."""
+    """Return the text of a file that no other user can read or write. Raises SettingsError."""
     try:
         with os.fdopen(os.open(file, os.O_RDONLY | privatefile.NOWAIT), "rb") as opened:
             found = os.fstat(opened.fileno())
@@ -237,20 +234,18 @@ def _read(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Grant:
-    """What a ticket or a key of this digest stands for. by: the digest of the key that it was made with, and whose
-    rights it has. until: by the clock. least: a key that it gives, or is, ends then at the latest.
-    """
+    """A ticket, or a key made of one."""
 
     digest: bytes
-    by: bytes
-    until: float
-    least: float = math.inf
+    by: bytes  # digest of the key that made it, whose rights it has
+    until: float  # when it expires, by the clock of the grants
+    least: float = math.inf  # of a ticket: the key made of it expires then at the latest
 
 
 class Grants:
-    """All tickets and the keys made of them. From any thread. clock: seconds, never going back.
+    """All tickets and the keys made of them. Used from any thread. clock: monotonic seconds.
 
-    They are held in memory alone, by nothing but their hashes.
+    They are held only in memory, and only as hashes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -260,16 +255,16 @@ class Grants:
         self._keys: list[Grant] = []
 
     def ticket(self, by: bytes, until: float = math.inf) -> str:
-        """Make a ticket. until: when the key ends that it is made with."""
+        """Make a ticket. by: digest of the key that makes it. until: when that key expires."""
         ticket = secrets.token_urlsafe(32)
         with self._lock:
             self._add(self._tickets, Grant(digest_of(ticket), by, self._clock() + TICKET_S, until), MOST_TICKETS)
         return ticket
 
     def redeem(self, ticket: str, is_good: Callable[[Grant], bool]) -> tuple[str, float] | None:
-        """(key, seconds for which it is good) for a ticket, which is good for this once; None for any other.
+        """Redeem a ticket, once: (key, seconds it lasts). None for an unknown, used or expired ticket.
 
-        is_good: whether the key is in force that it was made with.
+        is_good: returns True if the key behind the grant is still in force.
         """
         with self._lock:
             found = _find(self._tickets, digest_of(ticket))
@@ -285,7 +280,7 @@ class Grants:
             return key, until - now
 
     def _add(self, among: list[Grant], grant: Grant, most: int) -> None:
-        """Keep one more; what is over goes, and the oldest of more than `most` of the same key."""
+        """Add a grant. Drop the expired ones, and the oldest of the same key beyond `most`."""
         now = self._clock()
         among[:] = [one for one in among if one.until > now]
         mine = [one for one in among if one.by == grant.by]
@@ -294,19 +289,19 @@ class Grants:
         among.append(grant)
 
     def find(self, digest: bytes) -> Grant | None:
-        """What a key of this digest stands for, if it is one of these and good still."""
+        """Return the grant of a key's digest; None if it is unknown or expired."""
         with self._lock:
             found = _find(self._keys, digest)
             return None if found is None or self._clock() >= found.until else found
 
 
 def digest_of(secret: str) -> bytes:
-    """The hash that is held of a secret."""
+    """Return the hash that is held of a secret."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
 
 
 def _find(among: list[Grant], digest: bytes) -> Grant | None:
-    """The one of this digest. All are compared, each in constant time."""
+    """Return the grant of this digest, or None. All are compared, each in constant time."""
     found = None
     for grant in among:
         found = grant if hmac.compare_digest(digest, grant.digest) else found

@@ -1,4 +1,4 @@
-"""Fields that ssmd has not: what changes the answer is left to be refused, all else is left aside, and named."""
+"""Unsupported fields: those that would change the answer are refused later; all others are ignored and listed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ssmd.api.http.body import StrictModel
 from ssmd.engine.terms import Rejected
 
 log = logging.getLogger(__name__)
-Neutral = Mapping[str, tuple[Any, ...]]  # names of fields, each with the values that ask for nothing
+Neutral = Mapping[str, tuple[Any, ...]]  # by field, the values that ask for nothing
 MOST_NAMED = 32
 MAX_NAME_CHARS = 64
-_MOST_LOGGED = 256  # names; whoever sends more of them is not written down
-# Objects whose fields are sorted too; in the others, which say what the answer has to be, a strange one is refused.
+_MOST_LOGGED = 256  # most names that are logged, of all clients together
+# Objects whose inner fields are sorted too. The other objects constrain the answer, so an unknown field is refused.
 _OPTIONS = frozenset({"stream_options"})
 _ODD = re.compile(r"[^A-Za-z0-9_.:/@$+-]")
 
-# What other servers have and ssmd has not, and what changes the answer's shape or meaning. llama.cpp's server:
+# Other servers' fields that ssmd does not support and that change the answer's shape or meaning. llama.cpp's server:
 LLAMA_CPP: Neutral = {
     "adaptive_target": (None, -1),
     "dynatemp_range": (None, 0),
@@ -75,19 +75,17 @@ OTHERS: Neutral = {**LLAMA_CPP, **VLLM, **OLLAMA}
 
 
 class Fields:
-    """Sorts the fields of an endpoint's bodies. strict: nothing is left aside but what asks for nothing."""
+    """Sorts the fields of an endpoint's bodies. strict: refuse unknown fields unless their value asks for nothing."""
 
     def __init__(self, read: Mapping[str, FieldInfo], refused: Neutral, *, strict: bool = False) -> None:
-        """read: the fields of its model. refused: what is not built and changes the answer; the endpoint refuses it by
-        name.
-        """
+        """read: the fields of the endpoint's model. refused: unsupported fields that the endpoint refuses by name."""
         self._nested = {name: nested for name in _OPTIONS & read.keys() if (nested := _nested(read[name].annotation))}
         self._known, self._refused, self._strict = read.keys() | refused.keys(), refused, strict
         self._logged: set[str] = set()
         self._lock = threading.Lock()
 
     def sort(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """What of a body is to be read, and the names of what is ignored of it. Raises Rejected."""
+        """Return the fields of a body to read, and the names of its ignored fields. Raises Rejected."""
         kept: dict[str, Any] = {}
         ignored: list[str] = []
         for name, value in fields.items():
@@ -113,7 +111,7 @@ class Fields:
         return kept
 
     def named(self, ignored: Collection[str]) -> tuple[str, ...]:
-        """The names as an answer has them. Raises Rejected if nothing may be ignored."""
+        """Return ignored fields' names as an answer lists them, and log new ones. Raises Rejected if strict."""
         if not ignored:
             return ()
         if self._strict:
@@ -136,12 +134,12 @@ class Fields:
 
 
 def printable(name: str) -> str:
-    """A client's name of a field as a header, a log and a list may have it: printable ASCII, no comma, not long."""
+    """Return a client's field name made safe for a header, a log and a list: printable ASCII, no comma, cut."""
     safe = _ODD.sub(lambda odd: f"\\x{ord(odd[0]):x}", name[:MAX_NAME_CHARS])
     return safe if safe == name else f"{safe[:MAX_NAME_CHARS]}..."
 
 
 def _nested(annotation: Any) -> type[StrictModel] | None:
-    """The model of a field that is an object, if it is one."""
+    """Return the pydantic model of a field that is an object; None for any other field."""
     options = getattr(annotation, "__args__", (annotation,))
     return next((one for one in options if isinstance(one, type) and issubclass(one, StrictModel)), None)

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints that ssmd has not by choice: who asks is told why, and not only that nothing is there."""
+"""OpenAI's endpoints that ssmd leaves out on purpose: each answers 404 with the reason."""
 
 from __future__ import annotations
 

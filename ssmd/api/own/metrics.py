@@ -31,9 +31,9 @@ from ssmd.sessions.turn import StoreError
 
 log = logging.getLogger(__name__)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-PERIOD_S = 0.25  # between two events of the stream, for who does not ask for fewer
-MOST_S = 60.0  # that one may ask for
-AGED_S = 10.0  # after which percentiles have changed though nothing came
+PERIOD_S = 0.25  # shortest, and default, time between two events of a stream
+MOST_S = 60.0  # longest interval that a client may ask for
+AGED_S = 10.0  # age at which a snapshot's percentiles have changed without any new request
 
 
 def routes(host: Host, store: Store | None, pulling: Pulls, stall_s: float) -> list[Route]:
@@ -77,7 +77,7 @@ def routes(host: Host, store: Store | None, pulling: Pulls, stall_s: float) -> l
 
 
 def _seen_by(domain: Domain, snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Of requests of others nothing is told but that they run."""
+    """Return the snapshot for a domain, without the ids and sessions of other domains' requests."""
     hidden = {"id": None, "session": None}
 
     def seen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -88,34 +88,29 @@ def _seen_by(domain: Domain, snapshot: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Pace(StrictModel):
-    """Query parameters: seconds between two events that tell of one state."""
+    """Query parameters: seconds between two events while the state stays the same."""
 
-    model_config = ConfigDict(strict=False)  # they are text
+    model_config = ConfigDict(strict=False)  # query parameters are text
     interval: Annotated[float, Field(ge=PERIOD_S, le=MOST_S)] = PERIOD_S
 
 
 class _Listener:
-    """One who reads the stream. event: the last one made for it, until it is taken. last: none comes after it.
-
-    due_s: of the monotonic clock, from when on the next one may come though the state is the same. number: of the
-    snapshot that it was told last.
-    """
+    """A client of the stream."""
 
     def __init__(self, domain: Domain, interval_s: float) -> None:
         self.domain = domain
         self.interval_s = interval_s
-        self.due_s = -math.inf
-        self.number = 0
-        self.event = b""
-        self.last = False
+        self.due_s = -math.inf  # monotonic time of its next event, unless the state changes before
+        self.number = 0  # of the last snapshot made for it
+        self.event = b""  # the last event made for it, until it is sent
+        self.last = False  # that event is the last one
         self.news = asyncio.Event()
 
 
 class _Stream:
-    """The ASGI app of the stream: one snapshot for all who listen, and none while nothing changes.
+    """The ASGI app of the stream: one snapshot for all listeners, and none while nothing changes.
 
-    pulse: what is another one when the snapshot may be, and first, when its state may be. refresh: brings up to date
-    what that has from the store.
+    pulse: returns a cheap version stamp (state, everything else). refresh: updates the store's numbers.
     """
 
     def __init__(
@@ -131,7 +126,7 @@ class _Stream:
         self._making = asyncio.Lock()
         self._seen: tuple[object, object] = (None, None)
         self._made = -math.inf
-        self._number = 0  # of snapshots that told something new
+        self._number = 0  # of snapshots that differed from the one before
         self._last: dict[str, Any] = {}
         self._encoded: dict[Domain, bytes] = {}
 
@@ -154,7 +149,7 @@ class _Stream:
                     await mine.news.wait()
                     continue
                 event, mine.event, last = mine.event, b"", mine.last
-                if not is_in_force(scope):  # the key was taken back
+                if not is_in_force(scope):  # the key was revoked
                     break
                 await stream.write(event)
                 if last:
@@ -168,7 +163,7 @@ class _Stream:
             self._listeners.discard(mine)
 
     def _pumping(self) -> asyncio.Task[None]:
-        """The task that looks for what is new; one that failed ends the streams of those who wait for it."""
+        """Return the task that makes events, started if needed. If it fails, the listeners' streams end."""
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
             self._pump.add_done_callback(self._wake)
@@ -184,8 +179,10 @@ class _Stream:
             await self._show()
 
     async def _show(self, new: _Listener | None = None) -> None:
-        """Make an event if anything is new to one who is due; all are when the state is another one. Who is new gets
-        one in any case."""
+        """Make an event for each due listener to which the snapshot is new, and for the new one in any case.
+
+        A change of the state makes all listeners due.
+        """
         async with self._making:
             pulse, now = self._pulse(), time.monotonic()
             changed = pulse[0] != self._seen[0]
@@ -211,13 +208,13 @@ class _Stream:
 
 
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two snapshots tell the same, but for the process' memory, which is never still."""
+    """Return True if two snapshots are equal but for the process's memory, which always changes."""
     memory: dict[str, Any] = {"memory": None}
     return one | memory == other | memory
 
 
 async def _departure(receive: Receive, one: _Listener) -> None:
-    """Wait until the client is gone."""
+    """Wait until the client is gone, then wake its listener."""
     while (await receive())["type"] != "http.disconnect":
         pass
     one.news.set()

@@ -77,7 +77,7 @@ def _described() -> dict[str, Any]:
 
 
 def stop_routes(stop: Callable[[], None]) -> list[Route]:
-    """The one route. stop: called in the event loop, once the answer is on its way; it may be called again."""
+    """Return the one route. stop: called in the event loop after the response was sent, perhaps more than once."""
 
     async def begin() -> None:
         stop()
@@ -85,7 +85,9 @@ def stop_routes(stop: Callable[[], None]) -> list[Route]:
     async def answer(request: Request) -> JSONResponse:
         if not caller_of(request.scope).own:
             raise Rejected(
-                "the daemon stops for its own user alone, who says: ssmd stop", status=403, code="own_token_needed"
+                "only the user who started the daemon may stop it; run `ssmd stop` as that user",
+                status=403,
+                code="own_token_needed",
             )
         log.info("`ssmd stop` was said: finishing what runs")
         return JSONResponse({"status": "shutting_down"}, 202, background=BackgroundTask(begin))

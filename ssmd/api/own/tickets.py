@@ -1,4 +1,4 @@
-"""/ssmd/v1/tickets: rights handed on without showing a key: a ticket is made with it, and redeemed by another, once."""
+"""/ssmd/v1/tickets: hand on rights without the key. A caller makes a ticket; another client redeems it once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Redeemed(StrictModel):
 
 
 def routes(keys: Keys) -> list[Route]:
-    """The two endpoints. keys: those that are asked for, to which a redeemed ticket adds one."""
+    """Return the two endpoints. keys: the keys in force, to which a redeemed ticket adds one."""
 
     async def make(request: Request) -> JSONResponse:
         ticket = keys.ticket(caller_of(request.scope))
@@ -32,7 +32,7 @@ def routes(keys: Keys) -> list[Route]:
         made = keys.redeem(asked.ticket)
         if made is None:
             raise Rejected(
-                f"this ticket is none, was redeemed already, or is older than {TICKET_S:.0f} s; make another",
+                f"unknown, used or expired ticket; tickets last {TICKET_S:.0f} s; make another",
                 status=403,
                 code="invalid_ticket",
                 param="ticket",

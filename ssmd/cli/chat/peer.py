@@ -1,4 +1,4 @@
-"""What `ssmd run` talks to: the daemon that runs, or one of its own in this process where none does."""
+"""The peer of `ssmd run`: the running daemon, or one in this process where none runs."""
 
 from __future__ import annotations
 
@@ -24,30 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Holds the options that choose a daemon or a model. model: a name or a path; None: the only one there is. yes:
-    pull it without a question if it is not installed.
-    """
+    """Holds the options that choose a daemon or a model."""
 
-    model: str | None
+    model: str | None  # a name or a path; None: the only model
     runtime: str | None
     device: str | None
     threads: int | None
     models_dir: Path | None
     keep: bool
-    yes: bool = False
+    yes: bool = False  # pull a model that is not installed without a question
 
     @property
     def named(self) -> str | None:
-        """The model as a daemon is asked for it."""
+        """The model's name in a request to a daemon."""
         runtime = None if self.runtime in (None, "auto") else self.runtime
         return self.model if self.model is None or runtime is None else f"{self.model}@{runtime}"
 
 
 @contextlib.contextmanager
 def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bool) -> Iterator[tuple[Daemon, str]]:
-    """Who answers, and the model's name there. It says on stderr who it is, where that is not plain.
+    """Yield the daemon to use, and the model's name there. Prints to stderr which daemon it is.
 
-    session: whose model is meant, should none be named; last: that of the session used last. Raises DaemonError, and
+    session: if no model is named, use this session's. last: use that of the session used last. Raises DaemonError, and
     what loading raises.
     """
     from ssmd.cli.pull import first_model, pulled
@@ -66,7 +64,8 @@ def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bo
         typer.echo(f"the daemon at {address.place} is left alone: {why}; the model is loaded here", err=True)
     elif (process := discovery.running(settings.data_dir)) is not None:
         who = f"process {process}" if process else "a process"
-        typer.echo(f"{who} uses {settings.data_dir} and answers nobody: the model is loaded here, beside it", err=True)
+        state = "does not answer yet (it starts, stops or repairs)"
+        typer.echo(f"{who} uses {settings.data_dir} and {state}; the model is loaded here, beside it", err=True)
     elif sys.stderr.isatty():
         typer.echo("no daemon runs: the model is loaded here", err=True)
     from ssmd.cli.chat.here import serving_here
@@ -79,7 +78,7 @@ def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bo
 
 
 def _why_not(daemon: Daemon, wanted: Wanted) -> str:
-    """Why a daemon cannot do what is wanted, or "". Raises DaemonError."""
+    """Return the reason why a daemon cannot serve these options, or "". Raises DaemonError."""
     for name, value in (("device", wanted.device), ("threads", wanted.threads), ("models-dir", wanted.models_dir)):
         if value is not None:
             return f"--{name} is for whoever loads the model"
@@ -97,7 +96,7 @@ def _not_served(wanted: Wanted) -> str:
 
 
 def _only(daemon: Daemon, session: str | None, last: bool) -> str:
-    """The model where none is named: the session's, or the only one. Raises DaemonError."""
+    """Return the model to use if none is named: the session's, or the only one. Raises DaemonError."""
     models = daemon.models()
     names = sorted({model.partition("@")[0] for model in models})
     if last and len(names) > 1:

@@ -1,8 +1,8 @@
-"""The terminal that a chat is held in: its prompt, what is typed while an answer comes, and what it is not told.
+"""The terminal of a chat: its prompt, the text typed ahead, and the control characters kept from it.
 
-While an answer is written nothing of what is typed is shown or lost: the terminal keeps it, unechoed, for the prompt
-that comes next. Ctrl-C reaches the program by a signal, and does not throw away what was typed before it. From Enter
-until the prompt has left the terminal it is a byte among those typed ahead, and is looked for there.
+While an answer is written, typed text is neither echoed nor lost: the terminal keeps it for the next prompt. Ctrl-C
+comes as a signal, and does not discard the text typed before it. From Enter until the prompt has left the terminal,
+Ctrl-C is a byte in the text typed ahead, so it is looked for there.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ HISTORY = "chat_history"  # in the data directory
 BLOCK = '"""'
 _FENCE = re.compile(r"[ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+|>[ \t]?)*(`{3,}|~{3,})(.*)")
 _OPEN = "([{\u201c\u2018\u3008\u300a\u300c\u300e\u3010\u3014\uff08\uff3b\uff5b\u200d"  # no line ends with one of these
-_CLOSED = (  # nor begins with one of these
+_CLOSED = (  # no line begins with one of these
     ")]}.,:;!?%\u201d\u2019\u2026\u3001\u3002\u3005\u3009\u300b\u300d\u300f\u3011\u3015\u30fb\u30fc"
     "\uff01\uff05\uff09\uff0c\uff0e\uff1a\uff1b\uff1f\uff3d\uff5d\uff5e"
 )
-_READS = 8  # of 1 KiB: more than a terminal keeps of what nobody read
+_READS = 8  # reads of 1 KiB: more than a terminal buffers of unread text
 
 
 class Screen:

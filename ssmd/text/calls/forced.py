@@ -1,4 +1,4 @@
-"""The grammar of an answer that must be tool calls, as llguidance reads it: arguments are valid by their schemas."""
+"""The grammar, for llguidance, of an answer that must be tool calls with arguments valid by their schemas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssmd.text.closed import closed
 from ssmd.text.markers import first
 from ssmd.text.messages import THINK_END
 
-# As templates write JSON: then an answer is rendered as it was generated, and its state can be gone on from.
+# The spacing of JSON in templates. An answer is then rendered as it was generated, so that its state can be resumed.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 _ANY = r"(.|\n)*"
@@ -28,11 +28,12 @@ def forced(
     free: str = "",
     begun: bool = False,
 ) -> str:
-    """Calls of these tools in Lark, one or `several`. free: the name of a grammar of what may be said instead. begun:
-    from behind the marker on that they begin with; several are those that it stands for.
+    """Return a grammar in Lark for calls of these tools.
 
-    thought: what reasoning begins with that may stand before them, "" where the prompt has begun it and it must end;
-    None: none may. controls: the ids of markers that are control tokens.
+    several: allow more than one call. thought: the opening of reasoning, which may come before the calls; "" if the
+    prompt opened it, so that it must be closed; None: no reasoning. controls: ids of markers that are control tokens.
+    free: name of a grammar for an answer without calls. begun: the grammar begins after the calls' first marker; more
+    than one call is then possible only if that marker opens them all.
     """
     written = _behind(format_) if begun else format_.written
     rules = []
@@ -60,7 +61,7 @@ def forced(
 
 
 def _behind(format_: Format) -> Written:
-    """How calls are written behind their first marker."""
+    """Return the notation of calls after their first marker."""
     written, marker = format_.written, format_.openings[0]
     if written.opening.startswith(marker):
         return replace(written, opening=written.opening.removeprefix(marker).lstrip())
@@ -68,7 +69,7 @@ def _behind(format_: Format) -> Written:
 
 
 def _schema(parameters: Any) -> dict[str, Any]:
-    """The schema of arguments, which are an object whatever it says. A tool without parameters has none."""
+    """Return the schema of a call's arguments, always an object; an empty one for a tool without parameters."""
     schema = parameters if isinstance(parameters, dict) and parameters else _NO_ARGUMENTS
     return {**closed(schema), "type": "object", "x-guidance": _SPACING}
 
@@ -81,7 +82,7 @@ def _thought(begins: str, controls: Mapping[str, int]) -> list[str]:
 
 
 def _text(text: str, controls: Mapping[str, int]) -> str:
-    """A text in Lark, with the control tokens in it as tokens."""
+    """Return a text in Lark, with its control tokens as token ids."""
     parts = []
     while text:
         at, marker = first(text, controls)
