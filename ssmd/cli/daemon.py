@@ -1,4 +1,4 @@
-"""`ssmd ps|stop|logs`: what the running daemon does, its end or that of one of its models, and what it wrote down."""
+"""`ssmd ps|stop|logs`: show the running daemon's work, stop it or unload one of its models, and show its log."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def stop(
 
 
 def _unload(client: Client, model: str) -> None:
-    """Unload a model, or what is loaded under a name for whatever runtime, and say what came of it."""
+    """Unload a model by id, or all loaded models of a name, and print the result."""
     from urllib.parse import quote
 
     from ssmd.cli.session import plain

@@ -83,18 +83,19 @@ def _found(model: str, models_dir: Path, runtime: str | None) -> Sequence[Instal
 
 
 def _runtime(one: Installed) -> str:
-    """By the folder's name where the manifest cannot be read."""
+    """Return an artifact's runtime; taken from the folder's name if the manifest cannot be read."""
     return one.path.name.partition("-")[0] if one.manifest is None else one.manifest.runtime
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files in a folder. No link is followed."""
+    """Return the bytes of all files in a folder. Follows no link."""
     return sum((Path(at) / name).lstat().st_size for at, _, names in os.walk(folder) for name in names)
 
 
 def _remove(folder: Path) -> None:
-    """Take it away at once, then bit by bit. What is left of a process that was killed is hidden, and goes with the
-    next build.
+    """Move a folder aside at once, then delete it.
+
+    If the process is killed, the hidden rest is deleted by the next build.
     """
     import shutil
     import tempfile
@@ -107,7 +108,7 @@ def _remove(folder: Path) -> None:
 
 
 def _tell_of_daemon(data_dir: Path, found: Sequence[Installed]) -> None:
-    """Say if the running daemon has one of them loaded. That it cannot be asked is no reason not to remove."""
+    """Print a note if the running daemon has one of them loaded. A daemon that does not answer is ignored."""
     from ssmd.cli.daemon import METRICS, reached
     from ssmd.daemon.discovery import DaemonError
 

@@ -1,4 +1,4 @@
-"""What a command cannot do without in a daemon's answers: one of another version may say something else."""
+"""The shapes that commands require of a daemon's answers: a daemon of another version may answer differently."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from ssmd.daemon import said
 
-# A dict names fields, a list holds rows; a function says itself whether a value will do.
+# A dict names fields, a list holds the shape of its rows, and a function returns True for a valid value.
 Shape = type | UnionType | Callable[[Any], bool] | dict[str, "Shape"] | list["Shape"]
 _LATEST = 1e11  # seconds since 1970: beyond all calendars
 
 
 def fits(value: Any, shape: Shape) -> bool:
-    """Whether a value has all that a shape names. It may have more."""
+    """Return True if a value has all fields of a shape. It may have more."""
     if isinstance(shape, dict):
         return isinstance(value, dict) and all(name in value and fits(value[name], one) for name, one in shape.items())
     if isinstance(shape, list):
@@ -30,7 +30,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _is_exchange(value: Any) -> bool:
-    """What was asked, if anything, and an answer."""
+    """Return True for a list of at least one message."""
     return fits(value, [{"role": str, "content": str}]) and bool(value)
 
 

@@ -222,7 +222,7 @@ class Events:
         return None
 
     def _wait(self, read: Callable[[], _T], cut: _T) -> _T:
-        """What is read, or `cut` if the stream is closed meanwhile. Raises DaemonError, after which it is closed."""
+        """Return the result of `read`, or `cut` if the stream is closed. Raises DaemonError, and closes the stream."""
         self._reading = True
         try:
             return cut if self._closed else read()

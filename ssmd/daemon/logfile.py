@@ -123,8 +123,9 @@ class Reader:
 
 
 def _rest(file: Path, at: int) -> tuple[bytes, int, int]:
-    """What a file holds after so many bytes, of more than a log can have the last part: it, where it begins, and which
-    file it is.
+    """Read a file from offset `at`, at most its last 2 * MOST_BYTES bytes.
+
+    Returns (bytes, offset of the first one, inode). Raises PermissionError if it is not a regular file.
     """
     descriptor = os.open(file, os.O_RDONLY | privatefile.NOFOLLOW)
     with os.fdopen(descriptor, "rb") as opened:

@@ -56,7 +56,7 @@ def _check_variables() -> None:
 
 
 def _settled() -> bool:
-    """Whether there may be more to it than a flag or a variable: a settings file, or a variable in small letters."""
+    """Return True if SSMD_CONFIG, a variable in small letters, or a settings file may set the place."""
     named = ("SSMD_CONFIG", "SSMD_DATA_DIR", "SSMD_MODELS_DIR")
     if any(name.upper() in named and (name == "SSMD_CONFIG" or name not in named) for name in os.environ):
         return True

@@ -60,7 +60,7 @@ class Pull:
         return self.state not in ("waiting", "running")
 
     def row(self) -> dict[str, Any]:
-        """What is known of it, ready for JSON."""
+        """Return the pull's fields, ready for JSON."""
         return {
             "id": self.id,
             "object": "pull",

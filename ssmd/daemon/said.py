@@ -1,4 +1,4 @@
-"""What a daemon says of itself, read as what anybody may say: what is missing, or of another kind, is not known."""
+"""Readers of a daemon's status fields that trust nothing: a field that is missing or invalid counts as unknown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text(found: Mapping[str, Any], key: str) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A number that can be one; None for what is none, not finite, or beyond all measure."""
+    """Return a value if it is a number below _MOST in size; else None, also for NaN and booleans."""
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_one and abs(value) < _MOST else None  # NaN is not
 
@@ -51,7 +51,7 @@ def ago(seconds: float) -> str:
 
 
 def until(model: Mapping[str, Any], now: float) -> str:
-    """How long a model stays loaded. now: seconds since 1970."""
+    """Return how long a model stays loaded, as text. now: seconds since 1970."""
     if model.get("state") != "loaded":
         return UNKNOWN
     if model.get("pinned") is True:

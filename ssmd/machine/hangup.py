@@ -1,4 +1,4 @@
-"""Whether the other end of a connection hung up."""
+"""A check if the other end of a connection hung up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def has_hung_up(one: socket.socket) -> bool:
-    """Whether the other end is closed, or half so, where the system tells that before all that came is read (Linux)."""
+    """Return True if the other end closed the connection, or half of it, even with bytes unread. Linux only."""
     if sys.platform != "linux":
         return False
     polled = select.poll()

@@ -1,4 +1,4 @@
-"""How ssmd was installed here, and so what to type to add what is missing: every such advice is made in this file."""
+"""ssmd's installation: the commands that add what is missing. All such advice to users is made in this file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXTRA = re.compile(r"""(?P<package>[^;]+);\s*extra\s*==\s*["'](?P<extra>[^"']+)
 
 
 def extra(name: str) -> tuple[str, ...]:
-    """What an extra of ssmd stands for, as pip takes it; () if there is no such extra, or nothing installed knows."""
+    """Return an extra's packages, as pip takes them; () if ssmd has no such extra, or no metadata is installed."""
     try:
         lines = requires(DISTRIBUTION) or ()
     except PackageNotFoundError:
@@ -95,10 +95,10 @@ def _requirement(package: str) -> str:
 
 
 def has_pip() -> bool:
-    """Whether this Python has pip; environments of uv have none."""
+    """Return True if this Python has pip; environments of uv have none."""
     return PathFinder.find_spec("pip") is not None  # importlib.util.find_spec would have setuptools replace distutils
 
 
 def _in_a_clone() -> bool:
-    """Whether this runs in the environment that a clone's scripts/setup makes and fills."""
+    """Return True if this runs in the environment that a clone's scripts/setup makes."""
     return (ROOT / "scripts" / "setup").is_file() and Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()

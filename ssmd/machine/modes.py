@@ -32,7 +32,7 @@ def quiet() -> Iterator[Callable[[], None]]:
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     silent: list[Any] = [*before]
-    silent[0] = before[0] & ~termios.ICRNL  # Enter comes as the prompt would have got it
+    silent[0] = before[0] & ~termios.ICRNL  # Enter comes as CR, as a prompt expects it
     silent[3] = before[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
     silent[6] = [*before[6]]
     silent[6][termios.VMIN], silent[6][termios.VTIME] = 1, 0
@@ -44,7 +44,7 @@ def quiet() -> Iterator[Callable[[], None]]:
                 _write(escape)
 
     def stop(number: int, frame: Any) -> None:
-        now = termios.tcgetattr(descriptor)  # a prompt's, if one is there
+        now = termios.tcgetattr(descriptor)  # the prompt's modes, if one is shown
         put(before, _NO_PASTES)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTSTP)  # returns when it goes on
@@ -60,12 +60,12 @@ def quiet() -> Iterator[Callable[[], None]]:
     finally:
         if stops:
             signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        put(before, _NO_PASTES)  # also where a signal broke off a prompt
+        put(before, _NO_PASTES)  # even if a signal interrupted a prompt
 
 
 @contextlib.contextmanager
 def pasting() -> Iterator[None]:
-    """What is pasted while an answer comes stays one message, too."""
+    """Turn on bracketed paste meanwhile, so that text pasted during an answer stays one message."""
     if not draws():
         yield
         return

@@ -38,18 +38,20 @@ def others_read(found: os.stat_result) -> bool:
 
 
 def of_another_user(found: os.stat_result) -> bool:
-    """Whether the file belongs to somebody who is neither this user nor root."""
+    """Return True if the file belongs to a user other than this one and root; on Windows False."""
     return hasattr(os, "getuid") and found.st_uid not in (0, os.getuid())
 
 
 def read_own(path: Path, most: int) -> bytes:
-    """The first `most` bytes of a file that only this user can have written. Raises OSError for every other, at once:
-    no link is followed, no pipe waited for."""
+    """Return the first `most` bytes of a file that only this user can have written.
+
+    Raises OSError for any other file, at once: it follows no link and waits for no pipe.
+    """
     return _read(path, most, stat.S_IWGRP | stat.S_IWOTH, "written")
 
 
 def read_secret(path: Path, most: int) -> bytes:
-    """The first `most` bytes of a file that only this user can read or have written. Raises OSError as `read_own`."""
+    """Return the first `most` bytes of a file that only this user can read or write. Raises OSError as `read_own`."""
     return _read(path, most, stat.S_IRWXG | stat.S_IRWXO, "read or written")
 
 

@@ -122,7 +122,7 @@ class Delivery:
             raise Gone
 
     async def unless_gone(self, other: asyncio.Event) -> None:
-        """Wait for something else before the first event. Raises Gone as soon as the client went away, and Stopped."""
+        """Wait for `other`, before the first event. Raises Gone as soon as the client went away, and Stopped."""
         waits = [asyncio.create_task(event.wait()) for event in (other, self._interrupted)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -132,6 +132,6 @@ class Delivery:
         self.check()
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Deliver what was delivered before; in the event loop."""
+        """Deliver the events of an earlier answer; in the event loop."""
         for event in events:
             self._events.put_nowait(event)

@@ -1,7 +1,7 @@
 """The front under all protocols: from a request's body to the engine, and from its events to one answer or a stream.
 
-A protocol says how its bodies are read (`Read`) and how its answers are written (`Answer`). All the rest is here:
-requests that come again, clients that go away or do not read, and errors before and after the first byte.
+A protocol reads its bodies (`Read`) and writes its answers (`Answer`). This file does the rest: repeated requests,
+clients that go away or do not read, and errors before and after the first byte.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Again = Callable[[], Awaitable[None]]
 First = Callable[[], Awaitable[Event]]  # gives the first event of an answer
 
 
-_MOMENT = 3  # turns of the event loop after which it is known who sent a request and left
+_MOMENT = 3  # turns of the event loop after which a client that left at once is noticed
 
 
 class Front:
-    """The ASGI app of an endpoint that generates. A reader that takes nothing for `stall_s` seconds is given up."""
+    """The ASGI app of an endpoint that generates. It gives up a client that reads nothing for `stall_s` seconds."""
 
     def __init__(self, host: Host, read: Read, under_way: UnderWay, stall_s: float) -> None:
         self._host, self._under_way = host, under_way
@@ -89,7 +89,7 @@ class Front:
                 elif isinstance(last, Failed):
                     access.note(scope, code=last.error.code)
             if head is None:
-                delivery.abandon()  # a thread that still reads the request, as the server ends, shall not go on
+                delivery.abandon()  # stops a thread that still reads the request when the server ends
             else:
                 delivery.leave()
             if watcher is not None:
@@ -104,10 +104,10 @@ class Front:
     async def _begin(
         self, raw: bytes, http: HttpRequest, delivery: Delivery, held: ExitStack
     ) -> tuple[Asking, Head, Again]:
-        """Everything that takes time before the request waits in the engine's queue, or is answered as before. And how
-        it is asked again, if the engine gives it back.
+        """Read a request, and submit it to the engine or replay its earlier answer.
 
-        held: takes the model's lease.
+        Returns the body, the head, and a function that submits it again if the engine gives it back. held: gets the
+        release of the model's lease.
         """
         caller, arrived = caller_of(http.scope), time.perf_counter()
         client = client_of(http)
@@ -131,7 +131,7 @@ class Front:
         request = replace(asking.request, client=client, domain=caller.domain, arrived=arrived)
 
         async def engage(answering: Answering, asked: float) -> None:
-            """Have an engine take it in. Raises Rejected and Gone."""
+            """Lease the model and submit the request to its engine. Raises Rejected and Gone."""
             nonlocal asking
             try:
                 lease = None
@@ -142,7 +142,7 @@ class Front:
                         other = await read(lambda: self._look_at(raw, delivery.check))
                         if other.model is asking.model:
                             raise
-                        asking, answering.followed = other, other.follow  # the name means another one now
+                        asking, answering.followed = other, other.follow  # the name means another model now
                 held.callback(lease.release)
                 if asking.variables:
                     engine = lease.engine
@@ -220,7 +220,7 @@ class Front:
             raise
 
     def _look_at(self, raw: bytes, go_on: Callable[[], None]) -> Asking:
-        """Read a body, in a thread: a long conversation has megabytes. Raises Rejected, and what `go_on` raises."""
+        """Read a body. Runs in a thread, as a long conversation has megabytes. Raises Rejected, and as `go_on`."""
         return self._read(parse_object(raw, go_on))
 
     async def _stream(
@@ -236,7 +236,7 @@ class Front:
             await self._open(stream, answer, head)
         event = await first()
         if not at_once:
-            if isinstance(event, Failed):  # nothing was sent yet: a plain error response can still say it
+            if isinstance(event, Failed):  # nothing was sent yet, so a plain error response is possible
                 raise event.error
             await self._open(stream, answer, head)
         try:
@@ -250,7 +250,7 @@ class Front:
                     await stream.write(ending)
         except (Gone, sse.Stalled):
             raise
-        except Exception:  # a bug, after the status left: the client must still hear of it
+        except Exception:  # a bug, after the status was sent: the client gets an error event
             log.exception("request %s failed while streaming", head.label)
             head.cancel()
             await stream.write(answer.failure(INTERNAL))

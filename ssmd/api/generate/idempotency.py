@@ -108,10 +108,10 @@ class Repeats:
         self._failures: dict[bytes, list[tuple[float, str]]] = {}
 
     async def enter(self, mark: Mark, delivery: Delivery) -> tuple[Attempt, Reply | None]:
-        """An attempt, which the caller ends, and the reply to what it repeats, if there is one.
+        """Return a new attempt, which the caller ends, and the stored reply to the request that it repeats, or None.
 
-        A complete reply is to be given again; one that broke off is to be replaced. Raises Rejected, and Gone when the
-        client leaves while it waits.
+        A complete reply is to be replayed; one that broke off is to be replaced. Raises Rejected, and Gone or Stopped
+        while it waits.
         """
         key, failed = mark.key, list[str]()
         if key.named:
@@ -133,14 +133,14 @@ class Repeats:
             reply = None if writer is None else await asyncio.to_thread(writer.reply, key)
             if reply is not None and reply.body != key.body:
                 raise _reused()
-        except StoreError as err:  # not knowing, it must not run: it might be the second time
+        except StoreError as err:  # the request may have run before, so it must not run now
             attempt.end()
             raise Rejected(str(err), status=503, code="store_error", retry_after_s=1) from err
         except BaseException:
             attempt.end()
             raise
         if reply is not None and reply.complete and failed and reply.answer["id"] not in failed:
-            return attempt, None  # what failed was a later request of the same body, and was not written after all
+            return attempt, None  # a later request with this body failed, and was not written
         return attempt, reply
 
     def forget(self, attempt: Attempt) -> None:
@@ -151,7 +151,7 @@ class Repeats:
 
     def remember_failure(self, digest: bytes, generation: str = "") -> None:
         now = time.monotonic()
-        self._failures[digest] = [*self._failures.pop(digest, ()), (now, generation)]  # the last ones stand last
+        self._failures[digest] = [*self._failures.pop(digest, ()), (now, generation)]  # latest last
         while self._failures[first := next(iter(self._failures))][-1][0] < now - FAILURE_LASTS_S:
             del self._failures[first]
 
@@ -168,7 +168,7 @@ class Repeats:
 
 
 def in_place_of(request: Request, mark: Mark, broken: Reply | None) -> Request:
-    """The request as it is to run: known by its key, in the session of the attempt that it replaces."""
+    """Return the request with its reply key, in the session of the attempt that it replaces."""
     if broken is None:
         return replace(request, key=mark.key)
     key = replace(mark.key, replaces=broken.turns)

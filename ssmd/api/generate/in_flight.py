@@ -58,7 +58,7 @@ class Answering:
 
     @property
     def end(self) -> Event | None:
-        """Its last event, once it is over."""
+        """Its last event; None while it goes on."""
         return self.delivery.last.result() if self.delivery.last.done() else None
 
     def begin(self, generation: Generation | Several) -> None:
@@ -76,7 +76,7 @@ class Answering:
         return self
 
     def cancel(self) -> None:
-        """End it, as its client is gone."""
+        """Cancel it, as its client is gone."""
         if self.generation is None:
             return
         self.generation.cancel()
@@ -105,20 +105,20 @@ class Answering:
 
 
 class UnderWay:
-    """All answers under way. In the event loop only."""
+    """All answers under way. Used in the event loop only."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Answering] = {}
 
     def enter(self, answering: Answering) -> Answering:
-        """Take one in, until it is over."""
+        """Add an answer. It is removed at its last event."""
         id_ = answering.request.id
         self._answers[id_] = answering
         answering.delivery.last.add_done_callback(lambda _: self._answers.pop(id_, None))
         return answering
 
     def find(self, id_: str, domain: Domain) -> Answering:
-        """The one of that id, if the domain sees it. Raises Rejected."""
+        """Return the answer of that id. Raises Rejected if there is none, or the domain may not see it."""
         bare = next((id_.removeprefix(one) for one in _PREFIXES if id_.startswith(one)), id_)
         found = self._answers.get(bare)
         if found is None or not domain.has(found.request.domain.owner):
@@ -144,8 +144,10 @@ def routes(under_way: UnderWay, stall_s: float) -> list[Route]:
 
 
 class _Follow:
-    """The ASGI app of an answer's second stream. It reads the deltas that the engine keeps anyway: nothing waits for
-    who follows, and who is slow gets more of it at a time.
+    """The ASGI app of an answer's second stream, for followers.
+
+    It reads the deltas that the engine keeps anyway. So no thread waits for a follower, and a slow follower gets more
+    deltas at a time.
     """
 
     def __init__(self, under_way: UnderWay, stall_s: float) -> None:
@@ -180,13 +182,13 @@ class _Follow:
 async def _follow(
     found: Answering, answer: Answer, stream: sse.EventStream, news: asyncio.Event, left: asyncio.Task[None]
 ) -> None:
-    """Write what there is and what comes, to the end. Raises Stalled."""
+    """Write an answer's deltas so far and to come, until its end or until the follower leaves. Raises Stalled."""
     for opening in answer.opening():
         await stream.write(opening)
-    told = [0] * found.request.choices  # deltas of each choice
+    told = [0] * found.request.choices  # number of deltas sent, by choice
     while not left.done():
         news.clear()
-        end = found.end  # before the rest: of what is over nothing comes later
+        end = found.end  # read before the deltas: no delta comes after the end
         for i, deltas in enumerate(found.deltas):
             new = deltas[told[i] :]
             told[i] += len(new)
@@ -203,7 +205,7 @@ async def _follow(
 
 
 async def _departure(receive: Receive, news: asyncio.Event) -> None:
-    """Wait until the client is gone."""
+    """Wait until the client is gone, then set `news`."""
     while (await receive())["type"] != "http.disconnect":
         pass
     news.set()

@@ -87,7 +87,7 @@ def shown(value: object) -> str:
 
 
 class _Short(reprlib.Repr):
-    """What is short is shown whole; of what is not, no more is written down than can be shown."""
+    """Formats a value for `shown`: short values whole, long ones only as far as they are shown."""
 
     def __init__(self) -> None:
         super().__init__()

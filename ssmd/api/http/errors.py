@@ -45,7 +45,7 @@ async def _rejected(request: Request, exc: Exception) -> Response:
 
 
 async def _http_exception(request: Request, exc: Exception) -> Response:
-    """What the router raises: no such path, no such method."""
+    """Answer an error of the router: no such path, or no such method."""
     assert isinstance(exc, HTTPException)
     what = f"{request.method} {request.url.path}"
     if exc.status_code == 404:

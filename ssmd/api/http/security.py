@@ -1,4 +1,4 @@
-"""Who may ask, and how much: Host and Origin lists, the API keys, the body limit, and a request id on every answer.
+"""The guard: Host and Origin lists, the API keys, the body limit, and a request id on every answer.
 
 Pure ASGI, outside of everything else, so that nothing is routed, parsed or read before it was allowed.
 
@@ -53,21 +53,16 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
 
 @dataclass(frozen=True)
 class Rules:
-    """What is let in. `hosts` as a Host header writes them, lower case, without port; "*" in `hosts` or `origins`
-    allows any.
+    """The rules by which requests are accepted. "*" in `hosts` or `origins` allows any."""
 
-    `body_limits`: bytes, for the paths that differ from `max_body_bytes`, and whose bodies are not held in memory.
-    `bodies_bytes`: for the bodies of all requests under way together, where they are longer than FREE_BYTES.
-    `open_paths`: that need no key.
-    """
-
-    hosts: frozenset[str]
+    hosts: frozenset[str]  # as in a Host header, lower case, without port
     origins: frozenset[str] = frozenset()
     keys: Keys = field(default_factory=Keys)
     max_body_bytes: int = 32 << 20
+    # Bytes, by path, in place of `max_body_bytes`; bodies of these paths are not held in memory.
     body_limits: Mapping[str, int] = field(default_factory=dict)
-    bodies_bytes: int = 256 << 20
-    open_paths: frozenset[str] = OPEN_PATHS
+    bodies_bytes: int = 256 << 20  # limit of all bodies under way together that are longer than FREE_BYTES
+    open_paths: frozenset[str] = OPEN_PATHS  # paths that need no key
 
     @staticmethod
     def of(

@@ -31,7 +31,7 @@ def routes(
 
 
 def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -> Asking:
-    """What a body asks for. Raises Rejected."""
+    """Read a body's fields. Raises Rejected."""
     fields, ignored = sorting.sort(fields)
     body = read_chat(fields)
     model = host.shelf.find(body.model)

@@ -250,7 +250,7 @@ def _dry(options: Mapping[str, Any], *, prompt: bool) -> Dry | None:
 
 
 def _one_of(**named: Value | None) -> Value | None:
-    """What a parameter of two names says. Raises Rejected that names the first, where they say different things."""
+    """Return the value of a parameter with two names. Raises Rejected, with the first name, if the values differ."""
     given = {name: value for name, value in named.items() if value is not None}
     if len(set(given.values())) > 1:
         said = " and ".join(f"{name} ({value})" for name, value in given.items())

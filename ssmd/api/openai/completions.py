@@ -62,7 +62,7 @@ def routes(host: Host, under_way: UnderWay, stall_s: float, *, strict: bool = Fa
 
 
 def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> Asking:
-    """What a body asks for. Raises Rejected."""
+    """Read a body's fields. Raises Rejected."""
     fields, ignored = sorting.sort(fields)
     own, shared = read_completion(fields)
     model = host.shelf.find(shared.model)
@@ -160,14 +160,14 @@ class CompletionAnswer(Answer):
 
 
 class _Offset:
-    """Where in a choice's text each of its tokens begins, in characters."""
+    """Counts where each token begins in a choice's text, in characters."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at = 0
 
     def past(self, utf8: bytes) -> int:
-        """Where the next token begins, of these bytes."""
+        """Return the offset at which the next token begins, then move past its bytes."""
         at = self._at
         self._at += len(self._utf8.decode(utf8))
         return at

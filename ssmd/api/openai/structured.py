@@ -1,7 +1,7 @@
-"""What an answer has to be, as OpenAI, vLLM and llama.cpp ask for it: each of their fields comes to one grammar.
+"""Structured output: each field of OpenAI, vLLM and llama.cpp that constrains an answer becomes one grammar.
 
-JSON is written without spaces between its tokens, and its properties in the order of the schema: so that most of what
-is not the model's to say needs not be drawn. `strict: false` is held to as well.
+JSON has no spaces between its tokens, and its properties come in the schema's order. So most of the text that is fixed
+needs no sampling. A schema with `strict: false` is enforced as well.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Structured(StrictModel):
 
 
 def grammar_of(body: Structured) -> Grammar | None:
-    """What the answer has to be, None if it is free. Raises Rejected: more than one is asked for, or it cannot be."""
+    """Return the grammar of the answer; None if it is free. Raises Rejected for an invalid or a second constraint."""
     asked: dict[str, Callable[[str], Grammar]] = {}
 
     def ask(param: str, value: Any, make: Callable[[Any, str], Grammar]) -> None:
@@ -107,7 +107,7 @@ def _ask_for_format(form: ResponseFormat, ask: Callable[[str, Any, Callable[[Any
 
 
 def of_schema(schema: Any, param: str) -> Grammar:
-    """What is valid against a JSON schema, given as an object or as its text. Raises Rejected."""
+    """Return the grammar of a JSON schema, given as an object or as text. Raises Rejected."""
     if isinstance(schema, str):
         try:
             schema = parse_object(schema.encode())
@@ -119,19 +119,19 @@ def of_schema(schema: Any, param: str) -> Grammar:
 
 
 def of_regex(regex: str, param: str) -> Grammar:
-    """What a regular expression matches from beginning to end; digits, letters and spaces are ASCII's in it."""
+    """Return the grammar of a regular expression for the whole text; digits, letters and spaces are ASCII only."""
     from llguidance import regex_to_lark
 
     return Grammar(f"start: /{regex_to_lark(regex, 'dws')}/", param)
 
 
 def of_choice(choices: list[str], param: str) -> Grammar:
-    """One of these texts."""
+    """Return the grammar of one of these texts."""
     return Grammar("start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices), param)
 
 
 def of_grammar(text: str, param: str) -> Grammar:
-    """What a grammar says in llama.cpp's GBNF, or in Lark's syntax. Raises Rejected."""
+    """Return the grammar of a text in llama.cpp's GBNF, or in Lark's syntax. Raises Rejected."""
     from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
     if not text.strip():

@@ -92,7 +92,7 @@ class _Words:
         return await self._answer(http, body.model, work, ignored)
 
     async def apply_template(self, http: HttpRequest) -> JSONResponse:
-        """What a chat's messages are to the model, in a prompt's text."""
+        """Answer with the prompt's text that the template makes of a chat's messages."""
         fields, ignored = await self._sorted(ChatBody, http)
         name = fields.get("model")
         model = await asyncio.to_thread(self._find, name) if name is None else None
@@ -115,7 +115,7 @@ class _Words:
         work: Callable[[Engine], Mapping[str, Any]],
         ignored: tuple[str, ...],
     ) -> JSONResponse:
-        """What a model's words are, once it is loaded. Raises Rejected."""
+        """Answer with the result of `work`, run in a thread once the model is loaded. Raises Rejected."""
         future = self._host.lend(await asyncio.to_thread(self._find, name))
         try:
             lease = await asyncio.wrap_future(future)

@@ -112,7 +112,7 @@ def _wrong(param: str, what: str, value: Any) -> NoReturn:
 
 
 def read_tool_choice(value: Any, parallel: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
-    """What is said of the tools that are given. Raises Rejected."""
+    """Read `tool_choice` and `parallel_tool_calls`. Raises Rejected."""
     if parallel is not None and not isinstance(parallel, bool):
         _wrong_choice(f"parallel_tool_calls must be true or false (got {shown(parallel)})", "parallel_tool_calls")
     several = parallel is not False

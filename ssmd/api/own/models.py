@@ -72,7 +72,7 @@ class _Models:
         return JSONResponse(self._host.row(model))
 
     async def unload(self, request: Request) -> JSONResponse:
-        """Let a model go once it answers nobody; the answer comes at once."""
+        """Unload a model as soon as it is idle. Answers at once."""
         model = await self._find(request)
         self._host.unload(model)
         return JSONResponse(self._host.row(model))

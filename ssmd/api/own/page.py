@@ -51,7 +51,7 @@ class PageError(RuntimeError):
 
 @dataclass(frozen=True)
 class _File:
-    """What is answered at one path. etag: a hash of the content."""
+    """A file of the page. etag: a hash of the content."""
 
     content: bytes
     media_type: str
@@ -81,7 +81,7 @@ class Page:
 
     @property
     def paths(self) -> frozenset[str]:
-        """Where something is answered."""
+        """The paths that are served."""
         return frozenset(self._files)
 
     @property
@@ -97,7 +97,7 @@ class Page:
 
 
 def _folder() -> Traversable:
-    """Where the files are: in the package, or beside it in a checkout."""
+    """Return the folder of the page's files: in the package, or in a checkout beside it. Raises PageError."""
     package = importlib.resources.files("ssmd")
     for folder in (package / "web", Path(str(package)).parent / "clients" / "web"):
         if folder.is_dir():

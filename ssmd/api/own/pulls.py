@@ -94,7 +94,7 @@ def routes(host: Host, pulls: Pulls, runtimes: Runtimes) -> list[Route]:
 
 
 def rows(pulls: Pulls) -> list[dict[str, Any]]:
-    """What is known of each pull, without the paths of this computer's user."""
+    """Return a row for each pull, without the paths of this computer's user."""
     return [_told(row) for row in pulls.rows()]
 
 
@@ -103,7 +103,7 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(wanted: Wanted) -> None:
-    """Check that this is a model that ssmd knows, and a runtime that it can be made for. Raises Rejected."""
+    """Check that ssmd knows the model and can make it for the runtime. Raises Rejected."""
     names = catalog.names()
     if wanted.model not in names:
         hint = meant(wanted.model, names)
@@ -162,7 +162,7 @@ def _about(name: str) -> tuple[str, str]:
 
 
 def _problem(runtime: str, device: str, found: list[dict[str, Any]]) -> str | None:
-    """Why a runtime cannot be used on a device here ("": on any), or None."""
+    """Return why a runtime cannot be used on a device here ("": on any); None if it can."""
     row = next((row for row in found if row["name"] == runtime), None)
     if row is None:
         return f"runtime {runtime} is not installed"
@@ -183,9 +183,9 @@ def runtime_routes(runtimes: Runtimes) -> list[Route]:
 
 
 class Runtimes:
-    """What was found last. Who asks while somebody looks waits for what that finds.
+    """The runtimes found last. While one request looks for them, others wait for its result.
 
-    looked_at: when, in seconds since 1970.
+    looked_at: seconds since 1970.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class Runtimes:
         self._fresh_until = 0.0  # by the monotonic clock
 
     async def found(self) -> list[dict[str, Any]]:
-        """What can be used here, a minute old at most."""
+        """Return the runtimes' rows, at most KEPT_S seconds old."""
         async with self._looking:
             if time.monotonic() >= self._fresh_until:
                 found = await asyncio.to_thread(find, limit_s=LIMIT_S)

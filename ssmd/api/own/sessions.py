@@ -222,7 +222,7 @@ def _session_id(request: Request) -> str:
 
 
 def _choice(request: Request, name: str, choices: Mapping[str, Result], default: str) -> Result:
-    """What the query parameter `name`, the only possible one, stands for. Raises Rejected."""
+    """Return the choice that the query parameter `name` selects. Raises Rejected; any other parameter is refused."""
     if strangers := set(request.query_params) - {name}:
         raise Rejected(f"{shown(min(strangers))} is no parameter here; {name} is", code="unknown_parameter")
     given = request.query_params.getlist(name) or [default]

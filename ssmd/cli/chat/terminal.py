@@ -180,31 +180,31 @@ def _fence_after(line: str, fence: str) -> str:
 
 
 def show_thinking(on: bool) -> None:
-    """Tell on a terminal that the model thinks, until it speaks: the reasoning itself is folded."""
+    """Show or remove "Thinking…" on a terminal, in place of the model's reasoning."""
     if modes.draws():
         sys.stdout.write("Thinking…" if on else "\r\x1b[K")
         sys.stdout.flush()
 
 
 class Typed(Protocol):
-    """Where a person's messages come from."""
+    """A source of the user's messages."""
 
     def read(self, default: str = "") -> str:
-        """One message. default: what stands there already. Raises EOFError, and KeyboardInterrupt on Ctrl-C."""
+        """Read a message. default: text at the prompt already. Raises EOFError, and KeyboardInterrupt on Ctrl-C."""
 
     def interrupted(self) -> bool:
-        """Whether Ctrl-C was typed after the message and came as a byte; it is taken out of what was typed ahead."""
+        """Return True if a Ctrl-C after the message came as a byte, and remove it from the text typed ahead."""
 
 
 class Lines:
-    """Messages that are a line each: of a terminal whose output goes elsewhere, or that nothing can be drawn on."""
+    """Reads messages of one line each: for redirected output, or a terminal on which no prompt can be drawn."""
 
     def read(self, default: str = "") -> str:
         if default:
             sys.stderr.write(f"Enter alone sends: {plain(default)}\n")
         sys.stderr.write("> ")
         sys.stderr.flush()
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # here alone it breaks something off
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # only here Ctrl-C raises
         try:
             line = sys.stdin.readline()
         finally:
@@ -214,14 +214,14 @@ class Lines:
         return line.rstrip("\r\n") or default
 
     def interrupted(self) -> bool:
-        return False  # here it always is a signal
+        return False  # here Ctrl-C always comes as a signal
 
 
 class Prompt:
-    """Messages of as many lines as are pasted, or typed with Alt-Enter or between triple quotes."""
+    """Reads messages of one or more lines: pasted, or typed with Alt-Enter or between triple quotes."""
 
     def __init__(self, history: Path | None, words: Sequence[str], silence: Callable[[], None]) -> None:
-        """history: the file that keeps what was typed; None: nothing does. words: that Tab completes. silence: called
+        """history: file of the messages typed before; None: keep none. words: completions for Tab. silence: called
         when the prompt has left the terminal.
         """
         from prompt_toolkit import PromptSession
@@ -233,7 +233,7 @@ class Prompt:
 
         output = create_output()
         if isinstance(output, Vt100_Output):
-            output.enable_cpr = False  # where a terminal does not tell its cursor's place, an answer would wait for it
+            output.enable_cpr = False  # a terminal that does not report its cursor's place would delay the answer
         self._silence = silence
         self._default = ""
         self._history = Kept(history)
@@ -252,7 +252,7 @@ class Prompt:
         before = signal.getsignal(signal.SIGINT)
 
         def interrupt(number: int, frame: Any) -> None:
-            """To the prompt while it is there; after Enter to whoever was told of it before."""
+            """Pass Ctrl-C to the prompt while it is shown; after Enter, to the handler before."""
             if app.is_running and not app.is_done and app.loop is not None:
                 app.loop.call_soon_threadsafe(app.key_processor.send_sigint)
             elif callable(before):
@@ -269,7 +269,7 @@ class Prompt:
             self._tell()
 
     def _tell(self) -> None:
-        """Say once, where no prompt stands, what became of the history."""
+        """Print a problem of the history file once, while no prompt is shown."""
         if self._history.problem:
             typer.echo(f"note: {plain(self._history.problem)}", err=True)
             self._history.problem = ""
@@ -288,7 +288,7 @@ class Prompt:
 
 
 def _keys(given: Callable[[], bool]) -> KeyBindings:
-    """given: whether something stood at the prompt already: Ctrl-C means that, and not only what was typed."""
+    """Return the prompt's keys. given: returns True if the prompt began with text; Ctrl-C then leaves the prompt."""
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     keys = KeyBindings()
@@ -321,12 +321,12 @@ def _keys(given: Callable[[], bool]) -> KeyBindings:
 
 
 def _is_open(text: str) -> bool:
-    """Whether a message begins with triple quotes that no others end."""
+    """Return True if a message begins with triple quotes and has no closing ones."""
     return text.lstrip().startswith(BLOCK) and text.count(BLOCK) < 2
 
 
 def unquoted(text: str) -> str | None:
-    """The message between triple quotes; None if it has none around it."""
+    """Return the message between triple quotes; None if it has none around it."""
     bare = text.strip()
     if len(bare) < 2 * len(BLOCK) or not (bare.startswith(BLOCK) and bare.endswith(BLOCK)):
         return None
