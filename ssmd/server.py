@@ -70,7 +70,7 @@ def listen(settings: Settings) -> tuple[list[socket.socket], str]:
 
 
 def _everywhere(host: str) -> bool:
-    """Whether a host stands for every address of this machine."""
+    """Return True if a host stands for every address of this machine."""
     address = hosts.address(host)
     return address is not None and address.is_unspecified
 

@@ -61,7 +61,7 @@ class CachedFile:
         self._costs = costs
 
     def good(self) -> bool:
-        """Whether the file is there and as it was written. Its seal says so, if no other user can have written that."""
+        """Return True if the file matches its seal, which counts only if no other user can have written it."""
         try:
             seal = json.loads(read_own(self._seal, _SEAL_BYTES))
             if not isinstance(seal, dict):
@@ -133,7 +133,7 @@ class CachedFile:
 
 
 def _runs(process: str) -> bool:
-    """Whether there may be a process of that number."""
+    """Return True if a process of that number may exist."""
     try:
         os.kill(int(process), 0)
     except ProcessLookupError:
@@ -155,7 +155,7 @@ def _reserve(path: Path, nbytes: int) -> None:
 
 
 def _allocated(descriptor: int, nbytes: int) -> bool:
-    """Whether the file has so many bytes now. False where neither the system nor the file system knows how."""
+    """Allocate `nbytes` for the file. Returns False if the system or the file system cannot. Raises OSError."""
     if not hasattr(os, "posix_fallocate"):
         return False
     try:

@@ -1,4 +1,4 @@
-"""How a process ended that did not end by itself: by a signal, on Windows with a status that says the same."""
+"""Crashes: the ends of processes by a signal, or on Windows by an error status."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ERROR = 0xC0000000  # the severity of a status; others of it are out of memory,
 
 @dataclass(frozen=True)
 class Crash:
-    """The end of a process by what its code did (`own`), or by short memory, a shutdown, or somebody else."""
+    """The end of a process by a signal or an error status."""
 
     name: str
-    own: bool
+    own: bool  # its own code caused it, not a lack of memory, a shutdown, or another process
 
 
 def crash(code: int, system: str = sys.platform) -> Crash | None:
-    """What ended a process with that exit code; None if it ended by itself. system: as `sys.platform` names it."""
+    """Return the crash behind an exit code; None if the process ended by itself. system: as `sys.platform`."""
     if system == "win32":
         code &= 0xFFFFFFFF
         if code in _OWN_STATUS:

@@ -23,7 +23,7 @@ def raise_limit() -> None:
 
 
 def left() -> int:
-    """How many more descriptors this process may open, at most MOST."""
+    """Return how many more descriptors this process may open, at most MOST."""
     if sys.platform == "win32":
         return MOST
     import resource

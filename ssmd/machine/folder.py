@@ -50,16 +50,16 @@ def make_private(folder: Path) -> None:
 
 
 def close_to_others(folder: Path) -> None:
-    """Leave a folder to this user alone, by mode 0700 or, on Windows, by its list of who may. Raises OSError."""
+    """Close a folder to other users: by mode 0700, on Windows by its access list. Raises OSError."""
     if sys.platform == "win32":
-        with contextlib.suppress(OSError):  # of a disk without such lists, as sticks are: `others_open` tells
+        with contextlib.suppress(OSError):  # USB sticks may have no access lists: see `others_open`
             windows.make_private(folder)
     else:
         folder.chmod(0o700)
 
 
 def others_open(folder: Path) -> bool:
-    """Whether others than this user and the system's own can open a folder. Raises OSError."""
+    """Return True if users other than this one and the system's own can open a folder. Raises OSError."""
     if sys.platform == "win32":
         return windows.others_open(folder)
     return bool(stat.S_IMODE(folder.stat().st_mode) & 0o077)

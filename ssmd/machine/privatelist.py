@@ -18,16 +18,16 @@ def add(file: Path, digest: str) -> None:
     if line in kept:
         return
     if not kept or file.stat().st_size + len(line) + 2 > MOST_BYTES:
-        file.unlink(missing_ok=True)  # it does not count, or is of thousands of things
+        file.unlink(missing_ok=True)  # it cannot be trusted, is empty, or is too long
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | NOFOLLOW, 0o600)
     try:
-        os.write(descriptor, b"\n" + line + b"\n")  # whole, beside others who write, and after a torn line
+        os.write(descriptor, b"\n" + line + b"\n")  # one write: whole beside other writers, and after a torn line
     finally:
         os.close(descriptor)
 
 
 def has(file: Path, digest: str) -> bool:
-    """Whether a sha256 is on the list; it is not if somebody else could have written that."""
+    """Return True if a sha256 is on the list. A list that another user could have written counts as empty."""
     return digest.encode() in _lines(file)
 
 

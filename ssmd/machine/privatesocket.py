@@ -73,7 +73,10 @@ else:
 
     @contextmanager
     def _alone_in(folder: Path) -> Iterator[None]:
-        """Keep others from a folder that begin to listen there too, and check that nobody can exchange files in it."""
+        """Lock a folder against other daemons that begin to listen there. Check that no user can swap files in it.
+
+        Raises OSError.
+        """
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
@@ -90,7 +93,7 @@ else:
             os.close(descriptor)
 
     def _make_way(path: Path) -> None:
-        """Remove a socket of this user at which nobody listens. Raises OSError for all else that is there."""
+        """Remove this user's socket if no process listens at it. Raises OSError for anything else at that path."""
         try:
             found = path.lstat()
         except FileNotFoundError:
@@ -111,7 +114,7 @@ else:
         raise OSError(errno.EADDRINUSE, "another process listens there; stop it")
 
     def connect(path: Path, timeout_s: float | None) -> socket.socket:
-        """A connection to what listens at `path`. Raises OSError."""
+        """Return a connection to the socket at `path`. Raises OSError."""
         one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             one.settimeout(timeout_s)

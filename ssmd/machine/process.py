@@ -11,7 +11,7 @@ _PROCESSES = Path("/proc")
 
 @dataclass(frozen=True)
 class Started:
-    """How a process was started."""
+    """The command line, folder and environment of a process."""
 
     arguments: tuple[str, ...]
     folder: Path
@@ -19,7 +19,7 @@ class Started:
 
 
 def started(process: int) -> Started | None:
-    """Tell how a process was started; None where it is gone or the system does not tell. Linux tells."""
+    """Return how a process was started, from /proc; None if it is gone, or its files cannot be read. Linux only."""
     place = _PROCESSES / str(process)
     try:
         arguments = tuple(os.fsdecode(one) for one in (place / "cmdline").read_bytes().split(b"\0")[:-1])

@@ -1,4 +1,4 @@
-"""Room on the disk: what is written for somebody must leave some for the others."""
+"""Room on the disk: a file written for one client must leave room for the turns of others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from ssmd.machine.privatefile import PLAIN
 from ssmd.machine.size import show_size
 
-SPARE_BYTES = 32 << 20  # for the turns of others
+SPARE_BYTES = 32 << 20  # room to leave for the turns of others
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raises OSError where the disk has not so many bytes free."""
+    """Check that a folder's disk has `needed` bytes free. Raises OSError if not."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"the disk has {show_size(free)} free, of {show_size(needed)} that it takes")

@@ -1,4 +1,4 @@
-"""The settings file: TOML that nobody else may have written, and with a secret in it nobody else may read."""
+"""The settings file: TOML that other users cannot write, nor read if it contains a secret."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_BYTES = 1 << 20
 
 
 def read_settings(path: Path, secrets: Collection[str]) -> dict[str, Any]:
-    """Read a settings file's keys and values. `secrets`: keys whose values are.
+    """Read a settings file's keys and values. secrets: keys with secret values.
 
-    Raises ValueError that says what to do, FileNotFoundError where there is none.
+    Raises ValueError that says what to do, and FileNotFoundError if there is no file.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What somebody meant who misspelt a name."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads suit the processor."""
+"""The default number of threads for this processor."""
 
 from __future__ import annotations
 

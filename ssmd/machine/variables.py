@@ -15,7 +15,7 @@ OTHERS = {  # and what they mean, as docs/configuration.md has it
     "SSMD_WGPU_WRAPPED": "`1`: wgpu records through wgpu-py, which says at which call something is wrong "
     "([wgpu.md](wgpu.md))",
 }
-# Those of settings, in their order, for who has no time to import them: pydantic takes longer than to ask a daemon.
+# The settings' variables, in their order. Importing the settings (pydantic) takes longer than asking a daemon.
 SETTINGS = tuple(
     f"{PREFIX}{name}"
     for name in (
@@ -34,13 +34,15 @@ OF_TESTS = frozenset(  # and of benchmarks, which run what reads settings
         *("FUZZ_SEED", "KILLS", "LLAMA_LIBRARY", "MIXED_SECONDS", "SEED", "STEPS"),
     )
 )
-# What Kubernetes and Docker tell every container of a service that is named ssmd.
+# Variables that Kubernetes and Docker set in containers for a service named ssmd.
 _OF_SERVICES = re.compile(r"SSMD_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 
 
 def misspelt(settings: Collection[str]) -> Iterator[str]:
-    """What is wrong with each variable that begins with SSMD_ and is not read: a line without its value, which may be a
-    key. `settings`: names of those that are. Capitals make no difference, and an empty variable counts as not set."""
+    """Yield a line for each unknown variable that begins with SSMD_, without its value, which may be a key.
+
+    settings: names of the known ones. Case makes no difference, and an empty variable counts as not set.
+    """
     known = {*settings, *OTHERS}
     for name, value in os.environ.items():
         upper = name.upper()

@@ -34,47 +34,47 @@ class AnswerReader:
 
     @property
     def content(self) -> str:
-        """The answer without its calls, as far as it was told; its reasoning is there as it was written."""
+        """The answer so far without its calls; its reasoning is included as the model wrote it."""
         return self._reasoning.raw + ("".join(self._said) if self._calls is None else self._calls.said)
 
     @property
     def holds(self) -> bool:
-        """Whether something came that was not told yet, or a call is not over."""
+        """True if some text is still held back, or a call is unfinished."""
         return self._reasoning.holds or (self._calls is not None and self._calls.holds)
 
     @property
     def thinks(self) -> bool:
-        """Whether what comes next is reasoning."""
+        """True if the next text is reasoning."""
         return self._reasoning.thinks
 
     @property
     def speaks(self) -> bool:
-        """Whether what comes next may be said."""
+        """True if the next text may be content."""
         return self._reasoning.state in ("start", "over") and (self._calls is None or self._calls.speaks)
 
     @property
     def begun(self) -> str | None:
-        """What came behind a call's marker whose tool is not known yet; None: no call is begun."""
+        """The text after the marker of a call whose tool is still unknown; None if there is no such call."""
         return None if self._calls is None else self._calls.begun
 
     @property
     def calling(self) -> bool:
-        """Whether a call was told of that is not over."""
+        """True if a call was reported and is unfinished."""
         return self._calls is not None and self._calls.calling
 
     @property
     def in_call(self) -> bool:
-        """Whether what comes next is of a call, or of a marker that begins one."""
+        """True if the next text belongs to a call, or to a marker that begins one."""
         return self._calls is not None and (self._calls.in_call or self._reasoning.holds)
 
     @property
     def calls_over(self) -> int:
-        """How many calls are over."""
+        """The number of finished calls."""
         return 0 if self._calls is None else self._calls.over
 
     @property
     def called(self) -> bool:
-        """Whether there are calls, and all of them are whole."""
+        """True if there are calls, and all of them are complete."""
         return self._calls is not None and self._calls.whole
 
     def push(self, text: str) -> list[Part]:
@@ -82,7 +82,7 @@ class AnswerReader:
         return self._told(*self._reasoning.push(text))
 
     def mark(self, marker: str) -> list[Part] | None:
-        """Take in a control token by its text. None: it is no marker here."""
+        """Take in a control token by its text. Returns None if it is not a marker here."""
         found = self._reasoning.mark(marker)
         if found is not None:
             return self._told(*found)

@@ -208,7 +208,7 @@ class _Sessions:
             raise Rejected(str(err), status=503, code="store_error", retry_after_s=1) from err
 
     def _store(self, request: Request) -> Store:
-        """The store as who asks has it. Raises Rejected: there is none."""
+        """Return the store as the caller's domain sees it. Raises Rejected if the daemon has none."""
         if self._kept is None:
             raise Rejected("this daemon keeps no sessions: it runs with --no-store", status=404, code="no_store")
         return self._kept.of(caller_of(request.scope).domain)

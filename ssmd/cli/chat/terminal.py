@@ -221,8 +221,9 @@ class Prompt:
     """Reads messages of one or more lines: pasted, or typed with Alt-Enter or between triple quotes."""
 
     def __init__(self, history: Path | None, words: Sequence[str], silence: Callable[[], None]) -> None:
-        """history: file of the messages typed before; None: keep none. words: completions for Tab. silence: called
-        when the prompt has left the terminal.
+        """history: file of the messages typed before; None: keep none.
+
+        words: completions for Tab. silence: called when the prompt has left the terminal.
         """
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter

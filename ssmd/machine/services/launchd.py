@@ -42,7 +42,7 @@ class Launchd:
 
     @property
     def when(self) -> str:
-        """When it starts."""
+        """The time of the service's start, as words for a message."""
         return "with the machine" if self.domain == "system" else "when you log in"
 
     @property
@@ -94,7 +94,7 @@ class Launchd:
         return removed(self.file)
 
     def status(self) -> Status:
-        """What launchd knows of it."""
+        """Return launchd's state of the service."""
         shown = asked(["launchctl", "print", self._target], fails=False).stdout
         state = re.search(r"^\s*state = (.+)$", shown, re.MULTILINE)
         pid = re.search(r"^\s*pid = (\d+)$", shown, re.MULTILINE)
@@ -119,5 +119,5 @@ class Launchd:
         asked(["launchctl", "bootout", self._target])
 
     def log(self, lines: int, *, follow: bool) -> Sequence[str]:
-        """What it wrote on stderr."""
+        """Return the command that shows its stderr."""
         return ["tail", "-n", str(lines), *(["-f"] if follow else []), str(self.output)]

@@ -20,23 +20,21 @@ class ServiceError(ValueError):
 
 @dataclass(frozen=True)
 class Definition:
-    """What the service runs. command: its first word a path. environment: variables, none of them a secret."""
+    """The command that the service runs, and its environment."""
 
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
+    command: tuple[str, ...]  # its first word is a path
+    environment: Mapping[str, str]  # contains no secret
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a service is. state: as the manager calls it; pid: of the daemon, None if it does not run; starts: whether
-    with the machine, or at login.
-    """
+    """The state of a service."""
 
     installed: bool
     running: bool
-    state: str
-    pid: int | None
-    starts: bool
+    state: str  # as the manager calls it
+    pid: int | None  # of the daemon; None if it does not run, or is unknown
+    starts: bool  # it starts with the machine, or at login
 
 
 class Manager(Protocol):
@@ -48,18 +46,17 @@ class Manager(Protocol):
 
     @property
     def when(self) -> str:
-        """When the service starts, to follow that word."""
+        """The time of the service's start, as words for a message."""
 
     @property
     def file(self) -> Path:
-        """Where the definition is kept."""
+        """The file of the definition."""
 
     def text(self, definition: Definition) -> str:
-        """What is written to the file."""
+        """Return the text of the definition's file."""
 
     def install(self, definition: Definition) -> bool:
-        """Write the definition, have it started with the machine or at login, and start it. False if all was there
-        already, and as it was."""
+        """Write the definition, enable it, and start the service. Returns False if nothing had to change."""
 
     def uninstall(self) -> bool:
         """Stop it and remove the definition; False if there was none."""
@@ -68,7 +65,7 @@ class Manager(Protocol):
         """Look at it."""
 
     def data_dir(self) -> Path | None:
-        """Where the service that is installed keeps its data; None for where this user's daemon does."""
+        """Return the data directory of the installed service; None if it names none."""
 
     def start(self) -> None:
         """Start it, if it does not run."""
@@ -81,7 +78,7 @@ class Manager(Protocol):
 
 
 def asked(command: Sequence[str], *, fails: bool = True) -> subprocess.CompletedProcess[str]:
-    """What a manager's own command answers. Raises ServiceError if it is missing, hangs, or (`fails`) says no."""
+    """Run a manager's command. Raises ServiceError if it is missing, hangs, or, with `fails`, exits with an error."""
     try:
         done = subprocess.run(
             command,

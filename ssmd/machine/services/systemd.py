@@ -108,7 +108,7 @@ class Systemd:
 
     @property
     def when(self) -> str:
-        """When it starts."""
+        """The time of the service's start, as words for a message."""
         return "with the machine" if self.system else "when you log in"
 
     @property
@@ -166,7 +166,7 @@ class Systemd:
         return True
 
     def status(self) -> Status:
-        """What systemd knows of the unit."""
+        """Return systemd's state of the unit."""
         names = ("LoadState", "ActiveState", "SubState", "Result", "MainPID", "UnitFileState")
         shown = asked([*self._systemctl, "show", UNIT, f"--property={','.join(names)}"]).stdout
         found = dict(line.partition("=")[::2] for line in shown.splitlines())
@@ -201,12 +201,12 @@ class Systemd:
 
 
 def _home(definition: Definition) -> str:
-    """How much of people's home directories the service has to see."""
+    """Return the access that the service needs to home directories."""
     return "read-only" if definition.command[0].startswith(("/home/", "/root/", "/run/user/")) else "yes"
 
 
 def _groups() -> str:
-    """Those whose members may open GPUs and NPUs, as far as they are here: a unit with another one does not start."""
+    """Return the groups on this machine that may open GPUs and NPUs: a unit with an unknown group does not start."""
     if sys.platform == "win32":
         return ""
     import grp

@@ -95,7 +95,7 @@ class TaskScheduler:
         return removed(self.file)
 
     def status(self) -> Status:
-        """What the Task Scheduler knows; it tells no process."""
+        """Return the Task Scheduler's state of the task; it reports no process id."""
         done = asked(["schtasks", "/Query", "/TN", NAME, "/V", "/FO", "CSV", "/NH"], fails=False)
         row = next(iter(csv.reader(io.StringIO(done.stdout))), [])
         there = done.returncode == 0 and len(row) > _RESULT

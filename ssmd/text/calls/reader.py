@@ -46,37 +46,37 @@ class CallReader:
 
     @property
     def holds(self) -> bool:
-        """Whether something came that was not told yet, or a call is not over."""
+        """True if some text is still held back, or a call is unfinished."""
         return bool(self._held) or any(self._spaces) or self._body is not None
 
     @property
     def speaks(self) -> bool:
-        """Whether what comes next may be said."""
+        """True if the next text may be content."""
         return self._state in ("start", "text")
 
     @property
     def begun(self) -> str | None:
-        """What came behind a call's first marker, while it is not known of what tool it is; None: there is no such."""
+        """The text after the marker of a call whose tool is still unknown; None if there is no such call."""
         return self._body.unsaid if self._body is not None and self._marker else None
 
     @property
     def calling(self) -> bool:
-        """Whether a call was told of that is not over."""
+        """True if a call was reported and is unfinished."""
         return self._body is not None and self._body.calling
 
     @property
     def in_call(self) -> bool:
-        """Whether what comes next is of a call, or of a marker that begins one."""
+        """True if the next text belongs to a call, or to a marker that begins one."""
         return self._state in ("call", "after") or bool(self._held)
 
     @property
     def over(self) -> int:
-        """How many calls are over."""
+        """The number of finished calls."""
         return len(self._over)
 
     @property
     def whole(self) -> bool:
-        """Whether there were calls, and all of them are whole."""
+        """True if there were calls, and all of them are complete."""
         return bool(self._over) and all(self._over)
 
     def push(self, text: str, out: list[Part]) -> None:
