@@ -96,16 +96,16 @@ class Engine:
 
     @property
     def draining(self) -> bool:
-        """Whether the engine refuses new requests, as it shuts down."""
+        """Return whether the engine refuses new requests, as it shuts down."""
         return self._queue.draining
 
     @property
     def working(self) -> bool:
-        """Whether the worker has not stopped, or not yet."""
+        """Return whether the worker runs."""
         return self._worker.alive
 
     def start(self, *, warm_up: bool = False) -> None:
-        """Start the worker. warm_up: if nobody comes in the first moments, do once what takes longer the first time."""
+        """Start the worker. warm_up: if no request comes at first, do once what takes longer the first time."""
         steps = []
         if warm_up:
             lengths = self.program.buckets
@@ -115,11 +115,11 @@ class Engine:
         self._worker.start(WarmUp(steps))
 
     def check(self, client: str) -> None:
-        """Check that a request of this client would be taken in now. Raises Rejected."""
+        """Raise Rejected if a request of this client would not be accepted now."""
         self._queue.check(client)
 
     def runs_others(self, client: str) -> bool:
-        """Whether answers of other clients than this one are under way."""
+        """Return whether answers to other clients are under way."""
         return any(g.asked.request.client != client for g in tuple(self._worker.running))
 
     def submit(
@@ -173,24 +173,24 @@ class Engine:
         return self._raw
 
     def knows(self, variable: str) -> bool:
-        """Whether the chat template looks a variable up; True where nobody can tell. Blocks the first time."""
+        """Return whether the chat template looks a variable up; True if that is unknown. Blocks the first time."""
         with contextlib.suppress(TemplateError):
             return variable in self._texts.template.variables
         return True
 
     def rendered(self, request: Request) -> str:
-        """What the template makes of a request's messages. Raises Rejected."""
+        """Render a request's messages with the chat template. Raises Rejected."""
         return self._planner.text(request)
 
     def recall(self) -> None:
-        """Give back what waits for a lane, as far as who asked takes it back: others come first."""
+        """Return waiting requests to the callers that take them back: other models' requests come first."""
         for generation in self._queue.recall():
-            with contextlib.suppress(RuntimeError):  # nobody is there to take it
+            with contextlib.suppress(RuntimeError):  # its reader is gone
                 generation.asked.deliver(Recalled())
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to do, for anybody or for later."""
+        """Return whether nothing is left to do, neither requests nor deferred work."""
         return not self._queue.unfinished and self._persistence.idle
 
     @property
@@ -199,13 +199,13 @@ class Engine:
         return max(0, self._worker.in_use - 1) * self._lane_bytes
 
     def rows(self) -> list[dict[str, Any]]:
-        """How far each request is that waits or is answered, ready for JSON."""
+        """List the progress of each request that waits or is answered, ready for JSON."""
         return [g.row() for g in (*tuple(self._worker.running), *self._queue.waiting())]
 
     def drain(self) -> None:
         """Refuse new requests; `shutdown` waits for those there are."""
         self._queue.draining = True
-        self._texts.close()  # whoever waits for it is refused
+        self._texts.close()  # requests that wait for it are refused
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), stop."""

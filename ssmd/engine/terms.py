@@ -1,4 +1,4 @@
-"""Terms below sampling and requests: the error for what cannot be run, what an answer has to be, work in steps."""
+"""Terms below sampling and requests: the error for a request that cannot run, an answer's grammar, work in steps."""
 
 from __future__ import annotations
 
@@ -30,12 +30,9 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer has to be, as llguidance reads it: Lark or JSON. param: of the request, where it is wrong. parts:
-    what it is made of, to find out which of them is. begun: it is not of the whole answer, but of each call in it,
-    from behind the marker on that it begins with.
-    """
+    """The grammar of an answer, as llguidance reads it: Lark or JSON."""
 
     text: str
-    param: str
-    parts: tuple[Grammar, ...] = ()
-    begun: bool = False
+    param: str  # of the request, to name in errors
+    parts: tuple[Grammar, ...] = ()  # that it is made of, to find out which one is wrong
+    begun: bool = False  # it applies to each tool call after its opening marker, not to the whole answer

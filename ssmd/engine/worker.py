@@ -29,7 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Takes from the queue until it closes. running: the admitted requests, which others may look at."""
+    """The thread that takes requests from the queue until it closes.
+
+    running: the admitted requests; other threads may read it.
+    """
 
     def __init__(
         self,
@@ -45,8 +48,10 @@ class Worker:
         turns: Turns,
         room: Callable[[], bool],
     ) -> None:
-        """max_running: choices that decode at the same time; spare_lanes: beside those. turns: on the device. room:
-        whether there is memory for one choice beside others now.
+        """Prepare the thread; `start` starts it.
+
+        max_running: choices that decode at once. spare_lanes: lanes beside those, for clients that have none.
+        turns: on the device. room: returns whether there is memory for one more choice now.
         """
         self.running: list[Generation] = []
         self._program = program
@@ -60,22 +65,22 @@ class Worker:
         self._room = room
         self._answers = Answers(program, metrics, self.running, queue.told)
         self._warm_up = WarmUp()
-        self._idling = True  # something that no request waits for may be under way
+        self._idling = True  # work that no request waits for may be under way
         self._thread = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
 
     @property
     def alive(self) -> bool:
-        """Whether it has been started and has not stopped."""
+        """Return whether the thread runs."""
         return self._thread.is_alive()
 
     def start(self, warm_up: WarmUp) -> None:
-        """Start, with what to do once if nobody comes in the first moments."""
+        """Start the thread. warm_up: steps to take once, if no request comes at first."""
         self._warm_up = warm_up
         self._turns.join(self, self._queue.wake)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until it has stopped, if it was started: as it does when the queue closes."""
+        """Wait until the thread has stopped, if it runs. It stops when the queue closes."""
         if self.alive:
             self._thread.join()
 
@@ -109,7 +114,7 @@ class Worker:
         self._answers.give_back()
 
     def _idle(self) -> None:
-        """A piece of work that no request waits for; none of them takes longer than a restore or a bucket."""
+        """Do a piece of work that no request waits for. None takes longer than a restore or a bucket."""
         if not self._idling:
             self._idling = True
             self._turns.idle(self)
@@ -140,17 +145,20 @@ class Worker:
             self._guarded([generation], generation.kept.restore)
 
     def _next(self) -> Generation | None:
-        """The request to admit now, if there is one and room for it."""
+        """Take the next request to admit, if there is one and room for it."""
         served = self._served()
         return None if served is None else self._queue.take(served)
 
     def _served(self) -> frozenset[str] | None:
-        """As Shares.served."""
+        """Return `Shares.served`; None if memory has no room for another request beside the running ones."""
         served = self._shares.served(self.running, self.in_use)
         return served if served is None or not self.running or self._room() else None
 
     def _something_to_do(self, admits: bool) -> bool:
-        """Asked with the queue locked, so that nothing else may be waited for. admits: whether there was a lane."""
+        """Return whether the worker can go on. The queue is locked: nothing here may wait.
+
+        admits: whether a lane was free.
+        """
         restored = any(g.kept.ready() for g in self.running)
         served = self._shares.served(self.running, self.in_use) if admits else None
         admissible = served is not None and self._queue.waits(served)
@@ -158,12 +166,12 @@ class Worker:
 
     @property
     def in_use(self) -> int:
-        """How many lanes are taken. From any thread."""
+        """Count the lanes that are taken. From any thread."""
         running = tuple(self.running)
         return sum(max(1, sum(choice.end is None for choice in g.progress.choices)) for g in running)
 
     def _step(self) -> None:
-        """One piece of prefill for the client that waits longest for one, then one token for every open choice."""
+        """Prefill a piece for the least recently served client, then decode a token for open choices."""
         for gone in [g for g in self.running if g.cancelled]:
             self._answers.cancel(gone)
         decoding = [g for g in self.running if g.progress.choices]
@@ -187,7 +195,7 @@ class Worker:
         return self._shares.may_read(g, decoding, self._queue.has(g.asked.request.client))
 
     def _guarded(self, generations: Sequence[Generation], work: Callable[[], None]) -> None:
-        """A failure ends the requests it touched, and only them."""
+        """Run `work`. If it fails, end these requests, and only them."""
         try:
             work()
         except Exception as err:
@@ -198,7 +206,10 @@ class Worker:
                 self._answers.cancel(g)
 
     def _read_on(self, g: Generation, joins: bool, others: bool) -> None:
-        """Read a piece of a prompt, or its last token unless that joins those who decode. others: who wait for it."""
+        """Prefill a piece of a prompt, or decode its last token unless that `joins` the step of other choices.
+
+        others: other requests wait for this.
+        """
         if is_read(g) and not joins:
             self._decode([], g)
         else:
@@ -206,14 +217,17 @@ class Worker:
                 feed(g, self._program, others=others)
 
     def _saved(self, g: Generation) -> tuple[bool, NewCheckpoint | None]:
-        """Whether the state of a prompt could not be saved, which ends the request, and the state."""
+        """Copy the state of a prompt, to be kept. Return (failed, state); a failure ends the request."""
         found: list[NewCheckpoint | None] = []
         p = g.progress
         self._guarded([g], lambda: found.append(g.kept.save(p.handle, p.prefill_ms / max(1, p.fed))))
         return not found, found[0] if found else None
 
     def _begin_answer(self, g: Generation, logits: Logits, saved: NewCheckpoint | None, started: float) -> None:
-        """Go on from a prompt whose last token was fed since `started`. saved: its state before that."""
+        """Start the answer to a prompt whose last token was just decoded.
+
+        saved: the state before that token. started: perf_counter when its decode began.
+        """
         p = g.progress
         g.kept.keep(saved)  # only now: encoding takes a core from the first token
         p.logits = logits
@@ -244,7 +258,7 @@ class Worker:
         self._answers.settle(g)
 
     def _decode(self, generations: Sequence[Generation], joining: Generation | None = None) -> None:
-        """A token for open choices of these, in one step with the last token of the prompt that is `joining`."""
+        """Decode a token for open choices, in one step with the last token of the prompt that is `joining`."""
         running = [g for g in generations if g in self.running]
         open_ = [(g, c) for g in running for c in g.progress.choices if c.end is None]
         if any(choice.ahead for _, choice in open_):
@@ -275,9 +289,9 @@ class Worker:
     def _compute(
         self, owners: Sequence[Generation], handles: Sequence[Handle], tokens: Sequence[int]
     ) -> Sequence[Logits | None]:
-        """Decode a token for each handle: its logits, or None where its generation ended for want of memory.
+        """Decode a token for each handle. Return its logits, or None if its request ended for lack of memory.
 
-        A program that has no memory for one of them has computed none: then each takes a step alone.
+        A program that lacks memory for one handle computes none of them. Then each is decoded alone.
         """
         with self._turns:
             try:
@@ -296,10 +310,11 @@ class Worker:
             rows[i] = self._program.decode([handle], [token])[0]
 
     def _feed_forced(self, open_: Sequence[Open], running: Sequence[Generation]) -> list[Open]:
-        """Feed a piece of what a grammar left one of these choices no choice of; those that take a step then.
+        """Prefill a piece of the tokens that a grammar forces, for one choice. Return the choices that take a step now.
 
-        The one comes first that waits longest. Tokens that go in a piece never go in steps instead, as that would give
-        other bits: where no piece may be read now, they wait for no more steps than they would have taken.
+        The choice that waits longest is first. Tokens that go in a piece never go in steps instead: that would give
+        other bits.
+        Where no piece may be read now, they wait for no more steps than they would have taken.
         """
         due = sorted((one for one in open_ if one[1].ahead), key=lambda one: one[1].times[-1])
         pieces = [(g, c, n) for g, c in due if (n := piece_forced(c, self._program)) > 1]
@@ -324,7 +339,7 @@ class Worker:
 
 
 def _why(err: Exception) -> Rejected:
-    """What a client is told of a failed step. Who asks again after a lost device goes on from the last checkpoint."""
+    """Return the error that clients get for a failed step. After a lost device, a retry resumes from a checkpoint."""
     if isinstance(err, Rejected):
         return err
     if isinstance(err, StateLost):
@@ -333,11 +348,10 @@ def _why(err: Exception) -> Rejected:
 
 
 class Answers:
-    """Those of one worker, whose thread calls everything here; `_tell` may be called from the writer's.
+    """The answers of one worker: samples tokens, sends deltas, keeps the state at each end, and reports the end.
 
-    running: the admitted requests; one that ends leaves them. told: called when one has been told its end.
-
-    What becomes of the logits that requests get: tokens and deltas, what is kept at an end, and who hears of it.
+    running: the admitted requests; one that ends is removed. told: called when a request's client got its end.
+    All is called by the worker's thread; `_tell` also by the writer's.
     """
 
     def __init__(
@@ -345,12 +359,12 @@ class Answers:
     ) -> None:
         self._program, self._metrics = program, metrics
         self._running, self._told = running, told
-        self._gaps: list[float] = []  # ms, of this step
-        self._new = 0  # tokens of it
-        self._left: list[Handle] = []  # to be given back once the ends are told: to clear one takes up to 3 ms
+        self._gaps: list[float] = []  # ms between tokens, in this step
+        self._new = 0  # tokens of this step
+        self._left: list[Handle] = []  # handles to release once clients have their ends: clearing one takes up to 3 ms
 
     def take(self, g: Generation, choice: Choice, logits: Logits) -> None:
-        """Have a choice draw from logits."""
+        """Sample a choice's next tokens from logits, and send their deltas."""
         before, times = len(choice.tokens), choice.times
         known = len(times)
         deltas = choice.take(logits)
@@ -370,13 +384,13 @@ class Answers:
             self._gaps, self._new = [], 0
 
     def settle(self, g: Generation) -> None:
-        """End a request all of whose choices have ended."""
+        """End a request if all of its choices have ended."""
         choices = g.progress.choices
         if len(choices) == g.asked.request.n and all(choice.end is not None for choice in choices):
             self.finish(g)
 
     def cancel(self, g: Generation) -> None:
-        """End a request early: what was sent is its answer."""
+        """End a request early. Its answer is what was sent."""
         for choice in g.progress.choices:
             choice.cancel()
             try:
@@ -386,7 +400,7 @@ class Answers:
         self.finish(g)
 
     def finish(self, g: Generation) -> None:
-        """Out of the running; the client hears the end after the commit."""
+        """Remove a request from `running` and commit it. Its client gets the end after the commit."""
         p = g.progress
         if g in self._running:
             self._running.remove(g)
@@ -418,7 +432,7 @@ class Answers:
             g.cancelled = True
 
     def _close_choice(self, g: Generation, choice: Choice) -> None:
-        """Keep the state at the end of a choice, whose handle goes back."""
+        """Keep the state at the end of a choice, and mark its handle for release."""
         if choice.handle is None:
             return
         try:
@@ -428,7 +442,7 @@ class Answers:
             choice.handle = None
 
     def _tell(self, g: Generation, stored: bool, state_stored: bool) -> None:
-        """Deliver the last event of a request. From the writer's thread, or the worker's when nothing is kept."""
+        """Send the last event of a request. From the writer's thread, or the worker's when nothing is kept."""
         usage, error = g.usage(stored, self._program.context, state_stored), g.progress.error
         g.count_end(self._metrics, usage)
         self._send(g, Done(g.finish_reasons, usage) if error is None else Failed(error))
@@ -438,13 +452,13 @@ class Answers:
 
 
 def feed(g: Generation, program: Program, *, others: bool) -> None:
-    """Feed the next piece of a prompt, or none if only its last token is left; begin with its state if it has none.
+    """Prefill the next piece of a prompt, up to its last token. Begin with its state if it has none.
 
-    A prompt's bits depend on its text alone: pieces end on the grid, and where the system prompt does. `others`:
-    answers are under way, which wait for it. Then several short pieces are fed that together take no longer than a long
-    one. Without others a `wide` program is fed several cells of the grid at once, which changes no bit of its results.
+    A prompt's bits depend on its text alone: pieces end on the grid, and where the system prompt does.
+    others: answers under way wait for this. Then several short pieces are fed if they take no longer than a long one.
+    Without others a `wide` program is fed several cells of the grid at once, which changes no bit of its results.
 
-    The last token is fed by a decode step, which gives the logits that every choice starts from; the state before it is
+    The last token is fed by a decode step, which gives the logits that every choice starts from. The state before it is
     kept.
     """
     p = g.progress
@@ -469,26 +483,26 @@ def feed(g: Generation, program: Program, *, others: bool) -> None:
 
 
 def piece_forced(choice: Choice, program: Program) -> int:
-    """Return how many of the tokens that a grammar left no choice of go into the next prefill call; 1: into a step."""
+    """Return how many grammar-forced tokens the next prefill call takes; 1 means a decode step."""
     at = program.position(choice.handle)
     return buckets.piece(at, at + len(choice.unfed), program.buckets)
 
 
 def feed_forced(choice: Choice, program: Program) -> Logits | None:
-    """Feed the next piece of what a grammar left no choice of; the logits [vocab] after its last token, None before."""
+    """Prefill the next piece of grammar-forced tokens. Return the logits [vocab] after the last one, None before."""
     n = piece_forced(choice, program)
     logits = program.prefill(choice.handle, choice.unfed[:n])
     return logits if choice.fed(n) else None
 
 
 def is_read(g: Generation) -> bool:
-    """Whether all of a prompt was fed but for its last token."""
+    """Return whether all of a prompt but its last token was fed."""
     p = g.progress
     return p.handle is not None and p.logits is None and p.position == len(g.prompt.ids) - 1
 
 
 def _begin(g: Generation, program: Program) -> None:
-    """The handle to feed: restored from the checkpoint found, or new when there is none that can be read."""
+    """Set the handle to feed: restored from the checkpoint found, or new if none can be read."""
     p, restored = g.progress, g.kept.restored()
     if restored is not None:
         p.prompt = restored.prompt
@@ -496,5 +510,5 @@ def _begin(g: Generation, program: Program) -> None:
         p.handle = program.new_state()
         return
     p.handle, p.position, p.resume = restored.handle, restored.position, restored.resume
-    assert p.admitted is not None  # who reads was admitted
+    assert p.admitted is not None  # a request that is prefilled was admitted
     p.restore_ms = (time.perf_counter() - p.admitted) * 1e3

@@ -1,4 +1,4 @@
-"""Trust domains: whose rows of a store one who asks can see, and whose those are that it writes."""
+"""Trust domains: which owners' rows a caller can read, and which owner its new rows get."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Domain:
-    """What is seen of a store, and written into it.
+    """The owners whose rows a caller sees in a store, and the owner of what it writes."""
 
-    owner: whose what is new becomes, "" for nobody's. sees: the owners whose rows are there for it; None: everybody's.
-    """
-
-    owner: str = ""
-    sees: tuple[str, ...] | None = None
+    owner: str = ""  # of new rows; "": no owner
+    sees: tuple[str, ...] | None = None  # owners whose rows it sees; None: all
 
     def has(self, owner: object) -> bool:
-        """Whether rows of this owner are seen."""
+        """Return whether rows of this owner are seen."""
         return self.sees is None or owner in self.sees
 
 
-EVERYBODY = Domain()  # who sees all
+EVERYBODY = Domain()  # sees all rows
 NOBODY = Domain(sees=())

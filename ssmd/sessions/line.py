@@ -1,7 +1,7 @@
-"""Token ids and rendered text of a conversation of which only the end is at hand: what came before is known by a hash.
+"""Token ids and rendered text of a conversation, of which only the end may be at hand. A hash stands for the rest.
 
-A conversation only grows at its end, so what a request needs of the part that stays is where it ends and what it hashes
-to. Hashes are chains over blocks of a fixed size: they are carried on from any place, however that was reached.
+A conversation only grows at its end. Of the part before, a request needs only the length and the hash. Hashes are
+chained over blocks of a fixed size, so that hashing can go on from any position.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ANCHOR_BITS = 4
 
 
 def as_ids(ids: Sequence[int] | NDArray[Any]) -> Ids:
-    """Token ids as little-endian int32. Raises ValueError on one that no vocabulary can hold."""
+    """Convert token ids to little-endian int32. Raises ValueError on one that no vocabulary can hold."""
     wide = np.asarray(ids, dtype=np.int64)
     if wide.ndim != 1 or (wide.size and (wide.min() < 0 or wide.max() > 0x7FFFFFFF)):
         raise ValueError("token ids must be a flat list of numbers from 0 to 2147483647")
@@ -43,7 +43,7 @@ def anchor(position: int) -> int:
 
 
 def anchors(first: int, last: int) -> list[int]:
-    """List the anchors of the positions first..last, ascending: the first of them may be less than `first`."""
+    """List the anchors of the positions first..last, ascending. The first anchor may be less than `first`."""
     found: list[int] = []
     at = anchor(max(1, first))
     while at <= last:
@@ -63,39 +63,35 @@ def advance(hashed: bytes, data: bytes, block: int) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """The token ids of a conversation, of which `own` are at hand.
-
-    start: how many come before those. before, anchored: hashes of the first `start` ids, and of the first
-    anchor(start). Its length counts all.
-    """
+    """The token ids of a conversation, of which `own` are at hand. Its length counts all ids."""
 
     own: Ids
-    start: int = 0
-    before: bytes = EMPTY
-    anchored: bytes = EMPTY
+    start: int = 0  # how many ids come before `own`
+    before: bytes = EMPTY  # hash of the first `start` ids
+    anchored: bytes = EMPTY  # hash of the first anchor(start) ids
 
     @staticmethod
     def of(ids: Sequence[int] | NDArray[Any]) -> Line:
-        """The line of all its ids. Raises ValueError on one that no vocabulary can hold."""
+        """Make a line with all its ids at hand. Raises ValueError on one that no vocabulary can hold."""
         return Line(as_ids(ids))
 
     def __len__(self) -> int:
         return self.start + len(self.own)
 
     def since(self, position: int) -> Ids:
-        """The ids from a position on. Raises ValueError if they are not at hand."""
+        """Return the ids from a position on. Raises ValueError if they are not at hand."""
         if position < self.start:
             raise ValueError(f"ids from {position} on are not at hand, those from {self.start} on are")
         return self.own[position - self.start :]
 
     def up_to(self, position: int) -> Line:
-        """The line's first `position` ids."""
+        """Return the line of the first `position` ids. Raises ValueError if these end before `start`."""
         if position < self.start:
             raise ValueError(f"a line from {self.start} on cannot end at {position}")
         return Line(self.own[: position - self.start], self.start, self.before, self.anchored)
 
     def then(self, ids: Sequence[int] | NDArray[Any]) -> Line:
-        """The line with more ids at its end."""
+        """Return the line with more ids at its end."""
         return Line(np.concatenate([self.own, as_ids(ids)]), self.start, self.before, self.anchored)
 
     def hashes(self, positions: Sequence[int]) -> list[bytes]:
@@ -119,17 +115,20 @@ class Line:
 
     @cached_property
     def _end(self) -> tuple[bytes, bytes]:
-        """Hashes of the first anchor(len) ids, and of all: any number of lines may go on from here."""
+        """Hash the first anchor(len) ids, and all ids. Cached: any number of lines may go on from here."""
         anchored, before = self.hashes([anchor(len(self)), len(self)])
         return anchored, before
 
     def cut(self, position: int) -> Line:
-        """The same line, with the ids from `position` on at hand."""
+        """Return the same line, with only the ids from `position` on at hand."""
         anchored, before = self._end if position == len(self) else self.hashes([anchor(position), position])
         return Line(self.since(position), position, before, anchored)
 
     def after(self, earlier: Sequence[Line]) -> Line:
-        """The same line, with the ids of earlier parts at hand too: each ends where the next one's own begin."""
+        """Return the same line, with the ids of earlier parts at hand too.
+
+        Each part ends where the next one's own ids begin. Raises ValueError if one does not.
+        """
         if not earlier:
             return self
         for part, then in pairwise([*earlier, self]):
@@ -142,20 +141,17 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """The rendered text of a conversation, of which `own` is at hand.
-
-    start: how many characters come before that. before: a hash of those. Its length counts all.
-    """
+    """The rendered text of a conversation, of which `own` is at hand. Its length counts all characters."""
 
     own: str
-    start: int = 0
-    before: bytes = EMPTY
+    start: int = 0  # how many characters come before `own`
+    before: bytes = EMPTY  # hash of those
 
     def __len__(self) -> int:
         return self.start + len(self.own)
 
     def then(self, text: str) -> Passage:
-        """The passage with more text at its end."""
+        """Return the passage with more text at its end."""
         return Passage(self.own + text, self.start, self.before)
 
     def hash(self, position: int) -> bytes:
@@ -166,14 +162,14 @@ class Passage:
 
     @cached_property
     def _end(self) -> bytes:
-        """The hash of all: any number of passages may go on from here."""
+        """Hash all of it. Cached: any number of passages may go on from here."""
         return self._hashed(len(self))
 
     def _hashed(self, position: int) -> bytes:
         return advance(self.before, self.own[: position - self.start].encode(), _TEXT_BLOCK)
 
     def cut(self, position: int) -> Passage:
-        """The same passage, with the text from `position` on at hand."""
+        """Return the same passage, with only the text from `position` on at hand."""
         return Passage(self.own[position - self.start :], position, self.hash(position))
 
 
@@ -184,10 +180,11 @@ SILENCE = Passage("")
 def regrown(
     parts: Sequence[tuple[Line, Passage, bool]], ids_shared: int, own: Ids, text_shared: int, text: str
 ) -> tuple[int | None, Line, Passage] | None:
-    """(stem, line, passage) of what was written as the first ids and characters of a parent, and then its own.
+    """Rebuild the (stem, line, passage) of a turn from its parent's first ids and characters, and its own.
 
-    parts: what the parent's consist of, the last part first, and whether each may be the stem; stem: the part whose end
-    is the last that both keep, None if they keep none. None if it shares more than the parent has.
+    parts: the parent's lines and passages, the last part first, and whether each may be the stem.
+    stem: index of the last part that ends within what is shared; None if there is none.
+    Returns None if more is shared than the parent has.
     """
     if ids_shared > (len(parts[0][0]) if parts else 0) or text_shared > (len(parts[0][1]) if parts else 0):
         return None

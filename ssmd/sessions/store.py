@@ -35,10 +35,10 @@ _ASK_EACH = 20  # instructions of SQLite: to insert one row takes some 30, so th
 
 @dataclass(frozen=True)
 class Committed:
-    """What a commit did, checkpoint by checkpoint in the order they were given. full: why it is the text alone."""
+    """The result of a commit."""
 
-    checkpoints: tuple[Placed, ...]
-    full: DiskFull | None = None
+    checkpoints: tuple[Placed, ...]  # in the order they were given
+    full: DiskFull | None = None  # why only the text was written
     ends: bool = False  # whether the state at the end of each turn is stored
 
     @property
@@ -47,10 +47,10 @@ class Committed:
 
 
 class Patience:
-    """How long a caller waits for a write; this one waits as long as it takes. Called on the thread that writes."""
+    """The patience of a caller with a write; this one waits as long as it takes. Called on the thread that writes."""
 
     def begin(self) -> None:
-        """Begin an attempt; the one before came to nothing. A StoreError that it raises ends the write."""
+        """Begin an attempt; the one before failed. A StoreError that it raises ends the write."""
 
     def stop(self) -> bool:
         """Return whether to give up the states that are being written. Asked from the first statement on, often."""
@@ -83,13 +83,13 @@ class Store:
         return Store(*opening.open_store(data_dir, busy_ms=busy_ms), quota)
 
     def of(self, domain: Domain) -> Store:
-        """The store as a trust domain has it: sessions that it does not see are not there, and new ones are its own."""
+        """Return the store as a trust domain sees it. Other sessions are not there; new ones are the domain's."""
         scoped = copy.copy(self)
         scoped.domain = domain
         return scoped
 
     def reading(self) -> AbstractContextManager[Connection]:
-        """A read transaction, for what takes several reads of one moment."""
+        """Open a read transaction, for several reads of one moment."""
         return database.reading(self._engine, self.file)
 
     def writing(self) -> AbstractContextManager[Connection]:
@@ -98,7 +98,7 @@ class Store:
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """The store at this moment, for a request that has to know several things of it that belong together."""
+        """Open a snapshot of the store at this moment, for a request whose reads must agree."""
         with self.reading() as connection:
             yield Snapshot(connection, self.domain)
 
@@ -123,11 +123,12 @@ class Store:
         """Write turns (siblings, the first becomes the head) and their checkpoints in one transaction, all or nothing.
 
         The session is created if it is new. A checkpoint whose key is stored already is linked to, not written again.
-        One whose parent was removed meanwhile, or for which the quota has no room, is left out, and all that have data
-        are if the disk has none; the result says so, and the turns are written all the same. reply: what the request is
-        answered with if it comes again; the turns that it replaces are removed. heard: what was said in turns
-        that were found altered, as the client says it again; those above come first. patience: is asked to stop
-        only where states have data to be written.
+        A checkpoint is left out if its parent was removed meanwhile, or if the quota has no room for it. If the disk
+        has no
+        room, all with data are left out. The result reports that, and the turns are written all the same.
+        reply: to answer the request with if it is repeated. The turns that it replaces are removed.
+        heard: by turn id, the client's copy of turns that were found altered; ancestors first.
+        patience: asked to stop only while states with data are written.
         """
         commits.check(session, turns, checkpoints)
 
@@ -162,7 +163,7 @@ class Store:
         reply: NewReply | None = None,
         patience: Patience = PATIENT,
     ) -> Committed:
-        """Write checkpoints of turns that were committed without them, as `commit` does, and tell so in their reply."""
+        """Write checkpoints of turns that were committed without them, as `commit` does, and update their reply."""
         commits.check(session, turns, checkpoints)
         self._check_room(checkpoints)
         patience.begin()
@@ -183,7 +184,7 @@ class Store:
     def keep(self, checkpoint: Encoded) -> Placed:
         """Write a checkpoint ahead of its turn. The turn's commit, given it `without_data`, then only links it.
 
-        What no commit links is gone at the next `sweep`. Where quota or disk have no room it is left to the commit.
+        The next `sweep` removes it if no commit links it. If quota or disk have no room, it is left to the commit.
         """
         if not self._has_room([checkpoint]):
             return Placed(None, why_not="the disk is full")
@@ -191,10 +192,10 @@ class Store:
             return retention.place_ahead(connection, checkpoint, self.quota)
 
     def sweep(self, unused_s: float = 0.0, *, keep: Collection[int] = ()) -> int:
-        """Remove checkpoints that no turn links to, of requests that came to nothing. Returns how many.
+        """Remove checkpoints that no turn links to, left by requests without a turn. Returns how many.
 
-        unused_s: those that were written in the last so many seconds stay: whoever repeats such a request goes on from
-        them. keep: ids of those whose turn may still come.
+        unused_s: those used in the last so many seconds stay, for a repeated request.
+        keep: ids of those whose turn may still come.
         """
         with self.reading() as connection:
             if not set(checkpoint_rows.unlinked(connection, unused_s)) - set(keep):
@@ -207,8 +208,9 @@ class Store:
         return len(loose)
 
     def bound_loose(self, used: int | None = None, *, keep: Collection[int] = ()) -> int:
-        """Let checkpoints go that no turn links to, the one used longest ago first, as far as they take more than their
-        share of the quota. Returns how many. used: one that was just gone on from. keep: as for `sweep`.
+        """Remove the least recently used unlinked checkpoints while they exceed their share of the quota.
+
+        Returns how many. used: id of one that a request just went on from. keep: as for `sweep`.
         """
         with database.writing(self._engine, self.file) as connection:
             gone = checkpoint_rows.bound(connection, self.quota, used, keep)
@@ -217,7 +219,7 @@ class Store:
         return gone
 
     def drop_damaged(self, checkpoint_id: int, spec: StateSpec) -> int:
-        """Remove a checkpoint that cannot be read, and all that stand on what is damaged of it. Returns how many."""
+        """Remove a checkpoint that cannot be read, and all that depend on the damaged part. Returns how many."""
         with database.writing(self._engine, self.file) as connection:
             return commits.drop(connection, checkpoint_id, spec)
 
@@ -241,7 +243,7 @@ class Store:
     ) -> Committed:
         """Write a whole session from elsewhere in one transaction; parents stand before their children in `turns`.
 
-        title: one that was given to it there.
+        title: the one it was given there.
         """
         self._check_room(checkpoints)
         with database.writing(self._engine, self.file) as connection:
@@ -251,14 +253,15 @@ class Store:
             )
 
     def taken(self, session_id: str, turn_ids: Sequence[str] = ()) -> bool:
-        """Whether one of these ids is in use, the session's also as the origin of checkpoints that outlived it."""
+        """Return whether one of these ids is in use. Checkpoints may outlive the session they came from."""
         with self.reading() as connection:
             return turn_rows.taken(connection, session_id, turn_ids)
 
     @contextmanager
     def parts(self, checkpoint_id: int, spec: StateSpec) -> Iterator[tuple[int, Iterator[Part]]]:
-        """(position, parts) of a checkpoint's state, for Program.fill. Only when all were read without a StoreError is
-        it sure that they belong together.
+        """Open (position, parts) of a checkpoint's state, for Program.fill.
+
+        Only when all parts were read without a StoreError is it sure that they belong together.
         """
         with self.reading() as connection:
             position, parts = read_parts(connection, checkpoint_id, spec)
@@ -266,19 +269,20 @@ class Store:
                 yield position, parts
 
     def load(self, checkpoint_id: int, spec: StateSpec) -> State:
-        """The whole state of a checkpoint, in the dtypes of `spec`; every stored byte was verified."""
+        """Read the whole state of a checkpoint, in the dtypes of `spec`. Every stored byte was verified."""
         with self.reading() as connection:
             return self.load_in(connection, checkpoint_id, spec)
 
     def reply(self, key: ReplyKey) -> Reply | None:
-        """What the request of this key was answered with, if its turns are still there and its time is not over."""
+        """Return the stored reply to the request of this key, if its turns still exist and it has not expired."""
         with self.reading() as connection:
             return reply_rows.find_reply(connection, key)
 
     def sessions(self, limit: int | None = None, after: str | None = None) -> list[Session]:
-        """The sessions used last first: all, or at most `limit`; from the beginning, or those that follow `after`.
+        """Read the sessions, most recently used first.
 
-        Raises UnknownSession if there is no session `after`, any more.
+        limit: at most so many; None: all. after: only those that follow this session.
+        Raises UnknownSession if session `after` does not exist any more.
         """
         with self.reading() as connection:
             return session_rows.read_sessions(connection, self.domain, limit, after)
@@ -315,19 +319,22 @@ class Store:
         return session_rows.find(self.reading, self.domain, text, limit, after, within_s)
 
     def collect(self, quota: int | None = None, *, dry_run: bool = False) -> retention.Collected:
-        """Let checkpoints go until those left take at most `quota` bytes (default: the store's own), and give the
-        space back to the disk. Pinned sessions keep theirs, even above the quota. dry_run: only say what would go."""
+        """Remove checkpoints until those left take at most `quota` bytes (default: the store's own).
+
+        The space goes back to the disk. Pinned sessions keep theirs, even above the quota. dry_run: only report what
+        would go.
+        """
         limit = self.quota if quota is None else quota
         return commits.collect(self._engine, self.file, self.room, limit, dry_run=dry_run)
 
     def turns(self, session_id: str) -> list[Turn]:
-        """The tree of a session: all its turns, parents before their children. Raises UnknownSession."""
+        """Return the tree of a session: all its turns, parents before their children. Raises UnknownSession."""
         with self.reading() as connection:
             session_rows.session_row(connection, session_id, self.domain)
             return turn_rows.read_tree(connection, session_id)
 
     def usages(self, session_id: str) -> dict[str, Mapping[str, Any]]:
-        """What the answers of a session's turns took, by turn, as far as that is kept yet."""
+        """Return the usage of each answer of a session, by turn, as far as it is still kept."""
         with self.reading() as connection:
             return reply_rows.read_usages(connection, session_id)
 
@@ -340,9 +347,9 @@ class Store:
             return found
 
     def fork(self, session_id: str, turn_id: str | None = None) -> Session:
-        """A new session that begins at a turn of this one, by default its head; nothing is copied.
+        """Start a new session at a turn of this one, by default its head. Nothing is copied.
 
-        Raises UnknownSession, UnknownTurn if this session has no such turn, StoreError on an id that is none.
+        Raises UnknownSession, UnknownTurn if this session has no such turn, StoreError on an invalid id.
         """
         now = turn_rows.to_micros(datetime.now(UTC))
         with database.writing(self._engine, self.file) as connection:
@@ -353,7 +360,7 @@ class Store:
             return self.session_in(connection, made)
 
     def resumable(self, session_id: str) -> set[str]:
-        """Turns of a session whose end was kept as a state. Raises UnknownSession."""
+        """Return the turns of a session whose end has a stored state. Raises UnknownSession."""
         with self.reading() as connection:
             session_rows.session_row(connection, session_id, self.domain)
             return tree.resumable(connection, session_id)
@@ -374,15 +381,16 @@ class Store:
         self.room.restock()
 
     def settle(self) -> bool:
-        """Move what was committed from the log into the file, count what sharing changed in sessions' sizes, and erase
-        for good what was removed if that was not possible at once: when nobody waits for it.
+        """Do deferred work. Return whether sessions are left to be counted.
 
-        Whether sessions are left to be counted.
+        It moves commits from the log into the file, counts the sizes of sessions that sharing changed, and erases for
+        good what
+        was removed if that was not possible at once.
         """
         return commits.settle(self._engine, self.file, self.room)
 
     def move_log(self) -> None:
-        """Move what was committed from the log into the file, and no more."""
+        """Move commits from the log into the file, and nothing else."""
         database.move_log(self._engine, self.file)
 
     def count(self) -> tuple[int, int]:
@@ -398,7 +406,7 @@ class Store:
 
 @contextmanager
 def _stoppable(connection: Connection, patience: Patience) -> Iterator[None]:
-    """Ask while statements run inside whether to stop. One that is stopped fails, and its transaction is given up."""
+    """Ask, while statements run inside, whether to stop. A stopped one fails, and its transaction is rolled back."""
     raw: Any = connection.connection.dbapi_connection
     if patience is not PATIENT:
         raw.set_progress_handler(patience.stop, _ASK_EACH)

@@ -1,4 +1,4 @@
-"""How one model's answers are read, and what an answer has to be that must call a tool."""
+"""Reading of one model's answers, and the grammars of answers that call tools."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ssmd.text.calls.formats import format_of
 from ssmd.text.messages import THINK, THINK_END
 from ssmd.text.tokenizer import Tokenizer
 
-_AT_THE_END = 64  # characters of a prompt
-_FREE = "free"  # what an answer has to be that calls nothing
+_AT_THE_END = 64  # characters at a prompt's end in which its marker of reasoning stands
+_FREE = "free"  # name of the grammar of an answer without calls
 
 
 class Calling:
-    """Reads the answers of a model whose chat template has this source. Used from many threads."""
+    """Reads the answers of a model whose chat template has this source. Thread-safe."""
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         self.format = format_of(source)
@@ -32,28 +32,30 @@ class Calling:
 
     @cached_property
     def controls(self) -> Mapping[str, int]:
-        """The markers that are control tokens of this model, and their ids."""
+        """Map the markers that are control tokens of this model to their ids."""
         known = self._tokenizer
         ids = ((m, t) for m in (*self.format.markers, THINK, THINK_END) for t in known.encode(m) if known.is_control(t))
         return {marker: token for marker, token in ids if known.token_text(token) == marker}
 
     @cached_property
     def think_end(self) -> list[int]:
-        """The tokens that end reasoning, as models write its end."""
+        """Return the tokens that end reasoning, as models write its end."""
         return self._tokenizer.encode(f"\n{THINK_END}\n\n")
 
     def reader(self, request: Request, prompt: Prompt) -> AnswerReader:
-        """What reads one answer to a request. Calls are looked for where it gives tools that may be called."""
+        """Return a reader for one answer. It looks for calls if the request has tools that may be called."""
         calls = self.format if request.given.tools and request.tool_choice.mode != "none" else None
         names = () if calls is None else tool_names(request.given.tools)
-        raw = request.raw is not None  # whoever writes the prompt reads the answer
+        raw = request.raw is not None  # a client that writes the raw prompt also parses the answer
         begun, thinking = raw or bool(prompt.begun.strip()), not raw and _thinks(prompt)
         return AnswerReader(calls, names, thinking=thinking, begun=begun, controls=self.controls)
 
     def forced(self, request: Request, prompt: Prompt) -> Request:
-        """The request, with the grammar of a call if the answer has to be one, whatever else it was to be; of a call or
-        what else it has to be, if it may be either; of the calls in it, if there are `strict` tools. Raises Rejected:
-        arguments that cannot be.
+        """Return the request with the grammar that its tools need. Raises Rejected if a tool's arguments cannot be.
+
+        If a call is required, its grammar replaces the request's own.
+        If a call is optional, the answer follows the request's own grammar or calls a tool.
+        If it has no grammar of its own, only the calls follow one, and only if there are `strict` tools.
         """
         choice, free = request.tool_choice, request.grammar
         if choice.mode == "none" or not request.given.tools:
@@ -73,8 +75,9 @@ class Calling:
 
 
 def _bound(request: Request) -> tuple[list[Mapping[str, Any]], tuple[Grammar, ...]]:
-    """The tools that may be called, and the grammars of their arguments. Where nobody has to call them, those of a tool
-    that is not `strict` are any. Raises Rejected.
+    """Return the tools that may be called, and the grammars of their arguments. Raises Rejected.
+
+    If no call is required, a tool that is not `strict` takes any arguments.
     """
     choice, tools, parts = request.tool_choice, list[Mapping[str, Any]](), list[Grammar]()
     for i, tool in enumerate(request.given.tools):
@@ -97,19 +100,19 @@ def _bound(request: Request) -> tuple[list[Mapping[str, Any]], tuple[Grammar, ..
 
 
 def _either(calls: str, free: Grammar) -> str:
-    """Grammars of one answer: of calls, which names the other."""
+    """Combine the grammar of calls with `free`, which it refers to by name."""
     inner = json.loads(free.text)["grammars"] if free.text.startswith("{") else [{"lark_grammar": free.text}]
     grammars = [{"lark_grammar": calls}, {**inner[0], "name": _FREE}, *inner[1:]]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 def tool_names(tools: tuple[Mapping[str, Any], ...]) -> frozenset[str]:
-    """What the functions among these tools are called."""
+    """Return the names of the functions among these tools."""
     return frozenset(str(tool["function"]["name"]) for tool in tools if tool.get("type") == "function")
 
 
 def _thinks(prompt: Prompt) -> bool:
-    """Whether a prompt ends within the reasoning: its template, or a text that is continued, has begun it."""
+    """Return whether a prompt ends inside reasoning, begun by its template or by a text that is continued."""
     begun = prompt.begun.lstrip()
     if begun:
         return begun.startswith(THINK) and THINK_END not in begun

@@ -25,7 +25,7 @@ End = FinishReason | Literal["cancelled"]
 
 
 class Choice:
-    """What turns logits into tokens, and those into deltas, for choice `index`: in the worker, before one is fed."""
+    """Turns logits into tokens, and tokens into deltas, for choice `index`. In the worker, before a token is fed."""
 
     def __init__(
         self,
@@ -38,15 +38,18 @@ class Choice:
         calling: Calling,
         guide: Guide | None = None,
     ) -> None:
-        """prompt: of its ids those that a penalty counts are at hand. guide: its own, of what it may say."""
+        """Begin a choice.
+
+        prompt: its ids at hand include all that a penalty counts. guide: the choice's own copy.
+        """
         self.index = index
         self.turn = f"turn_{secrets.token_hex(12)}"
         self.handle: Handle = None
-        # Part of the text. The last one may not have been fed, nor those that follow from a grammar.
+        # Tokens of the text. The last one and those that a grammar forces may not be fed yet.
         self.tokens: list[int] = []
-        self.ahead = 0  # that are to be fed after the next one
-        self.waited = 0  # steps of others, for a piece of those
-        self.deltas: list[Delta] = []  # those sent
+        self.ahead = 0  # tokens to feed after the next one
+        self.waited = 0  # steps of others that forced tokens have waited for a prefill
+        self.deltas: list[Delta] = []  # all that were sent
         self.end: End | None = None
         self.cut = False  # text and tokens disagree: a stop string, or a control token inside the answer
         self.times: list[float] = []  # perf_counter at each sampled token
@@ -57,7 +60,7 @@ class Choice:
         self._sampler = Sampler(request.sampling, index=index, before=prompt.ids.own, breakers=breakers)
         self._tokenizer = tokenizer
         self._stop_tokens = stops
-        # Of a call alone, from its marker to its end, or of the whole answer.
+        # The guide of each call, from its marker to its end, or else of the whole answer.
         self._of_calls = guide if request.grammar is not None and request.grammar.begun else None
         self._guide = guide if self._of_calls is None else None
         self._detokenizer = Detokenizer(tokenizer, begun=request.raw is not None)
@@ -65,7 +68,7 @@ class Choice:
         self._calling = calling
         self._reader = calling.reader(request, prompt)
         self._read: list[tuple[str, bool]] = []  # texts, and whether they are markers that came as control tokens
-        self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
+        self._held: list[TokenLogprob] = []  # log-probabilities of tokens whose text is held back
         self._spoke = True  # before this token
         self._thought = 0  # tokens of reasoning
         self._bound: deque[int] = deque()  # tokens that come next, whatever the logits say
@@ -73,12 +76,12 @@ class Choice:
         self._end_thinking(0)
 
     def take(self, logits: Logits) -> Sequence[Delta]:
-        """Sample from `logits` [vocab]; what is to be sent. Sets `end` when this choice is over."""
-        # What an answer has to be is said of what comes after the reasoning; a call's grammar has both.
+        """Sample from `logits` [vocab] and return the deltas to send. Sets `end` when this choice is over."""
+        # The grammar applies after the reasoning. A forced tool call's grammar covers both.
         waits = self._reader.thinks and self._request.tool_choice.mode != "required"
         guide = None if waits else self._guide
         mask = None if guide is None else guide.mask()
-        # A key that JSON has again, or a name that a call has to copy, is no repetition that a penalty is meant for.
+        # No penalty under a grammar or in a call: JSON repeats its keys, and a call copies names.
         penalized = guide is None and not self._reader.in_call
         sample = self._bound_sample() if self._bound else self._sampler.sample(logits, mask, penalized=penalized)
         self.times.append(time.perf_counter())
@@ -103,13 +106,13 @@ class Choice:
         return self._deltas(parts)
 
     def fed(self, count: int) -> bool:
-        """Note that so many of `unfed` were fed; whether the logits after them are for `take`."""
+        """Note that `count` tokens of `unfed` were fed. Return whether the logits after them are for `take`."""
         rest = self.ahead + 1 - count
         self.ahead = max(0, rest - 1)
         return rest == 0
 
     def cancel(self) -> None:
-        """Stop here: what was sent is the answer; tokens whose text was held back disagree with it."""
+        """End the choice with what was sent. Sets `cut` if text of its tokens is held back."""
         if self.end is None:
             self.end = "cancelled"
             self.cut = self.cut or bool(self._held_back()[0]) or self._reader.holds
@@ -120,27 +123,27 @@ class Choice:
 
     @property
     def unfed(self) -> list[int]:
-        """The tokens to be fed, before the next one is drawn: more than one where a grammar left no choice."""
+        """Return the tokens to feed before the next draw: more than one if a grammar forced some."""
         return self.tokens[-1 - self.ahead :]
 
     @property
     def text(self) -> str:
-        """What was sent, but for the calls: reasoning is there as it was written."""
+        """Return the text that was sent, without calls. Reasoning is included as it was written."""
         return self._reader.content
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The calls that were sent, each as far as it came."""
+        """Return the calls that were sent, each as far as it came."""
         return tuple(ToolCall(id_, name, "".join(arguments)) for id_, name, arguments in self._calls)
 
     @property
     def logprobs(self) -> list[TokenLogprob]:
-        """Those sent."""
+        """Return the log-probabilities that were sent."""
         return [entry for delta in self.deltas for entry in delta.logprobs]
 
     @property
     def rendered(self) -> str:
-        """What the tokens stand for, escaped as a template would write it; only where nothing is `cut`."""
+        """Return the text of the tokens, escaped as a template would write it. Not valid if the choice is `cut`."""
         parts = []
         for marks, texts in groupby(self._read, key=lambda read: read[1]):
             text = "".join(text for text, _ in texts)
@@ -157,7 +160,7 @@ class Choice:
         return Sample(token, None, ())
 
     def _end_thinking(self, tokens: int = 1) -> None:
-        """Have reasoning end when its budget is spent. tokens: that came since."""
+        """End the reasoning when its budget is spent. tokens: new ones since the last call."""
         budget = self._request.thinking_budget
         if budget is None or not self._reader.thinks or self._thought > budget:
             return
@@ -167,7 +170,7 @@ class Choice:
             self._thought = budget + 1
 
     def _say(self, token: int) -> tuple[list[Part], bool]:
-        """Add a token; what is told with it, and whether that reaches a stop string."""
+        """Add a token. Return the parts to send, and whether it completes a stop string."""
         self.tokens.append(token)
         if not self._tokenizer.is_control(token):
             text, hit = self._scan(self._detokenizer.push(token))
@@ -188,8 +191,9 @@ class Choice:
         return [], False
 
     def _follow(self, guide: Guide, token: int) -> tuple[list[Part], bool]:
-        """Say what is bound to follow a token, as `_say`. Nothing where log-probabilities are asked for: only what is
-        drawn has them.
+        """Add the tokens that a grammar forces after `token`. Returns the same as `_say`.
+
+        None are added if log-probabilities are requested: only drawn tokens have them.
         """
         room = 0 if self._sampler.params.logprobs else self._budget - len(self.tokens)
         parts: list[Part] = []
@@ -204,7 +208,7 @@ class Choice:
         return parts, False
 
     def _follow_calls(self) -> None:
-        """Have a call follow its grammar where it begins, and what comes after it be free."""
+        """Apply the grammar of calls from the beginning of a call to its end."""
         if self._of_calls is None:
             return
         if self._guide is not None and self._guide.ended:
@@ -235,8 +239,10 @@ class Choice:
         return self._deltas(told)
 
     def _end_reading(self, early: bool) -> list[Part]:
-        """What was held back. early: the answer was not at its end; the beginning of a call that it was bound to be is
-        not said then.
+        """Return the parts that were held back.
+
+        early: the answer did not come to its end. The beginning of a call is then dropped if the grammar required the
+        call.
         """
         bound = self._request.tool_choice.mode == "required" if self._of_calls is None else self._guide is not None
         if not (early and bound):
@@ -245,7 +251,7 @@ class Choice:
         return self._reader.end(in_call=True)
 
     def _held_back(self) -> tuple[str, bool]:
-        """Text not sent yet, and whether a stop string cuts it."""
+        """Return the text not sent yet, and whether a stop string cuts it."""
         text, hit = self._scan(self._detokenizer.flush())
         if not hit and self._stop_strings is not None:
             text += self._stop_strings.flush()
@@ -255,7 +261,7 @@ class Choice:
         return (text, False) if self._stop_strings is None else self._stop_strings.push(text)
 
     def _deltas(self, parts: Sequence[Part]) -> Sequence[Delta]:
-        """Parts as they are sent. Log-probabilities go with what is said, those of other tokens are dropped."""
+        """Turn parts into deltas. Log-probabilities go with the text; those of other tokens are dropped."""
         deltas = [delta for part in parts if (delta := self._delta(part)) is not None]
         spoke, self._spoke = self._spoke, self._reader.speaks
         if not (spoke and self._spoke):  # a marker's last token, say

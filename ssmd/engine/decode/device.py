@@ -12,7 +12,10 @@ from types import TracebackType
 
 
 class Turns:
-    """Gives out turns: `with turns:` is around whatever computes. Who asks again at once comes after those who wait."""
+    """Gives out turns on the device, first come, first served: `with turns:` goes around each computation.
+
+    A program that asks again at once comes after those that wait.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +32,7 @@ class Turns:
             mine = threading.Lock()
             mine.acquire()
             self._waiting.append(mine)
-        mine.acquire()  # released by whoever was before
+        mine.acquire()  # released by the thread that had the turn before
 
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, at: TracebackType | None) -> None:
         with self._lock:
@@ -39,24 +42,24 @@ class Turns:
                 self._taken = False
 
     def join(self, who: object, wake: Callable[[], None]) -> None:
-        """Be one of those who share. wake: called when the others have nothing to do any more."""
+        """Add a sharer of the device. wake: called when no other one is busy any more."""
         with self._lock:
             self._idle[who] = wake
 
     def leave(self, who: object) -> None:
-        """Be none of them any more."""
+        """Remove a sharer."""
         self.idle(who)
         with self._lock:
             self._idle.pop(who, None)
 
     def busy(self, who: object) -> None:
-        """Have requests to answer, from now on: others do nothing that nobody waits for."""
+        """Note that a sharer has requests. The others then do only work that a request waits for."""
         with self._lock:
             if who in self._idle:
                 self._busy[who] = self._idle.pop(who)
 
     def idle(self, who: object) -> None:
-        """Have none, from now on."""
+        """Note that a sharer has no requests any more. Wakes the others if none is busy."""
         with self._lock:
             if who not in self._busy:
                 return
@@ -66,5 +69,5 @@ class Turns:
             wake()
 
     def others_busy(self, who: object) -> bool:
-        """Whether any of the others has requests to answer."""
+        """Return whether another sharer has requests to answer."""
         return len(self._busy) > (who in self._busy)

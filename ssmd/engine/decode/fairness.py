@@ -1,8 +1,8 @@
-"""How clients share the device: who gets a lane and the next tokens, and who may read a prompt beside others' answers.
+"""Fair shares of the device: which clients get lanes and tokens, and when a prompt is prefilled beside others' answers.
 
-One client has all of it. While several have answers under way, each of them gets a token in every step, and who has
-more answers gets more tokens only as far as the step stays about as short; and prompts that one of them sends without
-end are read in a small part of the time, so that most steps of the others are no longer than they would be.
+A single client gets the whole device. While several clients have answers under way, each gets a token in every step.
+A client with more answers gets more tokens only while the step stays about as short. Prompts that a client sends
+without end are prefilled in a small part of the time, so that most steps of the others stay as short as without them.
 """
 
 from __future__ import annotations
@@ -13,28 +13,33 @@ from collections.abc import Callable, Sequence
 from ssmd.engine.decode.choice import Choice
 from ssmd.engine.decode.generation import Generation
 
-CREDIT_S = 1.0  # for which a client may read prompts beside others' answers at once
-REFILL = 0.03  # of the time: a piece of 64 tokens takes as long as a step for two, so one step in 30 has one in it
-FAIR = 1.25  # times as long as for one may a step take that has more than a token for each client
+CREDIT_S = 1.0  # s of prefill that a client may take at once beside others' answers
+REFILL = 0.03  # s of credit per s: a 64-token piece takes as long as a step for two, so one step in 30 has one
+FAIR = 1.25  # bound of a step with more than a token for each client, in steps for one
 Open = tuple[Generation, Choice]
 
 
 class Shares:
-    """The worker's alone. max_running: choices that decode at the same time. spare_lanes: beside these, one for each
-    client that has none. step_cost: of a decode step, by how many take it, where that of one is 1."""
+    """The device's shares by client. For the worker only.
+
+    max_running: choices that decode at once.
+    spare_lanes: lanes beside these, one for each client that has none.
+    step_cost: cost of a decode step, by the number of choices in it; with one choice it is 1.
+    """
 
     def __init__(self, max_running: int, spare_lanes: int = 1, step_cost: Callable[[int], float] = float) -> None:
         self._max_running = max_running
         self._spare_lanes = spare_lanes
         self._step_cost = step_cost
         self._turns: dict[str, int] = {}
-        self._credit: dict[str, tuple[float, float, float]] = {}  # by client: seconds left, when, and of the last piece
+        self._credit: dict[str, tuple[float, float, float]] = {}  # by client: s left, at which time, s of last piece
 
     def served(self, running: Sequence[Generation], in_use: int) -> frozenset[str] | None:
-        """Clients that get no lane now, beside those that are `in_use`; None if nobody gets one.
+        """Return the clients that get no lane now, beside `in_use` lanes; None if no client gets one.
 
-        For clients that have nothing running there are spare lanes, so that none of them waits for the end of another's
-        answer, which may be far.
+        Spare lanes are for clients that have nothing running. So none of them waits for the end of another client's
+        answer,
+        which may be far.
         """
         if in_use < self._max_running:
             return frozenset()
@@ -43,9 +48,13 @@ class Shares:
         return None
 
     def choices(self, unended: Sequence[Open], beside: int = 0) -> Sequence[Open]:
-        """Those that get a token in this step: all of one client's. Where there are several, one of each, in turn, and
-        more, in turn too, while the step costs no more than it would for those, or than FAIR. beside: how many tokens
-        are in the step already."""
+        """Pick the choices that get a token in this step: all of them, if there is a single client.
+
+        Of several clients each gets one token, for its choices in turn. Further choices are added in turn while the
+        step costs
+        no more than with those, or than FAIR.
+        beside: tokens that are in the step already.
+        """
         by_client: dict[str, list[Open]] = {}
         for g, choice in unended:
             by_client.setdefault(g.asked.request.client, []).append((g, choice))
@@ -62,7 +71,7 @@ class Shares:
         return chosen
 
     def in_turn(self, reading: Sequence[Generation]) -> list[Generation]:
-        """Those that read prompts, so that clients take turns: who had a piece last, or came last, is the last."""
+        """Order the prefilling requests so that clients alternate: least recently served first."""
 
         def since(g: Generation) -> float:
             known = self._credit.get(g.asked.request.client)
@@ -71,10 +80,11 @@ class Shares:
         return sorted(reading, key=since)
 
     def may_read(self, g: Generation, decoding: Sequence[Generation], more_wait: bool) -> bool:
-        """Whether a piece of this prompt may be read now, beside the answers that are under way.
+        """Return whether a piece of this prompt may be prefilled now, beside the answers under way.
 
-        At once while there is credit; at the pace of the refill if more of the client's requests wait in the queue
-        (`more_wait`): who asks for more than there are lanes spends no credit on it.
+        A client may while it has credit. If more of its requests wait in the queue (`more_wait`), it may at the pace of
+        the
+        refill: a client that asks for more lanes than there are spends no credit on that.
         """
         client = g.asked.request.client
         known = self._credit.get(client)
@@ -86,9 +96,9 @@ class Shares:
         return self._at(known, now) > 0
 
     def spend(self, g: Generation, seconds: float) -> None:
-        """Note how long a piece took, also where it was in nobody's way: who floods has had his fill when others come.
+        """Charge a client for prefill time, even when no other client waits.
 
-        More than the credit is not owed.
+        So a flood has no credit left when another client comes. A client owes at most the time of its last piece.
         """
         client, now = g.asked.request.client, time.perf_counter()
         self._credit = {c: known for c, known in self._credit.items() if self._at(known, now) < CREDIT_S}

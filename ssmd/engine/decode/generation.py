@@ -22,30 +22,25 @@ Then = Callable[[bool, bool], None]  # takes whether the text of all choices is 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What was asked, and where the answer goes.
-
-    deliver: takes deltas, then one Done or Failed; from the engine's threads. started: perf_counter when it came;
-    planned: when it was known what to feed. recallable: who asked takes it back while it waits. guide: of what each
-    choice may say. created: seconds since 1970.
-    """
+    """A request and its prompt, and where the answer goes."""
 
     request: Request
     prompt: Prompt
-    deliver: Callable[[Event], None]
-    started: float
-    recallable: bool = False
-    guide: Guide | None = None
-    planned: float = field(default_factory=time.perf_counter)
-    created: int = field(default_factory=lambda: int(time.time()))
+    deliver: Callable[[Event], None]  # takes deltas, then one Done or Failed; from the engine's threads
+    started: float  # perf_counter when the request came
+    recallable: bool = False  # the caller takes it back if asked to while it waits
+    guide: Guide | None = None  # of each choice
+    planned: float = field(default_factory=time.perf_counter)  # perf_counter when the prompt was planned
+    created: int = field(default_factory=lambda: int(time.time()))  # s since 1970
 
     @property
     def id(self) -> str:
-        """What the answer is called."""
+        """Return the id of the answer."""
         return self.request.id
 
     @property
     def label(self) -> str:
-        """What the log calls it."""
+        """Return its name in the log."""
         return label(self.id, self.request.domain.owner)
 
     @property
@@ -56,19 +51,15 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How far a request is: the engine's part, written by its worker alone.
+    """The progress of a request: the engine's part, written by its worker alone."""
 
-    admitted: perf_counter, None while it waits. position: of `handle`, which reads the prompt. fed: tokens of the
-    prompt. logits: [vocab], after the prompt: what every choice starts from. prompt: what is fed, once that is known.
-    """
-
-    admitted: float | None = None
-    handle: Handle = None
-    position: int = 0
-    fed: int = 0
-    logits: Logits | None = None
+    admitted: float | None = None  # perf_counter; None while it waits
+    handle: Handle = None  # reads the prompt
+    position: int = 0  # of `handle`
+    fed: int = 0  # tokens of the prompt
+    logits: Logits | None = None  # [vocab], after the prompt: every choice starts from them
     choices: list[Choice] = field(default_factory=list)
-    prompt: Prompt | None = None
+    prompt: Prompt | None = None  # the prompt to feed, once that is known
     resume: Resume = "none"
     restore_ms: float = 0.0
     prefill_ms: float = 0.0
@@ -89,20 +80,23 @@ class Restored:
 
 
 class Kept:
-    """What is kept of a request, and the state that it starts from: persistence's part, which the engine only calls.
+    """The states and turns that are kept of a request: persistence's part, which the engine only calls.
 
-    By its worker alone, but for `rerender`. This one keeps nothing and starts from nothing.
+    For the worker only, but for `rerender`. This class keeps nothing and starts from nothing.
     """
 
     def restore(self) -> None:
         """Begin to restore the state to start from, if there is one."""
 
     def ready(self) -> bool:
-        """Whether `restored` answers at once."""
+        """Return whether `restored` answers at once."""
         return True
 
     def restored(self) -> Restored | None:
-        """The state to start from, for the caller to release; None: a new one. Raises what restoring it raised."""
+        """Return the state to start from, for the caller to release; None: a new one.
+
+        Raises what restoring it raised.
+        """
         return None
 
     def discard(self) -> None:
@@ -125,29 +119,29 @@ class Kept:
         """Keep the state at the end of a choice, which still has its handle, if its text is what was fed."""
 
     def commit(self, choices: Sequence[Choice], done: Done, then: Then) -> None:
-        """Write the answer, whose client will be told `done`; call `then`, once, from whatever thread."""
+        """Write the answer, then call `then` once, from any thread. done: the end that its client will get."""
         then(False, False)
 
     def rerender(self) -> None:
-        """Have the turns that were stored read as later requests render them, when nobody waits."""
+        """Read the stored turns again as later requests render them, while no request waits."""
 
 
 class Generation:
-    """A submitted request. Who submitted it may cancel it; the rest is between the engine and its persistence."""
+    """A submitted request. Its caller may cancel it; the rest is for the engine and its persistence."""
 
     def __init__(self, asked: Asked, kept: Kept, leave: Callable[[Generation], None]) -> None:
-        """`leave`: called when it was cancelled; it may be waiting still."""
+        """Begin a request that waits. leave: called when it is cancelled; it may still wait."""
         self.asked = asked
         self.kept = kept
         self._leave = leave
         self.progress = Progress()
         self.cancelled = False
         self.recalled = False  # it waited, and was given back
-        self.stopped = False  # it was cancelled by who wants to keep what was said
+        self.stopped = False  # it was cancelled to keep what was said
 
     @property
     def prompt(self) -> Prompt:
-        """What is fed: what the request was planned to be, but where what is stored of that failed."""
+        """Return the prompt to feed: the planned one, or another one if stored data of that failed."""
         return self.progress.prompt or self.asked.prompt
 
     def cancel(self) -> None:
@@ -156,13 +150,13 @@ class Generation:
         self._leave(self)
 
     def stop(self) -> None:
-        """Cancel it for who may end it, while its client waits for the end."""
+        """End the answer early. Its client still waits for the end, and gets it."""
         self.stopped = True
         self.cancel()
 
     @property
     def deltas(self) -> list[list[Delta]]:
-        """What was sent of each choice that has begun: lists that grow meanwhile; from any thread."""
+        """Return the deltas of each choice that has begun. The lists grow meanwhile. From any thread."""
         return [choice.deltas for choice in tuple(self.progress.choices)]
 
     @property
@@ -174,7 +168,7 @@ class Generation:
 
     @property
     def broke_off(self) -> bool:
-        """Whether a choice of those that were asked for did not come to its end."""
+        """Return whether a requested choice did not come to its end."""
         ends = [choice.end for choice in self.progress.choices]
         return len(ends) < self.asked.request.n or "cancelled" in ends
 
@@ -215,7 +209,7 @@ class Generation:
         )
 
     def count_first_token(self, metrics: ModelMetrics) -> None:
-        """Count the prompt, whose first token was drawn just now."""
+        """Count the prompt, when its first token was drawn."""
         usage = self.usage(False)
         metrics.first_token(
             ttft_ms=usage.ttft_ms,
@@ -227,7 +221,7 @@ class Generation:
 
     @property
     def outcome(self) -> str:
-        """How it ended, as it is counted."""
+        """Return how it ended, as metrics count it."""
         if self.progress.error is not None:
             return self.progress.error.code
         if self.stopped:
@@ -250,7 +244,7 @@ class Generation:
         metrics.ended(last, self.outcome, asked.request.domain.owner, id_=asked.id, session=asked.session)
 
     def row(self) -> dict[str, Any]:
-        """How far it is at this moment, ready for JSON; from any thread."""
+        """Return its progress at this moment, ready for JSON. From any thread."""
         p, choices, prompt = self.progress, tuple(self.progress.choices), self.prompt
         first = min((choice.times[0] for choice in choices if choice.times), default=None)
         if p.admitted is None:

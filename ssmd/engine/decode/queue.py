@@ -11,36 +11,38 @@ from collections.abc import Callable
 from ssmd.engine.decode.generation import Generation
 from ssmd.engine.terms import Rejected
 
-RETRY_AFTER_S = 5  # where nothing is known of the queue's speed
+RETRY_AFTER_S = 5  # s, if the queue's speed is not known
 _MOST_RETRY_AFTER_S = 60
-_PART_FREE = 8  # who was refused comes back when one place in so many is free
-_TIMED = 32  # requests whose leaving the queue tells how fast it moves
+_PART_FREE = 8  # a refused client is to retry when one place in so many is free
+_TIMED = 32  # latest requests that left the queue, from which its speed is estimated
 
 
 class Queue:
-    """Thread-safe. Clients take turns: who asks much waits for the others, not they for him. When it is full a client
-    with few gets the place of the newest request of the one with the most.
+    """Requests that wait for the worker. Thread-safe.
 
-    `draining`: nobody is taken in any more; `closing`: the worker is to stop.
+    Round robin by client: a client with many requests does not delay the others. In a full queue, a client with few
+    requests gets the place of the newest request of the client with the most.
+
+    draining: new requests are refused. closing: the worker is to stop.
     """
 
     def __init__(self, limit: int) -> None:
-        """`limit`: how many may wait."""
+        """Make an empty queue, in which at most `limit` requests may wait."""
         self.draining = self.closing = False
         self._limit = limit
-        self._changed = threading.Condition()  # over a lock that who holds it may take again
-        self._waiting: dict[str, deque[Generation]] = {}  # by client, whose turn it is first
+        self._changed = threading.Condition()  # over a lock that its holder may take again
+        self._waiting: dict[str, deque[Generation]] = {}  # by client; the next one to serve is first
         self._count = 0
         self._departed: deque[Generation] = deque()
-        self._taken: deque[float] = deque(maxlen=_TIMED)  # when, since the queue was last empty
-        self.unfinished = 0  # taken in and not yet told the end
+        self._taken: deque[float] = deque(maxlen=_TIMED)  # monotonic s of each take since the queue was last empty
+        self.unfinished = 0  # requests taken in, whose clients have not got the end yet
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return how many requests wait."""
         return self._count
 
     def check(self, client: str) -> None:
-        """Check that a request of this client would be taken in now. Raises Rejected."""
+        """Raise Rejected if a request of this client would not be accepted now."""
         with self._changed:
             if self.draining:
                 raise unavailable("the server is shutting down", "shutting_down")
@@ -48,7 +50,7 @@ class Queue:
                 raise self._full()
 
     def put(self, generation: Generation) -> None:
-        """Take a request in, to wait for the worker. Raises Rejected."""
+        """Add a request. It may push out the newest one of another client. Raises Rejected."""
         client = generation.asked.request.client
         with self._changed:
             self.check(client)
@@ -62,20 +64,23 @@ class Queue:
             self._changed.notify_all()
 
     def has(self, client: str) -> bool:
-        """Whether one of this client's waits."""
+        """Return whether a request of this client waits."""
         return client in self._waiting
 
     def waits(self, without: frozenset[str]) -> bool:
-        """Whether one waits that is of none of these clients."""
+        """Return whether a request waits whose client is not in `without`."""
         return any(client not in without for client in tuple(self._waiting))
 
     def waiting(self) -> list[Generation]:
-        """Those that wait, by client."""
+        """Return the requests that wait, by client."""
         with self._changed:
             return [g for mine in self._waiting.values() for g in mine]
 
     def take(self, without: frozenset[str] = frozenset()) -> Generation | None:
-        """The next one, if there is one: of the client whose turn it is, but for these. The worker's alone."""
+        """Take the next request, if there is one. For the worker only.
+
+        without: clients that are passed over.
+        """
         with self._changed:
             client = next((client for client in self._waiting if client not in without), None)
             if client is None:
@@ -91,7 +96,7 @@ class Queue:
             return found
 
     def recall(self) -> list[Generation]:
-        """Take out those that wait and whose clients take them back, as if they had never come."""
+        """Take out and return the waiting requests whose callers take them back."""
         with self._changed:
             found = [g for mine in self._waiting.values() for g in mine if g.asked.recallable]
             for g in found:
@@ -102,7 +107,7 @@ class Queue:
             return found
 
     def leave(self, generation: Generation) -> None:
-        """Give up a place: nobody waits for the answer any more. Nothing, if the worker has it already."""
+        """Drop a waiting request whose answer is not wanted any more. Does nothing if the worker has taken it."""
         with self._changed:
             if generation in self._waiting.get(generation.asked.request.client, ()):
                 self._give_up(generation)
@@ -110,15 +115,18 @@ class Queue:
 
     @property
     def any_departed(self) -> bool:
-        """Whether `departed` has one."""
+        """Return whether `departed` has a request."""
         return bool(self._departed)
 
     def departed(self) -> Generation | None:
-        """One of those that gave up their places, or lost them, to be told its end. The worker's alone."""
+        """Take a request that lost or gave up its place, to send its end; None if there is none.
+
+        For the worker only.
+        """
         return self._departed.popleft() if self._departed else None
 
     def told(self) -> None:
-        """Note that a request that was taken in has been told its end."""
+        """Note that the client of a request got its end."""
         with self._changed:
             self.unfinished -= 1
             self._changed.notify_all()
@@ -129,12 +137,12 @@ class Queue:
             self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool], timeout: float | None) -> None:
-        """Wait until something is so, at most `timeout` seconds."""
+        """Wait until `until` is true, at most `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(until, timeout=timeout)
 
     def drain(self, grace_s: float) -> None:
-        """Take nobody in, wait `grace_s` seconds for the end of those there are, then have the worker stop."""
+        """Refuse new requests, wait `grace_s` seconds for the others to end, then have the worker stop."""
         with self._changed:
             self.draining = True
             self._changed.wait_for(lambda: self.unfinished == 0, timeout=grace_s)
@@ -153,7 +161,10 @@ class Queue:
         self._count -= 1
 
     def _with_most(self, client: str) -> str | None:
-        """Whose newest gives way to one of this client; None where nobody would have more left than this one has."""
+        """Return the client whose newest request gives way to one of `client`.
+
+        None if no client would still have more requests left than `client` has.
+        """
         if not self._waiting:
             return None
         most = max(self._waiting, key=lambda other: len(self._waiting[other]))
@@ -165,7 +176,7 @@ class Queue:
         )
 
     def _retry_after_s(self) -> int:
-        """After how long some places are free, by how long the last ones took."""
+        """Estimate after how many seconds some places are free, from how long the last requests took."""
         taken = list(self._taken)
         if len(taken) < 2:
             return RETRY_AFTER_S

@@ -14,7 +14,7 @@ _RESUMES: tuple[Resume, ...] = ("none", "portable", "exact")
 
 
 class Several:
-    """Generations that are one to who submitted them. They run together as far as there are lanes."""
+    """The generations of one request with several raw prompts. They run together as far as there are lanes."""
 
     recalled = False  # none of them is given back: the others may have begun
 
@@ -42,12 +42,12 @@ class Several:
 
     @property
     def asked(self) -> Asked:
-        """What was asked first."""
+        """Return what the first generation was asked."""
         return self.generations[0].asked
 
     @property
     def deltas(self) -> list[list[Delta]]:
-        """What was sent of each choice so far: lists that grow meanwhile; from any thread."""
+        """Return the deltas of each choice so far. The lists grow meanwhile. From any thread."""
         found: list[list[Delta]] = []
         for one in tuple(self.generations):
             mine = one.deltas
@@ -60,7 +60,7 @@ class Several:
             one.cancel()
 
     def stop(self) -> None:
-        """Cancel it for who may end it, while its client waits for the end."""
+        """End the answer early. Its client still waits for the end, and gets it."""
         for one in tuple(self.generations):
             one.stop()
 
@@ -87,7 +87,10 @@ class Several:
 
 
 def _together(ends: Sequence[Done]) -> Done:
-    """The end of all. Tokens are added up; the worst is told of how they began, and the longest of what it took."""
+    """Merge the ends of all generations into one.
+
+    Tokens are added up. `resume` is the worst of all; times are those of the generation with the longest TTFT.
+    """
     usages = [end.usage for end in ends]
     rooms = [usage.context_left for usage in usages if usage.context_left is not None]
     gaps = [usage.tbt_ms for usage in usages if usage.tbt_ms is not None]

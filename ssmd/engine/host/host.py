@@ -17,11 +17,11 @@ from ssmd.machine import memory
 
 DRAINING = "draining"  # the state of a daemon that comes to its end
 KEEP_ALIVE_S = 300.0
-RETRY_S = 30.0  # after which a load that failed is tried again, if it is asked for
+RETRY_S = 30.0  # s before a request has a failed load tried again
 
 
 class Host:
-    """Has models, by the shelf's ids. Its methods may be called from any thread, and none of them waits."""
+    """Models by their shelf ids. Thread-safe; only `shutdown` and `close` wait."""
 
     def __init__(
         self,
@@ -35,11 +35,15 @@ class Host:
         budget: int | None = None,
         max_waiting: int = 512,
     ) -> None:
-        """open_: loads a model and starts its engine. writer: of the store that all keep turns in. trial: finds out,
-        in a process of its own, whether that can be done; minutes may pass, in which others are loaded. keep_alive_s:
-        how long a model stays after its last request, infinite for ever. budget: bytes that loaded models may take;
-        None: as many as the machine has free now, and one model whatever it takes. max_waiting: requests, for one
-        model.
+        """Start the loader; no model is loaded yet.
+
+        open_: loads a model and starts its engine.
+        writer: of the store for the turns of all models; None stores nothing.
+        trial: tries in a process of its own whether a model can be loaded. It may take minutes; others are loaded
+        meanwhile.
+        keep_alive_s: how long a model stays loaded after its last request; infinite for ever.
+        budget: bytes that loaded models may take; None: what is free now, and one model even if it takes more.
+        max_waiting: requests that may wait for one model.
         """
         self.shelf, self.metrics, self.writer = shelf, metrics, writer
         self.draining = False
@@ -49,21 +53,21 @@ class Host:
 
     @property
     def budget(self) -> int | None:
-        """Bytes that loaded models may take together; None: nothing is known of the memory here."""
+        """Return the bytes that loaded models may take together; None if this machine's memory is unknown."""
         return self._loader.budget.nbytes
 
     def ready(self) -> None:
-        """Note that the daemon answers: what fails from now on is told in the log."""
+        """Note that the daemon answers: from now on all load failures are logged."""
         self._loader.starting = False
 
     @property
     def keeps(self) -> bool:
-        """Whether turns are written down."""
+        """Return whether turns are stored."""
         return self.writer is not None
 
     @property
     def problem(self) -> str:
-        """Why turns are not stored as they should be, as a code; "" if they are, or if none are to be."""
+        """Return the code for why turns are not fully stored; "" if they are, or if none are to be."""
         return "" if self.writer is None else self.writer.condition.reason
 
     @property
@@ -72,7 +76,7 @@ class Host:
         return any(engine.working for engine in self._loader.engines())
 
     def check(self, client: str) -> None:
-        """Check that a request of this client would be taken in now, by whatever model. Raises Rejected."""
+        """Raise Rejected if no model would accept a request of this client now."""
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
         refusal = None
@@ -86,14 +90,15 @@ class Host:
             raise refusal
 
     def runs_others(self, client: str) -> bool:
-        """Whether answers of other clients than this one are under way."""
+        """Return whether answers to other clients are under way."""
         return any(engine.runs_others(client) for engine in self._loader.engines())
 
     def lend(self, model: Model, keep_alive_s: float | None = None, asker: Asker | None = None) -> Future[Lease]:
-        """A loaded model for one request, at once or when it is loaded; its exception is a Rejected.
+        """Lend a loaded model to one request, at once or when it is loaded. The future's exception is a Rejected.
 
-        keep_alive_s: from now on for this model; None: as it was. asker: the request, to be told of while it waits. Who
-        gives up waiting calls `give_up`.
+        keep_alive_s: the model's new value; None: unchanged.
+        asker: the request, to be listed while it waits.
+        A caller that stops waiting calls `give_up`.
         """
         future = Waiting(asker)
         with self._loader.changed:
@@ -107,7 +112,7 @@ class Host:
                 hosted.keep_alive_s = keep_alive_s
             hosted.last_used = time.time()
             if hosted.unloads and hosted.model is model and not self._loader.wanted:
-                hosted.leaving, hosted.status = False, "loaded"  # who asks for it takes that back
+                hosted.leaving, hosted.status = False, "loaded"  # a new request cancels the unloading
             if hosted.is_loaded and not hosted.leaving and hosted.model is model:
                 self._loader.hand_out(hosted, future)
             else:
@@ -115,7 +120,7 @@ class Host:
         return future
 
     def give_up(self, future: Future[Lease]) -> None:
-        """Want a lease no longer; one that came is given back."""
+        """Stop waiting for a lease. One that was granted is released."""
         if not future.cancel():
             future.add_done_callback(lambda done: None if done.exception() else done.result().release())
         with self._loader.changed:
@@ -124,13 +129,13 @@ class Host:
         self._loader.wake()
 
     def load(self, model: Model) -> Future[Lease]:
-        """Load a model though nobody asks it anything; also one that failed just now. The lease is to be released."""
+        """Load a model without a request, even if it failed just now. The caller releases the lease."""
         with self._loader.changed:
             self._loader.enter(model).failed_at = 0.0
         return self.lend(model)
 
     def unload(self, model: Model) -> None:
-        """Let a model go as soon as it answers nobody; nothing if it is not loaded."""
+        """Unload a model once its requests have ended. Does nothing if it is not loaded."""
         with self._loader.changed:
             hosted = self._loader.hosted.get(model.id)
             if hosted is not None and hosted.is_loaded:
@@ -139,7 +144,7 @@ class Host:
                 self._loader.wake()
 
     def pin(self, model: Model, pinned: bool) -> None:
-        """Keep a model once it is loaded, whatever others need and however long nobody asks; or no longer."""
+        """Pin a model, or unpin it. A pinned model stays once it is loaded, used or not, whatever others need."""
         with self._loader.changed:
             hosted = self._loader.enter(model)
             hosted.pinned = pinned
@@ -149,7 +154,7 @@ class Host:
             self._loader.wake()
 
     def live(self) -> Live:
-        """What is so at this moment, for screens."""
+        """Return the state of this moment, for screens."""
         with self._loader.changed:
             hosted = dict(self._loader.hosted)
         try:
@@ -168,8 +173,10 @@ class Host:
         return Live(self._state(answering), self.problem, rows, running, held | seen)
 
     def pulse(self) -> tuple[object, object]:
-        """What is another one when `live` or the metrics may be, for who asks often: of what the state is made, and of
-        all else."""
+        """Return a cheap version stamp of `live` and the metrics: (state, everything else).
+
+        Pollers compare it. While a request has a model, the second part changes with every call.
+        """
         with self._loader.changed:
             models = [(h.status, h.pinned, len(h.waiting), h.idle_until) for h in self._loader.hosted.values()]
             busy = any(h.leases for h in self._loader.hosted.values())
@@ -177,7 +184,10 @@ class Host:
         return (models, state), (self.metrics.changes, time.monotonic() if busy else None)
 
     def foremost(self) -> Model | None:
-        """The model that was asked last of those that are loaded, or the only one there is."""
+        """Return the loaded model that was requested last, or else the only model there is.
+
+        None if no model is loaded and there is not exactly one.
+        """
         with self._loader.changed:
             loaded = [h for h in self._loader.hosted.values() if h.is_loaded]
         if loaded:
@@ -186,7 +196,7 @@ class Host:
         return models[0] if len(models) == 1 else None
 
     def row(self, model: Model) -> dict[str, object]:
-        """What is known of one model, ready for JSON."""
+        """Describe one model, ready for JSON."""
         with self._loader.changed:
             hosted = self._loader.hosted.get(model.id) or Hosted(model, self._keep_alive_s)
         return hosted.row(hosted.requests())
@@ -207,7 +217,7 @@ class Host:
         self._loader.end()
 
     def close(self) -> None:
-        """Free everything, after `shutdown`; a load that is under way is waited for."""
+        """Shut down and free everything. Waits for a load that is under way."""
         self.shutdown(0)
         self._loader.join()
         for hosted in self._loader.hosted.values():

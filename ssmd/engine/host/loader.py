@@ -1,7 +1,7 @@
-"""The loader: the one thread of a host that loads models and lets them go, one at a time, as they are asked for.
+"""The loader: the one thread of a host that loads and unloads models, one at a time, on request.
 
-A model that answers somebody is never let go; where others hold the memory that one needs, who comes to them waits
-until it was loaded.
+A model with running requests is never unloaded. If another model needs its memory, new requests for it wait until that
+one is loaded or refused.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from ssmd.machine import memory
 from ssmd.machine.size import show_size
 
 log = logging.getLogger(__name__)
-ROOM_S = 60.0  # for which a model waits until others that answer somebody can go
+ROOM_S = 60.0  # s that a model waits for busy ones to end their answers, before it is refused
 RETRY_AFTER_S = 5
-_LOOK_S = 1.0  # how often to look at models that were replaced or removed
+_LOOK_S = 1.0  # s between looks for models that were replaced or removed
 _SOON_S = 0.1
 Open = Callable[[Model, ModelMetrics, Callable[[int], bool]], Engine]
 
-TIMES_FILES = 2.0  # its files' bytes a model takes, lanes and workspaces with it: 1.8 to 2.0 were measured
+TIMES_FILES = 2.0  # memory of a model, in bytes of its files, lanes and workspaces included: 1.8 to 2.0 measured
 LEAST_BYTES = 32 << 20
 Status = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 class Loader:
-    """A host's models, by the shelf's ids, and the queue of those that are to be loaded.
+    """A host's models by their shelf ids, and the queue of models to load.
 
-    What does not say otherwise is called with `changed` held, or from the thread. starting: until the daemon is ready,
-    who starts it is told of failures, and not the log.
+    Unless a method says otherwise, its caller holds `changed` or is the loader's thread.
+    starting: until the daemon is ready, known load failures are left to the process that starts it, and are not logged.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Loader:
         keep_alive_s: float,
         budget: int | None,
     ) -> None:
-        """Take what a Host takes, and begin."""
+        """Start the loader's thread. The parameters are the Host's."""
         self.changed = threading.Condition()
         self.hosted: dict[str, Hosted] = {}
         self.wanted: deque[Hosted] = deque()
@@ -62,13 +62,13 @@ class Loader:
         self.budget = Budget(budget)
         self._shelf, self._metrics, self._keep_alive_s = shelf, metrics, keep_alive_s
         self._open, self._trial = open_, trial
-        self._runtimes: set[str] = set()  # whose libraries are in this process
+        self._runtimes: set[str] = set()  # runtimes whose libraries are in this process
         self._ended = self._news = False
         self._thread = threading.Thread(target=self._run, name="ssmd-host", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Load nothing more. From any thread."""
+        """Stop loading models. From any thread."""
         with self.changed:
             self._ended = True
             self.changed.notify_all()
@@ -78,14 +78,14 @@ class Loader:
         self._thread.join()
 
     def enter(self, model: Model) -> Hosted:
-        """What is known of a model, which may be nothing yet."""
+        """Return the record of a model; a new one if the model has none."""
         hosted = self.hosted.get(model.id)
         if hosted is None:
             hosted = self.hosted[model.id] = Hosted(model, self._keep_alive_s)
         return hosted
 
     def want(self, hosted: Hosted, future: Waiting) -> None:
-        """Have a model loaded, for who waits."""
+        """Queue a model for loading. future: the lease that waits for it."""
         hosted.waiting.append(future)
         if hosted not in self.wanted:
             hosted.wanted_at = time.monotonic()
@@ -93,7 +93,7 @@ class Loader:
         self.wake()
 
     def hand_out(self, hosted: Hosted, future: Future[Lease]) -> None:
-        """Give a loaded model to one who waits still."""
+        """Lend a loaded model to a request, unless that was cancelled."""
         if future.set_running_or_notify_cancel():
             hosted.leases += 1
             hosted.idle_until = None
@@ -101,8 +101,10 @@ class Loader:
             future.set_result(Lease(hosted.engine, hosted.model, partial(self._give_back, hosted)))
 
     def room(self, mine: Hosted, nbytes: int) -> bool:
-        """Whether answers of a model may take so many bytes more, beside what is loaded and, if it stays, what waits to
-        be. From any thread.
+        """Return whether a model's answers may take `nbytes` more memory. From any thread.
+
+        Memory is reserved for models that passed their trial and wait to be loaded, unless `mine` is itself to be
+        unloaded.
         """
         with self.changed:
             coming = [] if mine.leaving else [h for h in self.wanted if h.tried and not h.is_loaded]
@@ -130,7 +132,7 @@ class Loader:
                 log.exception("the host failed at a piece of work")
 
     def wake(self) -> None:
-        """Have the thread look what is to do. From any thread."""
+        """Wake the thread, to look for work. From any thread."""
         with self.changed:
             self._news = True
             self.changed.notify_all()
@@ -145,7 +147,7 @@ class Loader:
         return max(_SOON_S, min(due)) if due else None
 
     def _let_go(self) -> None:
-        """Let go of what is to go, and answers nobody."""
+        """Unload models without requests that are due: replaced, removed, marked `leaving`, or past `idle_until`."""
         with self.changed:
             loaded = self._loaded_ones()
         for hosted in loaded:
@@ -158,7 +160,10 @@ class Loader:
                 self._unload(hosted, at_once=hosted.leaving)
 
     def _unload(self, hosted: Hosted, *, at_once: bool = False) -> bool:
-        """Let a model go that answers nobody, unless it has something to do for later that it can go on with."""
+        """Unload a model that has no requests. Return whether it is unloaded.
+
+        at_once: do not wait until its engine has done its deferred work.
+        """
         engine = hosted.engine
         if engine is None or hosted.leases or not (at_once or engine.idle):
             return engine is None
@@ -183,14 +188,13 @@ class Loader:
         return True
 
     def _load_next(self) -> None:
-        """Get on with the first of those that are wanted; where that has to wait, with those behind it that are not in
-        its way."""
+        """Go on with the first wanted model. If that has to wait, go on with later ones that do not delay it."""
         with self.changed:
             for one in [h for h in self.wanted if not h.waiting]:
-                self.wanted.remove(one)  # nobody waits any more
+                self.wanted.remove(one)  # no request waits for it any more
                 self._give_room_back(one)
             wanted = [h for h in self.wanted if h.tried is not None]
-        ahead = 0  # bytes of those that wait for room
+        ahead = 0  # bytes that earlier models in the queue wait for
         for hosted in wanted:
             try:
                 model = self._shelf.find(hosted.model.id)
@@ -199,7 +203,7 @@ class Loader:
                     return
                 if hosted.is_loaded and not self._unload(hosted, at_once=True):
                     self._check_patience(hosted)
-                    continue  # those who have it come to their end first
+                    continue  # its running requests end first
                 if hosted.model is not model:
                     hosted.model, hosted.tried = model, False
                 if model.found.problem:
@@ -216,14 +220,16 @@ class Loader:
                 self._failed(hosted, err)
 
     def _check_patience(self, hosted: Hosted) -> None:
-        """Check that those who wait for what is let go first have not waited too long. Raises Rejected."""
+        """Raise Rejected if requests have waited ROOM_S for older ones to end, so that the model can load again."""
         if time.monotonic() - hosted.wanted_at > ROOM_S:
             why = f"is let go first, and has answered others for {ROOM_S:.0f} s since"
             raise refused(hosted.model.id, why, code="model_busy", retry_after_s=RETRY_AFTER_S)
 
     def _make_room(self, hosted: Hosted, ahead: int) -> bool:
-        """Whether there is room for a model now. ahead: bytes of those that wait for room before it, in whose way it is
-        not to be. Raises Rejected."""
+        """Return whether a model can be loaded now; unload others for it. Raises Rejected.
+
+        ahead: bytes that earlier models in the queue wait for. This model must not take them.
+        """
         if self.budget.nbytes is None:
             return True
         with self.changed:
@@ -245,7 +251,7 @@ class Loader:
                 return False
             for one in going:
                 if one.engine is not None and not late:
-                    one.engine.recall()  # what waits there would come before who waits here, however much it is
+                    one.engine.recall()  # give queued requests back: they would run first, however many they are
                 one.leaving = one.leaving or not late
         if busy and late:
             raise refused(
@@ -269,7 +275,7 @@ class Loader:
         gc.freeze()
         memory.trim()
         log.info("model %s was loaded in %.0f ms", model.id, load_ms)
-        with self.changed:  # at once: who sees that it is loaded sees also until when it stays
+        with self.changed:  # one lock: a reader that sees it loaded also sees `idle_until`
             hosted.engine, hosted.status = engine, "loaded"
             hosted.load_ms, hosted.loaded_at = load_ms, time.time()
             hosted.resident = max(0, (memory.resident() or 0) - before)
@@ -279,7 +285,7 @@ class Loader:
             self._loaded(hosted)
 
     def _try(self, hosted: Hosted) -> None:
-        """Find out whether a model can be loaded, in a thread of its own."""
+        """Try in a thread of its own whether a model can be loaded, and note the result."""
         model = hosted.model
         try:
             self._trial(model)
@@ -291,14 +297,14 @@ class Loader:
             return
         with self.changed:
             hosted.tried = True
-            if hosted not in self.wanted:  # nobody waits any more
+            if hosted not in self.wanted:  # no request waits for it any more
                 hosted.status = "unloaded"
         self.wake()
 
     def _unloadable(self, hosted: Hosted, err: Exception) -> Rejected:
-        """What who waits for a model is told that cannot be loaded; it is noted with it, and in the log."""
+        """Turn a load failure into the error that its waiting requests get. Log it."""
         known = type(err).__module__.startswith("ssmd") or isinstance(err, OSError)
-        if not (known and self.starting):  # then who starts the daemon is told
+        if not (known and self.starting):  # else the process that starts the daemon reports it
             log.error("model %s could not be loaded: %s", hosted.model.id, err, exc_info=None if known else err)
         why = f"could not be loaded: {err if known else 'its runtime failed, see the log of the daemon'}"
         return refused(hosted.model.id, why, code="model_load_failed")
@@ -324,13 +330,13 @@ class Loader:
             self._news = True
 
     def _serve_next(self, hosted: Hosted) -> None:
-        """Note that a model is loaded, or is not to be."""
+        """Take a model out of the queue: it is loaded, or refused."""
         self._give_room_back(hosted)
-        if hosted in self.wanted:  # a shutdown has told those who waited already
+        if hosted in self.wanted:  # a shutdown fails its requests, which takes it out too
             self.wanted.remove(hosted)
 
     def _give_room_back(self, hosted: Hosted) -> None:
-        """Those that were to go for this one need not."""
+        """Keep the models that were to be unloaded for this one."""
         for other in self.hosted.values():
             if other is not hosted and other.status == "loaded" and other.model.is_current:
                 other.leaving = False
@@ -339,19 +345,19 @@ class Loader:
         return [h for h in self.hosted.values() if h.is_loaded]
 
     def engines(self) -> list[Engine]:
-        """List the engines of what is loaded. From any thread."""
+        """List the engines of the loaded models. From any thread."""
         return [engine for h in tuple(self.hosted.values()) if (engine := h.engine) is not None]
 
 
 class Lease:
-    """A loaded model, which stays so until it is released."""
+    """A loaded model, which stays loaded until the lease is released."""
 
     def __init__(self, engine: Engine, model: Model, give_back: Callable[[], None]) -> None:
         self.engine, self.model = engine, model
         self._give_back: Callable[[], None] | None = give_back
 
     def release(self) -> None:
-        """Give it back. Idempotent."""
+        """Give the model back. Idempotent."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
@@ -359,55 +365,48 @@ class Lease:
 
 @dataclass(frozen=True)
 class Asker:
-    """The request that waits for a model. session: the one that it names. owner: the name of its key."""
+    """A request that waits for a model."""
 
     id: str
-    session: str | None = None
-    owner: str = ""
+    session: str | None = None  # the id that the request names
+    owner: str = ""  # name of its key
 
 
 class Waiting(Future[Lease]):
-    """A lease that is waited for. asker: by whom, if it is for a request."""
+    """A lease that is not granted yet. asker: the request that waits for it, if there is one."""
 
     def __init__(self, asker: Asker | None = None) -> None:
         super().__init__()
         self.asker = asker
 
     def row(self, asker: Asker) -> dict[str, Any]:
-        """How far its request is, ready for JSON: as of one that an engine has."""
+        """Return the progress of its request, ready for JSON, with the keys of Generation.row."""
         nothing = {"fed": 0, "to_feed": None, "tokens": 0, "ttft_ms": None, "tokens_per_s": None}
         return {"id": asker.id, "session": asker.session, "phase": "loading", **nothing, "owner": asker.owner}
 
 
 @dataclass(eq=False)
 class Hosted:
-    """A model in a host, which locks. Times: seconds since 1970, but for `wanted_at`, monotonic.
-
-    leases: requests that have it. waiting: those that wait for it. leaving: who comes now waits until it was let go.
-    tried: whether it may be loaded in this process; None while that is found out. keep_alive_s: after the last request,
-    infinite for ever. resident: bytes by which the process grew, its runtime's library with it if that was not there
-    yet. weight: bytes that are the model's alone, as far as was seen; it is no more than what the process has back when
-    it goes. problem: why it could not be loaded.
-    """
+    """A model in a host, which does the locking. Times are in seconds since 1970, unless they say otherwise."""
 
     model: Model
-    keep_alive_s: float
+    keep_alive_s: float  # s it stays loaded after its last request; inf: for ever
     pinned: bool = False
     status: Status = "unloaded"
     engine: Engine | None = None
-    leases: int = 0
-    waiting: deque[Waiting] = field(default_factory=deque)
-    wanted_at: float = 0.0
-    tried: bool | None = False
-    leaving: bool = False
-    problem: str = ""
+    leases: int = 0  # requests that use it
+    waiting: deque[Waiting] = field(default_factory=deque)  # leases not granted yet
+    wanted_at: float = 0.0  # monotonic s
+    tried: bool | None = False  # its trial load passed; None while the trial runs
+    leaving: bool = False  # it is to be unloaded; new requests wait until it was
+    problem: str = ""  # why it could not be loaded
     failed_at: float = 0.0
     loaded_at: float | None = None
     load_ms: float | None = None
     last_used: float | None = None
     idle_until: float | None = None
-    resident: int | None = None
-    weight: int = 0
+    resident: int | None = None  # bytes the process grew by at load, with its runtime's library if that was new
+    weight: int = 0  # bytes of the model alone: measured at load if the library was there, and as freed at unload
 
     @property
     def is_loaded(self) -> bool:
@@ -415,46 +414,46 @@ class Hosted:
 
     @property
     def unloads(self) -> bool:
-        """Whether it is to go because somebody said so, and answers others still."""
+        """Return whether it is still loaded after a request to unload it."""
         return self.engine is not None and self.status == "unloading"
 
     @property
     def least(self) -> int:
-        """Bytes of memory that it takes by its files."""
+        """Return the bytes of memory that it takes, estimated from its files."""
         return max(LEAST_BYTES, int(TIMES_FILES * self.model.found.nbytes))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it is reckoned with, by what was seen of it too."""
+        """Return the bytes of memory to count for it: `least`, or `weight` if that is more."""
         return max(self.least, self.weight)
 
     @property
     def busy_bytes(self) -> int:
-        """Bytes of memory that its answers take now beside that."""
+        """Return the bytes of memory that its running answers take besides."""
         engine = self.engine
         return 0 if engine is None else engine.busy_bytes
 
     def expire(self) -> None:
-        """Say until when it stays, if nobody has it."""
+        """Set `idle_until`; to None while it is leased, pinned, not loaded or kept for ever."""
         free = self.is_loaded and not (self.leases or self.pinned or self.keep_alive_s == math.inf)
         self.idle_until = time.time() + self.keep_alive_s if free else None
 
     def fail(self, why: Rejected) -> None:
-        """Tell all who wait for it why they do not get it."""
+        """Fail all requests that wait for it with this error."""
         while self.waiting:
             future = self.waiting.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(why)
 
     def requests(self) -> list[dict[str, Any]]:
-        """How far each request is that its engine has, or that waits for it to be loaded, ready for JSON."""
+        """List the progress of its requests, running or waiting for it to load, ready for JSON."""
         engine = self.engine
         rows = [] if engine is None else engine.rows()
         rows += [one.row(one.asker) for one in tuple(self.waiting) if one.asker is not None and not one.done()]
         return [{"model": self.model.id, **row} for row in rows]
 
     def row(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What is known of it, ready for JSON. rows: its `requests`."""
+        """Describe the model, ready for JSON. rows: its `requests`."""
         found, engine = self.model.found, self.engine
         m = found.manifest
         waiting = len(self.waiting) + sum(row["phase"] == "waiting" for row in rows)
@@ -481,24 +480,29 @@ class Hosted:
 
 
 def refused(asked: str, why: str, *, code: str, retry_after_s: int | None = None) -> Rejected:
-    """What who waits for a model is told that is not loaded."""
+    """Build the 503 error for requests whose model cannot be used now."""
     return Rejected(f"model {asked} {why}", status=503, code=code, param="model", retry_after_s=retry_after_s)
 
 
 class Budget:
-    """Bytes of memory that models and answers may take together. nbytes: how many; None: nothing is known of the memory
-    here, and everything fits.
+    """Bytes of memory that models and their answers may take together.
+
+    nbytes: the limit; None if this machine's memory is unknown, and then everything fits.
     """
 
     def __init__(self, asked: int | None) -> None:
-        """asked: bytes that somebody said; None: as many as the machine has free now, and a model whatever it takes."""
+        """Set the limit to `asked` bytes, or to the memory that is free now.
+
+        Without `asked`, a model may be loaded even if it takes more.
+        """
         self.nbytes = memory.available() if asked is None else asked
         self._strict = asked is not None
 
     def fits_answer(self, nbytes: int, loaded: Sequence[Hosted], coming: Sequence[Hosted]) -> bool:
-        """Whether an answer may take so many bytes more. coming: those that wait to be loaded, whose memory is theirs.
+        """Return whether an answer may take `nbytes` more.
 
-        Where nobody said how many there are, an engine knows how many answers the machine has memory for.
+        coming: models that wait to be loaded; their memory is reserved.
+        If the user set no limit, each engine bounds its answers by the machine's memory itself.
         """
         wanted = nbytes + sum(one.nbytes for one in coming)
         if self._strict and self.nbytes is not None:
@@ -507,7 +511,7 @@ class Budget:
         return free is None or wanted <= free
 
     def for_model(self, wanted: Hosted, loaded: Sequence[Hosted]) -> int:
-        """Bytes that there are for a model and those that are loaded, at this moment."""
+        """Return the bytes that a model and the loaded ones may take together, at this moment."""
         assert self.nbytes is not None
         free = None if self._strict else memory.available()
         if free is None:
@@ -525,10 +529,11 @@ class NoRoom(Exception):
 
 
 def make_room(wanted: Hosted, loaded: Sequence[Hosted], budget: int) -> list[Hosted]:
-    """Those to let go so that there is room for one more, who answer nobody first, of these who were used last last.
+    """Pick the models to unload for a new one: idle models first, least recently used first.
 
-    Whether there can be room is decided by files: what was seen depends on how many it answered, and a model that was
-    loaded once would be refused for ever after. Raises NoRoom.
+    Raises NoRoom if it cannot fit beside the pinned models. Only file sizes decide that. Measured sizes depend on how
+    many
+    answers a model gave: by them, a model that was loaded once could be refused for ever.
     """
     others = [one for one in loaded if one is not wanted]
     pinned = sum(one.least for one in others if one.pinned)
@@ -550,7 +555,7 @@ def make_room(wanted: Hosted, loaded: Sequence[Hosted], budget: int) -> list[Hos
 
 
 def in_the_way(wanted: Hosted, loaded: Sequence[Hosted], going: Sequence[Hosted], nbytes: int) -> list[str]:
-    """The ids of those whose answers have to end first, all or some of them, when these go and the others stay."""
+    """List the ids of models whose answers must end before the new one fits, when `going` go and the others stay."""
     stay = [one for one in loaded if one is not wanted and one not in going]
     busy = [one.model.id for one in going if one.leases]
     if wanted.nbytes + _held(stay) > nbytes:

@@ -23,15 +23,15 @@ from ssmd.sessions.turn import NewTurn, Removed, SessionInfo, StoreError
 from ssmd.text.messages import Message
 
 log = logging.getLogger(__name__)
-COMMIT_PATIENCE_S = 2.0  # for a turn with the state at its end
-TEXT_PATIENCE_S = 10.0  # for its text alone; a commit that the disk has begun to make durable is waited for
+COMMIT_PATIENCE_S = 2.0  # s a client waits for its turn to be stored with the state at its end
+TEXT_PATIENCE_S = 10.0  # s for its text alone; a commit that the disk has begun to make durable is waited for
 MAX_QUEUED_BYTES = 1 << 30
 IDLE_S = 0.5
 LOOK_S = 60.0  # how often to look for what others left to be done
-LOOSE_S = 600.0  # how long a state that was written ahead of a turn stays if that does not come: for who asks again
-SMALL_BYTES = 1 << 20  # of recurrent data: a state of less is always worth its writing
-WORTH = 4  # times what a state takes to be written is what it is to spare: most prompts are not asked again
-UNKNOWN_MS = 4.0  # that a MiB is taken to need before one was written
+LOOSE_S = 600.0  # s an unlinked state stays after its last use, for a repeated request
+SMALL_BYTES = 1 << 20  # of recurrent data: a smaller state is always worth writing
+WORTH = 4  # a state must save so many times its write time: most prompts are not repeated
+UNKNOWN_MS = 4.0  # ms per MiB, assumed before a state was written
 LOG_BYTES = 64 << 20  # moved from the log into the file before the log is so long that a commit does it
 AHEAD_BYTES = 4 << 20  # a checkpoint of the prompt from this size on is written while the answer is still generated
 
@@ -43,9 +43,9 @@ class Late(StoreError):
 
 
 class _Standing(Patience):
-    """How a commit stands: its client is told once, and what it is told stays true. From any thread.
+    """The state of a commit towards its client, which gets one result that stays true. Thread-safe.
 
-    then: as `Writer.commit` takes it. lost: told of a StoreError, and how many turns it cost.
+    then: as of `Writer.commit`. lost: called with a StoreError, and whether the text is lost too.
     """
 
     def __init__(self, then: Then, lost: Callable[[StoreError, bool], None]) -> None:
@@ -69,11 +69,11 @@ class _Standing(Patience):
 
     @property
     def given_up(self) -> bool:
-        """Whether its client was told that nothing of it is stored."""
+        """Return whether its client got the result that nothing is stored."""
         return self._told and not self.text
 
     def begin(self) -> None:
-        """Begin to write. Raises Late if its client was told, or would have been if the last attempt had not hung."""
+        """Begin to write. Raises Late if the client has its result, or would have it but for an attempt that hung."""
         with self._lock:
             self._sure, self._began = False, None
             overdue = self._overdue
@@ -103,7 +103,7 @@ class _Standing(Patience):
             self.end(True, err=_late())
 
     def end(self, stored: bool, state_stored: bool = False, err: StoreError | None = None) -> None:
-        """Tell what came of it, unless that was told."""
+        """Send the client the result, unless it has one."""
         with self._lock:
             first, self._told = not self._told, True
             self.text |= stored
@@ -225,7 +225,7 @@ class Writer:
         return pending
 
     def pays(self, nbytes: int, read_ms: float) -> bool:
-        """Whether a state with so many bytes of its own is worth its writing, which spares so much reading."""
+        """Return whether writing a state of `nbytes` is worth it. read_ms: prefill time that it saves."""
         return nbytes < SMALL_BYTES or read_ms >= WORTH * self._pace.cost_ms(nbytes)
 
     def _write_ahead(self, pending: Pending, encoded: Encoded) -> None:
@@ -280,7 +280,7 @@ class Writer:
             except StoreError as err:
                 standing.end(standing.text, err=err)
                 return
-            except Exception as err:  # whoever waits is told, and the log is
+            except Exception as err:  # the client gets a result, and the log the error
                 standing.end(standing.text, err=StoreError(f"the store's writer failed: {err}"))
                 raise
             finally:
@@ -307,7 +307,10 @@ class Writer:
         write: Callable[[Sequence[Encoded]], Committed],
         attach: Callable[[Sequence[Encoded]], Committed],
     ) -> Committed:
-        """Write turns with their states, or without, and tell their client. Raises StoreError: no text is stored."""
+        """Write turns with or without their states, and send the client the result.
+
+        Raises StoreError if no text is stored.
+        """
         nbytes = sum(e.nbytes for e in states if e.has_data)
         wait_s = self._pace.wait_s(nbytes)
         failed: StoreError | None = None
@@ -356,7 +359,7 @@ class Writer:
         states: Sequence[Encoded],
         write: Callable[[Sequence[Encoded]], Committed],
     ) -> Committed:
-        """Write states, and note how long they took, or were let take."""
+        """Write states, and note how long they took, or how long they were given."""
         try:
             done = write(states)
         except StoreError:
@@ -368,10 +371,10 @@ class Writer:
         return done
 
     def keep(self, checkpoints: Sequence[Pending], used: int | None, then: Callable[[], None]) -> None:
-        """Write states to which no turn comes, for prompts that begin alike, then call `then`, once: at the latest
-        after COMMIT_PATIENCE_S. used: the id of the one they grew from.
+        """Write states that belong to no turn, for prompts that begin alike. Then call `then`, once.
 
-        They stay for LOOSE_S after they were used last, and take a share of the quota at most.
+        `then` is called after COMMIT_PATIENCE_S at the latest. used: id of the checkpoint that they grew from.
+        They stay for LOOSE_S after their last use, and take a share of the quota at most.
         """
         told = threading.Semaphore()
 
@@ -413,7 +416,7 @@ class Writer:
                 del self._ahead[number]
 
     def rewrite(self, turn: str, ids: Line, text: Passage, checkpoint: Pending) -> None:
-        """Write the state after a turn as later requests render it. Nobody waits for that, and nothing needs it."""
+        """Write the state after a turn as later requests render it. No request waits for it or needs it."""
 
         def work() -> None:
             if checkpoint.encoded is None:
@@ -431,7 +434,7 @@ class Writer:
         self._work.put(work)
 
     def heal(self, checkpoint_id: int, spec: StateSpec) -> None:
-        """Take a checkpoint of such states out that was found damaged, so that it is not met again. From any thread."""
+        """Remove a damaged checkpoint, so that it is not found again. spec: of its state. From any thread."""
 
         def work() -> None:
             try:
@@ -447,19 +450,19 @@ class Writer:
         self._work.put(work)
 
     def reply(self, key: ReplyKey) -> Reply | None:
-        """What a request was answered with. Blocks until all that ended before is written. Raises StoreError."""
+        """Return the stored reply to a request. Waits until all earlier turns are written. Raises StoreError."""
         self.flush()
         return self.store.reply(key)
 
     def flush(self) -> None:
-        """Wait until all that was handed over before is written, or could not be."""
+        """Wait until all earlier work is done or has failed."""
         done = threading.Event()
         self._work.put(done.set)
         while self._thread.is_alive() and not done.wait(timeout=0.1):
             pass
 
     def close(self) -> None:
-        """Finish what waits, then stop."""
+        """Finish the queued work, then stop the thread."""
         self._work.put(None)
         self._thread.join()
 
@@ -491,7 +494,7 @@ class Writer:
             log.debug("the store's log is not moved into its file yet: %s", err)
 
     def _settle(self) -> None:
-        """Move what was committed from the log into the database file, as nobody waits, and do what is still owed."""
+        """Move commits from the log into the database file, and do what is still owed, while no work is queued."""
         self._unsettled = False
         self._logged = 0
         if self._garbage:  # only now: memory that was given back costs as much to take again as to write
@@ -509,9 +512,9 @@ class Writer:
 
 
 class Condition:
-    """The condition of a store, as those see it who write there. From any thread.
+    """The health of a store, as its writers see it. Thread-safe.
 
-    A loss is counted each time, and logged when losses begin and when they are over.
+    Each loss is counted. The log says when losses begin and when they are over.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -521,13 +524,13 @@ class Condition:
 
     @property
     def reason(self) -> str:
-        """Why turns are not stored as they should be: a code of metrics.REASONS, or "" when all is well."""
+        """Return why turns are not fully stored: a code of metrics.REASONS, or "" when all is well."""
         return self._reason
 
     def failed(self, err: StoreError, *, turns: int) -> None:
-        """Note that so many turns were lost to the store, or none if their text was kept and their states were not.
+        """Note a failed write. turns: how many were lost; 0 if their text was kept and their states were not.
 
-        Those whose session was removed meanwhile are not lost to it.
+        A turn whose session was removed meanwhile does not count.
         """
         if isinstance(err, Removed):
             log.info("a turn was not stored: %s", err)

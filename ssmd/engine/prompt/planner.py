@@ -45,43 +45,32 @@ LEAST_ROOM = 0.05  # of the context that must be left for an answer, or all that
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What a request feeds and where it belongs.
+    """The text and ids that a request feeds, and where it belongs in its session."""
 
-    text: rendered and escaped; ids: all that are to be fed, at least; of both what comes before may be known by a hash
-    only. stem: the turn whose ids end where those at hand begin. settled, cut: as the turn's. system: how many of `ids`
-    are the system prompt's, at whose end prefill stops, whether a state is kept there or not (0: it does not). info:
-    the session to keep it in, None to keep nothing. parent: the turn it continues. new: the messages since its answer,
-    without a final assistant message, whose text is `begun`. found: the checkpoint to start from. heard: what was said
-    in turns that were found altered. reread: the prompt from the request's own words, should what is stored fail.
-    """
-
-    text: Passage
-    ids: Line
-    stem: str | None
-    settled: Settled | None
-    system: int
-    info: SessionInfo | None
-    parent: str | None
-    new: tuple[Message, ...]
-    begun: str
-    found: Found | None
-    cut: int
-    heard: Mapping[str, Sequence[Message]]
-    reread: Callable[[], Prompt]
+    text: Passage  # rendered and escaped; its beginning may be known by a hash only
+    ids: Line  # at hand are at least those to feed; earlier ones may be known by a hash only
+    stem: str | None  # the turn whose ids end where those at hand begin
+    settled: Settled | None  # as of the turn
+    system: int  # ids of the system prompt, at whose end prefill stops, state kept or not; 0: it does not stop
+    info: SessionInfo | None  # the session to store it in; None: nothing is stored
+    parent: str | None  # the turn it continues
+    new: tuple[Message, ...]  # messages since the parent's answer, without a final assistant message
+    begun: str  # text of that final assistant message
+    found: Found | None  # the checkpoint to start from
+    cut: int  # messages left out after the system prompt
+    heard: Mapping[str, Sequence[Message]]  # by turn id: the client's copy of turns that were found altered
+    reread: Callable[[], Prompt]  # builds the prompt from the request's messages alone, if stored data fail
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a request belongs. info: its session, a new one if it continues none. turn: the one it continues.
+    """The session and the turn that a request continues."""
 
-    length: messages of its conversation. stored: those, where they differ from the request's. heard: as the Prompt's.
-    """
-
-    info: SessionInfo | None
+    info: SessionInfo | None  # a new session if the request continues none; None: nothing is stored
     turn: Turn | None = None
-    length: int = 0
-    stored: tuple[Message, ...] | None = None
-    heard: Mapping[str, Sequence[Message]] = field(default_factory=dict)
+    length: int = 0  # messages of the turn's conversation
+    stored: tuple[Message, ...] | None = None  # those messages, if they differ from the request's
+    heard: Mapping[str, Sequence[Message]] = field(default_factory=dict)  # as of a Prompt
 
 
 class Planner:
@@ -100,16 +89,17 @@ class Planner:
         self._beginning = lru_cache(maxsize=64)(self._render_beginning)
 
     def plan(self, request: Request, go_on: Callable[[], None] = lambda: None) -> Prompt:
-        """What a request feeds, where it belongs and which state it starts from: all of one moment of the store.
+        """Plan a request: the ids to feed, its place in a session, and the checkpoint to start from.
 
-        Raises Rejected: an unknown session, a template that refuses, a prompt too long for the context; and what is
-        raised by `go_on`, which is called now and then.
+        All is read from one snapshot of the store.
+        go_on: called now and then; what it raises passes through.
+        Raises Rejected: an unknown session, a template that refuses, a prompt too long for the context.
         """
         with self._renderer.while_wanted(go_on):
             return self._plan(request)
 
     def text(self, request: Request) -> str:
-        """What the template makes of a request's messages, as plain text. Raises Rejected."""
+        """Render a request's messages with the template, as plain text. Raises Rejected."""
         return self._tokenizer.unescape(self._reread(request, self._alone(request), 0).text.own)
 
     def _plan(self, request: Request) -> Prompt:
@@ -146,7 +136,7 @@ class Planner:
         return self._prompt(request, place, cut, shown, found)
 
     def _reread(self, request: Request, place: _Place, cut: int) -> Shown:
-        """What the model is to read, from the request's words alone."""
+        """Render the prompt from the request's messages alone."""
         return self._renderer.whole(without(request.messages, cut), self._now(place), request.given)
 
     def _prompt(self, request: Request, place: _Place, cut: int, shown: Shown, found: Found | None) -> Prompt:
@@ -186,23 +176,23 @@ class Planner:
         )
 
     def warm_up(self) -> None:
-        """Plan a conversation that nobody has, so that template, tokenizer and queries are ready for the next one."""
+        """Plan a made-up conversation, so that template, tokenizer and queries are ready for the next request."""
         text = secrets.token_hex(12)
         with contextlib.suppress(Rejected):
             self.plan(Request((Message("user", text), Message("assistant", text), Message("user", text)), store=False))
 
     def _alone(self, request: Request) -> _Place:
-        """The place of a request that continues nothing: in a new session, if it is kept."""
+        """Return the place of a request that continues nothing: a new session, if it is to be stored."""
         return _Place(self._new_session(request.domain.owner) if request.store and self._store is not None else None)
 
     def _place(self, request: Request, stored: Snapshot) -> _Place:
-        """The session that the request belongs to and the turn that it continues. Raises UnknownSession."""
+        """Find the session of a request and the turn that it continues. Raises UnknownSession."""
         echoed = stored.echoed(request.messages, request.session)
         session = request.session if echoed is None else echoed.session
         if session is None:
             return self._alone(request)
         info = stored.info(session)
-        owner = info.owner or request.domain.owner  # who goes on with what is nobody's has it
+        owner = info.owner or request.domain.owner  # a session without an owner now belongs to this caller
         info = replace(info, model=self._manifest.name, lineage=self._manifest.lineage, owner=owner)
         if echoed is None:
             return _Place(info)
@@ -214,7 +204,7 @@ class Planner:
         return _Place(info, parent, length, request.messages[:length], heard)
 
     def _more_cut(self, request: Request, place: _Place, cut: int, shown: Shown) -> int:
-        """How many messages to leave out, at least `cut`, so that there is room for an answer."""
+        """Return how many messages to leave out, at least `cut`, so that an answer has room."""
         if not request.truncate or self._context is None:
             return cut
         return cut_to_fit(
@@ -227,7 +217,7 @@ class Planner:
         )
 
     def _show(self, request: Request, place: _Place, cut: int, stored: Snapshot) -> Shown:
-        """What the model is to read. Raises Rejected: the template refuses it."""
+        """Render the prompt, with what is stored of it. Raises Rejected if the template refuses it."""
         turn, messages, now = place.turn, request.messages, self._now(place)
         if turn is None or place.heard:
             return self._reread(request, place, cut)
@@ -247,7 +237,7 @@ class Planner:
     def _found(
         self, request: Request, place: _Place, cut: int, shown: Shown, stored: Snapshot
     ) -> tuple[Found | None, Shown]:
-        """The checkpoint to start from, and what is shown with all ids at hand that are to be fed after it."""
+        """Find the checkpoint to start from. Return it, and `shown` with all ids at hand that follow it."""
         session = None if place.info is None else place.info.id
         try:
             found, ids, stem = stored.resume(self.scope, shown.ids, shown.stem, session)
@@ -271,9 +261,9 @@ class Planner:
         )
 
     def _system(self, request: Request, shown: Shown, now: datetime) -> int:
-        """How many ids of a prompt are its system prompt's; 0 if they are few, or are not ids of their own.
+        """Count the ids of a prompt's system prompt; 0 if they are few, or not ids of their own.
 
-        What goes on from a turn has a state after that, or is read from there on: none is made of its system prompt.
+        Also 0 for a prompt that goes on from a turn: it makes no state of its system prompt.
         """
         if shown.ids.start or shown.text.start:
             return 0
@@ -286,10 +276,10 @@ class Planner:
     def _render_beginning(
         self, head: tuple[Message, ...], given: Given, now: datetime | None, owner: str
     ) -> tuple[str, Line]:
-        """What every conversation under this system prompt, with these tools and variables, begins with, up to the last
-        control token, and its ids.
+        """Render the beginning that all conversations with this system prompt, these tools and variables share.
 
-        owner: who asks: nobody is to tell by the time it takes that another one asked before.
+        Returns its text and ids, up to the last control token.
+        owner: part of the cache key, so that response time reveals nothing about other owners.
         """
         try:
             text = self._renderer.beginning(head, now or datetime.now(UTC), given)
@@ -298,10 +288,10 @@ class Planner:
         return text, self._renderer.encode(text)
 
     def settled(self, stored: Snapshot, turn: Turn, info: SessionInfo, given: Given) -> tuple[Shown, bool] | None:
-        """What every request begins with that goes on from a stored turn, and whether the turn's own text does so.
-        given: what it was asked with.
+        """Render the beginning of all requests that go on from a stored turn.
 
-        None if the template has no such text. Raises StoreError.
+        Returns it, and whether the turn's own text agrees with it; None if the template has no such text.
+        given: as of the turn's request. Raises StoreError.
         """
         try:
             text = self._renderer.rest(turn, stored.first(turn), info.clock, given) if not turn.cut else None
@@ -323,12 +313,12 @@ class Planner:
 
 
 def _is_whole(path: Sequence[Turn]) -> bool:
-    """Whether a path says all that was said up to its end."""
+    """Return whether a path has all messages up to its end."""
     return all(t.sound for t in path) and path[0].parent is None
 
 
 def _unread(session: str, err: StoreError) -> Rejected:
-    """Why a request that names its session is not answered: in another one it would be the wrong conversation."""
+    """Build the error for a request whose session cannot be read: in a new session it would be another conversation."""
     if isinstance(err, UnknownSession):
         return _unknown(session)
     return Rejected(str(err), status=503, code="store_error", retry_after_s=1)
@@ -352,10 +342,12 @@ def cut_to_fit(
     max_tokens: int,
     tokens_with: Callable[[int], int],
 ) -> int:
-    """How many messages after the system prompt to leave out of a prompt that comes to so many `tokens` without `cut`.
+    """Return how many messages after the system prompt to leave out, so that an answer has room.
 
-    If that leaves too little room for an answer: so many that it takes up TRUNCATED of the context, and not again at
-    every turn. `cut`, where there is room, or nothing to leave out. tokens_with: of a prompt without so many messages.
+    `cut`, if there is room without them, or nothing more to leave out. Otherwise so many that the prompt takes
+    TRUNCATED of
+    the context, and that not every turn cuts again.
+    tokens: of the prompt without `cut` messages. tokens_with: returns them for another number.
     """
     if context - tokens >= min(max_tokens, int(context * LEAST_ROOM)):
         return cut

@@ -72,8 +72,9 @@ class Grammars:
         self._kept: OrderedDict[Grammar, Guide] = OrderedDict()  # the one used last is the last
 
     def read(self, grammar: Grammar) -> Guide:
-        """What an answer is to follow, from its beginning on; `Guide.copy` for each choice. Raises Rejected, of a part
-        of it if that is wrong by itself.
+        """Return the guide of an answer from its beginning on; use `Guide.copy` for each choice.
+
+        Raises Rejected, for a part of the grammar if that part is wrong by itself.
         """
         with self._making:
             guide = self._kept.pop(grammar, None)
@@ -121,7 +122,7 @@ class Grammars:
 
     @cached_property
     def _lead(self) -> str:
-        """What the first token of an answer has in front, and its text has not."""
+        """Return what an answer's first token has in front, and the answer's text lacks."""
         decoding = self._tokenizer.decoding
         return decoding.separator.decode() or (" " if decoding.first_drops or decoding.strip[1] else "")
 
@@ -143,7 +144,7 @@ class Grammars:
 
 
 class Guide:
-    """What a choice may say next. By the worker alone, but for `read`."""
+    """The tokens that a choice may say next. For the worker only."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class Guide:
         param: str,
         first: Floats | None = None,
     ) -> None:
-        """param: of the request. first: what may be the first token, if that is known."""
+        """Begin an answer. param: of the request, for errors. first: the first mask, if it is known."""
         self.ended = False  # the grammar allows no more tokens but one that stops
         self._matcher, self._known, self._threads = matcher, known, threads
         self._vocabulary, self._param = vocabulary, param
@@ -166,16 +167,16 @@ class Guide:
             self._mask = first.copy()
 
     def copy(self) -> Guide:
-        """The same, for another choice; before any token was taken."""
+        """Copy it for another choice, before any token was taken."""
         return Guide(self._matcher.deep_copy(), self._known, self._threads, self._vocabulary, self._param, self._mask)
 
     @property
     def goes_on(self) -> bool:
-        """Whether any token may come."""
+        """Return whether any token may come."""
         return bool((self.mask() == 0).any())
 
     def mask(self) -> Floats:
-        """What is added to the logits [V]: 0 for each token that may come, else -inf. Raises Rejected."""
+        """Return what to add to the logits [V]: 0 for each token that may come, else -inf. Raises Rejected."""
         if self._making is not None:
             self._making.result()
             self._making = None
@@ -184,7 +185,7 @@ class Guide:
         return self._mask.reshape(-1)[: self._vocabulary]
 
     def behind(self, text: str) -> Guide | None:
-        """A copy that goes on behind a text, before any token was taken; None if it may not begin with that."""
+        """Copy it and go on behind `text`, before any token was taken; None if no answer begins with that."""
         copy, ids = self.copy(), self._known.tokenize_str(text)
         if copy._matcher.try_consume_tokens(ids) < len(ids):
             return None
@@ -192,7 +193,7 @@ class Guide:
         return copy
 
     def take(self, token: int, room: int = 0) -> list[int]:
-        """Go on from a token that may come, and begin with the next mask; the tokens that are bound to follow.
+        """Advance by a token that may come, and begin the next mask. Return the tokens that must follow.
 
         Those are taken too: at most `room`, and none if they are too few to be fed at once. Raises Rejected.
         """
@@ -221,7 +222,7 @@ class Guide:
     def _failed(self) -> Rejected:
         why = _said(self._matcher)
         said = f"{self._param} cannot be followed any further: {why}"
-        # Who asks again has it again: but for a token that was never to be taken, the grammar is what is wrong.
+        # A retry fails again. The grammar is at fault, unless a token was taken that it never allowed.
         return Rejected(said, status=500 if _UNFIT in why else 400, code="grammar_failed", param=self._param)
 
 
@@ -244,9 +245,9 @@ class _Vocabulary:
         return self._tokenizer.decoding.separator + data if data else b""
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The ids of a text that is bound to come: the tokenizer's, if they stand for it wherever it stands.
+        """Encode a text that must come: with the tokenizer, if its ids spell the very bytes.
 
-        It must not raise: whatever it is called from cannot go on then.
+        It must not raise: its caller, llguidance, cannot go on then.
         """
         data = text if isinstance(text, bytes) else text.encode(errors="replace")
         if not self._tokenizer.is_apart:  # else another process would be asked, for every mask
@@ -259,7 +260,7 @@ class _Vocabulary:
         return self._longest(data)
 
     def _longest(self, data: bytes) -> list[int]:
-        """Ids that spell a text, each the longest that fits; as far as there are any."""
+        """Encode a text by the longest token that fits at each place. Stops where none fits."""
         ids, at = list[int](), 0
         while at < len(data):
             ends = range(min(len(data), at + self._longest_bytes), at, -1)
@@ -280,7 +281,7 @@ class _Vocabulary:
 
 
 def _bits() -> Floats:
-    """By byte, what is added to the logits of the eight tokens that it tells of [256, 8]."""
+    """Build, for each byte of a mask, what to add to the logits of its eight tokens [256, 8]."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return np.where(bits, np.float32(0), np.float32(-np.inf)).astype(np.float32)
 
@@ -304,7 +305,7 @@ def _limits() -> LLParserLimits:
 
 
 def _led(text: str, lead: str) -> str:
-    """A grammar whose answers begin with `lead` besides."""
+    """Build a grammar whose answers begin with `lead` besides."""
     if not lead:
         return text
     inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
@@ -313,18 +314,18 @@ def _led(text: str, lead: str) -> str:
 
 
 def _schema_of(text: str) -> Any:
-    """The JSON schema that a grammar is of, None if it is of none."""
+    """Return the JSON schema of a grammar; None if it has none."""
     return json.loads(text)["grammars"][0].get("json_schema") if text.startswith("{") else None
 
 
 def _said(matcher: LLMatcher) -> str:
-    """What llguidance says is wrong."""
+    """Return llguidance's error."""
     said = matcher.get_error().replace("<non-verbose/>", "").strip()
     return said.replace("NoExtensionBias", "nothing can be said that fits")[:_SHOWN]
 
 
 def check_size(schema: Any, param: str) -> None:
-    """Check that a schema takes no long time to read, and no deep stack. param: of the request. Raises Rejected."""
+    """Raise Rejected if reading a schema would take long or a deep stack. param: of the request."""
     patterns, references, named = 0, set[str](), False
     for count, (way, keyword, value) in enumerate(_keywords({"": schema}, "")):
         way = way.removeprefix('[""]')

@@ -1,8 +1,9 @@
 """Decode steps of several handles in one call, so that the weights are read once for all of them.
 
-A signature takes a fixed number of streams, in lanes. Each lane has its own state, of its own capacity; one without a
-handle works on a state that is nobody's. No lane's result depends on the others: a graph is tried for that, bit for
-bit, before it is used, and measured, as it is of use only where it is faster than one step after another.
+A signature takes a fixed number of streams, in lanes. Each lane has its own state, of its own capacity; a lane without
+a handle works on a spare state. No lane's result depends on the others.
+
+A graph is tried before it is used. Its results must be those of single steps, bit for bit, and it must be faster.
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ from ssmd.runtime.protocol import Logits
 log = logging.getLogger(__name__)
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
-_TIMES = 6  # that a step is timed; the least counts
-_QUIET = 1.2  # times the least may the median take, else somebody else computes as well
-_CLEARLY = 0.95  # of a step alone must lanes take, to be taken for one stream
+_TIMES = 6  # times that a step is measured; the least counts
+_QUIET = 1.2  # bound of the median in least times, else another process computes as well
+_CLEARLY = 0.95  # bound of a lanes' step for one stream, in single steps, to be used for one stream
 Stream = tuple[Slot, int, int, int]  # the side of a slot that is read, the position, and the token to feed there
 Alone = Callable[[Stream], tuple[Logits, NewRows]]  # computes the step of one stream, of which nothing is kept
 
 
 class Notes(Protocol):
-    """What trials found, from one start to the next."""
+    """Results of trials, kept from one start to the next."""
 
     def read(self, lanes: int) -> tuple[Cost, Cost] | None:
-        """The ms of a step alone and of one of so many lanes, if they were noted of this graph on this machine."""
+        """Return the ms of a single step and of one of `lanes`, if noted for this graph on this machine."""
 
     def write(self, lanes: int, alone: Cost, together: Cost) -> None:
-        """Note it. Raises nothing."""
+        """Note the costs of a trial. Raises nothing."""
 
 
 class LanesCall(Protocol):
     def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Any:
-        """What a lane needs to read and write these arrays, by the states' names. Raises GraphError."""
+        """Bind a lane to these arrays, by the states' names. Raises GraphError."""
 
     def put(self, lane: int, bound: Any) -> None:
-        """Have a lane read and write this from the next run on."""
+        """Make a lane read and write this binding from the next run on."""
 
     def run(self) -> None:
         """Compute a step of all lanes. Raises GraphError."""
@@ -61,7 +62,10 @@ class LanesGraph(Protocol):
     def bind_lanes(
         self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array], lanes: int
     ) -> LanesCall:
-        """A call that reads and writes these arrays for all lanes together, and what each lane is given by itself."""
+        """Return a call that reads and writes these arrays for all lanes together.
+
+        What a lane reads and writes of its own is given with `LanesCall.put`.
+        """
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
         """Drop what was bound to arrays inside `memory`, which is about to go away."""
@@ -71,7 +75,7 @@ class LanesGraph(Protocol):
 
 
 class Batch:
-    """The signature for so many lanes. `idle`: a slot for lanes that have no stream; nobody reads what it holds."""
+    """The signature for so many lanes. idle: a slot for lanes without a stream; its contents are not used."""
 
     def __init__(
         self, graph: LanesGraph, lanes: int, vocabulary: int, groups: tuple[RowGroup, ...], idle: Slot
@@ -110,7 +114,7 @@ class Batch:
         self._call.run()
 
     def seats(self, slots: Sequence[Slot]) -> list[int]:
-        """A lane for each of these slots: the one that it had in the last step, if it had one, else a free one."""
+        """Return a lane for each of these slots: its lane in the last step, or else a free one."""
         had = {id(slot): lane for lane, slot in enumerate(self._slots)}
         kept = [had.get(id(slot)) for slot in slots]
         free = iter([lane for lane in range(self.lanes) if lane not in kept])
@@ -123,7 +127,7 @@ class Batch:
             self.graph.forget(block)
 
     def leave(self, slot: Slot) -> None:
-        """Have a slot out of its lane, which holds its memory else until another one comes."""
+        """Take a slot out of its lane. Its memory would be held until another slot got the lane."""
         for lane in [lane for lane, held in enumerate(self._slots) if held is slot]:
             self._slots[lane], self._bounds[lane] = self._idle, None
 
@@ -136,7 +140,7 @@ class Batch:
 
 
 class Batches:
-    """The batches that a program has: opened in a thread when first there is use for them."""
+    """The batches of a program, opened by a thread on first need."""
 
     def __init__(
         self,
@@ -147,8 +151,12 @@ class Batches:
         turn: AbstractContextManager[object],
         notes: Notes | None = None,
     ) -> None:
-        """`sizes` ascend. make: opens a graph and binds it; raises GraphError. scratch: lends a slot for a trial.
-        `turn`: held while a step is computed, as in every call of the program. notes: spare a trial."""
+        """Open nothing yet.
+
+        sizes: lanes of each batch, ascending. make: opens a graph and binds it; raises GraphError. scratch: lends a
+        slot for a
+        trial. turn: held while a step is computed, as in every call of the program. notes: save trials.
+        """
         self._sizes = tuple(sizes)
         self._make, self._scratch, self._alone, self._turn = make, scratch, alone, turn
         self._notes = notes
@@ -160,7 +168,7 @@ class Batches:
         self._closed = False
 
     def parts(self, streams: int) -> Calls:
-        """The calls that a step of so many streams is cheapest in. Never waits."""
+        """Return the cheapest calls for a step of so many streams. Never waits: a thread opens what is missing."""
         wanted = self._wanted(streams)
         if wanted and not self._closed and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self.open, args=(streams,), name="ssmd-batches", daemon=True)
@@ -168,7 +176,7 @@ class Batches:
         return cheapest(streams, tuple(sorted(self.costs.items())))
 
     def step_cost(self, streams: int) -> float:
-        """What a step of so many streams costs, where one of one is 1."""
+        """Return the cost of a step of so many streams; a step of one costs 1."""
         costs = self.costs
         calls = cheapest(streams, tuple(sorted(costs.items())))
         return sum(costs[lanes].of(seated, lanes) for lanes, seated in calls) / costs[1].one
@@ -186,7 +194,7 @@ class Batches:
         return True
 
     def open(self, streams: int) -> None:
-        """Open what a step of so many streams may use, and try it. Takes half a second; no lock may be held."""
+        """Open and try the batches for a step of so many streams. Takes half a second; the caller must hold no lock."""
         with self._opening:
             for size in self._wanted(streams):
                 if self._closed:
@@ -204,7 +212,7 @@ class Batches:
                     self._take(batch, *noted)
 
     def open_all(self) -> None:
-        """Open and try all there are."""
+        """Open and try all batches."""
         self.open(max(self._sizes, default=1))
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
@@ -213,12 +221,12 @@ class Batches:
             batch.graph.forget(memory)
 
     def leave(self, slot: Slot) -> None:
-        """Let go of a slot that is used no more, though it was the last in its lane."""
+        """Drop a slot that is not used any more, though it was the last in its lane."""
         for batch in self._opened.values():
             batch.leave(slot)
 
     def close(self) -> None:
-        """Let the graphs go. Called with the turn held: a trial that is under way finds that they are closed."""
+        """Close the graphs. The caller holds the turn: a trial that is under way finds them closed."""
         self._closed = True
         for batch in self._opened.values():
             batch.graph.close()
@@ -233,7 +241,7 @@ class Batches:
             pass
 
     def _wanted(self, streams: int) -> list[int]:
-        """The sizes up to the first that has a lane for each stream."""
+        """List the sizes not tried yet, up to the first that has a lane for each stream."""
         upto = next((i for i, size in enumerate(self._sizes) if size >= streams), len(self._sizes) - 1)
         return [size for size in self._sizes[: upto + 1] if size not in self._tried] if streams > 1 else []
 
@@ -260,8 +268,11 @@ class Batches:
         self._take(batch, alone, together)
 
     def _take(self, batch: Batch, alone: Cost, together: Cost) -> None:
-        """Take a batch into use. Of a trial only what it took beside a step alone is known to others: another one may
-        have had the machine to itself."""
+        """Take a batch into use.
+
+        Its costs are noted relative to the single step of the same trial: another trial may have had the machine to
+        itself.
+        """
         one, full = together.one / alone.one, together.full / alone.one
         cost = Cost(one if one <= _CLEARLY else max(1.0, one), max(one, full))
         with self._turn:
@@ -272,7 +283,10 @@ class Batches:
                 self.costs = {**self.costs, batch.lanes: cost}
 
     def _differing(self, batch: Batch, slots: Sequence[Slot]) -> str:
-        """What a lane gives otherwise than a step alone, or "". Two streams of other numbers go through all lanes."""
+        """Return how a lane's results differ from those of a single step, or "".
+
+        Two streams with different numbers go through all lanes.
+        """
         noise = np.random.default_rng(0)
         for slot in slots:
             for array in (*slot.recurrent[0].values(), *slot.caches.stacks):
@@ -299,8 +313,10 @@ class Batches:
         return ""
 
     def _timed(self, batch: Batch, slots: Sequence[Slot]) -> tuple[Cost, Cost, bool]:
-        """The ms of a step alone, those of one of the lanes, and whether the machine was quiet. Where it was not, lanes
-        are no quicker than a step alone, whatever was seen."""
+        """Return (cost of a single step, cost of a lanes' step, whether the machine was quiet). Costs are in ms.
+
+        If it was not quiet, lanes count as no faster than a single step, whatever was measured.
+        """
         full: dict[int, Stream] = {lane: (slots[lane % 2], 0, 3, 1) for lane in range(batch.lanes)}
         steps: tuple[Callable[[], object], ...] = (
             lambda: self._alone(full[0]),

@@ -39,15 +39,12 @@ _LOOSE = (
 
 @dataclass(frozen=True)
 class Placed:
-    """What became of a checkpoint in a commit. id: None if it was not stored, and then `why_not` says why.
+    """The result of storing a checkpoint."""
 
-    was_there: an equal one was stored already, and got the links. nbytes: what it added to the store.
-    """
-
-    id: int | None
-    was_there: bool = False
-    nbytes: int = 0
-    why_not: str = ""
+    id: int | None  # None if it was not stored
+    was_there: bool = False  # an equal one was stored already, and got the links
+    nbytes: int = 0  # that it added to the store
+    why_not: str = ""  # why it was not stored
 
 
 _NEAR = (
@@ -85,9 +82,10 @@ _FITTING = (
 def find(
     connection: Connection, scope: Scope, ids: Line, session: str | None, domain: Domain, skip: Collection[int]
 ) -> Found | None:
-    """The deepest checkpoint whose ids are a real beginning of `ids`; of equally deep ones the build's own.
+    """Find the deepest checkpoint whose ids are a proper prefix of `ids`; of equally deep ones the build's own.
 
-    None that the domain does not see. Only from ids.start on: where the ids that are to be fed after it are at hand.
+    Only checkpoints that the domain sees, and none before ids.start: the ids to feed after it must be at hand.
+    skip: ids of checkpoints to pass over.
     """
     first, last = max(1, ids.start), len(ids) - 1
     marks = prefix_keys(scope.layout, scope.lineage, ids, anchors(first, last))
@@ -127,7 +125,10 @@ class Stored:
 
 
 def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) -> list[Stored]:
-    """The deepest checkpoint of each kind that the turns of a path link to; all of one layout. Root first in `path`."""
+    """Return the deepest checkpoint of each kind that the turns of a path link to. Root first in `path`.
+
+    All have one layout.
+    """
     depth = {turn: i for i, turn in enumerate(path)}
     t = turn_checkpoint.c
     own: dict[int, str] = {}  # the topmost turn that links to it is the one that it was made for
@@ -282,7 +283,7 @@ def _rows_of(connection: Connection, checkpoint_id: int) -> Sequence[Any]:
 
 
 def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now: int) -> None:
-    """Turns keep the checkpoint alive, from now on if they did not before."""
+    """Link turns to a checkpoint, which keeps it alive. Links that exist stay."""
     there = set(connection.scalars(_LINKED, {"checkpoint": checkpoint_id, "turns": turns}))
     missing = [{"turn": turn, "checkpoint": checkpoint_id} for turn in dict.fromkeys(turns) if turn not in there]
     if missing:
@@ -291,7 +292,7 @@ def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now:
 
 
 def unlinked(connection: Connection, unused_s: float = 0.0) -> list[int]:
-    """Checkpoints that no turn links to, and that nobody wrote in the last `unused_s` seconds."""
+    """List the checkpoints that no turn links to and that were not used in the last `unused_s` seconds."""
     links = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint == _c.id)
     now, margin = time.time_ns() // 1000, int(unused_s * 1e6)
     fresh = _c.last_used_at.between(now - margin, now + margin) if margin else false()  # a clock may be set back
@@ -299,12 +300,12 @@ def unlinked(connection: Connection, unused_s: float = 0.0) -> list[int]:
 
 
 def linked_to(connection: Connection, turns: Any) -> list[int]:
-    """The checkpoints that a turn of the sub-select `turns` links to."""
+    """List the checkpoints that turns of the sub-select `turns` link to."""
     return list(connection.scalars(select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.turn.in_(turns))))
 
 
 def unlink_strangers(connection: Connection, turn: str, ids: Line) -> list[int]:
-    """Let a turn go of states of its end whose ids are no beginning of `ids`, which it has now; which those are.
+    """Unlink a turn's end-of-turn checkpoints that do not match its new `ids`. Returns their ids.
 
     The state of its prompt stays, for another answer: that may differ from what later prompts make of it.
     """
@@ -318,7 +319,7 @@ def unlink_strangers(connection: Connection, turn: str, ids: Line) -> list[int]:
 
 
 def named_by(row: Any, ids: Line) -> bool:
-    """Whether a checkpoint's key is that of a beginning of these ids, as far as they are at hand.
+    """Return whether a checkpoint's key is that of a prefix of `ids`; False if those ids are not at hand.
 
     row: with `position`, `key`, `layout` and `lineage`.
     """
@@ -350,9 +351,9 @@ def sweep(connection: Connection, candidates: Collection[int]) -> None:
 
 
 def bound(connection: Connection, quota: int | None, used: int | None, keep: Collection[int]) -> int:
-    """Remove those used longest ago, as far as all take more than their share; how many. used: one that just was.
+    """Delete the least recently used unlinked checkpoints while they exceed their share. Return how many.
 
-    keep: ids of those whose turn may still come.
+    used: id of one that was just used. keep: ids of those whose turn may still come.
     """
     if used is not None:
         connection.execute(_USED, {"number": used, "now": time.time_ns() // 1000})

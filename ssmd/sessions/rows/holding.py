@@ -1,4 +1,4 @@
-"""What a session holds: its checkpoints with the KV segments they list, and how much of it others hold too."""
+"""The checkpoints that a session holds, the KV segments they list, and how much of these other sessions hold too."""
 
 from __future__ import annotations
 
@@ -20,45 +20,36 @@ Value = TypeVar("Value", int, str)
 
 @dataclass(frozen=True)
 class Held:
-    """A checkpoint that a session keeps, and what it takes.
-
-    turn: the topmost one that links to it, for which it was made. nbytes: of its pieces. segments: ids of those it
-    lists. shared: turns of other sessions link to it too. pinned: a pinned fork began with a turn that links to it.
-    """
+    """A checkpoint that a session keeps, and the bytes it takes."""
 
     id: int
-    turn: str
+    turn: str  # the topmost one that links to it, for which it was made
     kind: str
     position: int
-    nbytes: int
-    segments: tuple[int, ...]
-    shared: bool
-    pinned: bool = False
+    nbytes: int  # of its pieces
+    segments: tuple[int, ...]  # ids of those it lists
+    shared: bool  # turns of other sessions link to it too
+    pinned: bool = False  # a pinned fork began with a turn that links to it
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A segment. users: checkpoints that list it, in the whole store; linked: those of them that a turn links to, and
-    that were not written ahead. Of more than the session has, some are left out of the counts."""
+    """A segment that a session's checkpoints list. Counts may stop above the number of the session's checkpoints."""
 
     nbytes: int
-    users: int
-    linked: int
+    users: int  # checkpoints that list it, in the whole store
+    linked: int  # those of them that a turn links to; the others were written ahead
 
 
 @dataclass(frozen=True)
 class Holding:
-    """All that a session keeps. parents: its turns in the order of writing, each with the one above it; depths: turns
-    above each.
-
-    bases: those of them that forks begin at.
-    """
+    """All that a session keeps."""
 
     session: str
     head: str
-    bases: frozenset[str]
-    parents: Mapping[str, str | None]
-    depths: Mapping[str, int]
+    bases: frozenset[str]  # its turns that forks begin at
+    parents: Mapping[str, str | None]  # by turn in the order of writing: the turn above it
+    depths: Mapping[str, int]  # turns above each turn
     checkpoints: tuple[Held, ...]
     segments: Mapping[int, Rows]
 
@@ -126,7 +117,10 @@ _PINNED = select(_s.base).where(_s.pinned.is_(True), _s.root.in_(_ROOTS))
 
 
 def read_holding(connection: Connection, session_id: str) -> Holding:
-    """Takes a few queries, and time that grows with the session's own checkpoints, not with the store."""
+    """Read all that a session keeps, in a few queries.
+
+    The time grows with the session's own checkpoints, not with the store.
+    """
     mine = {"session": session_id}
     turns = connection.execute(_TURNS, mine).all()
     depths = {row.id: row.depth for row in turns}
@@ -156,7 +150,7 @@ def read_holding(connection: Connection, session_id: str) -> Holding:
 
 
 def _rows(connection: Connection, lists: Mapping[int, Sequence[int]]) -> dict[int, Rows]:
-    """The segments that these checkpoints list."""
+    """Read the segments that these checkpoints list."""
     mine: dict[int, int] = {}
     for listed in lists.values():
         for number in listed:
@@ -190,12 +184,12 @@ def shared_among(connection: Connection, checkpoints: Sequence[int], session_id:
 
 
 def stored_bytes(connection: Connection) -> int:
-    """Bytes of all checkpoints: every piece and every segment once."""
+    """Return the bytes of all checkpoints: every piece and every segment once."""
     return _total(connection, _CHECKPOINTS)
 
 
 def turn_bytes(connection: Connection) -> int:
-    """Bytes of what was said in all turns, with its ids and its text."""
+    """Return the bytes of the items, ids and text of all turns."""
     return _total(connection, _TURNS_TOTAL)
 
 
@@ -204,17 +198,17 @@ def _total(connection: Connection, name: str) -> int:
 
 
 def add_stored_bytes(connection: Connection, nbytes: int) -> None:
-    """Whoever writes or deletes pieces and segments says so here, in the same transaction."""
+    """Change the total of stored bytes, in the transaction that writes or deletes pieces or segments."""
     _add(connection, _CHECKPOINTS, nbytes)
 
 
 def add_turn_bytes(connection: Connection, nbytes: int) -> None:
-    """Whoever writes, changes or deletes turns says so here, in the same transaction."""
+    """Change the total of the turns' bytes, in the transaction that writes, changes or deletes turns."""
     _add(connection, _TURNS_TOTAL, nbytes)
 
 
 def nbytes_of_turns(connection: Connection, which: Any) -> int:
-    """Bytes of the turns for which a condition holds."""
+    """Return the bytes of the turns for which a condition holds."""
     return int(connection.execute(select(func.coalesce(func.sum(_t.nbytes), 0)).where(which)).scalar_one())
 
 
@@ -224,15 +218,15 @@ def _add(connection: Connection, name: str, nbytes: int) -> None:
 
 
 def count_again(connection: Connection, sessions: Collection[str]) -> None:
-    """Forget the sizes of these sessions: they are counted when they are next asked for."""
+    """Forget the sizes of these sessions. They are counted when they are next needed."""
     for some in batches(sorted(filter(is_unicode, sessions))):
         connection.execute(_UNSIZED, {"some": some})
 
 
 def sole_sharers(connection: Connection, checkpoints: Sequence[int], session_id: str) -> set[str]:
-    """The other sessions that are alone in sharing one of these checkpoints with this one.
+    """Return the other sessions that are alone in sharing one of these checkpoints with this one.
 
-    To them it makes a difference whether this one links to it; where three share, it makes none.
+    A link of this session changes their sizes. Where three sessions share, it changes none.
     """
     found: set[str] = set()
     for number in checkpoints:
@@ -246,7 +240,7 @@ def sole_sharers(connection: Connection, checkpoints: Sequence[int], session_id:
 
 
 def count_sizes(connection: Connection, *, at_most: int) -> int:
-    """Count sessions whose sizes are not known, and write them down; how many there were."""
+    """Count and store the unknown sizes of at most `at_most` sessions. Return how many there were."""
     unknown = select(session_table.c.id).where(session_table.c.own_nbytes.is_(None)).limit(at_most)
     sessions = list(connection.scalars(unknown))
     for session_id in sessions:

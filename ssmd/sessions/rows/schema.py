@@ -57,8 +57,8 @@ session = Table(
     # A fork: the turn it begins at, and the first one above that; tree.py sees to it that they stay. Else NULL.
     Column("base", String(64), index=True),
     Column("root", String(64), index=True),
-    Column("own_nbytes", BigInteger),  # of its checkpoints, what nobody else needs; NULL: to be counted
-    Column("shared_nbytes", BigInteger),  # and what others need too
+    Column("own_nbytes", BigInteger),  # of its checkpoints, what no other session needs; NULL: to be counted
+    Column("shared_nbytes", BigInteger),  # and what other sessions need too
     Column("retained", Integer, nullable=False, server_default=text("0")),  # retention.EVERYTHING, THINNED or NOTHING
     Index("ix_session_pinned_retained_last_used_at", "pinned", "retained", "last_used_at"),
     Index("ix_session_owner_last_used_at", "owner", "last_used_at"),
@@ -196,11 +196,11 @@ total = Table(
 
 
 def seen(owner: Any) -> Any:
-    """The condition that a row with this column is seen; `by` gives a statement its values."""
+    """Build the condition that a row with this owner column is seen. `by` gives its values."""
     return or_(bindparam("everybody", type_=Boolean), owner.in_(bindparam("owners", expanding=True)))
 
 
 def by(domain: Domain) -> dict[str, Any]:
-    """Values of the condition."""
+    """Return the values of the condition that `seen` builds."""
     everybody = domain.sees is None
     return {"everybody": everybody, "owners": ("",) if everybody else domain.sees}  # of an empty list is a query made

@@ -81,12 +81,12 @@ _RUN = re.compile(r"[a-z0-9]+")
 
 @dataclass(frozen=True)
 class Titled:
-    """What a search looks at first of a session. turns: how many it has; base: as of a Session."""
+    """The columns of a session that a search looks at first."""
 
     id: str
     title: str
-    turns: int
-    base: str | None
+    turns: int  # how many it has
+    base: str | None  # as of a Session
 
 
 def session_row(connection: Connection, session_id: str, domain: Domain) -> Any:
@@ -98,7 +98,7 @@ def session_row(connection: Connection, session_id: str, domain: Domain) -> Any:
         row = connection.execute(_SESSIONS.where(_s.id == session_id)).one_or_none()
         if row is not None and domain.has(row.owner):
             return row
-        left = connection.execute(_LEFT, {"session": session_id}).scalar()  # asked also where the answer is not told
+        left = connection.execute(_LEFT, {"session": session_id}).scalar()  # also if the answer is not used
     if row is None and left is not None and domain.has(left):
         raise StoreError(
             f"session {session_id!r} was damaged, its turns are there: `ssmd session check --repair` makes it anew"
@@ -112,22 +112,25 @@ def read_session(connection: Connection, session_id: str, domain: Domain) -> Ses
 
 
 def read_info(connection: Connection, session_id: str, domain: Domain) -> SessionInfo:
-    """What a session is; nothing of it is counted for that. Raises UnknownSession."""
+    """Read one session's SessionInfo, without counting its sizes. Raises UnknownSession."""
     return _info(session_row(connection, session_id, domain))
 
 
 def read_sessions(
     connection: Connection, domain: Domain, limit: int | None = None, after: str | None = None
 ) -> list[Session]:
-    """Those that the domain sees, the ones used last first; at most `limit`, those that follow session `after`.
+    """Read the sessions that the domain sees, most recently used first. Raises UnknownSession.
 
-    Raises UnknownSession.
+    limit: at most so many. after: only sessions that follow this one in the order.
     """
     return [_session(connection, row) for row in _in_order(connection, _SESSIONS, domain, limit, after)]
 
 
 def read_titles(connection: Connection, domain: Domain, after: str | None = None) -> list[Titled]:
-    """The same of all, as far as a search looks at first: 10,000 take a moment. Raises UnknownSession."""
+    """Read what a search needs first of the sessions, in the order of `read_sessions`. Raises UnknownSession.
+
+    10,000 take a moment.
+    """
     rows = _in_order(connection, _TITLES, domain, None, after)
     turns = [row.turns if isinstance(row.turns, int) else 0 for row in rows]
     return [
@@ -145,7 +148,7 @@ def count_sessions(connection: Connection) -> tuple[int, int]:
 def _in_order(
     connection: Connection, columns: Select[Any], domain: Domain, limit: int | None, after: str | None
 ) -> list[Any]:
-    """Rows of sessions that the domain sees, as read_sessions has them. columns: id and last_used_at among them."""
+    """Read rows of the sessions that the domain sees, as `read_sessions`. columns: id and last_used_at among them."""
     asked = columns.order_by(_s.last_used_at.desc(), _s.id).limit(limit)
     if after is not None:
         last = session_row(connection, after, domain)
@@ -161,8 +164,9 @@ def _in_order(
 
 
 def _session(connection: Connection, row: Any) -> Session:
-    """Make a Session of a row of _SESSIONS. Taken apart in one go, as there may be 10,000: by name it takes twice as
-    long. What of it cannot be read is told as nothing, so that one row that was altered hides no other.
+    """Make a Session of a row of _SESSIONS. A value that cannot be read is left empty: it hides no other session.
+
+    The row is unpacked in one go: with 10,000 rows, reading columns by name takes twice as long.
     """
     *about, created_at, last_used_at, head, turns, title, own, shared, base = row
     info = _info(about)
@@ -192,7 +196,7 @@ def _info(row: Sequence[Any]) -> SessionInfo:
 
 
 def touch_session(connection: Connection, turns: Sequence[NewTurn], info: SessionInfo) -> None:
-    """The session of new turns goes on from the first of them; it is written if it is new."""
+    """Make the first of new turns the head of its session. Write the session if it is new."""
     now = max(to_micros(t.created_at) for t in turns)
     there = connection.execute(_TURNS, {"session": info.id}).one_or_none()
     if there is not None:
@@ -202,8 +206,8 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
             "head": turns[0].id,
             "model": info.model,
             "lineage": info.lineage,
-            "clock": info.clock.isoformat(),  # as it was, but if that could not be read
-            "owner": info.owner,  # as it was, but if it was nobody's
+            "clock": info.clock.isoformat(),  # as it was, unless that could not be read
+            "owner": info.owner,  # as it was, unless it had no owner
         }
         connection.execute(_TOUCHED, {"session": info.id, **{f"new_{n}": values[n] for n in _GOES_ON}})
         return
@@ -213,7 +217,7 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
 
 
 def after_all(connection: Connection, now: int) -> int:
-    """When a session was used that is used now: after all others, however far ahead a clock was when they were."""
+    """Return the time of a use now. It is later than all stored ones, even if a clock was ahead then."""
     return max(now, (connection.execute(_LATEST).scalar() or 0) + 1)
 
 
@@ -249,7 +253,7 @@ def insert_session(
 
 
 def pin_session(connection: Connection, session_id: str, domain: Domain, pinned: bool) -> None:
-    """Exempt it from retention, or no longer. Raises UnknownSession."""
+    """Exempt a session from retention, or no longer. Raises UnknownSession."""
     session_row(connection, session_id, domain)
     connection.execute(update(session_table).where(_s.id == session_id).values(pinned=pinned))
     if not pinned:
@@ -257,7 +261,7 @@ def pin_session(connection: Connection, session_id: str, domain: Domain, pinned:
 
 
 def rename_session(connection: Connection, session_id: str, domain: Domain, title: str | None) -> None:
-    """Give it a title; None: the one that it would have of itself. Raises UnknownSession, StoreError on no title."""
+    """Give a session a title; None: its default title. Raises UnknownSession, StoreError on an invalid title."""
     session_row(connection, session_id, domain)
     if title is None:
         roots = select(turn).where(tree.belongs(session_id), turn.c.parent.is_(None))
@@ -288,7 +292,7 @@ def remove_session(connection: Connection, session_id: str, domain: Domain) -> N
 
 
 def default_title(messages: Sequence[Message]) -> str:
-    """The title of a session that none was given to: how its first user message begins."""
+    """Return the title of a session that none was given to: the beginning of its first user message."""
     first = next((m.content for m in messages if m.role == "user"), "")
     shown = " ".join(first.replace("\0", "\ufffd").split())[:_TITLE_CHARACTERS]
     return shown.encode("utf-8", "replace").decode()
@@ -296,7 +300,7 @@ def default_title(messages: Sequence[Message]) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found. after: the session behind which it goes on; None: there is nothing more."""
+    """The result of a search. after: the session behind which it goes on; None: it is complete."""
 
     sessions: tuple[Session, ...]
     after: str | None
@@ -310,14 +314,14 @@ def find(
     after: str | None,
     within_s: float,
 ) -> Found:
-    """The sessions that have all words of a text, each in the title or in any turn, those used last first; at most
-    `limit`, of those that follow session `after`.
+    """Find the sessions that have all words of a text in their title or turns, most recently used first.
 
-    reading: opens a read transaction; none is long. within_s: about how long to look. Raises UnknownSession if there is
-    no session `after`, any more.
+    limit: at most so many. after: only sessions that follow this one.
+    reading: opens a read transaction; each is short. within_s: about how long to look.
+    Raises UnknownSession if session `after` does not exist any more.
 
-    The database looks for a word's letters and digits first, which takes nothing of the interpreter; only what has them
-    is read, and compared as text.
+    The database first looks for a word's letters and digits, outside Python. Only rows that have them are
+    read and compared as text.
     """
     words, found = words_of(text), list[Session]()
     until = time.monotonic() + within_s
@@ -336,12 +340,12 @@ def find(
 
 
 def words_of(text: str) -> list[str]:
-    """The words to look for: what stands between spaces, in small letters."""
+    """Return the words to look for: the parts between spaces, in small letters."""
     return list(dict.fromkeys(text.lower().split()))
 
 
 def _portions(sessions: Iterable[Titled]) -> Iterator[list[Titled]]:
-    """Sessions in their order, so many at a time as can be looked through at once."""
+    """Split sessions, in their order, into portions that are searched at once."""
     portion: list[Titled] = []
     turns = 0
     for one in sessions:
@@ -355,7 +359,7 @@ def _portions(sessions: Iterable[Titled]) -> Iterator[list[Titled]]:
 
 
 def _having(connection: Connection, sessions: Sequence[Titled], words: Sequence[str]) -> list[str]:
-    """The ids of those of a portion that have all words, in their order."""
+    """Return the ids of the sessions in a portion that have all words, in their order."""
     missing = {one.id: {word for word in words if word not in one.title.lower()} for one in sessions}
     wanted = [id_ for id_, left in missing.items() if left]
     if wanted:
@@ -367,7 +371,7 @@ def _having(connection: Connection, sessions: Sequence[Titled], words: Sequence[
 
 
 def _look(connection: Connection, where: Any, missing: dict[str, set[str]], session: str | None = None) -> None:
-    """Take out of what is missing what was said in these turns. session: whose they count as; None: their owner's."""
+    """Remove the words found in these turns from `missing`. session: counted as theirs; None: the turns' own."""
     words = sorted(set[str]().union(*(missing.values() if session is None else [missing[session]])))
     query = select(_t.session, _t["items"], _t.answer).where(where, or_(*map(_may_be_said, words)))
     with as_they_are(connection):
@@ -384,9 +388,10 @@ def _look(connection: Connection, where: Any, missing: dict[str, set[str]], sess
 
 
 def _may_be_said(word: str) -> Any:
-    """A condition on a turn that holds wherever the word stands in it, and elsewhere too.
+    """Build a condition on turns that holds wherever a word stands in one, and in others too.
 
-    The longest part of A to Z and digits in either case; of a word without any, its usual spellings.
+    It looks for the longest run of A to Z and digits, in either case. For a word without any, it looks for usual
+    spellings.
     """
     said = (_t["items"], _t.answer)
     run = max(_RUN.findall(word), key=len, default="")
