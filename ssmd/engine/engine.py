@@ -1,7 +1,7 @@
-"""What serves one program: requests are planned and queued here, and answered by threads.
+"""The engine of one program: requests are planned and queued here, and answered by threads.
 
-`Engine.submit` runs in the caller's thread and decides what has to be fed; the worker (worker.py) alone touches the
-program; checkpoints are read in a thread of their own (persist/restore.py), so that other streams go on; the writer
+`Engine.submit` runs in the caller's thread and plans the prompt. Only the worker (worker.py) computes with the program.
+Checkpoints are read in a thread of their own (persist/restore.py), so that other streams go on. The writer
 (persist/writer.py) commits. No asyncio here.
 """
 
@@ -130,11 +130,11 @@ class Engine:
         *,
         recallable: bool = False,
     ) -> Generation:
-        """Plan the prompt and queue it. Blocks for template, tokenizer and look-up; raises Rejected.
+        """Plan the prompt and queue it. Blocks for template, tokenizer and look-up. Raises Rejected.
 
-        `deliver` is called from the worker's and the writer's threads: deltas, then one Done or Failed. `go_on` is
-        called now and then while it blocks, to raise when nobody waits for it any more. recallable: it may be given
-        back while it waits, by Recalled.
+        deliver: called from the worker's and the writer's threads: deltas, then one Done or Failed.
+        go_on: called now and then while it blocks; it raises if the client is gone.
+        recallable: the request may be given back while it waits, by Recalled.
         """
         started = time.perf_counter() if request.arrived is None else request.arrived
         self.check(request.client)

@@ -10,23 +10,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ReplyKey:
-    """The key by which a request is recognised when it comes again.
+    """The key by which a repeated request is recognised."""
 
-    digest: 32 bytes; who may have it is part of it. body: 32 bytes, a hash of the request's body. lasts: how long the
-    reply is kept. named: the client named the request itself, so that there is one reply under this key; else requests
-    that are alike share it. replaces: the turns of an attempt that broke off, which this one takes the place of.
-    """
-
-    digest: bytes
-    body: bytes
-    lasts: timedelta
-    named: bool
-    replaces: tuple[str, ...] = ()
+    digest: bytes  # 32 bytes; the name of the owner is part of it
+    body: bytes  # 32 bytes, a hash of the request's body
+    lasts: timedelta  # how long the reply is kept
+    named: bool  # the client named the request, so one reply has this key; else equal requests share it
+    replaces: tuple[str, ...] = ()  # turns of an attempt that broke off, which this one replaces
 
 
 @dataclass(frozen=True)
 class NewReply:
-    """What is kept of a reply beside the text of its turns. complete: False if it broke off. answer: JSON."""
+    """A reply to be stored, without the text of its turns. complete: False if it broke off. answer: JSON."""
 
     key: ReplyKey
     complete: bool

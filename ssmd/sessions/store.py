@@ -124,8 +124,7 @@ class Store:
 
         The session is created if it is new. A checkpoint whose key is stored already is linked to, not written again.
         A checkpoint is left out if its parent was removed meanwhile, or if the quota has no room for it. If the disk
-        has no
-        room, all with data are left out. The result reports that, and the turns are written all the same.
+        has no room, all with data are left out. The result reports that, and the turns are written all the same.
         reply: to answer the request with if it is repeated. The turns that it replaces are removed.
         heard: by turn id, the client's copy of turns that were found altered; ancestors first.
         patience: asked to stop only while states with data are written.
@@ -384,8 +383,7 @@ class Store:
         """Do deferred work. Return whether sessions are left to be counted.
 
         It moves commits from the log into the file, counts the sizes of sessions that sharing changed, and erases for
-        good what
-        was removed if that was not possible at once.
+        good what was removed if that was not possible at once.
         """
         return commits.settle(self._engine, self.file, self.room)
 

@@ -24,7 +24,7 @@ class StoreError(Exception):
 
 
 class Removed(StoreError):
-    """What was to be continued was removed meanwhile: nothing is wrong with the store."""
+    """The turn or session to continue was removed meanwhile. The store itself is sound."""
 
 
 class UnknownSession(StoreError):
@@ -37,40 +37,32 @@ class UnknownTurn(UnknownSession):
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """What a session is, whatever is said in it: model, lineage, clock.
-
-    model, lineage: of what answered last. clock: the moment its templates see, frozen. imported: the import it descends
-    from. owner: whose it is. known: it was read from the store, so that a turn of it is none of a new session.
-    """
+    """The facts of a session that do not depend on its messages: model, lineage, clock."""
 
     id: str
-    model: str
-    lineage: str
-    clock: datetime
+    model: str  # that answered last
+    lineage: str  # of that model
+    clock: datetime  # the moment its templates see, frozen
     pinned: bool = False
-    imported: str | None = None
+    imported: str | None = None  # the import it descends from
     owner: str = ""
+    # It was read from the store: a turn of it never starts a new session.
     known: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
 class Session:
-    """A stored session.
-
-    head: its current turn. turns: all that it has, those of its beginning included. title: the one it was given, or
-    how its first user message begins. nbytes: the checkpoints of its own turns, `own_nbytes` of which no other session
-    needs. base: the turn that a fork begins at: that one and those above it may be another session's.
-    """
+    """A stored session."""
 
     info: SessionInfo
     created_at: datetime
     last_used_at: datetime
-    head: str
-    turns: int
-    title: str
-    nbytes: int
-    own_nbytes: int
-    base: str | None = None
+    head: str  # its current turn
+    turns: int  # all that it has, a fork's beginning included
+    title: str  # the one it was given, or how its first user message begins
+    nbytes: int  # bytes of the checkpoints of its own turns
+    own_nbytes: int  # those of them that no other session needs
+    base: str | None = None  # turn a fork begins at; it and those above it may be another session's
 
     @property
     def id(self) -> str:
@@ -79,46 +71,36 @@ class Session:
 
 @dataclass(frozen=True)
 class Settled:
-    """Where the last message of a rendering begins: whatever is said after it, the text before stays as it is.
+    """The place where the last message of a rendering begins. The text before it stays, whatever is said after it."""
 
-    messages: how many of those shown come before it; characters: of text before it. template: a hash of what rendered
-    it.
-    """
-
-    messages: int
-    characters: int
-    template: str
+    messages: int  # shown before it
+    characters: int  # of text before it
+    template: str  # hash of the template, tools and variables that rendered it
 
 
 @dataclass(frozen=True, eq=False)
 class NewTurn:
-    """One exchange that is to be stored.
+    """A turn that is to be stored: one exchange of a conversation.
 
-    parent: the turn before it, or None at the root. messages: the input since the parent's answer. answer: the
-    assistant's message; where a given beginning was continued it is the whole message, and `messages` leaves the
-    beginning out. ids: of the whole rendered conversation up to the end of the answer's text (of one that was rendered
-    anew: up to where the next message begins, or the last control token before that). text: what those ids stand for,
-    rendered and escaped; both are empty where only the messages are known. Of both so much is at hand that they can be
-    told to go on from those of a turn above. complete: False if it was cut off by a disconnect or a shutdown. lineage:
-    of the model whose ids these are; "" on the way in: the session's. settled: None where the template is not known to
-    keep what it wrote. cut: how many messages after the system prompt the model was not shown, as they had no room in
-    its context.
+    ids and text cover the whole rendered conversation, up to the end of the answer's text. In a turn that was rendered
+    anew, they end where the next message begins, or at the last control token before that. Both are empty if only the
+    messages are known. Of both, enough is at hand to see whether they go on from a turn above.
     """
 
     id: str
     session: str
-    parent: str | None
-    messages: tuple[Message, ...]
-    answer: Message
+    parent: str | None  # the turn before it; None at the root
+    messages: tuple[Message, ...]  # the input since the parent's answer, without a beginning that was continued
+    answer: Message  # the assistant's whole message, with a beginning that was continued
     ids: Line
     prompt_tokens: int
-    text: Passage
+    text: Passage  # of those ids, rendered and escaped
     finish: str
-    complete: bool
+    complete: bool  # False if a disconnect or a shutdown cut it off
     created_at: datetime
-    lineage: str = field(default="", kw_only=True)
-    settled: Settled | None = field(default=None, kw_only=True)
-    cut: int = field(default=0, kw_only=True)
+    lineage: str = field(default="", kw_only=True)  # of the model whose ids these are; "" to be stored: the session's
+    settled: Settled | None = field(default=None, kw_only=True)  # None if the template may change what it wrote
+    cut: int = field(default=0, kw_only=True)  # messages after the system prompt that had no room in the context
 
     @property
     def conversation(self) -> tuple[Message, ...]:
@@ -128,39 +110,34 @@ class NewTurn:
 
 @dataclass(frozen=True, eq=False)
 class Turn(NewTurn):
-    """A stored turn. stem: the turn above it whose ids and text its own go on from; None if they stand alone. root: the
-    first turn above it, or itself.
+    """A stored turn."""
 
-    depth: turns above it. length: messages of the conversation up to its answer. chain: of that. sound: False if what
-    is stored of it was altered: ids and text are empty then, and what was said is as far as it can be read.
-    """
-
-    stem: str | None
-    root: str
-    depth: int
-    length: int
-    chain: Chain
-    sound: bool = True
+    stem: str | None  # turn above whose ids and text its own go on from; None: they stand alone
+    root: str  # the first turn above it, or itself
+    depth: int  # turns above it
+    length: int  # messages of the conversation up to its answer
+    chain: Chain  # of those messages
+    sound: bool = True  # False if stored data were altered: ids and text are then empty, messages as far as readable
 
 
 def conversation(path: Sequence[NewTurn]) -> tuple[Message, ...]:
-    """All messages of a path, root first."""
+    """Return all messages of a path, root first."""
     return tuple(m for turn in path for m in turn.conversation)
 
 
 def without(messages: Sequence[Message], cut: int) -> Sequence[Message]:
-    """The messages but for the first `cut` after the system prompt."""
+    """Return the messages without the first `cut` after the system prompt."""
     head = system_prompt(messages)
     return (*messages[:head], *messages[head + cut :]) if cut else messages
 
 
 def system_prompt(messages: Sequence[Message]) -> int:
-    """How many messages at the beginning are the system prompt."""
+    """Count the messages at the beginning that are the system prompt."""
     return next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
 
 
 def title_problem(title: str) -> str:
-    """Why a text cannot be a session's title, to follow the word; "" if it can."""
+    """Return why a text cannot be a session's title, to follow the word; "" if it can."""
     if len(title) > MAX_TITLE or not any(unicodedata.category(c)[0] not in "CMZ" and c not in _BLANK for c in title):
         return f"has 1 to {MAX_TITLE} characters, of which one can be seen"
     if any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in title):
@@ -169,7 +146,7 @@ def title_problem(title: str) -> str:
 
 
 def check_id(kind: str, value: str) -> str:
-    """The id itself. Raises StoreError unless it is one that cannot be mistaken for a path or a command."""
+    """Return the id. Raises StoreError unless it is one that cannot be mistaken for a path or a command."""
     if not isinstance(value, str) or not ID_PATTERN.fullmatch(value):
         raise StoreError(f"{kind} id {value!r} is not allowed: 1 to 64 letters, digits, _ or - are")
     return value

@@ -38,8 +38,7 @@ class Shares:
         """Return the clients that get no lane now, beside `in_use` lanes; None if no client gets one.
 
         Spare lanes are for clients that have nothing running. So none of them waits for the end of another client's
-        answer,
-        which may be far.
+        answer, which may be far.
         """
         if in_use < self._max_running:
             return frozenset()
@@ -51,8 +50,7 @@ class Shares:
         """Pick the choices that get a token in this step: all of them, if there is a single client.
 
         Of several clients each gets one token, for its choices in turn. Further choices are added in turn while the
-        step costs
-        no more than with those, or than FAIR.
+        step costs no more than with those, or than FAIR.
         beside: tokens that are in the step already.
         """
         by_client: dict[str, list[Open]] = {}
@@ -83,8 +81,7 @@ class Shares:
         """Return whether a piece of this prompt may be prefilled now, beside the answers under way.
 
         A client may while it has credit. If more of its requests wait in the queue (`more_wait`), it may at the pace of
-        the
-        refill: a client that asks for more lanes than there are spends no credit on that.
+        the refill: a client that asks for more lanes than there are spends no credit on that.
         """
         client = g.asked.request.client
         known = self._credit.get(client)

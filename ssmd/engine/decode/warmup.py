@@ -1,4 +1,4 @@
-"""The warm-up: what takes longer the first time is done once, step by step, while nobody comes."""
+"""The warm-up: work that takes longer the first time is done once, step by step, while no request comes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from ssmd.engine.terms import Steps
 from ssmd.runtime.protocol import Handle, Program
 
-AFTER_S = 0.1  # how long nobody must have come before the first step; the others follow at once
+AFTER_S = 0.1  # s without a request before the first step; the others follow at once
 
 
 class WarmUp:
@@ -19,16 +19,16 @@ class WarmUp:
         self._patience = AFTER_S
 
     def __bool__(self) -> bool:
-        """Whether something is left to do."""
+        """Return whether a piece is left."""
         return bool(self._left)
 
     @property
     def due_s(self) -> float | None:
-        """How long to wait for a request before the next step; None: there is none."""
+        """Return how many seconds to wait for a request before the next step; None if no step is left."""
         return self._patience if self._left else None
 
     def step(self) -> None:
-        """Do the next step. One that fails ends its piece, not those after it."""
+        """Do the next step. A step that fails ends its piece, not the later ones."""
         self._patience = 0.0
         try:
             next(self._left[0])
@@ -38,7 +38,7 @@ class WarmUp:
                 raise
 
     def cancel(self) -> None:
-        """Drop all that is left: somebody has come."""
+        """Drop the pieces that are left, as a request has come."""
         while self._left:
             self._left.popleft().close()
 
@@ -50,7 +50,7 @@ def once(work: Callable[[], object]) -> Steps:
 
 
 def run_tokens(program: Program, tokens: int, handle: Handle | None = None) -> Steps:
-    """Feed so many tokens at once and one more, to a state of its own or to this one, which it releases."""
+    """Feed so many tokens at once and one more, to a new state or to that of `handle`. Releases it."""
     if handle is None:
         handle = program.new_state()
     try:

@@ -72,7 +72,7 @@ class Host:
 
     @property
     def working(self) -> bool:
-        """Whether a thread that computes has not stopped, or not yet."""
+        """Return whether the worker of any loaded model runs."""
         return any(engine.working for engine in self._loader.engines())
 
     def check(self, client: str) -> None:

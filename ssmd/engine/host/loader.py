@@ -532,8 +532,7 @@ def make_room(wanted: Hosted, loaded: Sequence[Hosted], budget: int) -> list[Hos
     """Pick the models to unload for a new one: idle models first, least recently used first.
 
     Raises NoRoom if it cannot fit beside the pinned models. Only file sizes decide that. Measured sizes depend on how
-    many
-    answers a model gave: by them, a model that was loaded once could be refused for ever.
+    many answers a model gave: by them, a model that was loaded once could be refused for ever.
     """
     others = [one for one in loaded if one is not wanted]
     pinned = sum(one.least for one in others if one.pinned)

@@ -42,7 +42,7 @@ class KeepsNothing:
         self._program = program
 
     def begin(self, asked: Asked) -> Kept:
-        """What is kept of a request: nothing."""
+        """Begin a request, of which nothing is kept."""
         return Kept()
 
     def warm_up(self, tokens: int) -> Steps:
@@ -50,17 +50,17 @@ class KeepsNothing:
         return run_tokens(self._program, tokens)
 
     def has_work(self) -> bool:
-        """Whether `work` has something to do: never."""
+        """Return whether `work` has something to do: never."""
         return False
 
     def work(self) -> None:
-        """Do a piece of work that nobody waits for: there is none."""
+        """Do nothing: there is no deferred work."""
 
     def pause(self) -> None:
-        """Let go of the work at hand: there is none."""
+        """Do nothing: there is no work to pause."""
 
     def close(self) -> None:
-        """Write what waits: nothing does."""
+        """Do nothing: there is nothing to write."""
 
 
 class Persistence:
@@ -88,11 +88,11 @@ class Persistence:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no work, nor any that only waits for a plan. From any thread."""
+        """Return whether no turn is rerendered or waits for that. From any thread."""
         return self._rerenderer.idle
 
     def begin(self, asked: Asked) -> Kept:
-        """What is kept of a request: nothing yet. From any thread."""
+        """Begin a request, of which nothing is kept yet. From any thread."""
         return _Kept(self, asked) if asked.request.raw is None else _KeptPrefix(self, asked)
 
     def warm_up(self, tokens: int) -> Steps:
@@ -113,33 +113,33 @@ class Persistence:
         yield from run_tokens(self._program, tokens, None if loaded is None else loaded.handle)
 
     def has_work(self) -> bool:
-        """Whether `work` has something to do."""
+        """Return whether `work` has something to do."""
         return self._rerenderer.ready()
 
     def work(self) -> None:
-        """Do a piece of work that nobody waits for; it takes no longer than one bucket, or restoring a state."""
+        """Do a piece of deferred work. It takes no longer than one bucket, or restoring a state."""
         self._rerenderer.step()
 
     def pause(self) -> None:
-        """Let go of the work at hand, as a request came: it is begun anew later."""
+        """Drop the work at hand, as a request came. It is begun anew later."""
         self._rerenderer.pause()
 
     def close(self) -> None:
-        """Write what waits; after the worker has stopped."""
+        """Finish queued writes, after the worker has stopped."""
         self._rerenderer.close()
         self._writer.flush()
         self._restorer.close()
 
 
 class _Kept(Kept):
-    """What is kept of one request, whose states and turns go to the store. With "store": false it restores only."""
+    """The states and turns of one request, which go to the store. With "store": false it only restores."""
 
     def __init__(self, by: Persistence, asked: Asked) -> None:
         self._by, self._asked, self._prompt = by, asked, asked.prompt
         self._info = asked.prompt.info
         self._restoring: Restoring | None = None
         self._checkpoints: list[Pending] = []
-        # What the next checkpoint grows from, and at which position.
+        # The checkpoint that the next one grows from, and its position.
         self._parent: tuple[int | NewCheckpoint | None, int] = (None, 0)
         self._origin: str | None = None  # set when the state came from an import: what grows from it stays there
         self._turns: list[Choice] = []
@@ -182,13 +182,14 @@ class _Kept(Kept):
         return self._save(handle, "user", self._prompt.ids.up_to(position))
 
     def _pays(self, read_ms: float) -> bool:
-        """Whether a state is worth its writing that spares so much reading to requests that ask the same again. The
-        rows of the cache cost nothing: the state at the turn's end needs them too.
+        """Return whether a state is worth writing. read_ms: prefill time that it saves for a repeated request.
+
+        The rows of the cache cost nothing: the state at the turn's end needs them too.
         """
         return self._by._writer.pays(self._by._recurrent_nbytes, read_ms)
 
     def _save(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None = None) -> NewCheckpoint | None:
-        """A handle's state, for `keep`. turn: whose end it is; None for all of the request."""
+        """Copy a handle's state, for `keep`. turn: the turn it is the end of; None for the whole request."""
         if self._info is None:
             return None
         return self._saved(handle, kind, ids, turn, self._info.owner)
@@ -217,7 +218,7 @@ class _Kept(Kept):
         self.keep(self._save(choice.handle, "turn", ids, choice.turn))
 
     def commit(self, choices: Sequence[Choice], done: Done, then: Then) -> None:
-        # Those that were cut before they had a text become no turns.
+        # Choices that were cut before they had a text become no turns.
         self._turns = [choice for choice in choices if choice.text or choice.calls or choice.end != "cancelled"]
         if self._info is None or not self._turns:
             self._by._writer.abandon(self._checkpoints)
@@ -236,7 +237,7 @@ class _Kept(Kept):
 
 
 class _KeptPrefix(_Kept):
-    """What is kept of a raw prompt: its state, for prompts that begin with it, and no turn."""
+    """The state of a raw prompt, kept for prompts that begin with it. It makes no turn."""
 
     def _pays(self, read_ms: float) -> bool:
         return True
@@ -258,9 +259,9 @@ class _KeptPrefix(_Kept):
 
 
 def _turn(info: SessionInfo, prompt: Prompt, choice: Choice) -> NewTurn:
-    """The turn that a choice answered.
+    """Make the turn of a choice.
 
-    Where text and tokens disagree (`choice.cut`), what is known of both ends with the prompt.
+    Where text and tokens disagree (`choice.cut`), the turn's text and ids end with the prompt.
     """
     return NewTurn(
         id=choice.turn,

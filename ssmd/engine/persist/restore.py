@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """What a prompt starts from. found, handle: None for a new state. ids: all at hand that are to be fed after it."""
+    """The state that a prompt starts from, in a handle."""
 
-    found: Found | None
-    handle: Handle | None
-    ids: Line
+    found: Found | None  # None for a new state
+    handle: Handle | None  # None for a new state
+    ids: Line  # all at hand that are to be fed after it
 
 
 Loading = Generator[None, None, Loaded | None]
@@ -34,9 +34,9 @@ Restoring = Future[tuple[Prompt, Loaded]]
 
 
 class Restorer:
-    """Restores checkpoints into handles: `load` from any thread; `begin` puts it into a thread of its own.
+    """Restores checkpoints into handles: `load` from any thread; `begin` in a thread of its own.
 
-    damaged: told of a checkpoint whose bytes are not those that were written.
+    damaged: called with the id of a checkpoint whose bytes are not those that were written.
     """
 
     def __init__(self, program: Program, store: Store, scope: Scope, *, damaged: Callable[[int], None]) -> None:
@@ -44,9 +44,10 @@ class Restorer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-restore")
 
     def begin(self, prompt: Prompt, session: str | None, domain: Domain, then: Callable[[], None]) -> Restoring:
-        """Load in the background what a prompt starts from; `then` is called when it is done.
+        """Load the state that a prompt starts from, in the background. `then` is called when that is done.
 
-        The prompt comes back with it: made anew from the request's words if what is stored of it cannot be read.
+        The prompt is returned with it, rendered anew from the request's messages if what is stored of it cannot be
+        read.
         """
         restoring = self._thread.submit(self._load, prompt, session, domain)
         restoring.add_done_callback(lambda _: then())
@@ -62,7 +63,7 @@ class Restorer:
     def load(
         self, found: Found | None, ids: Line, stem: str | None, session: str | None, domain: Domain
     ) -> Loaded | None:
-        """A handle restored from `found`, or from the next best checkpoint that can be read, if there is any.
+        """Restore a handle from `found`, or from the next best checkpoint that can be read, if there is any.
 
         None if neither a state nor all the ids could be read.
         """
@@ -75,7 +76,7 @@ class Restorer:
                 return loaded
 
     def steps(self, found: Found | None, ids: Line, stem: str | None, session: str | None, domain: Domain) -> Loading:
-        """Load part by part, as `load` does. Closed before its end, or failing, it has released what it had."""
+        """Load part by part, as `load` does. It releases what it had if it fails or is closed before its end."""
         tried: list[int] = []
         try:
             while found is not None:
@@ -91,7 +92,7 @@ class Restorer:
                     if handle is not None:
                         self._program.release(handle)
                     if not isinstance(err, StoreError | StateError):
-                        raise  # nobody wants it any more, or the device is lost: whoever waits is told
+                        raise  # the request ended, or the device is lost: the caller gets the error
                     log.error("checkpoint %s cannot be used, the next best is: %s", found.id, err)
                     if isinstance(err, DamagedState):
                         self._damaged(found.id)
@@ -103,7 +104,7 @@ class Restorer:
         return None if ids.start else Loaded(None, None, ids)
 
     def discard(self, restoring: Restoring) -> None:
-        """Release what is being loaded: nobody waits for it any more."""
+        """Release what is being loaded: its request has ended."""
         restoring.cancel()
         restoring.add_done_callback(self._release)
 

@@ -89,7 +89,7 @@ class _Standing(Patience):
         return self.late
 
     def sure(self) -> None:
-        """Become durable from now on. Raises Late if its client was told otherwise, or is told now."""
+        """Note that the write becomes durable next. Raises Late if its client got another result meanwhile."""
         with self._lock:
             if self._told or (self.text and self.late):
                 raise Late("a turn was given up before it was written")
@@ -143,26 +143,26 @@ def _late() -> Late:
 
 
 class Pace:
-    """How long states take to be durable, as the last ones did."""
+    """The recent speed at which states become durable."""
 
     def __init__(self) -> None:
         self._last = (0.0, 0)  # seconds, bytes
         self._when = 0.0
 
     def wait_s(self, nbytes: int) -> float:
-        """Seconds that so many bytes are likely to take; 0.0 where that was not looked at for LOOK_S."""
+        """Estimate the seconds that so many bytes take; 0.0 without a write in the last LOOK_S."""
         if time.monotonic() - self._when > LOOK_S or not nbytes:
             return 0.0
         took_s, of = self._last
         return took_s * max(1.0, nbytes / of) if of > SMALL_BYTES else took_s
 
     def cost_ms(self, nbytes: int) -> float:
-        """Milliseconds that so many bytes of a large state take of everything else."""
+        """Estimate the milliseconds that a large state of so many bytes takes from everything else."""
         took_s, of = self._last
         return nbytes * (took_s * 1e3 / of if of > SMALL_BYTES else UNKNOWN_MS / (1 << 20))
 
     def note(self, nbytes: int, took_s: float) -> None:
-        """Note how long a write of so many bytes took, or was let take."""
+        """Note how long a write of so many bytes took, or how long it was given."""
         if nbytes:
             self._when, self._last = time.monotonic(), (took_s, nbytes)
 
@@ -193,9 +193,9 @@ class Writer:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
-        self._ahead: Counter[int] = Counter()  # ids of those whose turns are awaited
-        self._swept = -LOOK_S  # when
-        self._unsettled = True  # what the last process could not do
+        self._ahead: Counter[int] = Counter()  # checkpoint ids, by how many turns may still link them
+        self._swept = -LOOK_S  # monotonic s of the last sweep
+        self._unsettled = True  # the last process may have left work undone
         self._garbage = False  # memory to give back
         self._logged = 0  # bytes of states that stand in the log
         self._pace = Pace()

@@ -345,8 +345,7 @@ def cut_to_fit(
     """Return how many messages after the system prompt to leave out, so that an answer has room.
 
     `cut`, if there is room without them, or nothing more to leave out. Otherwise so many that the prompt takes
-    TRUNCATED of
-    the context, and that not every turn cuts again.
+    TRUNCATED of the context, and that not every turn cuts again.
     tokens: of the prompt without `cut` messages. tokens_with: returns them for another number.
     """
     if context - tokens >= min(max_tokens, int(context * LEAST_ROOM)):

@@ -353,7 +353,7 @@ def check_size(schema: Any, param: str) -> None:
 
 
 def _check_levels(schema: Any, references: Collection[str], named: bool, param: str) -> None:
-    """Check that a schema is not read too deeply. named: parts of it have names, by which it may refer to them."""
+    """Raise Rejected if a schema nests too deeply. named: parts of it have names that references may use."""
     whole = levels = _levels(schema)
     counted = {id(schema)}
     for reference in references:
@@ -369,7 +369,7 @@ def _check_levels(schema: Any, references: Collection[str], named: bool, param: 
 
 
 def place_of(schema: Any, why: str) -> str:
-    """The way to the keyword that llguidance refuses, "" if that is not known. why: what it says."""
+    """Return the way to the keyword that llguidance refuses, "" if that is not known. why: its error."""
     wanted = _wanted(why)
     if wanted is not None:
         for way, keyword, value in _keywords(schema, ""):
@@ -379,7 +379,7 @@ def place_of(schema: Any, why: str) -> str:
 
 
 def _wanted(why: str) -> Callable[[str, Any], bool] | None:
-    """Whether a keyword with a value is what llguidance means."""
+    """Return a test for the keyword and value that llguidance's error means; None if it names none."""
     if found := _KEYWORD.search(why):
         name = found[1]
         return lambda keyword, value: keyword == name
@@ -393,7 +393,7 @@ def _wanted(why: str) -> Callable[[str, Any], bool] | None:
 
 
 def _keywords(value: Any, way: str) -> Iterator[tuple[str, str, Any]]:
-    """Every key in a schema, in order, with the way to it and its value."""
+    """Yield every key in a schema, in order: the way to it, the key, its value."""
     if isinstance(value, dict):
         for key, inner in value.items():
             mine = f"{way}.{key}" if _NAME.fullmatch(key) else f"{way}[{json.dumps(key)}]"
@@ -409,18 +409,18 @@ def _unsupported(param: str, why: str) -> Rejected:
 
 
 def _is_kept(keyword: str, bound: float) -> bool:
-    """Whether llguidance takes a bound for what it is."""
+    """Return whether llguidance reads a bound as the number it is."""
     return (LEAST <= bound <= MOST and float(bound) == bound) or (keyword == "maximum" and bound == MAXIMUM)
 
 
 def _counts(schema: dict[str, Any]) -> bool:
-    """Whether an object has as many properties as a schema wants, if it has those that are required."""
+    """Return whether the required properties of an object, and one more, reach `minProperties`."""
     least, required = schema.get("minProperties"), schema.get("required")
     return not isinstance(least, int) or least <= 1 + (len({*map(str, required)}) if isinstance(required, list) else 0)
 
 
 def _target(schema: Any, reference: str) -> Any:
-    """What a reference points to; None where no way from the schema's root tells."""
+    """Return the part of a schema that a reference points to; None if no way from the root leads there."""
     found = schema if reference.startswith("#/") or reference == "#" else None
     if found is not None and reference != "#":
         for step in unquote(reference[2:]).split("/"):
@@ -433,7 +433,7 @@ def _target(schema: Any, reference: str) -> Any:
 
 
 def _levels(value: Any) -> int:
-    """How many objects and lists stand within each other."""
+    """Count how deep objects and lists are nested."""
     levels, inner = 0, [value]
     while inner := [one for one in inner if isinstance(one, dict | list)]:
         levels += 1
@@ -442,7 +442,7 @@ def _levels(value: Any) -> int:
 
 
 def check_lark(text: str, param: str) -> None:
-    """Check that a grammar takes no long time to read, and no deep stack. param: of the request. Raises Rejected."""
+    """Raise Rejected if reading a grammar would take long or a deep stack. param: of the request."""
     if len(text.encode()) > MAX_LARK_BYTES or len(_RULE.findall(text)) > MAX_RULES:
         raise _wrong(param, f"is too large: {MAX_LARK_BYTES} bytes and {MAX_RULES} rules are possible in Lark")
     for found in _SCHEMA.finditer(text):

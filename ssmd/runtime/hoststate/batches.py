@@ -154,8 +154,7 @@ class Batches:
         """Open nothing yet.
 
         sizes: lanes of each batch, ascending. make: opens a graph and binds it; raises GraphError. scratch: lends a
-        slot for a
-        trial. turn: held while a step is computed, as in every call of the program. notes: save trials.
+        slot for a trial. turn: held while a step is computed, as in every call of the program. notes: save trials.
         """
         self._sizes = tuple(sizes)
         self._make, self._scratch, self._alone, self._turn = make, scratch, alone, turn

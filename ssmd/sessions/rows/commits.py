@@ -179,7 +179,7 @@ def drop(connection: Connection, checkpoint_id: int, spec: StateSpec) -> int:
 
 
 def _is_sound(connection: Connection, checkpoint_id: int, spec: StateSpec) -> bool:
-    """Whether it can be read. Raises StoreError if it is not there any more."""
+    """Return whether a checkpoint can be read. Raises StoreError if it does not exist any more."""
     try:
         _, parts = read_parts(connection, checkpoint_id, spec)
         with contextlib.closing(parts):
@@ -217,7 +217,7 @@ def collect(engine: Engine, file: Path, room: Room, limit: int | None, *, dry_ru
 
 
 def settle(engine: Engine, file: Path, room: Room) -> bool:
-    """Count some of the sessions whose sizes sharing changed, and settle the log. Whether more are to be counted."""
+    """Count some of the sizes that sharing changed, and settle the log. Return whether more are to be counted."""
     with database.reading(engine, file) as connection:
         unknown = select(session_table.c.id).where(session_table.c.own_nbytes.is_(None)).limit(1)
         some = connection.execute(unknown).first() is not None

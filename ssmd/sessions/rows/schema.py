@@ -203,4 +203,4 @@ def seen(owner: Any) -> Any:
 def by(domain: Domain) -> dict[str, Any]:
     """Return the values of the condition that `seen` builds."""
     everybody = domain.sees is None
-    return {"everybody": everybody, "owners": ("",) if everybody else domain.sees}  # of an empty list is a query made
+    return {"everybody": everybody, "owners": ("",) if everybody else domain.sees}  # an empty list would make a query

@@ -320,8 +320,8 @@ def find(
     reading: opens a read transaction; each is short. within_s: about how long to look.
     Raises UnknownSession if session `after` does not exist any more.
 
-    The database first looks for a word's letters and digits, outside Python. Only rows that have them are
-    read and compared as text.
+    The database first looks for a word's letters and digits, outside Python. Only rows that have them are read and
+    compared as text.
     """
     words, found = words_of(text), list[Session]()
     until = time.monotonic() + within_s
