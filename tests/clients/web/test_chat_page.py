@@ -210,12 +210,17 @@ def test_loading_and_reading_are_said(alone: Window, own: DaemonProcess) -> None
       new MutationObserver(look).observe(document, {subtree: true, childList: true, characterData: true});
     }""")
     [row] = own.get("/ssmd/v1/metrics")[1]["models"]
-    while own.post(f"/ssmd/v1/models/{row['id']}/unload", {})["state"] != "unloaded":
-        pass
-    alone.say("How is the lake? " * 3000)
-    alone.answered(1, 60_000)
-    said = alone.page.evaluate("said")
-    assert any(re.fullmatch(rf"loading {row['name']}, \d s", one) for one in said), said
+    said: list[str] = []
+    for count in range(1, 8):  # a tiny model may be loaded between two looks at the metrics
+        while own.post(f"/ssmd/v1/models/{row['id']}/unload", {})["state"] != "unloaded":
+            pass
+        alone.say("How is the lake? " * (3000 if count == 1 else 1))
+        alone.answered(count, 60_000)
+        said = alone.page.evaluate("said")
+        if any(re.fullmatch(rf"loading {row['name']}, \d s", one) for one in said):
+            break
+    else:
+        pytest.fail(f"no loading in {said}")
     assert any(re.fullmatch(r"reading [\d,]+ of [\d,]{5,}", one) for one in said), said
 
 
