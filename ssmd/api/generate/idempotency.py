@@ -156,7 +156,7 @@ class Repeats:
             del self._failures[first]
 
     def _take_failure(self, digest: bytes) -> list[str]:
-        """Take the generation id of a failed attempt that has no retry yet; return [] if there is none.
+        """Remove and return the generation id of a failed attempt without a retry so far, in a list; [] without one.
 
         A commit that was given up counts as failed.
         """

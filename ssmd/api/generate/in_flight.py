@@ -118,7 +118,7 @@ class UnderWay:
         return answering
 
     def find(self, id_: str, domain: Domain) -> Answering:
-        """Return the answer of that id. Raises Rejected if there is none, or the domain may not see it."""
+        """Return the answer of that id. Raises Rejected if the id is unknown, or hidden from the domain."""
         bare = next((id_.removeprefix(one) for one in _PREFIXES if id_.startswith(one)), id_)
         found = self._answers.get(bare)
         if found is None or not domain.has(found.request.domain.owner):

@@ -52,7 +52,7 @@ _UNKNOWN_HERE = frozenset(
         *("reasoning_budget_tokens", "thinking_budget", "thinking_token_budget"),
     )
 )
-_WORD = [{"role": "user", "content": "x"}]  # for who reads the fields of chat, which has messages
+_WORD = [{"role": "user", "content": "x"}]  # the chat body validates the shared fields, and requires messages
 
 
 def routes(host: Host, under_way: UnderWay, stall_s: float, *, strict: bool = False) -> list[Route]:
@@ -183,7 +183,7 @@ def _bounded(logprob: float) -> float:
 
 
 class PromptBody(StrictModel):
-    """What a completion has and a chat has not."""
+    """The fields of a text completion that chat does not have."""
 
     prompt: Any = None
     echo: bool | None = None

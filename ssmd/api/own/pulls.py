@@ -46,7 +46,7 @@ _ABOUT = {
 
 KEPT_S = 60.0
 LIMIT_S = 20.0  # a client waits for 30
-# Folders of this computer's user are nobody else's business; those of the system's devices tell what is missing.
+# Messages hide paths, which may name this computer's user. Paths of system devices stay: they show what is missing.
 _ROOT = r"(?<![\w/:.])(?!/(?:dev|proc|sys)/)(?:/|~/|[A-Za-z]:[\\/])"
 _PATH = re.compile(rf"(?<='){_ROOT}[^']+(?=')|(?<=\"){_ROOT}[^\"]+(?=\")|{_ROOT}[^\s'\"`,;:()]+")
 

@@ -92,7 +92,7 @@ class Chat:
         self._default, self._editing = _typed(text), True
 
     def ask(self, how: Callable[[Show], Said], message: str = "") -> None:
-        """Write an answer as it comes. message: what is to stand at the next prompt again if there is none."""
+        """Write an answer as it comes. message: the user's line, put back at the next prompt if no answer comes."""
         shown, before = False, self.talk.room
 
         def show(text: str) -> None:
@@ -151,9 +151,9 @@ def interruptible(talk: Talk) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Leave as one leaves a block when this process is told to end: the terminal is as before, and no file is left.
+    """Turn SIGTERM and SIGHUP into an exception, so that blocks clean up: terminal modes, temporary files.
 
-    What it was started to ignore, as by nohup, it still ignores.
+    Signals that the process was started to ignore, as by nohup, stay ignored.
     """
     names = ("SIGTERM", "SIGHUP")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
@@ -193,7 +193,7 @@ def notes(talk: Talk, said: Said, before: Room | None = None, more: str = "") ->
 
 
 def stats_line(said: Said) -> str:
-    """What an answer took."""
+    """Format an answer's token counts, times and storage in one line."""
     stored = "stored" if said.stored else "not stored"
     if said.usage is None:
         return f"[stopped; {stored}]"
@@ -214,15 +214,15 @@ class Over(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """What a slash calls. run: does it, with what follows its name; raises ValueError. takes, tells: for /help."""
+    """A slash command."""
 
-    run: Callable[[Chat, str], None]
-    takes: str
-    tells: str
+    run: Callable[[Chat, str], None]  # gets the text after the command's name; raises ValueError
+    takes: str  # its arguments, for /help
+    tells: str  # its purpose, for /help
 
 
 def unknown(name: str) -> str:
-    """What is said of a command that there is not."""
+    """Return the message for an unknown command."""
     near = nearest(name, COMMANDS)
     advice = f"did you mean /{near}?" if near else "/help lists those that there are"
     return f"there is no command /{name[:40]}; {advice} (to send a line that begins with a slash: //{name[:40]} …)"

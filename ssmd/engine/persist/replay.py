@@ -38,7 +38,7 @@ def events(reply: Reply) -> list[Event]:
 
 
 def _usage(told: dict[str, Any]) -> Usage:
-    """What an answer took. An earlier version stored no text without its state."""
+    """Read the usage of a stored reply. Earlier versions stored text and state together, and no `state_stored`."""
     return Usage(**{"state_stored": told["stored"], **told})
 
 
