@@ -844,6 +844,28 @@ def test_a_text_is_stored_where_its_state_fails(engine: Engine, store: Store) ->
     assert (after.usage.session, after.usage.cached_tokens) == (answer.usage.session, 0)
 
 
+@pytest.mark.parametrize("takes_ms", [0.0, 60_000.0], ids=["with its text", "after its text"])
+def test_a_client_that_is_told_of_a_stored_turn_finds_the_store_well(
+    takes_ms: float, engine: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the operating system runs the client's thread first."""
+    assert engine.writer is not None
+    well = writer_module.Condition.well
+
+    def slowly(self: writer_module.Condition) -> None:
+        time.sleep(0.5)
+        well(self)
+
+    each_state(store, "SELECT RAISE(ABORT, 'no more numbers')")
+    ask(engine, user("Before."))
+    assert engine.writer.condition.reason == "error"
+    as_ever(store)
+    engine.writer._pace.note(8 << 20, takes_ms)
+    monkeypatch.setattr(writer_module.Condition, "well", slowly)
+    assert told(ask(engine, user("After."))) == (True, True)
+    assert engine.writer.condition.reason == ""
+
+
 def test_a_turn_told_as_lost_does_not_come_later(
     loaded: tuple[Artifact, Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -868,7 +890,7 @@ def test_an_attempt_after_a_failed_commit_has_its_bound(hangs: bool, monkeypatch
     monkeypatch.setattr(writer_module, "TEXT_PATIENCE_S", 0.3)
     told: queue.SimpleQueue[tuple[bool, bool]] = queue.SimpleQueue()
     lost: list[bool] = []
-    standing = writer_module._Standing(lambda *said: told.put(said), lambda _, text: lost.append(text))
+    standing = writer_module._Standing(lambda *said: told.put(said), lambda: None, lambda _, text: lost.append(text))
     standing.begin()
     standing.sure()  # and the COMMIT that follows fails
     if hangs:

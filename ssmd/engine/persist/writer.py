@@ -45,11 +45,12 @@ class Late(StoreError):
 class _Standing(Patience):
     """The state of a commit towards its client, which gets one result that stays true. Thread-safe.
 
-    then: as of `Writer.commit`. lost: called with a StoreError, and whether the text is lost too.
+    then: as of `Writer.commit`, after one of the others. well: called if all is stored. lost: called with a StoreError,
+    and whether the text is lost too.
     """
 
-    def __init__(self, then: Then, lost: Callable[[StoreError, bool], None]) -> None:
-        self._then, self._lost = then, lost
+    def __init__(self, then: Then, well: Callable[[], None], lost: Callable[[StoreError, bool], None]) -> None:
+        self._then, self._well, self._lost = then, well, lost
         self._lock = threading.Lock()
         self._asked = time.monotonic()
         self._told = self._sure = self._overdue = False
@@ -111,6 +112,8 @@ class _Standing(Patience):
         if err is not None and (first or not isinstance(err, Late)):
             self._lost(err, first and not stored)
         if first:
+            if stored and err is None:
+                self._well()
             self._then(stored, state_stored)
 
     def _hurry(self) -> None:
@@ -262,7 +265,7 @@ class Writer:
         def lost(err: StoreError, text: bool) -> None:
             self.condition.failed(err, turns=len(turns) if text else 0)
 
-        standing = _Standing(then, lost)
+        standing = _Standing(then, self.condition.well, lost)
 
         def write(some: Sequence[Encoded]) -> Committed:
             return self.store.commit(turns, some, session=session, reply=reply, heard=heard, patience=standing)
@@ -318,8 +321,6 @@ class Writer:
             try:
                 done = self._timed(standing, nbytes, states, write)
                 standing.end(True, done.ends, done.full)
-                if done.full is None:
-                    self.condition.well()
                 return done
             except (Locked, Removed):
                 raise
@@ -335,16 +336,12 @@ class Writer:
             done = write(())
         if not states:
             standing.end(True, err=done.full)
-            if done.full is None:
-                self.condition.well()
             return done
         standing.text_is_there()
         if failed is None and not standing.late:
             try:
                 done = self._timed(standing, nbytes, states, attach)
                 standing.end(True, done.ends)
-                if not standing.late:
-                    self.condition.well()
                 return done
             except StoreError as err:
                 failed = _late() if standing.late else err
