@@ -10,10 +10,16 @@ from ssmd.engine.sampling.penalties import Dry
 from ssmd.model.defaults import EVERYTHING, MAX_BREAKERS, MAX_INT, OPTIONS, Option
 
 MAX_TOP_LOGPROBS = 20
-MAX_TEMPERATURE = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 10_000
-LAST_N = 64  # tokens that a repetition penalty counts, as in llama.cpp
+
+
+def _number(name: str) -> float:
+    return OPTIONS[name].otherwise
+
+
+def _whole(name: str) -> int:
+    return int(OPTIONS[name].otherwise)
 
 
 @dataclass(frozen=True)
@@ -28,17 +34,17 @@ class SamplingParams:
     Raises ValueError naming the field and its value.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    repetition_penalty: float = 1.0
-    repeat_last_n: int = LAST_N
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    temperature: float = _number("temperature")
+    top_p: float = _number("top_p")
+    top_k: int = _whole("top_k")
+    min_p: float = _number("min_p")
+    typical_p: float = _number("typical_p")
+    xtc_probability: float = _number("xtc_probability")
+    xtc_threshold: float = _number("xtc_threshold")
+    repetition_penalty: float = _number("repetition_penalty")
+    repeat_last_n: int = _whole("repeat_last_n")
+    frequency_penalty: float = _number("frequency_penalty")
+    presence_penalty: float = _number("presence_penalty")
     dry: Dry | None = None
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -46,10 +52,7 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        Option(0, MAX_TEMPERATURE).checked("temperature", self.temperature)
-        for name in ("top_p", "top_k", "min_p", "typical_p", "xtc_probability", "xtc_threshold"):
-            OPTIONS[name].checked(name, getattr(self, name))
-        for name in ("repetition_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty"):
+        for name in OPTIONS.keys() & vars(self).keys():
             OPTIONS[name].checked(name, getattr(self, name))
         if self.dry is not None:
             _check_dry(self.dry)

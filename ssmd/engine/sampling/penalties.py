@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.model.defaults import EVERYTHING
+from ssmd.model.defaults import EVERYTHING, OPTIONS
 
 BREAKERS = ("\n", ":", '"', "*")
 _LONGER = 50  # tokens beyond the allowed length, after which a sequence is not followed further back
@@ -27,9 +27,9 @@ class Dry:
     """
 
     multiplier: float
-    base: float = 1.75
-    allowed_length: int = 2
-    last_n: int = EVERYTHING
+    base: float = OPTIONS["dry_base"].otherwise
+    allowed_length: int = int(OPTIONS["dry_allowed_length"].otherwise)
+    last_n: int = int(OPTIONS["dry_penalty_last_n"].otherwise)
     breakers: tuple[str, ...] = BREAKERS
     prompt: bool = True
 
