@@ -187,7 +187,7 @@ def _elsewhere(manifest: Manifest) -> bool:
 
 
 def _rank(candidate: Installed, least: int) -> tuple[bool, float, int, str]:
-    """What is tried first: what runs on the processor, the fewest bytes, the fastest runtime (docs/benchmarks.md)."""
+    """Return the order of trials: the processor first, fewest bytes, fastest runtime (docs/notes/benchmarks.md)."""
     manifest = candidate.manifest
     runtime = "" if manifest is None else manifest.runtime
     order = _FASTEST.index(runtime) if runtime in _FASTEST else len(_FASTEST)

@@ -87,7 +87,7 @@ def _shown() -> Iterator[Progress]:
 
 
 def _fields(artifact: Artifact, report: Report) -> dict[str, Any]:
-    """What --json prints; docs/benchmarks.md lists it."""
+    """What --json prints; docs/notes/benchmarks.md lists it."""
     manifest = artifact.manifest
     return {
         "name": manifest.name,
