@@ -1,4 +1,4 @@
-"""What an engine with a store does beside computing: restores states, keeps new ones and turns, and rerenders.
+"""The work of an engine with a store beside computing: it restores states, keeps new ones and turns, and rerenders.
 
 Which states are kept of a request, and which ids each of them covers, is decided here: of its system prompt, of the
 prompt but for its last token (a restore gives no logits) if that is worth its writing, and of the end of each choice.
