@@ -187,8 +187,8 @@ def test_rename(ssmd: Ssmd, chat: Chat) -> None:
     assert ssmd("rename", "ses_1", "About markup").stdout == "About markup\n"
     assert ssmd.json("list")[0]["title"] == "About markup"
     assert ssmd.json("rename", "ses_1")["title"] == "What is [red]markup[/red]?"
-    assert "a title has 1 to 200 characters" in ssmd("rename", "ses_1", "", code=1).stderr
-    assert "no control characters" in ssmd("rename", "ses_1", "\x1b[31m", code=1).stderr
+    assert "a title must have 1 to 200 characters" in ssmd("rename", "ses_1", "", code=1).stderr
+    assert "must not have control characters" in ssmd("rename", "ses_1", "\x1b[31m", code=1).stderr
     assert "no session 'nobody'" in ssmd("rename", "nobody", "x", code=1).stderr
 
 
@@ -258,7 +258,7 @@ def test_check(ssmd: Ssmd, chat: Chat) -> None:
         (("show", "../../etc/passwd"), 1, "no session"),
         (("export", "nobody", "x.ssmd"), 1, "no session 'nobody'"),
         (("import", "nothing.ssmd"), 1, "there is no file"),
-        (("import", "data"), 1, "is no file"),
+        (("import", "data"), 1, "is not a file"),
         (("rm",), 2, "Missing argument"),
         (("show",), 2, "Missing argument"),
         (("fly",), 2, "No such command"),
