@@ -1,4 +1,4 @@
-"""The body of a chat completion request: each of OpenAI's parameters is done, harmless, or refused by name."""
+"""The body of a chat completion request: each of OpenAI's parameters is supported, harmless, or refused by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_STOP_CHARS = 1000
 Value = TypeVar("Value", int, float)
 _OF_SAMPLING = OPTIONS.keys() & {field.name for field in dataclasses.fields(SamplingParams)}
 
-# Parameters that are not built, each with the values that ask for nothing.
+# Parameters that are not supported, each with the values that ask for nothing.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None, "none", "auto"),
@@ -60,7 +60,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def _first_wrong(is_right: Callable[[Any], bool], value: Any) -> Any:
-    """Of a dict the first entry that is wrong, if one is: pydantic would tell of all."""
+    """Return the first wrong entry of a dict, if there is one: pydantic would report all."""
     if isinstance(value, dict):
         wrong = next(((k, v) for k, v in value.items() if not is_right(v)), None)
         return value if wrong is None else dict([wrong])
@@ -128,7 +128,7 @@ class ChatBody(Structured):
     thinking_budget: Budget | None = None
     thinking_token_budget: Budget | None = None  # vLLM's name of it
     reasoning_budget_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None  # llama.cpp's; -1: no bound
-    # Accepted and without effect: they are for the books of whoever runs a hosted service.
+    # Accepted and without effect: they are for the accounting of hosted services.
     metadata: Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)] | None = None
     prompt_cache_key: ShortText | None = None
     safety_identifier: ShortText | None = None
@@ -155,7 +155,7 @@ class ChatBody(Structured):
 
 
 def read_chat(fields: dict[str, Any]) -> ChatBody:
-    """Read the fields of a chat request. Raises Rejected naming the parameter that is wrong, unknown, or not built."""
+    """Read the fields of a chat request. Raises Rejected that names a wrong, unknown or unsupported parameter."""
     known = {}
     for name, value in fields.items():
         if name not in NOT_BUILT:
@@ -254,7 +254,7 @@ def _one_of(**named: Value | None) -> Value | None:
     given = {name: value for name, value in named.items() if value is not None}
     if len(set(given.values())) > 1:
         said = " and ".join(f"{name} ({value})" for name, value in given.items())
-        raise Rejected(f"{said} say different things; send one of them", code="invalid_value", param=next(iter(given)))
+        raise Rejected(f"{said} have different values; send one of them", code="invalid_value", param=next(iter(given)))
     return next(iter(given.values()), None)
 
 
@@ -263,7 +263,7 @@ def _logit_bias(given: dict[str, float], vocabulary: int) -> dict[int, float]:
     for key, value in given.items():
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= vocabulary:
             raise Rejected(
-                f"logit_bias: {shown(key)} is no token id of this model; ids go from 0 to {vocabulary - 1}",
+                f"logit_bias: {shown(key)} is not a token id of this model; ids go from 0 to {vocabulary - 1}",
                 code="invalid_value",
                 param="logit_bias",
             )
