@@ -1,4 +1,4 @@
-"""How answers are to be: the sampling, the stops and the length that a person asks for, by option or by `/set`."""
+"""The options of answers: the sampling, the stops and the length that a user sets by option or by `/set`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ssmd.model.defaults import OPTIONS, Option
 
 @dataclass(frozen=True)
 class Manner:
-    """Holds fields of a request; None stands for the model's or the daemon's default. Raises ValueError naming the
-    field and its value.
+    """Fields of a request; None stands for the model's or the daemon's default.
+
+    Raises ValueError that names the field and its value.
     """
 
     temperature: float | None = None
@@ -50,7 +51,7 @@ class Manner:
         return sent | ({"stop": list(self.stop)} if self.stop else {})
 
     def changed(self, name: str, text: str) -> Manner:
-        """The same with one of them as a person writes it; `default` is what it is at first. Raises ValueError."""
+        """Return a copy with one field set from a user's text; `default` resets it. Raises ValueError."""
         if name not in NAMES:
             raise ValueError(f"there is no {name!r} to set; there are: {', '.join(NAMES)}")
         if text == "default":
@@ -64,7 +65,7 @@ class Manner:
         return replace(self, **{name: value})
 
     def lines(self) -> list[str]:
-        """Each with its value, for people."""
+        """List all fields with their values, for people."""
         shown = {name: getattr(self, name) for name in NAMES}
         unset = {"seed": "(another each time)", "keep_alive": "(the daemon's)", "stop": "(none)"}
         model = "(the model's)"
