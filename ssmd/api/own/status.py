@@ -89,7 +89,7 @@ def stop_routes(stop: Callable[[], None]) -> list[Route]:
                 status=403,
                 code="own_token_needed",
             )
-        log.info("`ssmd stop` was called: finishing what runs")
+        log.info("`ssmd stop` was called: finishing running requests")
         return JSONResponse({"status": "shutting_down"}, 202, background=BackgroundTask(begin))
 
     return [Route("/ssmd/v1/stop", answer, methods=["POST"])]

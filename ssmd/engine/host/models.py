@@ -162,7 +162,11 @@ class Shelf:
 
     def _unknown(self, asked: str) -> Rejected:
         names = sorted({model.name for model in self._models.values()})
-        there = f"this daemon serves: {', '.join(names)}" if names else "none is installed: ssmd pull smollm2"
+        there = (
+            f"this daemon serves: {', '.join(names)}"
+            if names
+            else "no model is installed; get one with: ssmd pull smollm2"
+        )
         name, at, _ = asked.partition("@")
         hint = meant(asked, self._models if at else names)
         if at and not hint and (others := [id_ for id_, model in self._models.items() if model.name == name]):
