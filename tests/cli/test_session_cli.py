@@ -71,7 +71,7 @@ def test_a_long_list_is_cut(ssmd: Ssmd) -> None:
     assert len(whole) == 102
     ran = ssmd("list")
     assert [line.split()[0] for line in ran.stdout.splitlines()[1:]] == whole[:100]
-    assert ran.stderr == "those are the 100 used last; --all lists the others too\n"
+    assert ran.stderr == "these are the 100 used last; --all lists the others too\n"
     ran = ssmd("list", "--all")
     assert len(ran.stdout.splitlines()) == 103
     assert ran.stderr == ""
@@ -220,11 +220,11 @@ def test_collect(ssmd: Ssmd, chat: Chat) -> None:
     assert (told["dry_run"], told["over"], told["quota"]) == (True, 0, 2000)
     assert told["bytes"] == sum(s["bytes"] for s in told["sessions"]) == before - told["left"] > 0
     assert chat.store.bytes_stored() == before
-    assert "would go" in ssmd("gc", "--quota", "2kB", "--dry-run").stdout
+    assert "would be removed" in ssmd("gc", "--quota", "2kB", "--dry-run").stdout
     done = ssmd.json("gc", "--quota", "2kB")
     assert done == told | {"dry_run": False}
     assert chat.store.bytes_stored() == done["left"] <= 2000
-    assert "0 states of 0 sessions went" in ssmd("gc").stdout
+    assert "0 states of 0 sessions were removed" in ssmd("gc").stdout
     Chat(chat.store, "ses_3").say("x1", None, "again", "yes")
     ssmd("pin", "ses_3")
     assert "pinned sessions alone exceed" in ssmd("gc", "--quota", "0", code=1).stderr

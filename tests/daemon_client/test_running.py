@@ -183,7 +183,7 @@ def test_stop_of_a_model_leaves_the_daemon(artifact: Path, tmp_path: Path) -> No
         with served.connect(request({**body, "logit_bias": NO_END})) as stream:
             assert stream.recv(64).startswith(b"HTTP/1.1 200")
             busy = ssmd(tmp_path, "stop", listed["id"])
-            assert (busy.returncode, busy.stdout) == (0, "llama@litert goes as soon as it answers nobody any more\n")
+            assert (busy.returncode, busy.stdout) == (0, "llama@litert is unloaded once its requests have ended\n")
         assert served.ask("GET", "/health").status == 200
         unknown = ssmd(tmp_path, "stop", "no/such")
         assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1)
