@@ -188,7 +188,7 @@ def _elsewhere(manifest: Manifest) -> bool:
 
 
 def _rank(candidate: Installed, least: int) -> tuple[bool, float, int, str]:
-    """Return the order of trial: for the processor, the fewest bytes, the fastest runtime (docs/benchmarks.md)."""
+    """Return the order of trials: the processor first, fewest bytes, fastest runtime (docs/notes/benchmarks.md)."""
     manifest = candidate.manifest
     runtime = "" if manifest is None else manifest.runtime
     order = _FASTEST.index(runtime) if runtime in _FASTEST else len(_FASTEST)

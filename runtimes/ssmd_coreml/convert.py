@@ -29,8 +29,8 @@ def converted(module: FlatModule, length: int, variant: Variant, *, half: bool) 
     """A coremltools MLModel with the function "main" for `length` tokens and caches of the module's context.
 
     `half`: float16 for weights, for what is read from states and for what is written to them; all else is float32,
-    as squares, exponents and sums of a model's activations leave float16 (docs/log.md). Without it all is float32,
-    which a stateful program cannot be.
+    as squares, exponents and sums of a model's activations leave float16 (docs/notes/log.md). Without it all is
+    float32, which a stateful program cannot be.
     """
     ct = library.coremltools()
     module.rotation = _Rotation(module)  # type: ignore[method-assign] # of this one module, for Core ML alone

@@ -1,7 +1,7 @@
 """The order of operators in which a state is written after its last reader, so that both may be the same memory.
 
 XNNPACK computes one operator after another, in the file's order. A step whose states lie where they lay before keeps
-half the memory, and does not fetch what it is about to overwrite (docs/log.md has what that is worth).
+half the memory, and does not fetch what it is about to overwrite (docs/notes/log.md has what that is worth).
 """
 
 from __future__ import annotations

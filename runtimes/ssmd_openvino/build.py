@@ -239,9 +239,11 @@ def _is_int4(name: str, shape: Sequence[int]) -> bool:
 
 
 def has_lanes(shapes: Shapes, quantization: Quantization) -> bool:
-    """Whether a step of several streams is of use (docs/log.md): not with int4 weights, which are multiplied with four
-    rows in as long as four times with one, nor with int8 weights whose rows are shorter than a group of activations,
-    which are not quantized then, so that a row has not the bits that it has alone."""
+    """Return whether a step of several streams is of use (docs/notes/log.md).
+
+    Not with int4 weights: a product with four rows takes as long as four products with one. Not with int8 weights whose
+    rows are shorter than a group of activations: these are not quantized then, so a row has other bits than alone.
+    """
     if quantization == "int4":
         return False
     group = ON_CPU["DYNAMIC_QUANTIZATION_GROUP_SIZE"]

@@ -4,7 +4,8 @@ CumBA    CumSum -> product with a triangular matrix of ones
 ReduBA   ReduceSum -> product with a row or column of ones
 ActiBA   SiLU and softplus -> a piecewise linear function
 
-What no pass can do stays as it is and stands in the report. docs/xamba.md has the formulas, errors and measurements.
+An operation that no pass can replace stays, and the report names it. docs/notes/xamba.md has formulas, errors and
+measurements.
 """
 
 from __future__ import annotations

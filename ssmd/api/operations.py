@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel
 
 from ssmd.api import shapes
 from ssmd.api.http import keys
-from ssmd.api.http.body import StrictModel
 from ssmd.api.openai import chat_body, completions, tokenize, unserved
 from ssmd.api.openai.fields import Neutral
 from ssmd.api.openai.messages import MAX_CALLS
@@ -152,9 +151,8 @@ _CHAT = Taken(
     {"messages": MESSAGES, "tools": TOOLS, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
     lenient=True,
 )
-_OF_COMPLETIONS: dict[str, Any] = {name: (one.annotation, one) for name, one in completions.FIELDS.items()}
 _COMPLETION = Taken(
-    create_model("CompletionBody", __base__=StrictModel, **_OF_COMPLETIONS),
+    completions.CompletionBody,
     completions.REFUSED,
     {"prompt": _PROMPT, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
     lenient=True,

@@ -87,7 +87,7 @@ def _shown() -> Iterator[Progress]:
 
 
 def _fields(artifact: Artifact, report: Report) -> dict[str, Any]:
-    """Return the fields that --json prints; docs/benchmarks.md lists them."""
+    """Return the fields that --json prints; docs/notes/benchmarks.md lists them."""
     manifest = artifact.manifest
     return {
         "name": manifest.name,

@@ -128,7 +128,8 @@ def _idle_passes(xamba: Mapping[str, Any]) -> Iterator[str]:
         made = [report[kind] for report in reports if kind in report]
         if made and not any(one["replaced"][kind] for one in made):
             left = sorted({f"{node['operation']}: {node['why']}" for one in made for node in one["left"]})
-            yield f"{kind}: nothing to replace: {'; '.join(left) or f'no {sought} is in the graph (docs/xamba.md)'}"
+            absent = f"no {sought} is in the graph (docs/notes/xamba.md)"
+            yield f"{kind}: nothing to replace: {'; '.join(left) or absent}"
 
 
 def _whose(checkpoint: str) -> str:

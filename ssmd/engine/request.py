@@ -10,6 +10,7 @@ from typing import Literal
 
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.terms import Grammar, Rejected
+from ssmd.model.defaults import OPTIONS
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.reply import ReplyKey
 from ssmd.text.calls.tool_choice import AUTO, ToolChoice
@@ -28,7 +29,7 @@ class Request:
 
     messages: tuple[Message, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: int = 2048  # per choice
+    max_tokens: int = int(OPTIONS["max_tokens"].otherwise)  # per choice
     stop: tuple[str, ...] = ()
     n: int = 1
     session: str | None = None

@@ -1,6 +1,6 @@
 """The speed of an artifact on this machine: load, prefill, decode, save and restore, beside one read of its weights.
 
-What is measured and how is in docs/benchmarks.md. Everything goes through the interface of a Runtime.
+What is measured and how is in docs/notes/benchmarks.md. Everything goes through the interface of a Runtime.
 """
 
 from __future__ import annotations

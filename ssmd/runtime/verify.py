@@ -34,7 +34,7 @@ GOLDEN_TEXT = (
 # suffer most (measured 0.03 on tiny models, 0.068 on SmolLM2-135M). A program that computes something else is near 1.
 TOLERANCES = {"f32": 1e-4, "f16": 1e-2, "int8": 0.25, "int4": 0.5}
 # What piecewise linear functions (ActiBA) add: so much over the square of their segments, and of few segments no more
-# than int4 may be off (measured 6 to 22 on tiny models of four families, the worst row of 40; docs/xamba.md).
+# than int4 may be off (measured 6 to 22 on tiny models of four families, the worst row of 40; docs/notes/xamba.md).
 _PIECEWISE = 40.0
 
 

@@ -334,12 +334,12 @@ def _system(chat: Chat, argument: str) -> None:
 def _set(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if not name:
-        for line in chat.talk.manner.lines():
+        for line in chat.talk.options.lines():
             typer.echo(line)
         return
     if not value.strip():
         raise ValueError(f"/set {name} needs a value, or default")
-    chat.talk.manner = chat.talk.manner.changed(name, value.strip())
+    chat.talk.options = chat.talk.options.changed(name, value.strip())
 
 
 def _stats(chat: Chat, argument: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from ssmd.cli.chat.options import Manner
+from ssmd.cli.chat.options import ChatOptions
 from ssmd.daemon import answers, said
 from ssmd.daemon.answers import Shape
 from ssmd.daemon.client import Client, Events
@@ -137,7 +137,7 @@ class Talk:
 
     daemon: Daemon
     model: str
-    manner: Manner = field(default_factory=Manner)
+    options: ChatOptions = field(default_factory=ChatOptions)
     keep: bool = True  # False: nothing is stored
     messages: list[Message] = field(default_factory=list)  # all messages so far
     session: str | None = None  # None until a part of it is stored
@@ -244,7 +244,7 @@ class Talk:
 
         beside: turns that were there before, one of which may have the same text.
         """
-        body = {"model": self.model, "messages": messages, "truncation": "auto", **self.manner.fields()}
+        body = {"model": self.model, "messages": messages, "truncation": "auto", **self.options.fields()}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {} if self.session is None else {"session": self.session}
         body |= {} if self.keep else {"store": False}

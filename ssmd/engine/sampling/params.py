@@ -10,27 +10,33 @@ from ssmd.engine.sampling.penalties import Dry
 from ssmd.model.defaults import EVERYTHING, MAX_BREAKERS, MAX_INT, OPTIONS, Option
 
 MAX_TOP_LOGPROBS = 20
-MAX_TEMPERATURE = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 10_000
-LAST_N = 64  # window of the repetition penalty in tokens, as in llama.cpp
+
+
+def _number(name: str) -> float:
+    return OPTIONS[name].otherwise
+
+
+def _whole(name: str) -> int:
+    return int(OPTIONS[name].otherwise)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling options of a request. Raises ValueError with the field and its value."""
 
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # 1: off
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0  # least probability, as a share of the likeliest token's; 0: off
-    typical_p: float = 1.0  # as in filters.py; 1: off
-    xtc_probability: float = 0.0  # as in filters.py; 0: off
-    xtc_threshold: float = 0.1
-    repetition_penalty: float = 1.0  # 1: off
-    repeat_last_n: int = LAST_N  # tokens of prompt and answer that this penalty counts; 0: none, -1: all
-    frequency_penalty: float = 0.0  # 0: off
-    presence_penalty: float = 0.0  # 0: off
+    temperature: float = _number("temperature")  # 0: greedy
+    top_p: float = _number("top_p")  # 1: off
+    top_k: int = _whole("top_k")  # 0: off
+    min_p: float = _number("min_p")  # least probability, as a share of the likeliest token's; 0: off
+    typical_p: float = _number("typical_p")  # as in filters.py; 1: off
+    xtc_probability: float = _number("xtc_probability")  # as in filters.py; 0: off
+    xtc_threshold: float = _number("xtc_threshold")
+    repetition_penalty: float = _number("repetition_penalty")  # 1: off
+    repeat_last_n: int = _whole("repeat_last_n")  # tokens of prompt and answer that this counts; 0: none, -1: all
+    frequency_penalty: float = _number("frequency_penalty")  # 0: off
+    presence_penalty: float = _number("presence_penalty")  # 0: off
     dry: Dry | None = None  # None: off
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id; added to raw logits
@@ -38,10 +44,7 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        Option(0, MAX_TEMPERATURE).checked("temperature", self.temperature)
-        for name in ("top_p", "top_k", "min_p", "typical_p", "xtc_probability", "xtc_threshold"):
-            OPTIONS[name].checked(name, getattr(self, name))
-        for name in ("repetition_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty"):
+        for name in OPTIONS.keys() & vars(self).keys():
             OPTIONS[name].checked(name, getattr(self, name))
         if self.dry is not None:
             _check_dry(self.dry)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.model.defaults import EVERYTHING
+from ssmd.model.defaults import EVERYTHING, OPTIONS
 
 BREAKERS = ("\n", ":", '"', "*")
 _LONGER = 50  # tokens of a match beyond the allowed length; a longer match is not followed further back
@@ -25,9 +25,11 @@ class Dry:
     """Options of DRY. multiplier 0 is off."""
 
     multiplier: float
-    base: float = 1.75
-    allowed_length: int = 2
-    last_n: int = EVERYTHING  # tokens of prompt and answer that are searched; 0: none, -1: all
+    base: float = OPTIONS["dry_base"].otherwise
+    allowed_length: int = int(OPTIONS["dry_allowed_length"].otherwise)
+    last_n: int = int(
+        OPTIONS["dry_penalty_last_n"].otherwise
+    )  # tokens of prompt and answer to search; 0: none, -1: all
     breakers: tuple[str, ...] = BREAKERS  # texts; a token that contains one of them is a breaker
     prompt: bool = True  # False: search the answer alone
 

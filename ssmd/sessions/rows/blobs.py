@@ -6,7 +6,7 @@ token in the order of `StateSpec.row_columns`. Encodings (docs/state-layout.md):
     raw/float16, raw/float32    little-endian values as they are; KV rows [rows, tensors x kv_heads x head_dim]
     float16, float32            written by the first version: `unpack`; KV rows [tensor, kv_heads, rows, head_dim]
 
-Compression gave 0.85 to 0.87 of the size and cost more time than all the rest of a restore: docs/decisions.md.
+Compression gave 0.85 to 0.87 of the size and cost more time than all the rest of a restore: docs/notes/decisions.md.
 """
 
 from __future__ import annotations
