@@ -52,13 +52,13 @@ def _use_file(path: Path | None) -> Path | None:
 
         path = path.expanduser()
         if not path.is_file():
-            raise typer.BadParameter(f"there is no file {path}; `ssmd config path` tells which one is read without it")
+            raise typer.BadParameter(f"there is no file {path}; `ssmd config path` prints the one read without it")
         use_file(path.absolute())
     return path
 
 
 def known_runtime(name: str | None) -> str | None:
-    """Refuse a runtime's name that nobody has registered; which of the others can be used here is told where it is."""
+    """Refuse a runtime's name that no package registers. Other commands report if it can be used here."""
     if name is not None and name not in ("auto", "npu"):
         from importlib.metadata import entry_points
 

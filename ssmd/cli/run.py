@@ -84,7 +84,7 @@ def run(
         fail("--continue and --session name two sessions; leave one out", USAGE)
     if model is not None and prompt is None and len(model.split()) > 1 and not os.path.lexists(model):
         model, prompt = None, model  # no model's name has spaces: `ssmd run -c "And then?"`
-    if model is not None and os.sep not in model:  # a path is what the system says
+    if model is not None and os.sep not in model:  # a path may have any bytes
         _check_utf8("the model's name", model)
     for what, given in (("the prompt", prompt), ("--system", system), ("--session", session)):
         _check_utf8(what, given)
@@ -148,8 +148,8 @@ def run(
 def _stdin(*, asked: bool) -> str:
     """Return the text of stdin; end the command if it stays silent, is not text, or is too long.
 
-    asked: there is a prompt. Then the wait is bounded, as a caller may leave stdin open and never write to it. The
-    command ends, as a script would take an answer without the input for one with it.
+    asked: there is a prompt. Then the wait is bounded: a caller may leave stdin open and never write to it. The command
+    ends, because a script would take an answer without the input for one with it.
     """
     held, came = bytearray(), threading.Event()
     ended = threading.Thread(target=_read_stdin, args=(held, came), name="ssmd-stdin", daemon=True)

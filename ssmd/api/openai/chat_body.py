@@ -1,4 +1,4 @@
-"""The body of a chat completion request: each of OpenAI's parameters is done, harmless, or refused by name."""
+"""The body of a chat completion request: each of OpenAI's parameters is supported, harmless, or refused by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_STOP_CHARS = 1000
 Value = TypeVar("Value", int, float)
 _OF_SAMPLING = OPTIONS.keys() & {one.name for one in fields(SamplingParams)}
 
-# Parameters that are not built, each with the values that ask for nothing.
+# Parameters that are not supported, each with the values that ask for nothing.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None, "none", "auto"),
@@ -60,7 +60,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def _first_wrong(is_right: Callable[[Any], bool], value: Any) -> Any:
-    """Of a dict the first entry that is wrong, if one is: pydantic would tell of all."""
+    """Return the first wrong entry of a dict, if there is one: pydantic would report all."""
     if isinstance(value, dict):
         wrong = next(((k, v) for k, v in value.items() if not is_right(v)), None)
         return value if wrong is None else dict([wrong])
@@ -154,12 +154,12 @@ class ChatBody(GenerationBody):
 
 
 def read_chat(fields: dict[str, Any]) -> ChatBody:
-    """Read the fields of a chat request. Raises Rejected naming the parameter that is wrong, unknown, or not built."""
+    """Read the fields of a chat request. Raises Rejected that names a wrong, unknown or unsupported parameter."""
     return validate(ChatBody, without_refused(fields, NOT_BUILT))
 
 
 def without_refused(fields: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Return the fields without those that ask for nothing. Raises Rejected for one that asks for what is not built."""
+    """Return the fields without those that ask for nothing. Raises Rejected if one asks for something unsupported."""
     kept = {}
     for name, value in fields.items():
         if name not in refused:
@@ -267,7 +267,7 @@ def _one_of(**named: Value | None) -> Value | None:
     given = {name: value for name, value in named.items() if value is not None}
     if len(set(given.values())) > 1:
         said = " and ".join(f"{name} ({value})" for name, value in given.items())
-        raise Rejected(f"{said} say different things; send one of them", code="invalid_value", param=next(iter(given)))
+        raise Rejected(f"{said} have different values; send one of them", code="invalid_value", param=next(iter(given)))
     return next(iter(given.values()), None)
 
 
@@ -276,7 +276,7 @@ def _logit_bias(given: dict[str, float], vocabulary: int) -> dict[int, float]:
     for key, value in given.items():
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= vocabulary:
             raise Rejected(
-                f"logit_bias: {shown(key)} is no token id of this model; ids go from 0 to {vocabulary - 1}",
+                f"logit_bias: {shown(key)} is not a token id of this model; ids go from 0 to {vocabulary - 1}",
                 code="invalid_value",
                 param="logit_bias",
             )

@@ -1,4 +1,4 @@
-"""/v1/completions: a prompt as it is, without a template and without a session, as OpenAI had it before chat."""
+"""/v1/completions: a prompt as it is, without a template and without a session, as in OpenAI's API before chat."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PATH = "/v1/completions"
 
 MAX_PROMPTS = 64
 MAX_CHOICES = 128  # of all prompts together
-DEFAULT_TOKENS = 16  # as OpenAI has it
-# Of chat alone. What would change an answer is refused here, each with the values that ask for nothing:
+DEFAULT_TOKENS = 16  # OpenAI's default
+# Fields of chat alone. Those that would change an answer are refused, each with the values that ask for nothing.
 _REFUSED_HERE: Neutral = {
     "audio": (None,),
     "function_call": (None, "none", "auto"),
@@ -44,7 +44,7 @@ _REFUSED_HERE: Neutral = {
     "top_logprobs": (None,),
     "truncation": (None, "disabled"),
 }
-# and what tells a template, or of reasoning, is as unknown as any other name.
+# Fields for a template, or about reasoning, are refused as unknown.
 _UNKNOWN_HERE = frozenset(
     (
         *("add_generation_prompt", "chat_template", "chat_template_kwargs", "documents", "enable_thinking"),
@@ -55,7 +55,7 @@ _UNKNOWN_HERE = frozenset(
 
 
 def routes(host: Host, under_way: UnderWay, stall_s: float, *, strict: bool = False) -> list[Route]:
-    """The endpoint, for `app.create_app`. strict: the setting."""
+    """Return the endpoint, for `app.create_app`. strict: the setting."""
     front = Front(
         host, partial(_read, host, Fields(CompletionBody.model_fields, REFUSED, strict=strict)), under_way, stall_s
     )
@@ -83,12 +83,12 @@ def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> Asking:
 
 
 class CompletionAnswer(Answer):
-    """A `text_completion`, whole or in pieces that look the same."""
+    """A `text_completion`, whole or in pieces of the same shape."""
 
     def __init__(
         self, model: str, build: str, head: Head, *, stream: bool, include_usage: bool, announced: bool = False
     ) -> None:
-        """model: as the client calls it. announced: a stream says how the answer is called before its first word."""
+        """Begin an answer. model: its name as the client sent it. announced: a stream sends the id before the text."""
         self._include_usage, self._ignored, self._announced = include_usage, head.ignored, announced
         self._envelope: dict[str, Any] = {
             "id": f"cmpl-{head.id}",
@@ -99,7 +99,7 @@ class CompletionAnswer(Answer):
         }
         if stream and include_usage:
             self._envelope["usage"] = None
-        self._offsets: dict[int, _Offset] = {}  # of each choice
+        self._offsets: dict[int, _Offset] = {}  # by choice
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
         written = [
@@ -135,7 +135,7 @@ class CompletionAnswer(Answer):
         return sse.encode({**self._envelope, "choices": [choice]})
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """The old shape, of four lists. Tokens are by their names; the one that came is among the likeliest."""
+        """Return the old shape, of four lists. Tokens are by name; the chosen one is added to the likeliest."""
         if not entries:
             return None
         offset = self._offsets.setdefault(index, _Offset())
@@ -161,7 +161,7 @@ class CompletionAnswer(Answer):
 
 
 class _Offset:
-    """Counts where each token begins in a choice's text, in characters."""
+    """The offset at which the next token begins in a choice's text, in characters."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -175,7 +175,7 @@ class _Offset:
 
 
 def _name(token: str, utf8: bytes) -> str:
-    """A token as a name: a part of a character by its bytes, as OpenAI writes it, for many look alike as text."""
+    """Return a token's name. A part of a character is named by its bytes, as in OpenAI's API: many look alike."""
     return token if "\ufffd" not in token else "bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8)
 
 
@@ -199,7 +199,7 @@ REFUSED: Neutral = {
 
 
 def read_completion(fields: dict[str, Any]) -> CompletionBody:
-    """Read the fields of a completion request. Raises Rejected naming the parameter that is wrong or not built."""
+    """Read the fields of a completion request. Raises Rejected that names a wrong or unsupported parameter."""
     for name in fields:
         if name in _UNKNOWN_HERE:
             raise Rejected(f"there is no parameter {name!r} here", code="unknown_parameter", param=name)
@@ -239,7 +239,7 @@ def to_raw_request(body: CompletionBody, vocabulary: int, defaults: Defaults = M
 
 
 def _prompts(value: Any, vocabulary: int) -> list[Raw]:
-    """One prompt or several: each a text, or ids."""
+    """Read one prompt or several: each a text, or ids. Raises Rejected."""
     if value is None:
         raise Rejected("prompt is required", code="missing_required_parameter", param="prompt")
     if isinstance(value, str):

@@ -17,9 +17,9 @@ _SEED = Option(-(2**63), 2**63 - 1, whole=True)
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """The fields that a user set for requests. What is not set has the model's or the daemon's default.
+    """The fields of requests that a user set. Others have the model's or the daemon's default.
 
-    Raises ValueError naming the field and its value.
+    Raises ValueError that names the field and its value.
     """
 
     sampling: Mapping[str, float] = field(default_factory=dict)  # by names of OPTIONS
@@ -54,7 +54,7 @@ class ChatOptions:
         return sent
 
     def changed(self, name: str, text: str) -> ChatOptions:
-        """Return these with one of them as a user types it; `default` unsets it. Raises ValueError."""
+        """Return a copy with one field set from a user's text; `default` resets it. Raises ValueError."""
         name = full_name(name)
         if name not in NAMES:
             meant = did_you_mean(name, NAMES)
