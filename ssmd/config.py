@@ -377,6 +377,7 @@ def _explain(error: ErrorDetails, flags: dict[str, Any]) -> str:
         value, where = read_file()[name], f"{name!r} in {came.where}"
     else:
         where = f"the default {name.replace('_', ' ')}"
-    said = "" if name in SECRETS or value is None else f" = {str(value)[:200]!r}"
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    said = "" if name in SECRETS or value is None else f" = {text[:200]!r}"
     reason = error["msg"].removeprefix("Value error, ")
     return f"{where}{said}: {reason[0].lower()}{reason[1:]}"

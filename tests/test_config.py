@@ -107,6 +107,7 @@ def test_allowed_hosts(flags: dict[str, Any], expected: tuple[str, ...]) -> None
         ({"port": 70000}, ("--port", "70000", "65535")),
         ({"port": "http"}, ("--port", "'http'", "integer")),
         ({"threads": 0}, ("--threads", "0", "1")),
+        ({"default": ["top_k=4", "temperature=3"]}, ("--default", "'top_k=4, temperature=3'", "from 0 to 2")),
         ({"threads": 512}, ("--threads", "512", "256")),
         ({"max_running": -1}, ("--max-running", "-1")),
         ({"max_body_bytes": float("nan")}, ("--max-body-bytes", "nan")),

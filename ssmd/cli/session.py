@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,9 @@ app = typer.Typer(help="The conversations kept here.", no_args_is_help=True)
 SHOWN = 100  # sessions in a list without --all
 BUSY_MS = 10_000  # longest wait for a daemon that writes a turn
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="The session's id.", autocompletion=completion.sessions)]
+Id = Annotated[
+    str, typer.Argument(metavar="ID", help="The session's id or its beginning.", autocompletion=completion.sessions)
+]
 
 Ids = Annotated[
     list[str], typer.Argument(metavar="ID...", help="The sessions' ids.", autocompletion=completion.sessions)
@@ -47,6 +49,36 @@ def open_store(data_dir: Path | None) -> Iterator[Store]:
         yield store
     finally:
         store.close()
+
+
+class AmbiguousId(ValueError):
+    """Several ids have the same beginning; the message names some."""
+
+
+def whole_id(what: str, beginning: str, ids: Iterable[str]) -> str:
+    """Return the id with this beginning, or the given text, which the store then refuses. Raises AmbiguousId.
+
+    what: "sessions" or "turns", for the error.
+    """
+    fitting = [i for i in ids if i.startswith(beginning)]
+    if len(fitting) > 1 and beginning not in fitting:
+        raise AmbiguousId(
+            f"{len(fitting)} {what} begin with {beginning!r}: {', '.join(fitting[:3])}; give more of the id"
+        )
+    return fitting[0] if len(fitting) == 1 else beginning
+
+
+def read_session(store: Store, given: str) -> Session:
+    """Read the session with this id, or else the only one whose id begins so. Raises UnknownSession, AmbiguousId."""
+    from ssmd.sessions.turn import UnknownSession
+
+    try:
+        return store.session(given)
+    except UnknownSession:
+        whole = whole_id("sessions", given, (s.id for s in store.sessions())) if given else given
+        if whole == given:
+            raise
+        return store.session(whole)
 
 
 @app.command("list")
@@ -109,9 +141,9 @@ def list_sessions(
 def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
     """Show a session and the conversation that leads to its current turn."""
     with open_store(data_dir) as store:
-        session = store.session(session_id)
+        session = read_session(store, session_id)
         path = store.path(session.head)
-        everything = store.turns(session_id) if as_json else []
+        everything = store.turns(session.id) if as_json else []
     if as_json:
         turns = [_turn(t) for t in everything]
         typer.echo(json_text(_summary(session) | {"tree": turns}, 1))
@@ -139,7 +171,7 @@ def rename(
 ) -> None:
     """Give a session a title."""
     with open_store(data_dir) as store:
-        session = store.rename(session_id, title)
+        session = store.rename(read_session(store, session_id).id, title)
     typer.echo(json_text(_summary(session), 1) if as_json else plain(session.title))
 
 

@@ -11,7 +11,7 @@ import typer
 
 from ssmd.cli import completion, options
 from ssmd.cli.output import USAGE, fail
-from ssmd.cli.session import _size, open_store
+from ssmd.cli.session import _size, open_store, read_session
 
 if TYPE_CHECKING:
     from ssmd.config import Settings
@@ -62,11 +62,14 @@ def _targets(
     if into is None:
         if everything or len(arguments) != 2:
             fail("name a session and a file: ID FILE; for several sessions a folder: ID... --into DIR", USAGE)
-        return [(arguments[0], Path(arguments[1]).expanduser())]
+        return [(read_session(store, arguments[0]).id, Path(arguments[1]).expanduser())]
     if everything == bool(arguments):
         fail("name the sessions, or pass --all", USAGE)
     folder = into.expanduser()
-    ids = [s.id for s in store.sessions()] if everything else [store.session(i).id for i in dict.fromkeys(arguments)]
+    if everything:
+        ids = [s.id for s in store.sessions()]
+    else:
+        ids = list(dict.fromkeys(read_session(store, given).id for given in arguments))
     targets = [(i, folder / f"{i}.ssmd") for i in ids]  # ids are letters, digits, _ and -, so they cannot form a path
     names = [file.name.lower() for _, file in targets]
     if len(set(names)) < len(names):

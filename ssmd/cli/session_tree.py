@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.session import Id, _summary, _turn, open_store, plain
+from ssmd.cli.session import Id, _summary, _turn, open_store, plain, read_session, whole_id
 from ssmd.machine.spelling import json_text
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ def tree(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
     Each line has the beginning of a turn's id, what was asked, what was answered, and how the answer ended.
     """
     with open_store(data_dir) as store:
-        session, turns, kept = store.session(session_id), store.turns(session_id), store.resumable(session_id)
+        session = read_session(store, session_id)
+        turns, kept = store.turns(session.id), store.resumable(session.id)
     if as_json:
         told = [_turn(t) | {"depth": t.depth, "resumable": t.id in kept, "head": t.id == session.head} for t in turns]
         typer.echo(json_text(_summary(session) | {"tree": told}, 1))
@@ -52,17 +53,14 @@ def fork(
 ) -> None:
     """Begin a new session at a turn of another one. Nothing is copied; both go on by themselves."""
     with open_store(data_dir) as store:
-        wanted = turn if turn is None else whole_id(turn, [t.id for t in store.turns(session_id)])
-        made = store.fork(session_id, wanted)
+        session = read_session(store, session_id)
+        wanted = turn if turn is None else whole_id("turns", turn, [t.id for t in store.turns(session.id)])
+        made = store.fork(session.id, wanted)
     if as_json:
         typer.echo(json_text(_summary(made)))
         return
     many = "turn" if made.turns == 1 else "turns"
     typer.echo(f"{made.id}: {made.turns} {many}, begins at {made.base}")
-
-
-class AmbiguousTurn(ValueError):
-    """A beginning that several turns' ids have; the message names some."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +135,3 @@ def short_ids(ids: Sequence[str]) -> dict[str, str]:
     while len({i[:length] for i in ids}) < len(ids):
         length += 1
     return {i: i[:length] for i in ids}
-
-
-def whole_id(beginning: str, ids: Sequence[str]) -> str:
-    """Return the id with this beginning, or the given text, which the store then refuses. Raises AmbiguousTurn."""
-    fitting = [i for i in ids if i.startswith(beginning)]
-    if len(fitting) > 1 and beginning not in ids:
-        raise AmbiguousTurn(
-            f"{len(fitting)} turns begin with {beginning!r}: {', '.join(fitting[:3])}; give more of the id"
-        )
-    return fitting[0] if len(fitting) == 1 else beginning

@@ -119,3 +119,15 @@ def test_bad_input(ssmd: Ssmd, chat: Chat, args: tuple[str, ...], reason: str) -
     assert reason in done.stderr
     assert done.stdout == ""
     assert len(chat.store.sessions()) == 1
+
+
+def test_a_session_is_named_by_the_beginning_of_its_id(ssmd: Ssmd, chat: Chat, tmp_path: Path) -> None:
+    Chat(chat.store, "sea_2").say("turn_gggggggggggg", None, "another one", "yes")
+    assert ssmd("show", "ses").stdout == ssmd("show", "ses_1").stdout
+    assert ssmd("tree", "ses").stdout == ssmd("tree", "ses_1").stdout
+    assert ssmd("rename", "sea", "Sea").stdout == "Sea\n"
+    assert ssmd("export", "sea", str(tmp_path / "one.ssmd")).stdout.startswith(str(tmp_path / "one.ssmd"))
+    assert ssmd.json("fork", "sea")["base"] == "turn_gggggggggggg"
+    assert "3 sessions begin with 'se': " in ssmd("show", "se", code=1).stderr
+    assert "no session ''" in ssmd("show", "", code=1).stderr
+    assert "no session 'sea'" in ssmd("rm", "sea", code=1).stderr, "what cannot be undone takes the whole id"

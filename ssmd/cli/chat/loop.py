@@ -14,8 +14,8 @@ import typer
 
 from ssmd.cli.chat import terminal
 from ssmd.cli.chat.talk import Room, Said, Show, Talk
-from ssmd.cli.session import plain
-from ssmd.cli.session_tree import Node, drawn, said_by, whole_id, words
+from ssmd.cli.session import plain, whole_id
+from ssmd.cli.session_tree import Node, drawn, said_by, words
 from ssmd.daemon.discovery import DaemonError
 from ssmd.daemon.said import number, of, text
 from ssmd.machine import modes
@@ -303,7 +303,7 @@ def _fork(chat: Chat, argument: str) -> None:
     session = _kept(chat, begun=True)
     turn = None
     if argument:
-        turn = whole_id(argument, [one["id"] for one in chat.talk.daemon.session(session)["turns"]])
+        turn = whole_id("turns", argument, [one["id"] for one in chat.talk.daemon.session(session)["turns"]])
     _arrived(chat, chat.talk.fork(turn))
 
 
