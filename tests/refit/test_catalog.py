@@ -307,7 +307,7 @@ def test_fixed_capacities_are_all_there_are() -> None:
     header.device_class = "npu"
     assert bounded(header, {**config, "max_position_embeddings": 200}) == (128, 192)
     assert bounded(header, config, 192) == (128, 192)
-    with pytest.raises(RefitError, match=r"have a fixed size: --context 200 cannot be had, but 128, 192, 256$"):
+    with pytest.raises(RefitError, match=r"have a fixed size: --context 200 is not possible, only 128, 192, 256$"):
         bounded(header, config, 200)
 
 
