@@ -32,7 +32,7 @@ class CoreMLGraph(Graph):
         )
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
-        """Do nothing: calls hold what they are bound to."""
+        """Do nothing: calls hold the arrays that they are bound to."""
 
     def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
         known = self.signatures[signature]

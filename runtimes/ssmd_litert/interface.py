@@ -1,4 +1,4 @@
-"""The C interface of libLiteRt.so: structures, functions, and whether it can be used here.
+"""The C interface of libLiteRt.so: structures, functions, and a check that it can be used here.
 
 The declarations are those of litert/c/*.h in LiteRT 2.3; `open_library` refuses any other version.
 """
@@ -114,7 +114,7 @@ def open_library() -> Any:
 
 @cache
 def problem() -> str:
-    """Why no model can be loaded here, or "": the library is tried, and where that fails the package's own wrapper."""
+    """Return the reason why models cannot be loaded here, or "". Tries the library, then the package's own wrapper."""
     try:
         open_library()
     except GraphError:

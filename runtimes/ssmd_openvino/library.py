@@ -1,7 +1,7 @@
 """The packages of OpenVINO, imported without their telemetry.
 
-`import openvino` tells its makers so over the network, in a thread, unless a file in the home folder forbids it or
-`openvino_telemetry` is not there; nncf likewise.
+`import openvino` sends a report to its makers over the network, in a thread, unless a file in the home folder forbids
+it or `openvino_telemetry` is not installed. nncf does the same.
 """
 
 from __future__ import annotations
