@@ -58,7 +58,7 @@ class CoreMLCall:
 
 
 def predicted(function: Function, inputs: dict[str, Array], state: object = None) -> dict[str, Array]:
-    """The outputs of a function. Raises GraphError if Core ML reports a failure."""
+    """Return the outputs of a function. Raises GraphError if Core ML reports a failure."""
     try:
         return function.predict(inputs, state)
     except Exception as err:  # coremltools raises RuntimeError and plain Exception

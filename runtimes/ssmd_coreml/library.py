@@ -44,7 +44,7 @@ def quiet() -> Iterator[None]:
 
 
 def package_version() -> str:
-    """The installed version of coremltools. Raises ImportError when it is not installed."""
+    """Return the installed version of coremltools. Raises ImportError when it is not installed."""
     try:
         return version("coremltools")
     except PackageNotFoundError as err:

@@ -85,7 +85,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def package_version() -> str:
-    """The installed version of ai-edge-litert. Raises ImportError when it is not installed."""
+    """Return the installed version of ai-edge-litert. Raises ImportError when it is not installed."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError as err:
@@ -93,7 +93,10 @@ def package_version() -> str:
 
 
 def open_library() -> Any:
-    """The shared library with all functions declared. Raises GraphError if it is another version or lacks one."""
+    """Return the shared library with all functions declared.
+
+    Raises GraphError if it is another version or lacks a function.
+    """
     if not package_version().startswith(TESTED):
         raise GraphError(f"{PACKAGE} {package_version()} is not {TESTED}x, whose C interface is the one known here")
     found = importlib.util.find_spec("ai_edge_litert")  # not imported: it would load the wrapper and its plugins

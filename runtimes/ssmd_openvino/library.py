@@ -35,7 +35,7 @@ def nncf() -> Any:
 
 
 def package_version() -> str:
-    """The installed version of openvino. Raises ImportError when it is not installed."""
+    """Return the installed version of openvino. Raises ImportError when it is not installed."""
     try:
         return version("openvino")
     except PackageNotFoundError as err:
